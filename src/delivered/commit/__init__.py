@@ -1,0 +1,7 @@
+"""Phase 4, on the driver: recover, decide, apply, sweep.
+
+rules.py     what ledger and checkpoint together mean: pure
+recover.py   before a batch: finish or undo what an earlier run left, hand each shard write | skip | give up
+decide.py    after a batch: the one record from which on it counts. The line is marked there.
+apply.py     make decided participants visible
+"""

@@ -1,0 +1,27 @@
+"""What every part of the engine needs: one sink of one pipeline, as one driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from delivered.commit.rules import Tolerance
+from delivered.contract import Ledger, Resource
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.work import Owner
+
+
+@dataclass(frozen=True)
+class Context:
+    """
+    Attributes:
+        ledger, resource: the sink's, opened for `scope`.
+        owner: this driver. Two processes of one driver share its id.
+    """
+
+    scope: Scope
+    guarantee: Guarantee
+    owner: Owner
+    ledger: Ledger
+    resource: Resource
+    tolerance: Tolerance = Tolerance()

@@ -1,0 +1,121 @@
+"""Before a batch: finish what was decided, undo what was not, and say what each shard has to do."""
+
+from __future__ import annotations
+
+import logging
+
+from delivered.commit.apply import apply_decided
+from delivered.commit.context import Context
+from delivered.commit.rules import BegunBatch, DecidedBatch, NewBatch, judge
+from delivered.model.errors import OutcomeUnknown
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Work
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, LedgerState
+
+log = logging.getLogger(__name__)
+
+
+def plan_batch(context: Context, view: CheckpointView, *, first: bool) -> BatchPlan:
+    """Recover, and plan the batch that Spark is about to run.
+
+    Runs on the driver, before every batch. May be called again for the same batch, after a crash anywhere.
+
+        1  recover.claim   become the one owner; no older driver can decide from here on
+        2  recover.check   ledger against checkpoint
+        3  recover.apply   finish the batch if it was decided
+        4  recover.sweep   abort what nobody decided
+        5  batch.begin     at_most_once: from here on records may leave
+
+    Args:
+        first: this process did not plan the batch before this one, or that batch failed: claim and sweep. Else the
+            ledger is only read again, to see whether this driver still owns it.
+
+    Raises:
+        Fenced, LedgerAhead, LedgerBehind, Refused, OutcomeUnknown: nothing was changed that a new start cannot
+        go on from.
+    """
+    state = _own(context, first)
+    reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
+    verdict = judge(state, view, context.guarantee, context.tolerance)
+    reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
+    action, rewrite, shards = Action.WRITE, dict[int, Fingerprint](), None
+    match verdict:
+        case DecidedBatch(decision):
+            log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
+            action = Action.SKIP
+            rewrite = _finish(context, decision)
+            shards = len(decision.participants)
+        case BegunBatch():
+            log.warning("batch %d was begun by an earlier run and is given up", view.batch)
+            action = Action.GIVE_UP
+            _sweep(context, None)
+        case NewBatch():
+            if first:
+                _sweep(context, None)
+            if context.guarantee is Guarantee.AT_MOST_ONCE:
+                _begin(context, view)
+    return BatchPlan(
+        context.scope, context.owner.id, context.guarantee, view.batch, view.offsets, action, rewrite, shards
+    )
+
+
+def _own(context: Context, first: bool) -> LedgerState:
+    if not first:
+        return context.ledger.resume(context.owner.id)
+    reach(StepId.RECOVER_CLAIM, Moment.BEFORE)
+    state = context.ledger.claim(context.owner)
+    reach(StepId.RECOVER_CLAIM, Moment.AFTER)
+    return state
+
+
+def _finish(context: Context, decision: Decision) -> dict[int, Fingerprint]:
+    """Apply a decided batch; return the shards whose promise is gone and that must be written again."""
+    if context.guarantee is not Guarantee.EXACTLY_ONCE:
+        return {}
+    reach(StepId.RECOVER_APPLY, Moment.BEFORE, batch=decision.batch)
+    broken = apply_decided(context, decision, StepId.RECOVER_APPLY)
+    # Evidence is read only after the sweep: open transactions of the dead would hide it.
+    _sweep(context, decision)
+    lost = {
+        p.shard: p.fingerprint
+        for p in broken
+        if not context.resource.applied(Work(decision.scope, decision.batch, p.shard, p.attempt))
+    }
+    if lost:
+        log.warning("batch %d: shards %s are written again, their promise expired", decision.batch, sorted(lost))
+    reach(StepId.RECOVER_APPLY, Moment.AFTER, batch=decision.batch)
+    return lost
+
+
+def _sweep(context: Context, keep: Decision | None) -> None:
+    reach(StepId.RECOVER_SWEEP, Moment.BEFORE)
+    match context.resource.sweep(keep.participants if keep else ()):
+        case Ok(count):
+            if count:
+                log.info("aborted %d undecided participants of an earlier run", count)
+        case Failed(reason) | Unknown(reason):
+            raise OutcomeUnknown(
+                "SWEEP_INCOMPLETE",
+                f"Participants that an earlier run of {context.scope.pipeline!r} left open at sink "
+                f"{context.scope.sink!r} could not be aborted: {reason}.",
+                next_step="start again when the server answers; `delivered transactions list` shows them",
+            )
+    reach(StepId.RECOVER_SWEEP, Moment.AFTER)
+
+
+def _begin(context: Context, view: CheckpointView) -> None:
+    reach(StepId.BATCH_BEGIN, Moment.BEFORE, batch=view.batch)
+    match context.ledger.begin(Begun(view.batch, view.offsets)):
+        case Ok():
+            pass
+        case Failed(reason) | Unknown(reason):
+            # Nothing left yet. If the record got in after all, the next start gives the batch up.
+            raise OutcomeUnknown(
+                "BEGIN_UNKNOWN",
+                f"Batch {view.batch} could not be recorded as begun: {reason}. No record of it was sent.",
+                next_step="start again when the ledger answers",
+            )
+    reach(StepId.BATCH_BEGIN, Moment.AFTER, batch=view.batch)

@@ -1,0 +1,130 @@
+"""What a ledger and a checkpoint mean together. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from delivered.model.errors import LedgerAhead, LedgerBehind, Refused
+from delivered.model.guarantee import Guarantee
+from delivered.model.work import Begun, CheckpointView, Decision, LedgerState
+
+
+@dataclass(frozen=True)
+class NewBatch:
+    """The batch was never decided nor begun."""
+
+
+@dataclass(frozen=True)
+class DecidedBatch:
+    """The batch counts already; what is left of it must be applied."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class BegunBatch:
+    """at_most_once: the batch may have sent records, and its account is missing."""
+
+    begun: Begun
+
+
+Verdict = NewBatch | DecidedBatch | BegunBatch
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What the user explicitly takes on.
+
+    Attributes:
+        new_checkpoint: a new checkpoint may start over although an earlier one of this pipeline wrote to the sink.
+        missing_ledger: a checkpoint with batches may meet a ledger that has none of them.
+    """
+
+    new_checkpoint: bool = False
+    missing_ledger: bool = False
+
+
+def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
+    """Say what the batch about to run is.
+
+    Raises:
+        LedgerAhead: an older checkpoint was put back.
+        LedgerBehind: the sink or its ledger was put back, or is another one.
+        Refused: the checkpoint is new, and an earlier one already wrote to this sink.
+    """
+    last, begun = state.last, state.begun
+    newest = max((r.batch for r in (last, begun) if r is not None), default=None)
+    if newest is not None and newest > view.batch:
+        raise LedgerAhead(
+            "LEDGER_AHEAD",
+            f"The ledger holds batch {newest} of incarnation {view.incarnation}, the checkpoint is about to run "
+            f"batch {view.batch}: an older copy of the checkpoint was put back. Going on would skip or repeat records.",
+            next_step="restore the newest checkpoint; or start a new one at the offsets that "
+            "`delivered audit` prints as the last decided",
+        )
+    if last is not None and last.batch == view.batch:
+        _same_offsets(last.offsets, view)
+        return DecidedBatch(last)
+    if begun is not None and begun.batch == view.batch:
+        _same_offsets(begun.offsets, view)
+        return _begun(begun, guarantee)
+    if newest is None:
+        _first_of_ledger(state, view, guarantee, tolerance)
+    elif newest < view.batch - 1 and not tolerance.missing_ledger:
+        raise LedgerBehind(
+            "LEDGER_BEHIND",
+            f"The checkpoint is about to run batch {view.batch}, the ledger's newest batch is {newest}: the batches "
+            "between them are missing in the sink. The sink, or its ledger, was put back to an older copy.",
+            next_step='restore the sink, or accept the gap once with .option("missingLedger", "accept")',
+        )
+    return NewBatch()
+
+
+def _begun(begun: Begun, guarantee: Guarantee) -> Verdict:
+    match guarantee:
+        case Guarantee.AT_MOST_ONCE:
+            return BegunBatch(begun)
+        case Guarantee.AT_LEAST_ONCE:
+            return NewBatch()
+        case Guarantee.EXACTLY_ONCE:
+            raise Refused(
+                "BATCH_BEGUN",
+                f"Batch {begun.batch} was begun under at_most_once and never finished; some of its records may be in "
+                "the sink. exactly_once can neither skip nor repeat it.",
+                next_step="start once more with guarantee at_most_once, let it finish one batch, then change to "
+                "exactly_once",
+            )
+
+
+def _same_offsets(decided: str, view: CheckpointView) -> None:
+    if decided != view.offsets:
+        raise LedgerAhead(
+            "LEDGER_AHEAD",
+            f"Batch {view.batch} of incarnation {view.incarnation} was decided for the offsets {decided[:500]}, and "
+            f"is about to run for {view.offsets[:500]}: an older copy of the checkpoint was put back. Taking the one "
+            "for the other would lose records.",
+            next_step="restore the newest checkpoint; or start a new one at the offsets that "
+            "`delivered audit` prints as the last decided",
+        )
+
+
+def _first_of_ledger(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> None:
+    if view.batch > 0 and not tolerance.missing_ledger:
+        raise LedgerBehind(
+            "LEDGER_MISSING",
+            f"The checkpoint is about to run batch {view.batch}, the ledger knows no batch of incarnation "
+            f"{view.incarnation}. Whether the sink holds batch {view.batch} already cannot be told.",
+            next_step="point the sink at the ledger that this checkpoint was written with, or, if this is the "
+            'first start with a ledger, accept it once with .option("missingLedger", "accept")',
+        )
+    if state.earlier and guarantee is not Guarantee.AT_LEAST_ONCE and not tolerance.new_checkpoint:
+        earlier = state.earlier[0]
+        raise Refused(
+            "CHECKPOINT_NEW",
+            f"The checkpoint is new (incarnation {view.incarnation}), and pipeline {earlier.scope.pipeline!r} already "
+            f"wrote batch {earlier.batch} to sink {earlier.scope.sink!r} from another checkpoint (incarnation "
+            f"{earlier.scope.incarnation}). Reading the source again from the start would write records twice. The "
+            f"earlier one ended at the offsets {earlier.offsets[:500]}",
+            next_step="restore the earlier checkpoint, or start the source at those offsets and accept the new "
+            'checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
+        )

@@ -1,0 +1,241 @@
+"""What a connector implements. Small protocols; the engine and the planner know nothing else of it.
+
+Every docstring says: the promise in one line; runs on; may it be called again; what is true before and after it.
+`Outcome` has three cases. A method that returns one never raises for a server's answer: it says Failed when the
+change is not in and will not get in, and Unknown when it cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from delivered.model.capability import SinkCapability, SourceCapability
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.options import OptionTable
+from delivered.model.outcome import Outcome
+from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a preflight check saw at the live system.
+
+    Attributes:
+        refuses: the pipeline must not start with this.
+        code: as in an error, without the prefix.
+    """
+
+    code: str
+    message: str
+    refuses: bool
+    next_step: str | None = None
+
+
+class ShardWriter(Protocol):
+    """Writes one shard of one batch in one attempt. Runs on an executor, in one thread, used once."""
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        """Take rows.
+
+        exactly_once: invisible to readers of the sink. Else: on their way to being visible; at_most_once never
+        sends a row twice. Memory stays bounded: blocks while the sink is behind.
+        Dies here: nothing counts (exactly_once); some rows may be visible (else).
+        """
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        """Make the rows durable and promise to commit; return the handle for `Resource`.
+
+        `fingerprint` is of all rows staged; a sink whose promise can expire keeps it in a marker beside the rows.
+
+        Runs after the last `stage`, once, also when there were no rows. After it the process may die.
+        exactly_once: raises if the promise cannot be given. at_least_once: returns {} when every row was
+        acknowledged, else raises. at_most_once: returns {} when every row was acknowledged or given up.
+        """
+
+    def abort(self) -> None:
+        """Give back what was staged, as far as possible. May be called at any time, again, and after an error."""
+
+
+class Resource(Protocol):
+    """The driver's hand on participants, prepared by tasks that may be gone. Runs on the driver."""
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """Make a decided participant visible. Idempotent: may be called again, by another process.
+
+        Ok: visible. Failed: the promise is gone, and this call did not make it visible; `applied` tells whether an
+        earlier one did. Unknown: ask again.
+        """
+
+    def applied(self, work: Work) -> bool:
+        """Whether the shard of this batch is visible, by evidence that lies in the sink with the rows.
+
+        Sees every outcome of transactions that `sweep` or `apply` ended before.
+        """
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        """Give a participant back that was not decided. Idempotent."""
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Abort every open participant of this pipeline and sink, of any incarnation, that `keep` does not name.
+
+        Runs at recovery, after older owners were fenced. Never touches what belongs to others. Returns how many.
+        """
+
+    def close(self) -> None:
+        """Give connections back. May be called again."""
+
+
+class Ledger(Protocol):
+    """Where decisions are durable: one writer at a time. Runs on the driver, in two processes of one owner."""
+
+    def claim(self, owner: Owner) -> LedgerState:
+        """Become the one owner, fence every other, and return what the ledger holds.
+
+        After it returns, no decision of an earlier owner can get in. Idempotent for the same owner's id.
+        Raises Fenced if this owner was superseded before.
+        """
+
+    def resume(self, owner_id: str) -> LedgerState:
+        """As the owner who claimed before, perhaps in another process, go on; fences nobody else.
+
+        Raises Fenced if somebody else owns the ledger now.
+        """
+
+    def begin(self, begun: Begun) -> Outcome[None]:
+        """Record that a batch may send records from now on (at_most_once). Runs before the batch's tasks."""
+
+    def decide(self, decision: Decision) -> Outcome[None]:
+        """Record the decision, durably, if this owner still owns the ledger.
+
+        With `Commit.ONE_TRANSACTION`: rows of all participants become visible in the same transaction.
+        Failed: it is not in. Unknown: `claim` again, then look.
+        """
+
+    def history(self) -> Iterable[Decision]:
+        """Decisions of this incarnation that are still kept, oldest first."""
+
+    def close(self) -> None:
+        """Give connections back. May be called again."""
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A sink as the user named it: options, checked, no connection. Picklable."""
+
+    @property
+    def name(self) -> str:
+        """Default name of this sink in its pipeline; tells two sinks of one pipeline apart."""
+
+    def capability(self) -> SinkCapability:
+        """Static: asks no server."""
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        """Ask the live system whether it can keep the promise. Runs on the driver before the first batch."""
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        """Raise UsageError if rows of this schema cannot be written. Runs on the driver; asks no server."""
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows as a reader of the sink finds them: canonical columns, order and types; the fingerprint's input."""
+
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+        """Runs on an executor. May reuse clients that earlier shards left warm in this process."""
+
+    def read_back(self) -> Source:
+        """A source of all records that a reader of this sink sees, for the audit: same columns as `records`, and
+        what the system adds (for Kafka: partition and offset)."""
+
+    def ledger(self, scope: Scope) -> Ledger: ...
+
+    def resource(self, scope: Scope) -> Resource: ...
+
+
+Offsets = dict[str, Any]
+"""Where a source stands, as JSON: what Spark writes into its offset log. A connector chooses the shape."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a batch that one task reads.
+
+    Attributes:
+        data: picklable values only; the connector chooses the shape.
+    """
+
+    data: Any
+
+
+class SourceDriver(Protocol):
+    """The driver's hand on a source. Runs on the driver, in one long-lived process; used by one thread."""
+
+    def initial(self) -> Offsets:
+        """Where a new checkpoint starts. Not called when the checkpoint holds offsets."""
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
+        """Where the next batch may end: at most about `rows_max` records after `start`; None: no bound."""
+
+    def newest(self) -> Offsets | None:
+        """The end of the source now, for lag in progress reports."""
+
+    def freeze(self) -> None:
+        """Available-now: from here on nothing beyond what exists at this moment."""
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        """Cut a batch. The same start and end give the same slices in the same order, also in another process."""
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        """Start and end of a read that is not a stream: `startingOffsets` to `endingOffsets`."""
+
+    def acknowledge(self, end: Offsets) -> None:
+        """Tell the source how far the pipeline is. Called after Spark's commit log, perhaps again, perhaps never."""
+
+    def close(self) -> None:
+        """Give connections back. May be called again."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A source as the user named it: options, checked, no connection. Picklable."""
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        """The user's admission limit (`maxOffsetsPerTrigger`), if any."""
+
+    def capability(self) -> SourceCapability:
+        """Static: asks no server."""
+
+    def preflight(self) -> Sequence[Finding]:
+        """Ask the live system whether this source can be read. Runs on the driver before the first batch."""
+
+    def schema(self) -> pa.Schema:
+        """Columns of the batches that `read` gives. Static where it can be."""
+
+    def driver(self) -> SourceDriver: ...
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        """Runs on an executor. Bounded memory; the same slice gives the same records, in the same order."""
+
+
+@runtime_checkable
+class Connector(Protocol):
+    """One folder of `connectors/`, reached by its entry point in the group `delivered.connectors`.
+
+    Importing it imports no client library.
+    """
+
+    name: str
+    extra: str
+    source_options: OptionTable | None
+    sink_options: OptionTable | None
+
+    def source(self, options: Mapping[str, str]) -> Source:
+        """Raise UsageError for an unknown or bad option, with a suggestion. Keys in any case."""
+
+    def sink(self, options: Mapping[str, str]) -> Sink:
+        """Raise UsageError for an unknown or bad option, with a suggestion. Keys in any case."""

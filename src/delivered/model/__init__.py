@@ -1,0 +1,1 @@
+"""Nouns of the product. Frozen, picklable, no I/O; imports nothing of ours."""

@@ -1,0 +1,67 @@
+"""What a connector can do. The planner reads nothing else of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Commit(StrEnum):
+    """How a sink can make a batch count."""
+
+    TWO_PHASE = "two_phase"
+    """Tasks prepare, one decision record, then each participant is applied."""
+    ONE_TRANSACTION = "one_transaction"
+    """Tasks prepare by staging; rows and ledger row become visible in one transaction of the sink."""
+    NONE = "none"
+    """What is written is visible at once."""
+
+
+@dataclass(frozen=True)
+class SourceCapability:
+    """
+    Attributes:
+        system: for people: "kafka", "log".
+        replayable: reading the same offsets again gives the same records.
+        why_not: why it cannot replay, if it cannot.
+        local: it rests on files of one machine.
+        assumes: what the guarantee takes for granted of this source.
+    """
+
+    system: str
+    replayable: bool
+    why_not: str = ""
+    local: bool = False
+    assumes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SinkCapability:
+    """
+    Attributes:
+        system: for people: "kafka", "sqlite".
+        commit: the mechanism that this sink offers for exactly_once.
+        mechanism: its name in a sentence: "two-phase commit".
+        stage, prepare, decide, apply: what these steps are at this sink, for the plan.
+        batch_atomic: a reader sees a batch whole or not at all.
+        keeps_records_apart: the sink can send without ever sending twice (needed for at_most_once).
+        local: it rests on files of one machine.
+        promise_s_max: seconds after which the sink drops a prepared participant; None: never.
+        assumes: what exactly_once takes for granted of the sink and its readers.
+        limits: bounds to print with the plan.
+    """
+
+    system: str
+    commit: Commit
+    mechanism: str
+    stage: str
+    prepare: str
+    decide: str
+    apply: str
+    send: str
+    batch_atomic: bool
+    local: bool = False
+    keeps_records_apart: bool = True
+    promise_s_max: float | None = None
+    assumes: tuple[str, ...] = ()
+    limits: tuple[str, ...] = field(default=())

@@ -1,0 +1,251 @@
+"""A count and an additive keyed hash of records: equal multisets of records give equal fingerprints.
+
+Hashes are added, not XORed: under XOR a doubled pair cancels, and three copies look like one. The hash of a record is
+64 bits, computed column by column over Arrow buffers with no Python object per record; the sum is kept modulo 2**128
+in two independent 64-bit lanes. The mixers are the finaliser of MurmurHash3 and multiplication by odd constants.
+The key makes fingerprints of two pipelines incomparable, on purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+U64 = npt.NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_WORD = np.uint64(0x9E3779B97F4A7C15)
+_LENGTH = np.uint64(0xC2B2AE3D27D4EB4F)
+_COLUMN = np.uint64(0xD6E8FEB86659FD93)
+_LANE = np.uint64(0xA0761D6478BD642F)
+_NULL = np.uint64(0x5851F42D4C957F2D)
+_S32, _S33 = np.uint64(32), np.uint64(33)
+_LONG_VALUE_BYTES = 4096
+"""Values longer than this are hashed one by one by BLAKE2b: a vector step a word would cost more."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """
+    Attributes:
+        count: records.
+        low, high: sums of the records' hashes modulo 2**64.
+    """
+
+    count: int = 0
+    low: int = 0
+    high: int = 0
+
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        return Fingerprint(self.count + other.count, (self.low + other.low) & _MASK, (self.high + other.high) & _MASK)
+
+    def __sub__(self, other: Fingerprint) -> Fingerprint:
+        return Fingerprint(self.count - other.count, (self.low - other.low) & _MASK, (self.high - other.high) & _MASK)
+
+    def __str__(self) -> str:
+        return f"{self.count}:{self.high:016x}{self.low:016x}"
+
+    @classmethod
+    def parse(cls, text: str) -> Fingerprint:
+        """Read what `str` wrote."""
+        count, _, digits = text.partition(":")
+        return cls(int(count), int(digits[16:], 16), int(digits[:16], 16))
+
+
+def seed_of(*names: str) -> int:
+    """The key of a pipeline's fingerprints: 64 bits of BLAKE2b over its names."""
+    return int.from_bytes(hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest(), "little")
+
+
+def fingerprint(batch: pa.RecordBatch, seed: int, columns: Sequence[str] | None = None) -> Fingerprint:
+    """Fingerprint of the rows of `batch`.
+
+    Args:
+        seed: from `seed_of`.
+        columns: in this order, and no others; default: all, in the batch's order. Names do not count, order does.
+
+    Raises:
+        TypeError: a column's type has no canonical bytes here.
+    """
+    if batch.num_rows == 0:
+        return Fingerprint()
+    hashes = record_hashes(batch, seed, columns)
+    with np.errstate(over="ignore"):
+        low = int(np.sum(hashes, dtype=np.uint64))
+        high = int(np.sum(_finish(hashes ^ _LANE), dtype=np.uint64))
+    return Fingerprint(batch.num_rows, low, high)
+
+
+def record_hashes(batch: pa.RecordBatch, seed: int, columns: Sequence[str] | None = None) -> U64:
+    """One 64-bit hash per row. Arguments as for `fingerprint`."""
+    names = list(columns) if columns is not None else batch.schema.names
+    key = np.uint64(seed & _MASK)
+    with np.errstate(over="ignore"):
+        total = np.full(batch.num_rows, key, dtype=np.uint64)
+        for name in names:
+            total *= _COLUMN
+            total ^= _hash_array(batch.column(batch.schema.get_field_index(name)), key)
+            total ^= total >> _S32
+        return _finish(total)
+
+
+def _finish(h: U64) -> U64:
+    h = h ^ (h >> _S33)
+    h *= np.uint64(0xFF51AFD7ED558CCD)
+    h ^= h >> _S33
+    h *= np.uint64(0xC4CEB9FE1A85EC53)
+    h ^= h >> _S33
+    return h
+
+
+def _hash_array(array: pa.Array, key: np.uint64) -> U64:
+    """Hash of each value of an Arrow array, nulls included."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return _hash_array(array.dictionary_decode(), key)
+    if pa.types.is_null(kind):
+        return np.full(len(array), _NULL, dtype=np.uint64)
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        hashes = _hash_bytes(array, np.dtype(np.int32), key)
+    elif pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+        hashes = _hash_bytes(array, np.dtype(np.int64), key)
+    elif pa.types.is_map(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        hashes = _hash_list(array, key)
+    elif pa.types.is_struct(kind):
+        hashes = np.full(len(array), key, dtype=np.uint64)
+        for i in range(kind.num_fields):
+            hashes *= _COLUMN
+            hashes ^= _hash_array(array.field(i), key)
+        hashes = _finish(hashes)
+    else:
+        hashes = _hash_fixed(array, key)
+    if array.null_count:
+        hashes = np.where(np.asarray(array.is_null()), _NULL, hashes)
+    return hashes
+
+
+def _hash_fixed(array: pa.Array, key: np.uint64) -> U64:
+    kind = array.type
+    n = len(array)
+    if pa.types.is_boolean(kind):
+        words = np.asarray(array.cast(pa.uint8()).fill_null(0)).astype(np.uint64)
+    elif pa.types.is_floating(kind):
+        wide = np.asarray(array.cast(pa.float64()).fill_null(0.0)) + 0.0  # -0.0 becomes 0.0
+        words = wide.view(np.uint64)
+    elif pa.types.is_integer(kind):
+        words = np.asarray(array.fill_null(0)).astype(np.int64).view(np.uint64)
+    elif pa.types.is_decimal128(kind):
+        pairs = np.frombuffer(array.buffers()[1], dtype=np.uint64)
+        pairs = pairs[2 * array.offset : 2 * (array.offset + n)].reshape(n, 2)
+        words = _finish((pairs[:, 0] ^ key) * _WORD) ^ pairs[:, 1]
+    elif pa.types.is_temporal(kind) and kind.bit_width in (32, 64):
+        raw = array.view(pa.int32() if kind.bit_width == 32 else pa.int64())
+        words = np.asarray(raw.fill_null(0)).astype(np.int64).view(np.uint64)
+    else:
+        raise TypeError(f"no fingerprint for Arrow type {kind}; cast the column to string or binary")
+    return _finish((words ^ key) * _WORD)
+
+
+def _hash_list(array: pa.Array, key: np.uint64) -> U64:
+    """A list's hash depends on its values and their order."""
+    offsets = np.asarray(array.offsets).astype(np.int64)
+    child: pa.Array
+    if pa.types.is_map(array.type):
+        child = pa.StructArray.from_arrays([array.keys, array.items], names=["key", "value"])
+    else:
+        child = array.values
+    hashes = _hash_array(child, key)
+    lengths = np.diff(offsets)
+    positions = np.arange(len(hashes), dtype=np.int64)
+    owner_start = np.repeat(offsets[:-1], lengths)
+    inside = slice(int(offsets[0]), int(offsets[-1]))
+    ranked = (positions[inside] - owner_start).astype(np.uint64) + np.uint64(1)
+    mixed = _finish(hashes[inside] * _COLUMN ^ ranked * _WORD)
+    sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+    begin = offsets - offsets[0]
+    return _finish((sums[begin[1:]] - sums[begin[:-1]]) ^ (lengths.astype(np.uint64) * _LENGTH) ^ key)
+
+
+def _hash_bytes(array: pa.Array, offset_type: np.dtype[np.signedinteger], key: np.uint64) -> U64:
+    """Hash of variable-length values: eight bytes a step, all rows side by side."""
+    n = len(array)
+    _, offset_buffer, data_buffer = array.buffers()
+    if n == 0 or offset_buffer is None:
+        return np.full(n, key, dtype=np.uint64)
+    offsets = np.frombuffer(offset_buffer, dtype=offset_type)[array.offset : array.offset + n + 1]
+    offsets = offsets.astype(np.int64)
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    hashes = (lengths.astype(np.uint64) * _LENGTH) ^ key
+    if data_buffer is None or offsets[-1] == offsets[0]:
+        return _finish(hashes)
+    data = np.frombuffer(data_buffer, dtype=np.uint8)
+    width = int(lengths[0])
+    if width <= _LONG_VALUE_BYTES and int(lengths.min()) == int(lengths.max()):
+        return _hash_equal_widths(data[int(offsets[0]) : int(offsets[-1])].reshape(n, width), hashes)
+    return _hash_mixed_widths(data, starts, lengths, hashes, key)
+
+
+def _step(hashes: U64, words: U64) -> U64:
+    hashes ^= words
+    hashes *= _WORD
+    hashes ^= hashes >> _S32
+    return hashes
+
+
+def _hash_equal_widths(rows: npt.NDArray[np.uint8], hashes: U64) -> U64:
+    n, width = rows.shape
+    padded_width = -(-width // 8) * 8
+    if padded_width == width:
+        padded = np.ascontiguousarray(rows)
+    else:
+        padded = np.zeros((n, padded_width), dtype=np.uint8)
+        padded[:, :width] = rows
+    words = padded.view(np.uint64)
+    for i in range(words.shape[1]):
+        hashes = _step(hashes, words[:, i])
+    return _finish(hashes)
+
+
+def _hash_mixed_widths(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    hashes: U64,
+    key: np.uint64,
+) -> U64:
+    """Same value, same hash as `_hash_equal_widths`: whole words first, then the rest padded with zeros."""
+    full = lengths >> 3
+    long_rows = np.flatnonzero(lengths > _LONG_VALUE_BYTES)
+    full[long_rows] = 0
+    order = np.argsort(-full, kind="stable")
+    sorted_full = full[order]
+    if len(data) >= 8:
+        at = np.lib.stride_tricks.as_strided(
+            data[: len(data) - 7].view(np.uint8), shape=(len(data) - 7, 8), strides=(1, 1)
+        )
+    active = len(order)
+    for i in range(int(sorted_full[0])):
+        active = int(np.searchsorted(-sorted_full, -i, side="left"))
+        rows = order[:active]
+        words = at[starts[rows] + 8 * i].view(np.uint64).reshape(-1)
+        hashes[rows] = _step(hashes[rows], words)
+    rest = lengths & 7
+    rest[long_rows] = 0
+    rows = np.flatnonzero(rest)
+    if len(rows):
+        tail = np.zeros(len(rows), dtype=np.uint64)
+        begin = starts[rows] + 8 * full[rows]
+        for i in range(7):
+            present = rest[rows] > i
+            tail[present] |= data[begin[present] + i].astype(np.uint64) << np.uint64(8 * i)
+        hashes[rows] = _step(hashes[rows], tail)
+    for row in long_rows:
+        value = data[starts[row] : starts[row] + lengths[row]].tobytes()
+        digest = hashlib.blake2b(value, digest_size=8, key=int(key).to_bytes(8, "little")).digest()
+        hashes[row] ^= np.uint64(int.from_bytes(digest, "little"))
+    return _finish(hashes)

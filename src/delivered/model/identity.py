@@ -1,0 +1,63 @@
+"""Who a unit of work is: (pipeline, sink, incarnation, batch, shard)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from delivered.model.errors import UsageError
+from delivered.model.limits import NAME_LENGTH_MAX
+
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_LENGTH_MAX}}}")
+
+
+def checked_name(kind: str, name: str) -> str:
+    """Return `name` if it can stand in a transactional id, a topic name and a file name.
+
+    Args:
+        kind: what is named, for the error: "pipeline" or "sink".
+
+    Raises:
+        UsageError: empty, longer than 64 characters, or other characters than letters, digits, `.`, `_`, `-`.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            "NAME_INVALID",
+            f"The {kind}'s name is {name!r}; it must be 1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-'.",
+            next_step=f"give the {kind} another name",
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a ledger is kept for: one sink of one pipeline, in one incarnation.
+
+    Attributes:
+        incarnation: Spark's query id, which lives in the checkpoint. A new checkpoint is a new incarnation, so its
+            batch 0 is never taken for batch 0 of an older one.
+    """
+
+    pipeline: str
+    sink: str
+    incarnation: str
+
+    def __post_init__(self) -> None:
+        checked_name("pipeline", self.pipeline)
+        checked_name("sink", self.sink)
+        checked_name("incarnation", self.incarnation)
+
+    @property
+    def prefix(self) -> str:
+        """Common start of every id that this sink of this pipeline leaves at a server, in any incarnation."""
+        return f"delivered.{self.pipeline}.{self.sink}."
+
+
+@dataclass(frozen=True)
+class Work:
+    """One shard of one batch, in one attempt of its task."""
+
+    scope: Scope
+    batch: int
+    shard: int
+    attempt: int = 0

@@ -1,0 +1,49 @@
+"""Every bound of the product in one place. tests/unit/test_limits.py holds the inequalities between them."""
+
+from __future__ import annotations
+
+NAME_LENGTH_MAX = 64
+"""Characters in a pipeline's or a sink's name: they become part of transactional ids and topic names."""
+
+SHARDS_MAX = 10_000
+"""Participants in one batch. A decision record names every one of them."""
+
+DECISION_BYTES_MAX = 900_000
+"""One decision record, encoded. Below the broker's default of 1 MB for a record."""
+
+OFFSETS_BYTES_MAX = 400_000
+"""The text of a batch's source offsets inside its decision record."""
+
+LEDGER_HISTORY_BATCHES = 1_000
+"""Decisions kept for the audit, per sink. Older ones are folded into the running total.
+
+Above the 100 batches of checkpoint that Spark keeps (spark.sql.streaming.minBatchesToRetain), so that no batch
+that Spark can still run again was forgotten.
+"""
+
+SPARK_BATCHES_RETAINED = 100
+"""Spark's default for spark.sql.streaming.minBatchesToRetain."""
+
+OWNERS_REMEMBERED = 16
+"""Superseded owners that a ledger still knows by name, so that a fenced driver cannot claim it back."""
+
+TRANSACTION_SLOTS = 4
+"""Transactional ids per shard: two for batches that alternate, times two for attempts that overlap."""
+
+CONNECT_TIMEOUT_S = 10.0
+"""Until a server that does not answer is reported. The promise is one clear error within 15 s."""
+
+REQUEST_TIMEOUT_S = 30.0
+"""One request to a server that did answer before."""
+
+APPLY_TIMEOUT_S = 120.0
+"""All attempts to apply one decided participant, a broker's restart included."""
+
+RECOVERY_WAIT_S = 120.0
+"""Recovery waits this long for transactions of others to leave the marker's partition."""
+
+TRANSACTION_TIMEOUT_S = 600.0
+"""How long a prepared Kafka transaction lives. Below the broker's default limit of 900 s."""
+
+BROKER_TRANSACTION_TIMEOUT_S_DEFAULT = 900.0
+"""Kafka's default for transaction.max.timeout.ms, in seconds."""

@@ -1,0 +1,99 @@
+"""The steps of a plan, and the crash points between them.
+
+A step's id stands in the plan, the docstrings, the log lines, the crash points and the tests: one name everywhere.
+A crash point is a step's id with a moment, `commit.decide:after`, and optionally the n-th time it is reached,
+`commit.apply:after#2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class StepId(StrEnum):
+    """In the order in which a batch meets them."""
+
+    SOURCE_READ = "source.read"
+    RECOVER_CLAIM = "recover.claim"
+    RECOVER_CHECK = "recover.check"
+    RECOVER_APPLY = "recover.apply"
+    RECOVER_SWEEP = "recover.sweep"
+    BATCH_BEGIN = "batch.begin"
+    WRITE_STAGE = "write.stage"
+    WRITE_SEND = "write.send"
+    WRITE_PREPARE = "write.prepare"
+    WRITE_FLUSH = "write.flush"
+    COMMIT_DECIDE = "commit.decide"
+    COMMIT_APPLY = "commit.apply"
+    COMMIT_RECORD = "commit.record"
+    LOG = "log"
+
+
+class Moment(StrEnum):
+    BEFORE = "before"
+    AFTER = "after"
+
+
+class Role(StrEnum):
+    """Which process is at a crash point."""
+
+    DRIVER = "driver"
+    TASK = "task"
+
+
+ROLE_OF_STEP: dict[StepId, Role] = {
+    StepId.SOURCE_READ: Role.TASK,
+    StepId.RECOVER_CLAIM: Role.DRIVER,
+    StepId.RECOVER_CHECK: Role.DRIVER,
+    StepId.RECOVER_APPLY: Role.DRIVER,
+    StepId.RECOVER_SWEEP: Role.DRIVER,
+    StepId.BATCH_BEGIN: Role.DRIVER,
+    StepId.WRITE_STAGE: Role.TASK,
+    StepId.WRITE_SEND: Role.TASK,
+    StepId.WRITE_PREPARE: Role.TASK,
+    StepId.WRITE_FLUSH: Role.TASK,
+    StepId.COMMIT_DECIDE: Role.DRIVER,
+    StepId.COMMIT_APPLY: Role.DRIVER,
+    StepId.COMMIT_RECORD: Role.DRIVER,
+    StepId.LOG: Role.DRIVER,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a plan.
+
+    Attributes:
+        does: what happens, in a few words.
+        on_crash: what a crash right after this step costs.
+        decides: whether the batch counts from here on.
+    """
+
+    id: StepId
+    does: str
+    on_crash: str
+    decides: bool = False
+
+
+Handler = Callable[[str, dict[str, Any]], None]
+_handler: Handler | None = None
+
+
+def install(handler: Handler | None) -> None:
+    """Set what happens at every crash point of this process; None: nothing. For `delivered.testing` alone."""
+    global _handler
+    _handler = handler
+
+
+def armed() -> bool:
+    """Whether a crash point handler is installed. Applies go one by one then, so that "between two" exists."""
+    return _handler is not None
+
+
+def reach(step: StepId, moment: Moment, **facts: Any) -> None:
+    """Say that this process stands at a crash point. Costs one comparison when no handler is installed."""
+    if _handler is not None:
+        _handler(f"{step}:{moment}", facts)
