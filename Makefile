@@ -1,0 +1,53 @@
+# The one door. `make help` lists what there is.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-kafka test check format bench docs lock clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY) ## an environment in .venv with locked dependencies
+
+$(READY): requirements.lock pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing locked dependencies into $(VENV) (about a minute) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: setup ## flights through a pipeline that is killed nine times; no server needed
+	$(BIN)/python -m examples.demo
+
+demo-kafka: setup ## the same over a real Kafka, which is fetched and started
+	$(BIN)/python -m examples.demo --kafka
+
+test: setup ## all tests, with real servers
+	$(BIN)/python -m pytest
+
+check: setup ## format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## mend format and what the linter can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## ratios against peers in one run, into build/bench.json
+	$(BIN)/python -m benchmarks
+
+docs: setup ## reference pages and schema, from the code
+	$(BIN)/python -m docs.generate
+
+lock: ## requirements.lock anew from pyproject.toml
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+		--all-extras --group dev pyproject.toml -o requirements.lock
+
+clean: ## what was built, not what was fetched
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache

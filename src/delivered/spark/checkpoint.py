@@ -1,0 +1,87 @@
+"""What Spark's checkpoint says about the batch about to run.
+
+Read through pyarrow's file systems, so that it works wherever the driver's Python can read: a local folder, HDFS, an
+object store. Layout (Spark 3 and 4): `metadata` holds the query's id; `offsets/N` a version line, a line of Spark's
+own, then a line per source; `commits/N` exists when batch N is done.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from pyarrow import fs
+
+from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.limits import OFFSETS_BYTES_MAX
+from delivered.model.work import CheckpointView
+
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
+_OWN_LINES = 2
+"""Lines of Spark's own at the top of an offsets file: version, and metadata with a time stamp that replays keep."""
+
+
+def open_folder(location: str) -> tuple[fs.FileSystem, str]:
+    """File system and path of a checkpoint location as Spark spells it.
+
+    Raises:
+        Unreachable: Python has no file system for it.
+    """
+    if not _SCHEME.match(location):
+        return fs.LocalFileSystem(), location
+    uri = re.sub(r"^file:/+", "file:///", location)
+    uri = re.sub(r"^s3[an]:", "s3:", uri)
+    try:
+        filesystem, path = fs.FileSystem.from_uri(uri)
+    except Exception as error:
+        raise Unreachable(
+            "CHECKPOINT_UNREADABLE",
+            f"The checkpoint {location!r} cannot be opened from Python: {error}.",
+            next_step="use a location that pyarrow.fs can read (a shared folder, hdfs:, s3:, gs:, abfs:)",
+        ) from error
+    return filesystem, path
+
+
+def read_view(location: str) -> CheckpointView:
+    """Read the checkpoint, after Spark logged the offsets of the batch about to run.
+
+    Raises:
+        InvariantBroken: the files are not what Spark writes.
+        Unreachable: they cannot be read.
+    """
+    filesystem, path = open_folder(location)
+    try:
+        incarnation = str(json.loads(_read(filesystem, f"{path}/metadata"))["id"])
+        batch = _newest(filesystem, f"{path}/offsets")
+        if batch is None:
+            raise InvariantBroken(
+                "CHECKPOINT_EMPTY",
+                f"The checkpoint {location!r} has no file in offsets/, and Spark is about to run a batch.",
+                next_step="check that nothing else writes to or cleans this folder",
+            )
+        lines = _read(filesystem, f"{path}/offsets/{batch}").split("\n")
+        logged = _newest(filesystem, f"{path}/commits")
+    except OSError as error:
+        raise Unreachable(
+            "CHECKPOINT_UNREADABLE",
+            f"The checkpoint {location!r} cannot be read from Python on the driver: {error}.",
+            next_step="make the folder readable for the driver's user",
+        ) from error
+    offsets = "\n".join(lines[_OWN_LINES:]).strip()
+    if len(offsets) > OFFSETS_BYTES_MAX:
+        raise InvariantBroken(
+            "OFFSETS_TOO_LARGE",
+            f"The source offsets of batch {batch} are {len(offsets)} bytes; the limit is {OFFSETS_BYTES_MAX}.",
+            next_step="read fewer partitions with one pipeline",
+        )
+    return CheckpointView(incarnation, batch, offsets, logged)
+
+
+def _read(filesystem: fs.FileSystem, path: str) -> str:
+    with filesystem.open_input_stream(path) as stream:
+        return bytes(stream.read()).decode("utf-8")
+
+
+def _newest(filesystem: fs.FileSystem, folder: str) -> int | None:
+    infos = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+    return max((int(i.base_name) for i in infos if i.base_name.isdigit()), default=None)

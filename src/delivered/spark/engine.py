@@ -1,0 +1,76 @@
+"""Ledgers and resources of this driver, kept warm in the reused worker between batches.
+
+Two long-lived processes of one driver use this module: the one in which Spark plans a batch, and the one in which it
+commits. Both know the driver's id from the registered class, so they are one owner.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import psutil
+
+from delivered.commit.context import Context
+from delivered.contract import Sink
+from delivered.model.identity import Scope
+from delivered.model.work import CheckpointView, Owner
+from delivered.spark.settings import PipelineSettings
+
+_CONTEXTS_MAX = 8
+
+_contexts: OrderedDict[tuple[Scope, str, str], Context] = OrderedDict()
+_planned: dict[tuple[Scope, str], int] = {}
+
+
+def owner(driver_id: str) -> Owner:
+    """This driver, with what a person needs to find it: host and process id of the JVM, as far as it can be seen."""
+    driver = _driver_process()
+    return Owner(driver_id, socket.gethostname(), driver.pid, int(driver.create_time() * 1000))
+
+
+def _driver_process() -> psutil.Process:
+    """The JVM above this worker; this process itself if there is none."""
+    own = psutil.Process(os.getpid())
+    return next((p for p in own.parents() if p.name().startswith("java")), own)
+
+
+def context(
+    sink: Sink, options: Mapping[str, str], settings: PipelineSettings, incarnation: str, driver_id: str
+) -> Context:
+    """The context of one sink of one pipeline, opened once per process."""
+    scope = Scope(settings.pipeline, settings.sink or sink.name, incarnation)
+    key = (scope, driver_id, repr(sorted(options.items())) + repr(settings))
+    if key in _contexts:
+        _contexts.move_to_end(key)
+        return _contexts[key]
+    _contexts[key] = Context(
+        scope, settings.guarantee, owner(driver_id), sink.ledger(scope), sink.resource(scope), settings.tolerance
+    )
+    while len(_contexts) > _CONTEXTS_MAX:
+        _, old = _contexts.popitem(last=False)
+        old.ledger.close()
+        old.resource.close()
+    return _contexts[key]
+
+
+def is_first(scope: Scope, driver_id: str, view: CheckpointView) -> bool:
+    """Whether recovery must claim and sweep: unless this process planned the batch before, and Spark logged it."""
+    before = _planned.get((scope, driver_id))
+    return before is None or before != view.batch - 1 or view.logged != before
+
+
+def remember(scope: Scope, driver_id: str, batch: int) -> None:
+    _planned[(scope, driver_id)] = batch
+
+
+def forget(scope: Scope, driver_id: str) -> None:
+    """The batch failed here: the next plan recovers in full."""
+    _planned.pop((scope, driver_id), None)
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000

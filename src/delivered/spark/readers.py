@@ -1,0 +1,98 @@
+"""Any source of ours as a Spark reader, streamed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+from delivered.contract import Slice, Source, SourceDriver
+from delivered.model.step import Moment, StepId, reach
+from delivered.spark.crash import arm
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class SlicePartition(InputPartition):
+    """Carries a slice to its task."""
+
+    def __init__(self, piece: Slice) -> None:
+        self.piece = piece
+
+
+def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    """One task's part of a batch."""
+    arm()
+    if not isinstance(partition, SlicePartition):
+        raise TypeError(f"partition is {partition!r}; it must come from `partitions`")
+    reach(StepId.SOURCE_READ, Moment.BEFORE)
+    yield from source.read(partition.piece)
+    reach(StepId.SOURCE_READ, Moment.AFTER)
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Lives on the driver in one process per query; copies without a connection go to the tasks."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._opened: SourceDriver | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_source": self._source, "_opened": None}
+
+    @property
+    def _driver(self) -> SourceDriver:
+        if self._opened is None:
+            self._opened = self._source.driver()
+        return self._opened
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        return self._driver.initial()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        rows = self._source.rows_per_batch_max
+        return ReadAllAvailable() if rows is None else ReadMaxRows(rows)
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        return self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        return self._driver.newest()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._driver.freeze()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        return [SlicePartition(s) for s in self._driver.slices(start, end)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return read_slice(self._source, partition)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        self._driver.acknowledge(end)
+
+    def stop(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+
+class BatchReader(DataSourceReader):
+    """Reads from `startingOffsets` to `endingOffsets`, once."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def partitions(self) -> Sequence[InputPartition]:
+        driver = self._source.driver()
+        try:
+            start, end = driver.batch()
+            return [SlicePartition(s) for s in driver.slices(start, end)]
+        finally:
+            driver.close()
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return read_slice(self._source, partition)
