@@ -80,7 +80,7 @@ class DeliveredDataSource(DataSource):
                 next_step='use outputMode("append") or outputMode("update"), or mode("append") of df.write',
             )
         sink = found.sink(options)
-        sink.check_schema(to_arrow_schema(schema))
+        sink.check_schema(to_arrow_schema(schema, timezone="UTC"))
         return sink, options, settings
 
     def schema(self) -> StructType:
@@ -95,11 +95,11 @@ class DeliveredDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         sink, options, settings = self._sink(schema, overwrite)
-        return BatchWriter(sink, options, settings, self.driver_id, to_arrow_schema(schema))
+        return BatchWriter(sink, options, settings, self.driver_id, to_arrow_schema(schema, timezone="UTC"))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         sink, options, settings = self._sink(schema, overwrite)
-        return StreamWriter(sink, options, settings, self.driver_id, to_arrow_schema(schema))
+        return StreamWriter(sink, options, settings, self.driver_id, to_arrow_schema(schema, timezone="UTC"))
 
 
 def register(spark: SparkSession) -> None:
