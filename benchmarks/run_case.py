@@ -1,0 +1,171 @@
+"""One case in one process of its own. Prints one JSON line: seconds, memory, CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from benchmarks.cases import LATENCY, MEMORY, SPARK_KAFKA_JARS, THROUGHPUT, Case
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+_SAMPLE_S = 0.1
+
+
+class Memory:
+    """Peak resident memory of the JVM, and of the largest Python worker, in bytes; sampled from outside."""
+
+    def __init__(self) -> None:
+        self.jvm = 0
+        self.worker = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        own = psutil.Process()
+        while not self._stop.wait(_SAMPLE_S):
+            for process in own.children(recursive=True):
+                try:
+                    used, name = process.memory_info().rss, process.name()
+                except psutil.Error:
+                    continue
+                if name.startswith("java"):
+                    self.jvm = max(self.jvm, used)
+                else:
+                    self.worker = max(self.worker, used)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and everything below it that still lives."""
+    total = 0.0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def make_session(case: Case) -> SparkSession:
+    from delivered.spark.session import session
+
+    conf = {"spark.driver.memory": "2g"}
+    if case.jars:
+        conf["spark.jars.packages"] = ",".join(SPARK_KAFKA_JARS)
+    spark = session("bench", "local[2]", conf)
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
+
+
+def stream(
+    spark: SparkSession, case: Case, bootstrap: str, topic_in: str, topic_out: str, start: str
+) -> DataStreamWriter:
+    reader = (
+        spark.readStream.format(case.source)
+        .option("kafka.bootstrap.servers", bootstrap)
+        .option("subscribe", topic_in)
+        .option("startingOffsets", start)
+    )
+    if case.rows_per_batch is not None:
+        reader = reader.option("maxOffsetsPerTrigger", case.rows_per_batch)
+    writer = (
+        reader.load()
+        .select("key", "value")
+        .writeStream.format(case.sink)
+        .option("kafka.bootstrap.servers", bootstrap)
+        .option("topic", topic_out)
+        .option("kafka.compression.type", "lz4")
+        .option("kafka.acks", "all")
+        .option("checkpointLocation", tempfile.mkdtemp(prefix="bench-"))
+    )
+    if case.guarantee is not None:
+        writer = writer.option("guarantee", case.guarantee).option("pipeline", topic_out)
+    for name, value in case.options.items():
+        writer = writer.option(name, value)
+    return writer
+
+
+def throughput(case: Case, bootstrap: str, topic_in: str, topic_out: str) -> dict[str, Any]:
+    """Copy the whole topic; time from query start to query end."""
+    spark = make_session(case)
+    memory = Memory()
+    cpu_before, began = cpu_seconds(), time.perf_counter()
+    query = stream(spark, case, bootstrap, topic_in, topic_out, "earliest").trigger(availableNow=True).start()
+    query.awaitTermination()
+    seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu_before
+    memory.stop()
+    batches = [p["durationMs"].get("triggerExecution") for p in query.recentProgress if p["numInputRows"]]
+    spark.stop()
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "jvm_bytes": memory.jvm,
+        "worker_bytes": memory.worker,
+        "batches_ms": batches,
+    }
+
+
+def latency(case: Case, bootstrap: str, topic_in: str, topic_out: str, samples: int = 30) -> dict[str, Any]:
+    """Milliseconds from the send of one record until a read-committed reader has it, one record a batch."""
+    from confluent_kafka import Consumer, Producer, TopicPartition
+
+    spark = make_session(case)
+    query = stream(spark, case, bootstrap, topic_in, topic_out, "latest").start()
+    producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 0})
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": "bench",
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 10,
+            "auto.offset.reset": "earliest",
+        }
+    )
+    consumer.assign([TopicPartition(topic_out, p, 0) for p in range(4)])
+    waits: list[float] = []
+    while not query.status["isDataAvailable"] and query.status["message"].startswith("Initializing"):
+        time.sleep(0.05)
+    for number in range(samples + 5):
+        sent = time.perf_counter()
+        producer.produce(topic_in, key=str(number).encode(), value=b"x" * 100)
+        producer.flush()
+        while (message := consumer.poll(30)) is not None and message.error():
+            pass
+        if message is None:
+            raise TimeoutError(f"record {number} did not arrive within 30 s: {query.exception()}")
+        waits.append((time.perf_counter() - sent) * 1000)
+    query.stop()
+    spark.stop()
+    warm = waits[5:]
+    return {"median_ms": statistics.median(warm), "p95_ms": sorted(warm)[int(len(warm) * 0.95)], "samples": len(warm)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("bootstrap")
+    parser.add_argument("topic_in")
+    parser.add_argument("topic_out")
+    given = parser.parse_args()
+    case = next(c for c in (*THROUGHPUT, *MEMORY, *LATENCY) if c.name == given.name)
+    measure = latency if case in LATENCY else throughput
+    print("RESULT " + json.dumps(measure(case, given.bootstrap, given.topic_in, given.topic_out)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
