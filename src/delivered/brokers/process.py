@@ -1,0 +1,131 @@
+"""Processes that this package started: known by id and start time, so that nobody else's is ever touched."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PORTS_LOW, PORTS_HIGH = 20_000, 32_000
+"""Below the range that Linux hands to outgoing connections: while a server is down, no client can take its port."""
+
+STOP_TIMEOUT_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Of a process: ids come again, an id with its start time does not.
+
+    Attributes:
+        started: seconds since 1970, as the system tells it.
+    """
+
+    pid: int
+    started: float
+
+    def find(self) -> psutil.Process | None:
+        """The process, if it still lives."""
+        try:
+            process = psutil.Process(self.pid)
+            if abs(process.create_time() - self.started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE:
+                return None
+        except psutil.NoSuchProcess:
+            return None
+        return process
+
+
+def launch(command: Sequence[str], log: Path, environment: dict[str, str], dies_with_parent: bool) -> Identity:
+    """Start a program in a session of its own, with its output appended to `log`."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            preexec_fn=_die_with_parent if dies_with_parent else None,
+        )
+    return Identity(process.pid, psutil.Process(process.pid).create_time())
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end(identity: Identity, kill: bool = False) -> bool:
+    """End a process: asked to (SIGTERM) and, if it does not, or if `kill`, without asking. Returns whether it lived."""
+    process = identity.find()
+    if process is not None:
+        with suppress(psutil.NoSuchProcess):
+            (process.kill if kill else process.terminate)()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except psutil.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_TIMEOUT_S)
+    with suppress(ChildProcessError):  # ours perhaps, and then a zombie until it is waited for
+        os.waitpid(identity.pid, os.WNOHANG)
+    return process is not None
+
+
+def telling_lines(said: str) -> str:
+    """The end of what a program said, without the frames of Java's stack traces, on one line."""
+    lines = [x.strip() for x in said.splitlines() if x.strip() and not x.startswith(("\tat ", "\t..."))]
+    return " | ".join(lines[-6:])[-900:] or "nothing"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on now."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(PORTS_LOW, PORTS_HIGH)  # noqa: S311
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                if port not in found:
+                    found.append(port)
+    return found
+
+
+@dataclass(frozen=True)
+class State:
+    """What a data folder remembers of its server.
+
+    Attributes:
+        listeners: security protocol -> "127.0.0.1:port".
+        identity: the last process, living or not; None: never started.
+    """
+
+    kind: str
+    listeners: dict[str, str]
+    settings: dict[str, Any]
+    identity: Identity | None = None
+
+    def save(self, folder: Path) -> None:
+        fresh = folder / f".state.{os.getpid()}"
+        fresh.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        fresh.replace(folder / "state.json")
+
+    @classmethod
+    def load(cls, folder: Path) -> State | None:
+        """None: no server was ever started in this folder."""
+        try:
+            data = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        identity = Identity(**data["identity"]) if data["identity"] else None
+        return cls(data["kind"], data["listeners"], data["settings"], identity)

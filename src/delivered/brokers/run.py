@@ -1,0 +1,239 @@
+"""Starts, finds and stops servers. One data folder is one server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from delivered.brokers import kafka
+from delivered.brokers.fetch import Say, cache_folder
+from delivered.brokers.java import java_home
+from delivered.brokers.process import Identity, State, end, free_ports, launch, telling_lines
+from delivered.model.errors import DeliveredError, UsageError
+
+KINDS = ("kafka",)
+START_TIMEOUT_S = 90.0
+_POLL_S = 0.1
+_TRIES = 3
+
+
+def _silent(_: str) -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Status:
+    """
+    Attributes:
+        running: its process lives; answering: it also answers requests.
+        bootstrap: "127.0.0.1:port", or None if no server was ever started in the folder.
+    """
+
+    kind: str | None
+    folder: Path
+    running: bool
+    answering: bool
+    pid: int | None
+    bootstrap: str | None
+    listeners: Mapping[str, str]
+
+
+class Broker:
+    """A server and its data folder. The object may be made again from the folder, by another process: `attach`."""
+
+    def __init__(self, folder: Path, state: State, identity: Identity) -> None:
+        self.folder = folder
+        self._state = state
+        self._identity = identity
+
+    @property
+    def kind(self) -> str:
+        return self._state.kind
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last, living or not."""
+        return self._identity.pid
+
+    @property
+    def listeners(self) -> dict[str, str]:
+        """Security protocol -> "127.0.0.1:port", for clients."""
+        return {k: v for k, v in self._state.listeners.items() if k != kafka.CONTROLLER}
+
+    @property
+    def bootstrap(self) -> str:
+        """Of the listener without TLS and passwords. The same after a restart."""
+        return self._state.listeners[kafka.PLAINTEXT]
+
+    @property
+    def certificate(self) -> Path:
+        """PEM file that clients of the TLS listeners trust."""
+        return self.folder / "ca.pem"
+
+    def kill(self) -> None:
+        """End the server without asking (SIGKILL). Returns when it is gone."""
+        end(self._identity, kill=True)
+
+    def stop(self) -> None:
+        """Ask the server to end (SIGTERM), and see that it does. May be called again."""
+        end(self._identity)
+
+    def restart(self) -> None:
+        """Start the server again, on the same data and the same ports, after `kill` or `stop`. Returns when it answers.
+
+        A server that still runs is stopped first.
+        """
+        self.stop()
+        self._state, self._identity = _run(self.folder, self._state, _silent)
+
+    def __enter__(self) -> Broker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def default_folder(kind: str) -> Path:
+    """Where a server keeps its data if nobody said."""
+    return cache_folder() / "data" / kind
+
+
+def start(
+    kind: str,
+    folder: Path | str | None = None,
+    *,
+    tls: bool = False,
+    scram: Mapping[str, str] | None = None,
+    properties: Mapping[str, str] | None = None,
+    heap_mb: int = 384,
+    dies_with_parent: bool = False,
+    say: Say = _silent,
+) -> Broker:
+    """Start a server on 127.0.0.1 and free ports, and wait until it answers.
+
+    A folder that was used before keeps its data, its ports and its options; a server that runs there already is
+    returned as it is.
+
+    Args:
+        kind: one of `KINDS`.
+        folder: for data, logs and state; default: `default_folder(kind)`.
+        tls: also a listener SSL; `Broker.certificate` is what clients trust.
+        scram: user -> password: also a listener SASL_PLAINTEXT (and SASL_SSL with `tls`) with SCRAM-SHA-512. Access
+            rules are checked then: such a user may do nothing until an ACL says so; clients of PLAINTEXT may do all.
+        properties: more lines of the server's configuration, for instance {"transaction.max.timeout.ms": "900000"}.
+        heap_mb: of the Java heap.
+        dies_with_parent: the server ends with the process that started it, even if that is killed (Linux).
+        say: called with a line of text when something takes long.
+
+    Raises:
+        UsageError: unknown kind.
+        DeliveredError: no Java, download failed, or the server did not come up; the message ends with its last words.
+    """
+    if kind not in KINDS:
+        raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.")
+    place = (Path(folder) if folder is not None else default_folder(kind)).resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    state = State.load(place)
+    if state is not None and state.kind != kind:
+        raise UsageError("BROKER_FOLDER", f"The folder {place} holds a server of kind {state.kind!r}, not {kind!r}.")
+    if state is not None:
+        if state.identity is not None and state.identity.find() is not None:
+            return Broker(place, state, state.identity)
+        return Broker(place, *_run(place, state, say))
+    settings: dict[str, Any] = {
+        "scram": dict(scram or {}),
+        "properties": dict(properties or {}),
+        "heap_mb": heap_mb,
+        "dies_with_parent": dies_with_parent,
+    }
+    for attempt in range(_TRIES):
+        names = kafka.listeners_wanted(tls, bool(scram))
+        ports = free_ports(len(names))
+        listeners = {n: f"127.0.0.1:{p}" for n, p in zip(names, ports, strict=True)}
+        try:
+            return Broker(place, *_run(place, State(kind, listeners, settings), say))
+        except DeliveredError as error:
+            # Between the look and the bind another program can take a port.
+            if "Address already in use" not in error.message or attempt == _TRIES - 1:
+                raise
+    raise AssertionError("not reached")
+
+
+def attach(folder: Path | str) -> Broker:
+    """The server whose data is in `folder`, running or not.
+
+    Raises:
+        UsageError: no server was ever started there.
+    """
+    place = Path(folder).resolve()
+    state = State.load(place)
+    if state is None or state.identity is None:
+        raise UsageError(
+            "BROKER_FOLDER",
+            f"No server was started in {place}.",
+            next_step="delivered brokers start kafka",
+        )
+    return Broker(place, state, state.identity)
+
+
+def stop(folder: Path | str) -> bool:
+    """Stop the server of `folder`. Returns whether one was running."""
+    place = Path(folder).resolve()
+    state = State.load(place)
+    return state is not None and state.identity is not None and end(state.identity)
+
+
+def status(folder: Path | str) -> Status:
+    """What the server of `folder` does now. Never raises for a server that is down."""
+    place = Path(folder).resolve()
+    state = State.load(place)
+    if state is None:
+        return Status(None, place, False, False, None, None, {})
+    running = state.identity is not None and state.identity.find() is not None
+    bootstrap = state.listeners[kafka.PLAINTEXT]
+    return Status(
+        kind=state.kind,
+        folder=place,
+        running=running,
+        answering=running and kafka.answers(bootstrap),
+        pid=state.identity.pid if running and state.identity else None,
+        bootstrap=bootstrap,
+        listeners={k: v for k, v in state.listeners.items() if k != kafka.CONTROLLER},
+    )
+
+
+def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
+    home = java_home()
+    settings = state.settings
+    kafka.prepare(home, folder, state.listeners, settings["scram"], settings["properties"], say)
+    command = kafka.command(home, folder, settings["heap_mb"], say)
+    log = folder / "server.log"
+    seen = log.stat().st_size if log.exists() else 0
+    identity = launch(command, log, {}, settings["dies_with_parent"])
+    # Passwords are in the formatted storage now; the state needs only to know that there were any.
+    kept = {**settings, "scram": dict.fromkeys(settings["scram"], "")}
+    started = replace(state, settings=kept, identity=identity)
+    started.save(folder)
+    say(f"waiting for {state.kind} at {state.listeners[kafka.PLAINTEXT]}")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not kafka.answers(state.listeners[kafka.PLAINTEXT]):
+        dead = identity.find() is None
+        if dead or time.monotonic() > deadline:
+            end(identity, kill=True)
+            raise DeliveredError(
+                "BROKER_START",
+                f"{state.kind} {'ended' if dead else f'did not answer within {START_TIMEOUT_S:.0f} s'} while "
+                f"starting in {folder}. Its last words: {_last_words(log, seen)}",
+                next_step=f"look at {log}",
+            )
+        time.sleep(_POLL_S)
+    return started, identity
+
+
+def _last_words(log: Path, seen: int) -> str:
+    with log.open("rb") as file:
+        file.seek(seen)
+        return telling_lines(file.read().decode(errors="replace"))

@@ -1,0 +1,35 @@
+"""Certificates for a server's TLS listener, made with the keytool that every Java runtime carries."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from delivered.model.errors import DeliveredError
+
+
+def make_certificate(java_home: Path, folder: Path, password: str) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1 and localhost, valid for ten years; made once per folder.
+
+    Args:
+        password: of the key store.
+
+    Returns:
+        The server's key store (PKCS12), and the PEM file that clients trust.
+    """
+    store, trusted = folder / "server.p12", folder / "ca.pem"
+    if trusted.is_file():
+        return store, trusted
+    tool = str(java_home / "bin" / "keytool")
+    same = ["-alias", "server", "-keystore", str(store), "-storetype", "PKCS12", "-storepass", password]
+    names = ["-dname", "CN=localhost", "-ext", "SAN=dns:localhost,ip:127.0.0.1", "-ext", "BC:critical=ca:true"]
+    _run([tool, "-genkeypair", *same, "-keyalg", "RSA", "-keysize", "2048", "-validity", "3650", *names])
+    _run([tool, "-exportcert", *same, "-rfc", "-file", str(trusted)])
+    return store, trusted
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip()[-300:]
+        raise DeliveredError("CERTIFICATE_FAILED", f"keytool could not make a certificate: {said}")

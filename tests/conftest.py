@@ -1,0 +1,80 @@
+"""Fixtures that more than one folder of tests needs. What is expensive starts once, and only if a test asks for it."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delivered import brokers
+
+
+class Kafka:
+    """A real broker and what tests do with it.
+
+    `kafka.bootstrap` is its address, `kafka.topic()` makes a fresh topic, `kafka.broker` can kill and restart it:
+    do that only with a broker of your own, from the fixture `new_kafka`.
+    """
+
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        self.broker = broker
+        self._admin: Any = None
+
+    @property
+    def bootstrap(self) -> str:
+        return self.broker.bootstrap
+
+    def topic(self, partitions: int = 4, /, name: str | None = None, **config: Any) -> str:
+        """Make a topic nobody else uses; `config` as Kafka names it, with `_` for `.`."""
+        from confluent_kafka.admin import NewTopic
+
+        name = name or f"t{next(self._names)}"
+        settings = {k.replace("_", "."): str(v) for k, v in config.items()}
+        made = self.admin().create_topics([NewTopic(name, partitions, 1, config=settings)])
+        made[name].result(30)
+        return name
+
+    def admin(self) -> Any:
+        from confluent_kafka.admin import AdminClient
+
+        if self._admin is None:
+            self._admin = AdminClient({"bootstrap.servers": self.bootstrap})
+        return self._admin
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
+    """One broker for the whole session. Do not stop it: other tests use it."""
+    folder = tmp_path_factory.mktemp("kafka")
+    broker = brokers.start("kafka", folder, properties=_QUICK, dies_with_parent=True)
+    yield Kafka(broker)
+    broker.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_kafka(tmp_path: Path) -> Iterator[Callable[..., Kafka]]:
+    """`new_kafka(tls=True, ...)`: a broker of this test's own, to be killed at will. Arguments as for brokers.start."""
+    started: list[brokers.Broker] = []
+
+    def make(**options: Any) -> Kafka:
+        options["properties"] = {**_QUICK, **options.get("properties", {})}
+        folder = tmp_path / f"kafka{len(started)}"
+        started.append(brokers.start("kafka", folder, dies_with_parent=True, **options))
+        return Kafka(started[-1])
+
+    yield make
+    for broker in started:
+        broker.stop()
+
+
+_QUICK = {
+    # Expired transactions are looked for every ten seconds by default.
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+}
