@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delivered.commit.rules import Tolerance
 from delivered.contract import Ledger, Resource
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.work import Owner
+from delivered.model.work import Owner, Tolerance
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _repaired(
             "REPLAY_DIFFERS",
             f"Batch {last.batch}, shard {p.shard}: decided with fingerprint {plan.rewrite[p.shard]}, ran again with "
             f"{p.fingerprint}. The transform is not deterministic; the other shards of the batch are visible.",
-            next_step="take what changes between runs (rand(), now(), a look-up) out of the transform, then start again",
+            next_step="take what changes between runs (rand(), now()) out of the transform, then start again",
         )
     if {p.shard for p in written} != set(plan.rewrite):
         raise InvariantBroken(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from delivered.model.errors import LedgerAhead, LedgerBehind, Refused
 from delivered.model.guarantee import Guarantee
-from delivered.model.work import Begun, CheckpointView, Decision, LedgerState
+from delivered.model.work import Begun, CheckpointView, Decision, LedgerState, Tolerance
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,6 @@ class BegunBatch:
 
 
 Verdict = NewBatch | DecidedBatch | BegunBatch
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What the user explicitly takes on.
-
-    Attributes:
-        new_checkpoint: a new checkpoint may start over although an earlier one of this pipeline wrote to the sink.
-        missing_ledger: a checkpoint with batches may meet a ledger that has none of them.
-    """
-
-    new_checkpoint: bool = False
-    missing_ledger: bool = False
 
 
 def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:

@@ -213,3 +213,16 @@ class LedgerState:
     last: Decision | None = None
     begun: Begun | None = None
     earlier: tuple[Decision, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What the user explicitly takes on.
+
+    Attributes:
+        new_checkpoint: a new checkpoint may start over although an earlier one of this pipeline wrote to the sink.
+        missing_ledger: a checkpoint with batches may meet a ledger that has none of them.
+    """
+
+    new_checkpoint: bool = False
+    missing_ledger: bool = False

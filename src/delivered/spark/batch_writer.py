@@ -72,7 +72,7 @@ class BatchWriter(DataSourceArrowWriter):
     def _context(self) -> Context:
         from dataclasses import replace
 
-        from delivered.commit.rules import Tolerance
+        from delivered.model.work import Tolerance
         from delivered.spark import engine
 
         # Every run is an incarnation of its own, on purpose.

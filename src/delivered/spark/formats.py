@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,11 +20,14 @@ from pyspark.sql.types import StructType
 from delivered.contract import Connector, Sink, Source
 from delivered.model.errors import Refused, UsageError
 from delivered.spark.batch_writer import BatchWriter
+from delivered.spark.direct import is_direct, read_direct, without_direct
 from delivered.spark.readers import BatchReader, StreamReader
 from delivered.spark.settings import PipelineSettings, split_options
 from delivered.spark.stream_writer import StreamWriter
+from delivered.write.direct import SLICE_SCHEMA
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import SparkSession
 
 ENTRY_POINTS = "delivered.connectors"
@@ -52,6 +56,26 @@ def connector(name: str) -> Connector:
     return loaded
 
 
+def find_source(system: str, options: Mapping[str, str]) -> Source:
+    """A source by the name of its system.
+
+    Raises:
+        UsageError: no such connector, not a source, or a bad option.
+    """
+    found = connector(system)
+    if found.source_options is None:
+        raise UsageError("NOT_A_SOURCE", f"delivered_{system} cannot be read as a source.")
+    return found.source(options)
+
+
+def find_sink(system: str, options: Mapping[str, str]) -> Sink:
+    """A sink by the name of its system. Raises as `find_source`."""
+    found = connector(system)
+    if found.sink_options is None:
+        raise UsageError("NOT_A_SINK", f"delivered_{system} cannot be written to.")
+    return found.sink(options)
+
+
 class DeliveredDataSource(DataSource):
     """Base of all formats. `register` makes one class per connector and session from it."""
 
@@ -63,43 +87,45 @@ class DeliveredDataSource(DataSource):
         return f"delivered_{cls.system}"
 
     def _source(self) -> Source:
-        found = connector(self.system)
-        if found.source_options is None:
-            raise UsageError("NOT_A_SOURCE", f"{self.name()} cannot be read as a source.")
-        return found.source(dict(self.options))
+        return find_source(self.system, without_direct(self.options))
 
-    def _sink(self, schema: StructType, overwrite: bool) -> tuple[Sink, dict[str, str], PipelineSettings]:
-        found = connector(self.system)
-        if found.sink_options is None:
-            raise UsageError("NOT_A_SINK", f"{self.name()} cannot be written to.")
-        settings, options = split_options(dict(self.options))
+    @property
+    def _direct(self) -> bool:
+        return is_direct(self.options)
+
+    def _sink(self, schema: pa.Schema, overwrite: bool) -> tuple[Sink, dict[str, str], PipelineSettings]:
+        settings, options = split_options(without_direct(self.options))
         if overwrite:
             raise Refused(
                 "OVERWRITE",
                 f"{self.name()} appends; it does not replace what the sink holds.",
                 next_step='use outputMode("append") or outputMode("update"), or mode("append") of df.write',
             )
-        sink = found.sink(options)
-        sink.check_schema(to_arrow_schema(schema, timezone="UTC"))
+        sink = find_sink(self.system, options)
+        sink.check_schema(schema)
         return sink, options, settings
 
     def schema(self) -> StructType:
-        schema: StructType = from_arrow_schema(self._source().schema())
+        found = SLICE_SCHEMA if self._direct else self._source().schema()
+        schema: StructType = from_arrow_schema(found)
         return schema
 
     def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
         return BatchReader(self._source())
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: ARG002, N802
-        return StreamReader(self._source())
+        return StreamReader(self._source(), self._direct)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        sink, options, settings = self._sink(schema, overwrite)
-        return BatchWriter(sink, options, settings, self.driver_id, to_arrow_schema(schema, timezone="UTC"))
+        rows = to_arrow_schema(schema, timezone="UTC")
+        sink, options, settings = self._sink(rows, overwrite)
+        return BatchWriter(sink, options, settings, self.driver_id, rows)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        sink, options, settings = self._sink(schema, overwrite)
-        return StreamWriter(sink, options, settings, self.driver_id, to_arrow_schema(schema, timezone="UTC"))
+        direct = read_direct(self.options, schema)
+        rows = direct.schema() if direct else to_arrow_schema(schema, timezone="UTC")
+        sink, options, settings = self._sink(rows, overwrite)
+        return StreamWriter(sink, options, settings, self.driver_id, rows, direct)
 
 
 def register(spark: SparkSession) -> None:

@@ -11,6 +11,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from delivered.contract import Slice, Source, SourceDriver
 from delivered.model.step import Moment, StepId, reach
 from delivered.spark.crash import arm
+from delivered.write.direct import pack
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,12 +37,13 @@ def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordB
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Lives on the driver in one process per query; copies without a connection go to the tasks."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, direct: bool) -> None:
         self._source = source
+        self._direct = direct
         self._opened: SourceDriver | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_source": self._source, "_opened": None}
+        return {"_source": self._source, "_direct": self._direct, "_opened": None}
 
     @property
     def _driver(self) -> SourceDriver:
@@ -69,6 +71,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [SlicePartition(s) for s in self._driver.slices(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if self._direct and isinstance(partition, SlicePartition):
+            return iter([pack(partition.piece)])
         return read_slice(self._source, partition)
 
     def commit(self, end: dict[str, Any]) -> None:

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from delivered.commit.rules import Tolerance
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import Option, OptionTable, choice
+from delivered.model.work import Tolerance
 
 PIPELINE_OPTIONS = OptionTable(
     "delivered",

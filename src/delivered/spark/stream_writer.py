@@ -16,6 +16,7 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, ShardMessage
 from delivered.spark.crash import arm
 from delivered.spark.settings import PipelineSettings
+from delivered.write.direct import Direct
 from delivered.write.shard import write_shard
 
 if TYPE_CHECKING:
@@ -32,10 +33,12 @@ class ShardCommit(WriterCommitMessage):
 
 
 def write_task(
-    sink: Sink, plan: BatchPlan, batches: Iterator[pa.RecordBatch], schema: pa.Schema
+    sink: Sink, plan: BatchPlan, batches: Iterator[pa.RecordBatch], schema: pa.Schema, direct: Direct | None = None
 ) -> WriterCommitMessage:
-    """One task of a batch, streamed or not."""
+    """One task of a batch, streamed or not. With `direct`, `batches` name slices that the task reads itself."""
     arm()
+    if direct is not None:
+        batches = direct.rows(batches)
     task = TaskContext.get()
     if task is None:
         raise InvariantBroken("NO_TASK", "A shard is written outside a Spark task.")
@@ -49,9 +52,16 @@ class StreamWriter(DataSourceStreamArrowWriter):
     """
 
     def __init__(
-        self, sink: Sink, options: Mapping[str, str], settings: PipelineSettings, driver_id: str, schema: pa.Schema
+        self,
+        sink: Sink,
+        options: Mapping[str, str],
+        settings: PipelineSettings,
+        driver_id: str,
+        schema: pa.Schema,
+        direct: Direct | None = None,
     ) -> None:
         self._sink = sink
+        self._direct = direct
         self._options = dict(options)
         self._settings = settings
         self._driver_id = driver_id
@@ -109,7 +119,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 "while the batch was planned. Nothing was written.",
                 next_step="check that no other driver uses this checkpoint, then start again",
             )
-        return write_task(self._sink, plan, iterator, self._schema)
+        return write_task(self._sink, plan, iterator, self._schema, self._direct)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         from delivered.commit.decide import commit_batch

@@ -1,0 +1,94 @@
+"""A range of one of our sources as a DataFrame: one Spark partition per slice, in the order of the slices.
+
+Not through a registered format, so that any two offsets can be read, and so that partition i of the frame is slice i:
+the audit names records by where they came from, also after a transform dropped the columns that say it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+
+from delivered.contract import Slice, Source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+_NARROW = frozenset(
+    {
+        "AdaptiveSparkPlan",
+        "ArrowEvalPython",
+        "BatchEvalPython",
+        "BatchScan",
+        "ColumnarToRow",
+        "DeserializeToObject",
+        "Filter",
+        "Generate",
+        "InputAdapter",
+        "MapElements",
+        "MapInArrow",
+        "MapInPandas",
+        "MapPartitions",
+        "Project",
+        "PythonMapInArrow",
+        "Range",
+        "Scan",
+        "SerializeFromObject",
+        "WholeStageCodegen",
+    }
+)
+"""Operators that keep every row in its partition, in order. Any other one may move rows."""
+
+_OPERATOR = re.compile(r"^[\s:+*|-]*(?:\(\d+\)\s*)?([A-Za-z]+)")
+
+
+def slice_frame(spark: SparkSession, source: Source, slices: Sequence[Slice]) -> DataFrame:
+    """Every record of `slices`, read on the executors. Classic sessions and Spark Connect."""
+    schema = from_arrow_schema(source.schema())
+    if not slices:
+        return spark.createDataFrame([], schema)
+    reading = _reader(source, list(slices), to_arrow_schema(schema, timezone="UTC"))
+    return spark.range(0, len(slices), 1, len(slices)).mapInArrow(reading, schema)
+
+
+def _reader(
+    source: Source, slices: list[Slice], schema: pa.Schema
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in numbers:
+            for number in batch.column(0).to_pylist():
+                for records in source.read(slices[number]):
+                    yield fitted(records, schema)
+
+    return read
+
+
+def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch with exactly the columns and types of `schema`; no copy where they fit already."""
+    import pyarrow as pa
+
+    if batch.schema.equals(schema):
+        return batch
+    columns = [batch.column(batch.schema.get_field_index(f.name)) for f in schema]
+    cast = [c if c.type.equals(f.type) else c.cast(f.type) for c, f in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(cast, schema=schema)
+
+
+def keeps_partitions(frame: DataFrame) -> bool:
+    """Whether row n of partition i of `frame` comes from partition i of what it reads, in order."""
+    found = _operators(frame)
+    return bool(found) and found <= _NARROW
+
+
+def _operators(frame: DataFrame) -> set[str]:
+    lines = frame._explain_string(mode="simple").splitlines() if hasattr(frame, "_explain_string") else _explain(frame)
+    return {m.group(1) for line in lines if not line.startswith("==") and (m := _OPERATOR.match(line))}
+
+
+def _explain(frame: DataFrame) -> list[str]:
+    jvm = frame._jdf.queryExecution()
+    return str(jvm.executedPlan().toString()).splitlines()
