@@ -1,0 +1,69 @@
+"""Beyond one machine: a standalone cluster whose worker dies in mid-batch, and Spark Connect."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tenacity
+from tests.kafka_tools import produce, read_committed
+from tests.spark.standalone import Standalone, kill_tree
+
+if TYPE_CHECKING:
+    from tests.conftest import Kafka
+
+APP = Path(__file__).parent / "apps" / "copy_topic.py"
+RECORDS = 20_000
+
+
+def _fill(kafka: Kafka, topic: str) -> Counter[bytes]:
+    values = [b"%d" % n for n in range(RECORDS)]
+    produce(kafka.bootstrap, topic, [(v, v) for v in values])
+    return Counter(values)
+
+
+def _arguments(kafka: Kafka, source: str, sink: str, checkpoint: Path) -> list[str]:
+    pairs = {"bootstrap": kafka.bootstrap, "source": source, "sink": sink, "checkpoint": str(checkpoint)}
+    return [part for name, value in pairs.items() for part in (f"--{name}", value)]
+
+
+def test_a_cluster_worker_killed_in_mid_batch_changes_nothing(kafka: Kafka, tmp_path: Path) -> None:
+    source, sink = kafka.topic(4), kafka.topic(4)
+    sent = _fill(kafka, source)
+    hits = tmp_path / "hits"
+    hits.mkdir()
+    env = {"DELIVERED_CRASH": "write.prepare:before@batch=2", "DELIVERED_CRASH_DIR": str(hits)}
+
+    @tenacity.retry(stop=tenacity.stop_after_delay(180), wait=tenacity.wait_fixed(0.1), reraise=True)
+    def hit() -> dict[str, int]:
+        assert driver.poll() is None, (tmp_path / "driver.log").read_text()[-4000:]
+        found: dict[str, int] = json.loads(next(iter(hits.glob("*.json")), None).read_text())  # type: ignore[union-attr]
+        return found
+
+    with Standalone(tmp_path, sys.executable, env) as cluster:
+        driver = cluster.submit(APP, *_arguments(kafka, source, sink, tmp_path / "checkpoint"))
+        try:
+            kill_tree(cluster.worker_of(hit()["pid"]))
+            assert driver.wait(240) == 0, (tmp_path / "driver.log").read_text()[-4000:]
+        finally:
+            if driver.poll() is None:
+                kill_tree(driver)
+    assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
+
+
+def test_the_same_job_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
+    source, sink = kafka.topic(2), kafka.topic(2)
+    sent = _fill(kafka, source)
+    done = subprocess.run(
+        [sys.executable, str(APP), *_arguments(kafka, source, sink, tmp_path / "c"), "--remote", "local[2]"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
