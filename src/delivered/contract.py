@@ -54,6 +54,8 @@ class ShardWriter(Protocol):
         `fingerprint` is of all rows staged; a sink whose promise can expire keeps it in a marker beside the rows.
 
         Runs after the last `stage`, once, also when there were no rows. After it the process may die.
+        The handle names the rows of this writer alone, never those of another with the same `Work`: Spark counts
+        attempts from 0 again when a batch or a stage runs again, and an earlier task may still be alive.
         exactly_once: raises if the promise cannot be given. at_least_once: returns {} when every row was
         acknowledged, else raises. at_most_once: returns {} when every row was acknowledged or given up.
         """
@@ -97,7 +99,8 @@ class Ledger(Protocol):
     def claim(self, owner: Owner) -> LedgerState:
         """Become the one owner, fence every other, and return what the ledger holds.
 
-        After it returns, no decision of an earlier owner can get in. Idempotent for the same owner's id.
+        After it returns, nothing that was under way can get in any more: no `begin` or `decide` of an earlier
+        owner, and none of this owner's own that had no answer. May be called again by the same owner.
         Raises Fenced if this owner was superseded before.
         """
 
@@ -108,13 +111,17 @@ class Ledger(Protocol):
         """
 
     def begin(self, begun: Begun) -> Outcome[None]:
-        """Record that a batch may send records from now on (at_most_once). Runs before the batch's tasks."""
+        """Record that a batch may send records from now on, durably, if this owner still owns the ledger.
+
+        Runs before the batch's tasks. May be called again for the same batch. Failed: this owner was fenced.
+        """
 
     def decide(self, decision: Decision) -> Outcome[None]:
         """Record the decision, durably, if this owner still owns the ledger.
 
-        With `Commit.ONE_TRANSACTION`: rows of all participants become visible in the same transaction.
-        Failed: it is not in. Unknown: `claim` again, then look.
+        With `Commit.ONE_TRANSACTION`: rows of all participants become visible in the same transaction, which
+        reaches the crash points of `commit.apply` once per participant; Failed if staged rows of one are gone.
+        Failed: it is not in, and will not get in. Unknown: `claim` again, then look.
         """
 
     def history(self) -> Iterable[Decision]:

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 
 from delivered.commit.apply import apply_decided
 from delivered.commit.context import Context
+from delivered.commit.messages import all_skipped, checked, complete, strangers, written
+from delivered.commit.repair import repaired
+from delivered.commit.sweep import sweep
 from delivered.model.errors import (
     DeliveredError,
+    Fenced,
     InvariantBroken,
     OutcomeUnknown,
     PromiseBroken,
-    ReplayDiffers,
 )
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -21,7 +24,7 @@ from delivered.model.identity import Work
 from delivered.model.limits import DECISION_BYTES_MAX
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Action, BatchPlan, Decision, LedgerState, Prepared, ShardMessage
+from delivered.model.work import Decision, LedgerState, Prepared, ShardMessage
 
 log = logging.getLogger(__name__)
 
@@ -31,157 +34,114 @@ def commit_batch(
 ) -> Decision | None:
     """Make a batch count, then visible.
 
-    Runs on the driver, after all tasks of the batch succeeded. May be called again for the same batch.
+    Runs on the driver, after all tasks of the batch succeeded. May be called again for the same batch: a decision
+    that stands is never decided a second time, only applied.
     Before: every shard is prepared. After: the decision is durable and every participant visible.
 
         1  every task's message is there and speaks of this batch
         2  commit.decide   one durable record                      <- from here on the batch counts
         3  commit.apply    each participant made visible
 
+    Args:
+        offsets: the sources' offsets, for a batch without a single task.
+
     Returns:
         The decision, or None if every shard was in already.
 
     Raises:
         InvariantBroken: the messages do not fit together. Nothing was decided.
+        Fenced: another driver, or a later start of this one, owns the ledger. Nothing was decided.
         ReplayDiffers: a shard written again differs from the one decided. Nothing was applied.
         OutcomeUnknown, PromiseBroken: the next start finishes the batch.
     """
-    said = _checked(context, batch, messages)
-    if said and all(m.did is Action.SKIP for m in said):
-        return None
+    said = checked(context, batch, messages)
     state = context.ledger.resume(context.owner.id)
-    decision = _decision(context, batch, offsets, said, state)
-    if decision is None:
-        return None
-    _decide(context, decision)
-    if context.guarantee is Guarantee.EXACTLY_ONCE:
-        _apply(context, decision)
-    return decision
-
-
-def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> None:
-    """Give back what the tasks of a failed batch prepared. What is missed here, the next recovery sweeps.
-
-    Never touches a batch that was decided: the participants of a decision may be committing.
-    """
-    state = context.ledger.resume(context.owner.id)
-    for message in messages:
-        if message is None or message.prepared is None or not message.prepared.handle:
-            continue
-        if state.last is not None and state.last.batch >= message.plan.batch:
-            continue
-        context.resource.abort(message.prepared)
-
-
-def _checked(context: Context, batch: int, messages: Sequence[ShardMessage | None]) -> list[ShardMessage]:
-    said = [m for m in messages if m is not None]
-    if len(said) != len(messages):
-        raise InvariantBroken(
-            "MESSAGE_MISSING",
-            f"Batch {batch}: {len(messages) - len(said)} of {len(messages)} tasks sent no message, and Spark asks to "
-            "commit. Nothing was decided.",
-            next_step="start the pipeline again; the batch runs again",
-        )
-    for m in said:
-        if (m.plan.scope, m.plan.owner, m.plan.batch) != (context.scope, context.owner.id, batch):
-            raise InvariantBroken(
-                "MESSAGE_FOREIGN",
-                f"Batch {batch} of {context.scope}: shard {m.shard} speaks of batch {m.plan.batch} of {m.plan.scope}, "
-                f"owner {m.plan.owner}; this driver is {context.owner.id}. Nothing was decided.",
-                next_step="start the pipeline again; the batch runs again",
-            )
-    if len({m.shard for m in said}) != len(said):
-        raise InvariantBroken(
-            "SHARD_TWICE",
-            f"Batch {batch}: two messages for one shard among {sorted(m.shard for m in said)}. Nothing was decided.",
-            next_step="start the pipeline again; the batch runs again",
-        )
-    return sorted(said, key=lambda m: m.shard)
-
-
-def _decision(
-    context: Context, batch: int, offsets: str, said: list[ShardMessage], state: LedgerState
-) -> Decision | None:
-    written = tuple(m.prepared for m in said if m.prepared is not None)
-    given_up = sum((m.given_up for m in said), Fingerprint())
-    plan = said[0].plan if said else None
+    _same_claim(state, batch, said)
     last = state.last
-    if last is not None and last.batch == batch:
-        if plan is None or not plan.rewrite:
-            # Committed before, and Spark asks again: the decision stands as it is.
-            return last
-        return _repaired(context, plan, last, said, written)
     if last is not None and last.batch > batch:
         raise InvariantBroken(
             "DECISION_OLD",
             f"Batch {batch} is to be decided, and the ledger holds batch {last.batch} already. Nothing was decided.",
             next_step="stop every other driver on this checkpoint, then start the pipeline again",
         )
-    account = sum((p.fingerprint for p in written), Fingerprint())
+    if last is not None and last.batch == batch:
+        if all_skipped(said):
+            return None
+        new = strangers(said, last)
+        if not (said and said[0].plan.rewrite and new):
+            # Committed before, and asked for again. What else was prepared meanwhile nobody decided.
+            _give_back(context, new)
+            _apply(context, last)
+            return last
+        decision = repaired(context, last, said)
+    else:
+        complete(batch, said)
+        decision = _decision(context, batch, offsets, said, last)
+    _decide(context, decision, strangers(said, last) if last else list(written(said)))
+    _apply(context, decision)
+    _tidy(context, decision, said)
+    return decision
+
+
+def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> None:
+    """Give back what the tasks of a failed batch prepared. What is missed here, the next recovery sweeps.
+
+    Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a batch that
+    was decided. A decision without an answer may still be on its way: it is fenced before anything is aborted.
+    """
+    said = [m for m in messages if m is not None and m.prepared is not None and m.prepared.handle]
+    if not said:
+        return
+    try:
+        if context.ledger.resume(context.owner.id).epoch != said[0].plan.epoch:
+            return  # a later start of this driver swept these participants, and must not be fenced from here
+        last = context.ledger.claim(context.owner).last
+    except DeliveredError as error:
+        log.warning("batch %d: nothing was given back: %s", said[0].plan.batch, error)
+        return
+    for m in said:
+        if last is None or m.plan.batch > last.batch:
+            _give_back(context, written([m]))
+        elif m.plan.batch == last.batch:
+            _give_back(context, strangers([m], last))
+
+
+def _same_claim(state: LedgerState, batch: int, said: Sequence[ShardMessage]) -> None:
+    if said and said[0].plan.epoch != state.epoch:
+        raise Fenced(
+            "PLAN_OUTDATED",
+            f"Batch {batch} was planned under claim {said[0].plan.epoch} of the ledger, which is at claim "
+            f"{state.epoch} now: the pipeline was started again meanwhile. Nothing was decided.",
+            next_step="nothing, if the later start is running; else start the pipeline again",
+        )
+
+
+def _decision(
+    context: Context, batch: int, offsets: str, said: Sequence[ShardMessage], last: Decision | None
+) -> Decision:
+    participants = written(said)
+    account = sum((p.fingerprint for p in participants), Fingerprint())
+    given_up = sum((m.given_up for m in said), Fingerprint())
     return Decision(
         scope=context.scope,
         owner=context.owner.id,
-        guarantee=context.guarantee,
+        guarantee=said[0].plan.guarantee if said else context.guarantee,
         batch=batch,
-        offsets=plan.offsets if plan else offsets,
-        participants=written,
+        offsets=said[0].plan.offsets if said else offsets,
+        participants=participants,
         total=(last.total if last else Fingerprint()) + account,
         given_up=(last.given_up if last else Fingerprint()) + given_up,
         decided_at_ms=time.time_ns() // 1_000_000,
     )
 
 
-def _repaired(
-    context: Context, plan: BatchPlan, last: Decision, said: list[ShardMessage], written: tuple[Prepared, ...]
-) -> Decision:
-    """The decision with the participants that replace those whose promise expired."""
-    different = [p for p in written if plan.rewrite[p.shard] != p.fingerprint]
-    if different or len(said) != plan.shards or {p.shard for p in written} != set(plan.rewrite):
-        for p in written:
-            context.resource.abort(p)
-    if len(said) != plan.shards:
-        raise ReplayDiffers(
-            "REPLAY_SHARDS_DIFFER",
-            f"Batch {last.batch} was decided with {plan.shards} shards and ran again with {len(said)}; shards "
-            f"{sorted(plan.rewrite)} must be written again and cannot be told apart now. Nothing more was applied.",
-            next_step="start again with the former number of partitions (spark.sql.shuffle.partitions, repartition)",
-        )
-    if different:
-        p = different[0]
-        raise ReplayDiffers(
-            "REPLAY_DIFFERS",
-            f"Batch {last.batch}, shard {p.shard}: decided with fingerprint {plan.rewrite[p.shard]}, ran again with "
-            f"{p.fingerprint}. The transform is not deterministic; the other shards of the batch are visible.",
-            next_step="take what changes between runs (rand(), now()) out of the transform, then start again",
-        )
-    if {p.shard for p in written} != set(plan.rewrite):
-        raise InvariantBroken(
-            "REWRITE_INCOMPLETE",
-            f"Batch {last.batch}: shards {sorted(plan.rewrite)} had to be written again, the tasks wrote "
-            f"{sorted(p.shard for p in written)}.",
-            next_step="start the pipeline again; the batch runs again",
-        )
-    new = {p.shard: p for p in written}
-    participants = tuple(new.get(p.shard, p) for p in last.participants)
-    return Decision(
-        scope=last.scope,
-        owner=context.owner.id,
-        guarantee=last.guarantee,
-        batch=last.batch,
-        offsets=last.offsets,
-        participants=participants,
-        total=last.total,
-        given_up=last.given_up,
-        decided_at_ms=time.time_ns() // 1_000_000,
-        revision=last.revision + 1,
-    )
-
-
-def _decide(context: Context, decision: Decision) -> None:
-    step = StepId.COMMIT_DECIDE if context.guarantee is Guarantee.EXACTLY_ONCE else StepId.COMMIT_RECORD
+def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> None:
+    """Write the decision. `new`: participants that go back if it is not in."""
+    exactly_once = decision.guarantee is Guarantee.EXACTLY_ONCE
+    step = StepId.COMMIT_DECIDE if exactly_once else StepId.COMMIT_RECORD
     size = len(decision.to_json())
     if size > DECISION_BYTES_MAX:
-        _give_back(context, decision)
+        _give_back(context, new)
         raise InvariantBroken(
             "DECISION_TOO_LARGE",
             f"The decision of batch {decision.batch} is {size} bytes with {len(decision.participants)} participants; "
@@ -196,11 +156,11 @@ def _decide(context: Context, decision: Decision) -> None:
         case Ok():
             reach(step, Moment.AFTER, batch=decision.batch)
         case Failed(reason):
-            _give_back(context, decision)
+            _give_back(context, new)
             raise DeliveredError(
                 "DECISION_FAILED",
-                f"Batch {decision.batch} was not decided: {reason}. Nothing of it is visible.",
-                next_step="start the pipeline again; the batch runs again",
+                f"Batch {decision.batch} was not decided: {reason}. {_LEFT_BY_FAILURE[decision.guarantee]}",
+                next_step="start the pipeline again, unless another driver runs it now",
             )
         case Unknown(reason):
             raise OutcomeUnknown(
@@ -210,29 +170,37 @@ def _decide(context: Context, decision: Decision) -> None:
             )
 
 
+_LEFT_BY_FAILURE = {
+    Guarantee.EXACTLY_ONCE: "Nothing that it was to add is visible; the batch runs again.",
+    Guarantee.AT_LEAST_ONCE: "Its records are in the sink; the batch runs again and repeats them.",
+    Guarantee.AT_MOST_ONCE: "Its records are in the sink, and the next start counts them as given up.",
+}
+
+
 def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | Failed | Unknown:
     """Fence, so that a decision under way cannot get in later; then look whether it is in."""
     try:
         last = context.ledger.claim(context.owner).last
     except DeliveredError as error:
         return Unknown(f"{unknown.reason}; then {error}")
-    # The same batch and revision by the same owner is this decision: nobody else may write it.
-    if last is not None and (last.batch, last.revision, last.owner) == (
-        decision.batch,
-        decision.revision,
-        decision.owner,
-    ):
+    if last is None or (last.batch, last.revision) < (decision.batch, decision.revision):
+        return Failed(unknown.reason)
+    if last.to_json() == decision.to_json():
         return Ok(None)
-    return Failed(unknown.reason)
+    # Participants of a decision that is not this one must not be touched from here.
+    return Unknown(f"{unknown.reason}; then the ledger held another decision of batch {last.batch}")
 
 
-def _give_back(context: Context, decision: Decision) -> None:
-    if decision.revision == 0 and decision.guarantee is Guarantee.EXACTLY_ONCE:
-        for p in decision.participants:
+def _give_back(context: Context, participants: Sequence[Prepared]) -> None:
+    """Abort participants that no decision names. What cannot be reached now, the next recovery sweeps."""
+    for p in participants:
+        if p.handle:
             context.resource.abort(p)
 
 
 def _apply(context: Context, decision: Decision) -> None:
+    if decision.guarantee is not Guarantee.EXACTLY_ONCE:
+        return
     broken = apply_decided(context, decision, StepId.COMMIT_APPLY)
     gone = [
         p.shard
@@ -246,3 +214,14 @@ def _apply(context: Context, decision: Decision) -> None:
             "were made visible. Nothing is lost: these shards alone are written again by the next start.",
             next_step="start the pipeline again; if it comes back, raise transactionTimeout or shorten the batches",
         )
+
+
+def _tidy(context: Context, decision: Decision, said: Sequence[ShardMessage]) -> None:
+    """Abort what failed attempts of this batch left open, so that no participant outlives its batch."""
+    if decision.guarantee is not Guarantee.EXACTLY_ONCE or not any(m.attempt for m in said):
+        return
+    try:
+        sweep(context, decision)
+    except OutcomeUnknown as error:
+        # The batch is in. What is open still, the next start sweeps.
+        log.warning("batch %d: %s", decision.batch, error)

@@ -7,7 +7,8 @@ import logging
 from delivered.commit.apply import apply_decided
 from delivered.commit.context import Context
 from delivered.commit.rules import BegunBatch, DecidedBatch, NewBatch, judge
-from delivered.model.errors import OutcomeUnknown
+from delivered.commit.sweep import sweep
+from delivered.model.errors import OutcomeUnknown, PromiseBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
@@ -25,41 +26,41 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool) -> BatchP
 
         1  recover.claim   become the one owner; no older driver can decide from here on
         2  recover.check   ledger against checkpoint
-        3  recover.apply   finish the batch if it was decided
+        3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
+                           earlier one had decided
         4  recover.sweep   abort what nobody decided
         5  batch.begin     at_most_once: from here on records may leave
+
+    A batch that was decided is finished under the guarantee of its decision, whatever the pipeline names now.
 
     Args:
         first: this process did not plan the batch before this one, or that batch failed: claim and sweep. Else the
             ledger is only read again, to see whether this driver still owns it.
 
     Raises:
-        Fenced, LedgerAhead, LedgerBehind, Refused, OutcomeUnknown: nothing was changed that a new start cannot
-        go on from.
+        Fenced, LedgerAhead, LedgerBehind, PromiseBroken, Refused, OutcomeUnknown: nothing was changed that a new
+            start cannot go on from.
     """
     state = _own(context, first)
     reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
     verdict = judge(state, view, context.guarantee, context.tolerance)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
-    action, rewrite, shards = Action.WRITE, dict[int, Fingerprint](), None
+    guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, Fingerprint]()
     match verdict:
         case DecidedBatch(decision):
             log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
-            action = Action.SKIP
-            rewrite = _finish(context, decision)
-            shards = len(decision.participants)
+            guarantee, action, rewrite = decision.guarantee, Action.SKIP, _finish(context, decision)
         case BegunBatch():
             log.warning("batch %d was begun by an earlier run and is given up", view.batch)
             action = Action.GIVE_UP
-            _sweep(context, None)
+            sweep(context, None)
         case NewBatch():
+            fresh = state.last is None
             if first:
-                _sweep(context, None)
-            if context.guarantee is Guarantee.AT_MOST_ONCE:
+                _undo(context, state.earlier[0] if fresh and state.earlier else None)
+            if guarantee is Guarantee.AT_MOST_ONCE or (guarantee is Guarantee.AT_LEAST_ONCE and fresh):
                 _begin(context, view)
-    return BatchPlan(
-        context.scope, context.owner.id, context.guarantee, view.batch, view.offsets, action, rewrite, shards
-    )
+    return BatchPlan(context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch)
 
 
 def _own(context: Context, first: bool) -> LedgerState:
@@ -73,12 +74,13 @@ def _own(context: Context, first: bool) -> LedgerState:
 
 def _finish(context: Context, decision: Decision) -> dict[int, Fingerprint]:
     """Apply a decided batch; return the shards whose promise is gone and that must be written again."""
-    if context.guarantee is not Guarantee.EXACTLY_ONCE:
+    if decision.guarantee is not Guarantee.EXACTLY_ONCE:
+        sweep(context, decision)
         return {}
     reach(StepId.RECOVER_APPLY, Moment.BEFORE, batch=decision.batch)
     broken = apply_decided(context, decision, StepId.RECOVER_APPLY)
     # Evidence is read only after the sweep: open transactions of the dead would hide it.
-    _sweep(context, decision)
+    sweep(context, decision)
     lost = {
         p.shard: p.fingerprint
         for p in broken
@@ -90,20 +92,21 @@ def _finish(context: Context, decision: Decision) -> dict[int, Fingerprint]:
     return lost
 
 
-def _sweep(context: Context, keep: Decision | None) -> None:
-    reach(StepId.RECOVER_SWEEP, Moment.BEFORE)
-    match context.resource.sweep(keep.participants if keep else ()):
-        case Ok(count):
-            if count:
-                log.info("aborted %d undecided participants of an earlier run", count)
-        case Failed(reason) | Unknown(reason):
-            raise OutcomeUnknown(
-                "SWEEP_INCOMPLETE",
-                f"Participants that an earlier run of {context.scope.pipeline!r} left open at sink "
-                f"{context.scope.sink!r} could not be aborted: {reason}.",
-                next_step="start again when the server answers; `delivered transactions list` shows them",
-            )
-    reach(StepId.RECOVER_SWEEP, Moment.AFTER)
+def _undo(context: Context, earlier: Decision | None) -> None:
+    """Abort what nobody decided. What an earlier incarnation did decide, and did not live to apply, is finished."""
+    if earlier is None:
+        sweep(context, None)
+        return
+    lost = _finish(context, earlier)
+    if lost and not context.tolerance.missing_ledger:
+        raise PromiseBroken(
+            "EARLIER_BATCH_EXPIRED",
+            f"Batch {earlier.batch} of the earlier incarnation {earlier.scope.incarnation} was decided, and the sink "
+            f"dropped the rows of its shards {sorted(lost)} before they were made visible. The new checkpoint cannot "
+            f"write them again. The batch ended at the offsets {earlier.offsets[:500]}",
+            next_step="restore the earlier checkpoint and start once, which writes these shards again; or accept the "
+            'gap once with .option("missingLedger", "accept")',
+        )
 
 
 def _begin(context: Context, view: CheckpointView) -> None:

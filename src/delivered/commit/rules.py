@@ -37,7 +37,8 @@ def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolera
     Raises:
         LedgerAhead: an older checkpoint was put back.
         LedgerBehind: the sink or its ledger was put back, or is another one.
-        Refused: the checkpoint is new, and an earlier one already wrote to this sink.
+        Refused: the checkpoint is new, and an earlier one already wrote to this sink; or the guarantee became
+            stricter, and records of this batch may have left under the weaker one.
     """
     last, begun = state.last, state.begun
     newest = max((r.batch for r in (last, begun) if r is not None), default=None)
@@ -54,32 +55,40 @@ def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolera
         return DecidedBatch(last)
     if begun is not None and begun.batch == view.batch:
         _same_offsets(begun.offsets, view)
-        return _begun(begun, guarantee)
+        return _begun(begun, guarantee, tolerance)
     if newest is None:
         _first_of_ledger(state, view, guarantee, tolerance)
-    elif newest < view.batch - 1 and not tolerance.missing_ledger:
+    elif (last.batch if last else -1) < view.batch - 1 and not tolerance.missing_ledger:
+        # Every batch that Spark logged was decided. One that was only begun shows that the decision is gone.
         raise LedgerBehind(
             "LEDGER_BEHIND",
-            f"The checkpoint is about to run batch {view.batch}, the ledger's newest batch is {newest}: the batches "
-            "between them are missing in the sink. The sink, or its ledger, was put back to an older copy.",
+            f"The checkpoint is about to run batch {view.batch}, the ledger's newest decided batch is "
+            f"{last.batch if last else 'none'}: the batches between them are missing in the sink. The sink, or its "
+            "ledger, was put back to an older copy.",
             next_step='restore the sink, or accept the gap once with .option("missingLedger", "accept")',
         )
+    if last is not None and last.guarantee is Guarantee.AT_LEAST_ONCE:
+        # Under at_least_once a batch leaves no trace before it is done.
+        return _begun(Begun(view.batch, view.offsets), guarantee, tolerance)
     return NewBatch()
 
 
-def _begun(begun: Begun, guarantee: Guarantee) -> Verdict:
+def _begun(begun: Begun, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
+    """What to do with a batch of which records may have left before."""
     match guarantee:
         case Guarantee.AT_MOST_ONCE:
             return BegunBatch(begun)
         case Guarantee.AT_LEAST_ONCE:
             return NewBatch()
+        case Guarantee.EXACTLY_ONCE if tolerance.repeated_batch:
+            return NewBatch()
         case Guarantee.EXACTLY_ONCE:
             raise Refused(
                 "BATCH_BEGUN",
-                f"Batch {begun.batch} was begun under at_most_once and never finished; some of its records may be in "
-                "the sink. exactly_once can neither skip nor repeat it.",
-                next_step="start once more with guarantee at_most_once, let it finish one batch, then change to "
-                "exactly_once",
+                f"Batch {begun.batch} may have been begun under a weaker guarantee and never finished; some of its "
+                "records may be in the sink. exactly_once can neither skip nor repeat it.",
+                next_step='accept that its records may appear twice with .option("repeatedBatch", "accept"), once; '
+                "or start with guarantee at_most_once, let it finish one batch, then change to exactly_once",
             )
 
 

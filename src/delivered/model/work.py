@@ -47,7 +47,8 @@ class BatchPlan:
     Attributes:
         action: for every shard that `rewrite` does not name.
         rewrite: shard -> fingerprint that was decided for it; these shards alone are written again.
-        shards: how many shards the decided batch had, if `rewrite` is not empty.
+        guarantee: of the decision, where the batch was decided already: it is finished as it was begun.
+        epoch: the claim that this plan rests on; a later claim voids it.
     """
 
     scope: Scope
@@ -57,7 +58,7 @@ class BatchPlan:
     offsets: str
     action: Action
     rewrite: Mapping[int, Fingerprint] = field(default_factory=dict)
-    shards: int | None = None
+    epoch: int = 0
 
     def action_for(self, shard: int) -> Action:
         return Action.WRITE if shard in self.rewrite else self.action
@@ -69,8 +70,9 @@ class Prepared:
 
     Attributes:
         fingerprint: of the rows as they were handed to the sink.
-        handle: all that a process which never saw the writer needs to apply or abort it. JSON values only. Empty
-            when there is nothing to apply.
+        handle: all that a process which never saw the writer needs to apply or abort it. JSON values only. Names
+            the rows of this one writer: Spark counts attempts from 0 again when a batch or a stage runs again, so
+            two writers may share one `Work`. Empty when there is nothing to apply.
     """
 
     shard: int
@@ -155,6 +157,7 @@ class Decision:
                 "revision": self.revision,
             },
             separators=(",", ":"),
+            sort_keys=True,  # one text for one decision, whatever keeps it
         )
 
     @classmethod
@@ -176,7 +179,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Begun:
-    """at_most_once: this batch may have sent records."""
+    """This batch may have sent records that no transaction holds back.
+
+    Kept for every batch under at_most_once; under at_least_once for the first batch of an incarnation alone, so that
+    a later change to a stricter guarantee knows of it.
+    """
 
     batch: int
     offsets: str
@@ -207,12 +214,15 @@ class LedgerState:
         last: newest decision of this incarnation.
         begun: newest begun batch of this incarnation (at_most_once only).
         earlier: newest decisions of other incarnations of the same pipeline and sink, newest incarnation first.
+        epoch: grows with every claim. It tells apart two claims of one owner: a query stopped and started again in
+            one session. 0 where a ledger does not count.
     """
 
     owner: Owner | None = None
     last: Decision | None = None
     begun: Begun | None = None
     earlier: tuple[Decision, ...] = ()
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -221,8 +231,10 @@ class Tolerance:
 
     Attributes:
         new_checkpoint: a new checkpoint may start over although an earlier one of this pipeline wrote to the sink.
-        missing_ledger: a checkpoint with batches may meet a ledger that has none of them.
+        missing_ledger: a checkpoint with batches may meet a ledger that lacks some or all of them.
+        repeated_batch: exactly_once may begin with a batch that at_least_once may have sent in part before.
     """
 
     new_checkpoint: bool = False
     missing_ledger: bool = False
+    repeated_batch: bool = False

@@ -22,6 +22,7 @@ PIPELINE_OPTIONS = OptionTable(
         Option("sink", "Name of this sink in its pipeline.", "made from its target"),
         Option("newCheckpoint", "accept: start over although an earlier checkpoint wrote to this sink.", "refuse"),
         Option("missingLedger", "accept: go on although the ledger lacks batches of this checkpoint.", "refuse"),
+        Option("repeatedBatch", "accept: exactly_once may repeat a batch that a weaker guarantee began.", "refuse"),
         Option("runId", "df.write only: the same run, given twice, is written once."),
         Option("checkpointLocation", "Spark's: where the query keeps its checkpoint."),
         Option("queryName", "Spark's: the query's name."),
@@ -69,7 +70,9 @@ def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[st
                 next_step="take asyncProgressTrackingEnabled out, or name the guarantee at_least_once",
             )
     tolerance = Tolerance(
-        new_checkpoint=_accepts(values, "newCheckpoint"), missing_ledger=_accepts(values, "missingLedger")
+        new_checkpoint=_accepts(values, "newCheckpoint"),
+        missing_ledger=_accepts(values, "missingLedger"),
+        repeated_batch=_accepts(values, "repeatedBatch"),
     )
     sink = values.get("sink")
     return (

@@ -1,0 +1,78 @@
+"""What the tasks of a batch say, checked before anything is decided. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from delivered.commit.context import Context
+from delivered.model.errors import InvariantBroken
+from delivered.model.guarantee import Guarantee
+from delivered.model.work import Action, Decision, Prepared, ShardMessage
+
+_AGAIN = "start the pipeline again; the batch runs again"
+
+
+def checked(context: Context, batch: int, messages: Sequence[ShardMessage | None]) -> list[ShardMessage]:
+    """The messages in the order of shards, one for each shard, all of this batch, claim and driver.
+
+    Raises:
+        InvariantBroken: they do not fit together. Nothing was decided.
+    """
+    said = [m for m in messages if m is not None]
+    if len(said) != len(messages):
+        raise InvariantBroken(
+            "MESSAGE_MISSING",
+            f"Batch {batch}: {len(messages) - len(said)} of {len(messages)} tasks sent no message, and Spark asks to "
+            "commit. Nothing was decided.",
+            next_step=_AGAIN,
+        )
+    for m in said:
+        mine = (context.scope, context.owner.id, batch, said[0].plan.epoch)
+        if (m.plan.scope, m.plan.owner, m.plan.batch, m.plan.epoch) != mine:
+            raise InvariantBroken(
+                "MESSAGE_FOREIGN",
+                f"Batch {batch} of {context.scope}: shard {m.shard} speaks of batch {m.plan.batch} of {m.plan.scope}, "
+                f"owner {m.plan.owner}; this driver is {context.owner.id}. Nothing was decided.",
+                next_step=_AGAIN,
+            )
+    said.sort(key=lambda m: m.shard)
+    if [m.shard for m in said] != list(range(len(said))):
+        raise InvariantBroken(
+            "SHARDS_INCOMPLETE",
+            f"Batch {batch}: {len(said)} messages must speak of shards 0 to {len(said) - 1}, once each; they speak of "
+            f"{[m.shard for m in said][:50]}. Nothing was decided.",
+            next_step=_AGAIN,
+        )
+    return said
+
+
+def written(said: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
+    return tuple(m.prepared for m in said if m.prepared is not None)
+
+
+def all_skipped(said: Sequence[ShardMessage]) -> bool:
+    return bool(said) and all(m.did is Action.SKIP for m in said)
+
+
+def complete(batch: int, said: Sequence[ShardMessage]) -> None:
+    """Check that every shard of a new batch was written, or given up where that is allowed.
+
+    Raises:
+        InvariantBroken: a decision would leave a shard's records out.
+    """
+    for m in said:
+        wrote = m.did is Action.WRITE and m.prepared is not None and m.prepared.shard == m.shard
+        gave_up = m.did is Action.GIVE_UP and m.plan.guarantee is Guarantee.AT_MOST_ONCE
+        if not (wrote or gave_up):
+            raise InvariantBroken(
+                "SHARD_UNWRITTEN",
+                f"Batch {batch} is new under {m.plan.guarantee.value}, and shard {m.shard} says {m.did.value}: its "
+                "records would be left out. Nothing was decided.",
+                next_step=_AGAIN,
+            )
+
+
+def strangers(said: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
+    """What tasks prepared and the decision does not name."""
+    named = {(p.shard, str(sorted(p.handle.items()))) for p in decision.participants}
+    return [p for p in written(said) if p.handle and (p.shard, str(sorted(p.handle.items()))) not in named]

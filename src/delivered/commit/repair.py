@@ -1,0 +1,64 @@
+"""A decided batch of which some shards had to be written again: check them against what was decided."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from delivered.commit.context import Context
+from delivered.commit.messages import written
+from delivered.model.errors import InvariantBroken, ReplayDiffers
+from delivered.model.work import Decision, ShardMessage
+
+
+def repaired(context: Context, last: Decision, said: Sequence[ShardMessage]) -> Decision:
+    """The decision with the participants that replace those whose promise expired, one revision on.
+
+    Raises:
+        ReplayDiffers: the batch ran again with other shards or other rows. What it wrote was given back.
+        InvariantBroken: a shard that had to be written again was not.
+    """
+    plan = said[0].plan
+    new = {p.shard: p for p in written(said)}
+    try:
+        _same_batch(last, plan.rewrite.keys(), said)
+    except InvariantBroken:
+        for p in new.values():
+            context.resource.abort(p)
+        raise
+    return replace(
+        last,
+        owner=context.owner.id,
+        participants=tuple(new.get(p.shard, p) for p in last.participants),
+        decided_at_ms=time.time_ns() // 1_000_000,
+        revision=last.revision + 1,
+    )
+
+
+def _same_batch(last: Decision, rewrite: Collection[int], said: Sequence[ShardMessage]) -> None:
+    decided = {p.shard: p.fingerprint for p in last.participants}
+    if len(said) != len(decided):
+        raise ReplayDiffers(
+            "REPLAY_SHARDS_DIFFER",
+            f"Batch {last.batch} was decided with {len(decided)} shards and ran again with {len(said)}; shards "
+            f"{sorted(rewrite)} must be written again and cannot be told apart now. Nothing more was applied.",
+            next_step="start again with the former number of partitions (spark.sql.shuffle.partitions, repartition)",
+        )
+    if {p.shard for p in written(said)} != set(rewrite):
+        raise InvariantBroken(
+            "REWRITE_INCOMPLETE",
+            f"Batch {last.batch}: shards {sorted(rewrite)} had to be written again, the tasks wrote "
+            f"{sorted(p.shard for p in written(said))}. Nothing more was applied.",
+            next_step="start the pipeline again; the batch runs again",
+        )
+    for p in written(said):
+        if decided[p.shard] != p.fingerprint:
+            raise ReplayDiffers(
+                "REPLAY_DIFFERS",
+                f"Batch {last.batch}, shard {p.shard}: decided with fingerprint {decided[p.shard]}, ran again with "
+                f"{p.fingerprint}. The transform is not deterministic. Nothing more was applied; what the other "
+                "shards of the batch wrote is visible.",
+                next_step="take what changes between runs (rand(), now(), a look-up) out of the transform, then "
+                "start again",
+            )
