@@ -1,0 +1,149 @@
+"""Puts rules and steps together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from delivered.model.capability import Commit
+from delivered.model.errors import Refused
+from delivered.model.guarantee import Guarantee
+from delivered.model.step import Step
+from delivered.plan.request import Request
+from delivered.plan.rules import Reason, reasons, seconds
+from delivered.plan.steps import batch_steps, mechanism, recovery_steps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a pipeline will do, and what its guarantee rests on.
+
+    Attributes:
+        mechanism: by what the guarantee is kept, as a phrase.
+        steps: of one batch, in order; exactly one decides.
+        recovery: of a start, before its first batch.
+        assumptions: what must hold outside of the pipeline.
+        limits: bounds worth knowing before the start.
+        warnings: what preflight saw and does not refuse.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    mechanism: str
+    steps: tuple[Step, ...]
+    recovery: tuple[Step, ...]
+    assumptions: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def deciding(self) -> Step:
+        return next(s for s in self.steps if s.decides)
+
+    def __str__(self) -> str:
+        from delivered.plan.explain import to_text
+
+        return to_text(self)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a pipeline cannot have its guarantee, and what can be had.
+
+    Attributes:
+        nearest: the strongest other guarantee that can be had as everything stands; None: none.
+        way_out: what to change to get the guarantee asked for.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    code: str
+    reason: str
+    nearest: Guarantee | None
+    way_out: str
+
+    @property
+    def error(self) -> Refused:
+        """The refusal as an exception, for `start`."""
+        return Refused(self.code, self.reason, next_step=self.next_step)
+
+    @property
+    def next_step(self) -> str:
+        return self.way_out + (f"; or name the guarantee {self.nearest.value}" if self.nearest else "")
+
+    def __str__(self) -> str:
+        from delivered.plan.explain import to_text
+
+        return to_text(self)
+
+
+def make_plan(request: Request) -> Plan | Refusal:
+    """Answer a request. Pure: the same request, the same answer."""
+    reason = next(reasons(request), None)
+    if reason is not None:
+        return _refusal(request, reason)
+    return Plan(
+        pipeline=request.pipeline,
+        guarantee=request.guarantee,
+        mechanism=mechanism(request),
+        steps=batch_steps(request),
+        recovery=recovery_steps(request),
+        assumptions=tuple(_assumptions(request)),
+        limits=tuple(_limits(request)),
+        warnings=tuple(f.message for f in [*request.source.findings, *request.sinks[0].findings]),
+    )
+
+
+def _refusal(request: Request, reason: Reason) -> Refusal:
+    weaker = [g for g in (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE) if g is not request.guarantee]
+    nearest = next((g for g in weaker if not any(reasons(replace(request, guarantee=g)))), None)
+    return Refusal(request.pipeline, request.guarantee, reason.code, reason.text, nearest, reason.way_out)
+
+
+def _assumptions(request: Request) -> list[str]:
+    sink = request.sinks[0].capability
+    found = list(request.source.capability.assumes)
+    match request.guarantee:
+        case Guarantee.EXACTLY_ONCE:
+            found.extend(sink.assumes)
+            found.extend(_same_rows(request))
+        case Guarantee.AT_LEAST_ONCE:
+            found.append("readers of the sink bear repeated records")
+            if request.transform.deterministic is False:
+                found.append("a repeated record may differ from its first copy: the transform is not deterministic")
+        case Guarantee.AT_MOST_ONCE:
+            found.append("readers of the sink bear missing records; how many were given up is in the ledger")
+    if request.transform.stateful:
+        found.append("the state lives in Spark's checkpoint and is restored together with the offsets")
+    return found
+
+
+def _same_rows(request: Request) -> list[str]:
+    """What exactly_once takes for granted of the transform: only an expired promise ever needs its rows again."""
+    sink = request.sinks[0].capability
+    if sink.commit is not Commit.TWO_PHASE or sink.promise_s_max is None or request.transform.kind == "none":
+        return []
+    span = seconds(sink.promise_s_max)
+    if request.transform.deterministic is False:
+        return [
+            f"no decided transaction expires ({span}): the transform is not deterministic, so its rows could not be "
+            "written again; the query would stop and say so"
+        ]
+    return [f"a batch run again gives the same rows (only if a transaction expired: {span})"]
+
+
+def _limits(request: Request) -> list[str]:
+    sink = request.sinks[0]
+    found = list(sink.capability.limits)
+    promise = sink.capability.promise_s_max
+    if request.guarantee is Guarantee.EXACTLY_ONCE:
+        if promise is not None:
+            declared = request.execution.batch_s_max
+            tail = f"; a batch may take {seconds(declared)} as declared" if declared is not None else ""
+            found.append(f"from its first row to its end a transaction lives {seconds(promise)}{tail}")
+        if not sink.capability.batch_atomic:
+            found.append("a reader may see the shards of a batch appear one after the other")
+    if request.source.capability.local:
+        found.append(f"the source {request.source.label} rests on files of this machine")
+    if sink.capability.local:
+        found.append(f"the sink {sink.label} rests on files of this machine")
+    return found

@@ -1,0 +1,119 @@
+"""What was asked, and the facts gathered about it. Frozen; whoever gathers them asks servers, the planner does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from delivered.contract import Finding
+from delivered.model.capability import SinkCapability, SourceCapability
+from delivered.model.guarantee import Guarantee
+
+
+class Trigger(StrEnum):
+    """When Spark starts batches."""
+
+    AVAILABLE_NOW = "available_now"
+    PROCESSING_TIME = "processing_time"
+    CONTINUOUS = "continuous"
+    REAL_TIME = "real_time"
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """
+    Attributes:
+        label: system and what is read of it, for people: "kafka orders".
+        findings: what preflight saw at the live source; empty if nobody looked.
+    """
+
+    label: str
+    capability: SourceCapability
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class SinkFacts:
+    """
+    Attributes:
+        name: tells this sink from others of the pipeline.
+        promise_s_limit: the longest promise that the live system allows (Kafka: transaction.max.timeout.ms), in
+            seconds; None: not known.
+    """
+
+    name: str
+    label: str
+    capability: SinkCapability
+    findings: tuple[Finding, ...] = ()
+    promise_s_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class TransformFacts:
+    """
+    Attributes:
+        kind: "none", "sql", "python" (DataFrame -> DataFrame) or "arrow" (record batch -> record batch).
+        text: the SQL, or the function's name.
+        stateful: it keeps state between batches, as declared or seen.
+        deterministic: the same input gives the same rows; None: nobody said.
+    """
+
+    kind: str = "none"
+    text: str = ""
+    stateful: bool = False
+    deterministic: bool | None = None
+
+
+@dataclass(frozen=True)
+class Execution:
+    """
+    Attributes:
+        async_progress: Spark logs a batch's offsets while or after it runs.
+        cluster: executors run on other machines than the driver.
+        batch_s_max: how long a batch may take, as the user declared it; None: nobody said.
+    """
+
+    trigger: Trigger = Trigger.AVAILABLE_NOW
+    async_progress: bool = False
+    cluster: bool = False
+    batch_s_max: float | None = None
+
+
+@dataclass(frozen=True)
+class OwnerFacts:
+    """The driver that the ledger names as its owner, when it is another one and lives."""
+
+    host: str
+    process: int
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """
+    Attributes:
+        incarnation: None: the checkpoint is new.
+        newest: the newest batch whose offsets Spark logged; None: none.
+        ledger_newest: the newest batch that the ledger holds for this incarnation; None: none, or nobody looked.
+        owner: another driver that owns the ledger and lives; None: there is none.
+        takeover: the user wants that driver fenced.
+    """
+
+    location: str
+    incarnation: str | None = None
+    newest: int | None = None
+    ledger_newest: int | None = None
+    owner: OwnerFacts | None = None
+    takeover: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """A pipeline, and what is known about it."""
+
+    pipeline: str
+    guarantee: Guarantee
+    source: SourceFacts
+    sinks: tuple[SinkFacts, ...]
+    checkpoint: CheckpointFacts
+    transform: TransformFacts = TransformFacts()
+    execution: Execution = Execution()

@@ -1,0 +1,217 @@
+"""Reasons to refuse. One function, one reason; the first that applies is the answer, so the order is from the request
+itself to the state of the live systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from delivered.model.capability import Commit
+from delivered.model.guarantee import Guarantee
+from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
+from delivered.plan.request import Request, Trigger
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a request cannot be had.
+
+    Attributes:
+        code: as in an error, without the prefix.
+        way_out: what the user can change to get the guarantee asked for.
+    """
+
+    code: str
+    text: str
+    way_out: str
+
+
+Rule = Callable[[Request], Reason | None]
+
+
+def one_sink(request: Request) -> Reason | None:
+    if len(request.sinks) == 1:
+        return None
+    names = ", ".join(s.name for s in request.sinks) or "none"
+    return Reason(
+        "SINKS_NOT_ONE",
+        f"The pipeline names {len(request.sinks)} sinks ({names}); one decision record covers one sink today, so two "
+        "sinks could not become visible together.",
+        "write to one sink here, and give every other sink a pipeline and a checkpoint of its own",
+    )
+
+
+def micro_batches(request: Request) -> Reason | None:
+    trigger = request.execution.trigger
+    if trigger not in (Trigger.CONTINUOUS, Trigger.REAL_TIME):
+        return None
+    mode = "Continuous processing" if trigger is Trigger.CONTINUOUS else "Real-time mode"
+    return Reason(
+        "TRIGGER_NOT_MICRO_BATCH",
+        f"{mode} logs a batch's offsets after its records left; a batch that runs again may hold other records, so "
+        f"{request.guarantee.value} cannot be kept by batch.",
+        "use the trigger available_now or processing_time",
+    )
+
+
+def offsets_logged_first(request: Request) -> Reason | None:
+    if not request.execution.async_progress or request.guarantee is Guarantee.AT_LEAST_ONCE:
+        return None
+    return Reason(
+        "ASYNC_PROGRESS",
+        "Asynchronous progress tracking logs offsets after the batch; a batch that runs again may read other records, "
+        f"and {request.guarantee.value} cannot hold.",
+        "take asyncProgressTrackingEnabled out",
+    )
+
+
+def source_replays(request: Request) -> Reason | None:
+    source = request.source
+    if source.capability.replayable or request.guarantee is Guarantee.AT_MOST_ONCE:
+        return None
+    why = source.capability.why_not or "it does not give the same records for the same offsets"
+    return Reason(
+        "SOURCE_NOT_REPLAYABLE",
+        f"{request.guarantee.value} needs a source that can be read again after a crash, and {source.label} cannot: "
+        f"{why}.",
+        "write the records to Kafka or to a durable log first, and read them from there",
+    )
+
+
+def sink_commits(request: Request) -> Reason | None:
+    sink = request.sinks[0]
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or sink.capability.commit is not Commit.NONE:
+        return None
+    return Reason(
+        "SINK_CANNOT_COMMIT",
+        f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} shows what is "
+        "written at once.",
+        "write to a sink with transactions (kafka, sqlite)",
+    )
+
+
+def sink_sends_once(request: Request) -> Reason | None:
+    sink = request.sinks[0]
+    if request.guarantee is not Guarantee.AT_MOST_ONCE or sink.capability.keeps_records_apart:
+        return None
+    return Reason(
+        "SINK_RESENDS",
+        f"at_most_once needs a sink that never sends a record twice by itself, and {sink.label} may.",
+        "write to a sink that can send without retries (kafka, sqlite)",
+    )
+
+
+def local_source(request: Request) -> Reason | None:
+    if not (request.execution.cluster and request.source.capability.local):
+        return None
+    return Reason(
+        "SOURCE_LOCAL",
+        f"The source {request.source.label} rests on files of one machine, and the executors run on others.",
+        "put the source on storage that every machine reaches, or run with a local master",
+    )
+
+
+def local_sink(request: Request) -> Reason | None:
+    sink = request.sinks[0]
+    if not (request.execution.cluster and sink.capability.local):
+        return None
+    return Reason(
+        "SINK_LOCAL",
+        f"The sink {sink.label} rests on files of one machine, and the executors run on others.",
+        "write to a server, or run with a local master",
+    )
+
+
+def promise_within_limit(request: Request) -> Reason | None:
+    sink = request.sinks[0]
+    promise, limit = sink.capability.promise_s_max, sink.promise_s_limit
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or promise is None or limit is None or promise <= limit:
+        return None
+    return Reason(
+        "TRANSACTION_TIMEOUT_TOO_LONG",
+        f"The transaction time-out is {seconds(promise)}; the limit of {sink.capability.system} "
+        f"(transaction.max.timeout.ms) is {seconds(limit)}.",
+        f"set transactionTimeout to at most {seconds(limit)}, or raise transaction.max.timeout.ms at the broker",
+    )
+
+
+def promise_outlives_batch(request: Request) -> Reason | None:
+    promise, batch = request.sinks[0].capability.promise_s_max, request.execution.batch_s_max
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or promise is None or batch is None or promise > batch:
+        return None
+    limit = request.sinks[0].promise_s_limit or BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
+    longer = "raise transactionTimeout above it"
+    shorter = "make batches smaller (maxOffsetsPerTrigger) and declare a shorter batch_time_max"
+    return Reason(
+        "TRANSACTION_TIMEOUT_TOO_SHORT",
+        f"A batch may take {seconds(batch)} as declared, and a transaction lives {seconds(promise)}: it could expire "
+        "before the batch is decided, again and again.",
+        f"{longer}, or {shorter}" if batch < limit else shorter,
+    )
+
+
+def owner_gone(request: Request) -> Reason | None:
+    owner = request.checkpoint.owner
+    if owner is None or request.checkpoint.takeover:
+        return None
+    return Reason(
+        "CHECKPOINT_OWNED",
+        f"The pipeline {request.pipeline!r} is run by a driver that lives: process {owner.process} on {owner.host}. A "
+        "second driver would fence it in mid-batch.",
+        "stop that driver, or ask for takeover (--takeover, takeover=True) to fence it",
+    )
+
+
+def ledger_not_ahead(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if facts.ledger_newest is None or (facts.newest is not None and facts.ledger_newest <= facts.newest):
+        return None
+    logged = "no batch" if facts.newest is None else f"batch {facts.newest}"
+    return Reason(
+        "LEDGER_AHEAD",
+        f"The ledger holds batch {facts.ledger_newest} of incarnation {facts.incarnation}, and the newest in the "
+        f"checkpoint is {logged}: an older copy of the checkpoint was put back. Going on would skip or repeat records.",
+        "restore the newest checkpoint; or start a new one at the offsets that `delivered audit` prints as the last "
+        "decided",
+    )
+
+
+def preflight_passed(request: Request) -> Reason | None:
+    for finding in [*request.source.findings, *request.sinks[0].findings]:
+        if finding.refuses:
+            return Reason(finding.code, finding.message, finding.next_step or "mend what the message names")
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    one_sink,
+    micro_batches,
+    offsets_logged_first,
+    source_replays,
+    sink_commits,
+    sink_sends_once,
+    local_source,
+    local_sink,
+    promise_within_limit,
+    promise_outlives_batch,
+    owner_gone,
+    ledger_not_ahead,
+    preflight_passed,
+)
+
+
+def reasons(request: Request) -> Iterator[Reason]:
+    """Every reason to refuse, in the order of `RULES`. Nothing comes after a wrong number of sinks."""
+    for rule in RULES:
+        found = rule(request)
+        if found is not None:
+            yield found
+            if rule is one_sink:
+                return
+
+
+def seconds(value: float) -> str:
+    """A duration for people: "90 s", "15 min"."""
+    if value >= 120 and value % 60 == 0:
+        return f"{value / 60:g} min"
+    return f"{value:g} s"

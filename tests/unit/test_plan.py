@@ -1,0 +1,230 @@
+"""The planner's answers, word for word. After an intended change: `DELIVERED_GOLDEN=write pytest tests/unit/test_plan.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from delivered.contract import Finding
+from delivered.model.capability import Commit, SinkCapability, SourceCapability
+from delivered.model.guarantee import Guarantee
+from delivered.model.step import StepId
+from delivered.plan import (
+    CheckpointFacts,
+    Execution,
+    OwnerFacts,
+    Plan,
+    Refusal,
+    Request,
+    SinkFacts,
+    SourceFacts,
+    TransformFacts,
+    Trigger,
+    make_plan,
+    to_json,
+    to_text,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+
+KAFKA = SourceFacts("kafka orders", SourceCapability("kafka", replayable=True))
+QUEUE = SourceFacts("queue orders", SourceCapability("queue", replayable=False, why_not="it forgets what it delivered"))
+LOG = SourceFacts("log orders", SourceCapability("log", replayable=True, local=True))
+
+TO_KAFKA = SinkFacts(
+    "orders-clean",
+    "kafka orders-clean",
+    SinkCapability(
+        system="kafka",
+        commit=Commit.TWO_PHASE,
+        mechanism="two-phase commit",
+        stage="a Kafka transaction per shard, invisible",
+        prepare="flushed, marker inside the transaction",
+        decide="one record in __delivered",
+        apply="EndTxn per shard",
+        send="idempotent producer, acks=all",
+        batch_atomic=False,
+        promise_s_max=600,
+        assumes=("readers of orders-clean use isolation.level=read_committed",),
+    ),
+    promise_s_limit=900,
+)
+TO_SQLITE = SinkFacts(
+    "orders",
+    "sqlite orders.db orders",
+    SinkCapability(
+        system="sqlite",
+        commit=Commit.ONE_TRANSACTION,
+        mechanism="one transaction for rows and ledger",
+        stage="rows into a file per shard",
+        prepare="the file is durable",
+        decide="COMMIT of rows and ledger row",
+        apply="the shard's rows into the open transaction",
+        send="INSERT, a transaction per chunk",
+        batch_atomic=True,
+        local=True,
+    ),
+)
+TO_HTTP = SinkFacts(
+    "hook",
+    "http hook",
+    SinkCapability(
+        system="http",
+        commit=Commit.NONE,
+        mechanism="",
+        stage="",
+        prepare="",
+        decide="",
+        apply="",
+        send="a request per row",
+        batch_atomic=False,
+        keeps_records_apart=False,
+    ),
+)
+
+ASKED = Request(
+    pipeline="orders",
+    guarantee=Guarantee.EXACTLY_ONCE,
+    source=KAFKA,
+    sinks=(TO_KAFKA,),
+    checkpoint=CheckpointFacts("/data/checkpoints/orders"),
+    transform=TransformFacts("sql", "SELECT key, value FROM source"),
+)
+TIGHT = replace(TO_KAFKA, promise_s_limit=300.0)
+USED = CheckpointFacts("/data/checkpoints/orders", incarnation="0f3c", newest=7, ledger_newest=7)
+
+PLANS = {
+    "kafka_exactly_once": ASKED,
+    "kafka_at_least_once": replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE),
+    "kafka_at_most_once": replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE),
+    "sqlite_exactly_once": replace(ASKED, source=LOG, sinks=(TO_SQLITE,)),
+    "kafka_nondeterministic": replace(
+        ASKED,
+        transform=TransformFacts("python", "orders:clean", stateful=True, deterministic=False),
+        execution=Execution(batch_s_max=90),
+        source=replace(KAFKA, findings=(Finding("RETENTION", "Topic orders keeps records for 1 h.", False),)),
+    ),
+}
+
+REFUSALS = {
+    "refused_not_replayable": replace(ASKED, source=QUEUE),
+    "refused_real_time": replace(ASKED, execution=Execution(Trigger.REAL_TIME)),
+    "refused_continuous": replace(ASKED, execution=Execution(Trigger.CONTINUOUS)),
+    "refused_async_progress": replace(ASKED, execution=Execution(async_progress=True)),
+    "refused_timeout_above_limit": replace(ASKED, sinks=(TIGHT,)),
+    "refused_timeout_below_batch": replace(ASKED, execution=Execution(batch_s_max=600)),
+    "refused_owner_alive": replace(ASKED, checkpoint=replace(USED, owner=OwnerFacts("here", 4711))),
+    "refused_ledger_ahead": replace(ASKED, checkpoint=replace(USED, newest=6)),
+    "refused_sink_cannot_commit": replace(ASKED, sinks=(TO_HTTP,)),
+    "refused_two_sinks": replace(ASKED, sinks=(TO_KAFKA, TO_SQLITE)),
+    "refused_local_source": replace(ASKED, source=LOG, execution=Execution(cluster=True)),
+    "refused_local_sink": replace(ASKED, sinks=(TO_SQLITE,), execution=Execution(cluster=True)),
+    "refused_preflight": replace(
+        ASKED,
+        source=replace(
+            KAFKA,
+            findings=(Finding("TOPIC_MISSING", "There is no topic 'orders'.", True, "create the topic"),),
+        ),
+    ),
+}
+
+
+def check_golden(name: str, text: str) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("DELIVERED_GOLDEN") == "write":
+        path.write_text(text + "\n", encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text + "\n"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan(name: str) -> None:
+    plan = make_plan(PLANS[name])
+    assert isinstance(plan, Plan), plan
+    check_golden(name, to_text(plan))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(name: str) -> None:
+    """P12: the time-out against the broker's limit, before the start. P18: no guarantee by batch where offsets are
+    logged after the batch."""
+    refusal = make_plan(REFUSALS[name])
+    assert isinstance(refusal, Refusal), refusal
+    check_golden(name, to_text(refusal))
+
+
+def test_every_golden_text_has_its_test() -> None:
+    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*PLANS, *REFUSALS}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_nearest_guarantee_can_really_be_had(name: str) -> None:
+    request = REFUSALS[name]
+    refusal = make_plan(request)
+    assert isinstance(refusal, Refusal)
+    for guarantee in Guarantee:
+        answer = make_plan(replace(request, guarantee=guarantee))
+        if guarantee is refusal.nearest:
+            assert isinstance(answer, Plan)
+        elif refusal.nearest is None:
+            assert isinstance(answer, Refusal)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_exactly_one_step_decides(name: str) -> None:
+    plan = make_plan(PLANS[name])
+    assert isinstance(plan, Plan)
+    deciding = [s.id for s in plan.steps if s.decides]
+    exactly_once = plan.guarantee is Guarantee.EXACTLY_ONCE
+    assert deciding == [StepId.COMMIT_DECIDE if exactly_once else StepId.COMMIT_RECORD]
+    assert plan.deciding.id is deciding[0]
+    assert all(s.on_crash and s.does for s in plan.steps + plan.recovery)
+
+
+@pytest.mark.parametrize("request_", [*PLANS.values(), *REFUSALS.values()])
+def test_json_says_the_same(request_: Request) -> None:
+    answer = make_plan(request_)
+    data = json.loads(json.dumps(to_json(answer)))
+    assert data["refused"] is isinstance(answer, Refusal)
+    if isinstance(answer, Plan):
+        assert [s["id"] for s in data["steps"]] == [s.id.value for s in answer.steps]
+    else:
+        assert data["code"] == answer.error.code
+        assert str(answer.error).startswith(f"[{data['code']}]")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        replace(ASKED, checkpoint=replace(USED, owner=OwnerFacts("here", 4711), takeover=True)),
+        replace(ASKED, checkpoint=replace(USED, ledger_newest=6)),
+        replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE, source=QUEUE),
+        replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE, sinks=(TIGHT,)),
+        replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE, execution=Execution(async_progress=True)),
+        replace(ASKED, execution=Execution(batch_s_max=599.0)),
+    ],
+)
+def test_not_refused_without_need(request_: Request) -> None:
+    assert isinstance(make_plan(request_), Plan)
+
+
+def test_an_old_checkpoint_without_offsets_and_a_ledger_with_batches_is_refused() -> None:
+    refusal = make_plan(replace(ASKED, checkpoint=replace(USED, newest=None)))
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "LEDGER_AHEAD"
+
+
+def test_no_sink_is_refused() -> None:
+    refusal = make_plan(replace(ASKED, sinks=()))
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "SINKS_NOT_ONE"
+
+
+@pytest.mark.parametrize("width", [40, 72, 200])
+def test_text_keeps_to_the_width(width: int) -> None:
+    for request in [*PLANS.values(), *REFUSALS.values()]:
+        lines = to_text(make_plan(request), width).splitlines()
+        assert all(len(line) <= max(width, 80) for line in lines)
