@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
@@ -85,10 +85,12 @@ def keeps_partitions(frame: DataFrame) -> bool:
 
 
 def _operators(frame: DataFrame) -> set[str]:
-    lines = frame._explain_string(mode="simple").splitlines() if hasattr(frame, "_explain_string") else _explain(frame)
+    lines = _physical_plan(frame).splitlines()
     return {m.group(1) for line in lines if not line.startswith("==") and (m := _OPERATOR.match(line))}
 
 
-def _explain(frame: DataFrame) -> list[str]:
-    jvm = frame._jdf.queryExecution()
-    return str(jvm.executedPlan().toString()).splitlines()
+def _physical_plan(frame: Any) -> str:
+    """The plan as text; PySpark only prints it, in two ways."""
+    if hasattr(type(frame), "_explain_string"):
+        return str(frame._explain_string(mode="simple"))
+    return str(frame._jdf.queryExecution().executedPlan().toString())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark import StorageLevel
-from pyspark.sql import functions as F
+from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 from pyspark.sql.window import Window

@@ -1,0 +1,96 @@
+"""What can have happened to a record on its way, and which of it a guarantee allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from delivered.model.guarantee import Guarantee
+
+
+class Damage(StrEnum):
+    """In the order of the report.
+
+    A record is told from others by its id. Copies that the source already held twice are expected twice.
+    """
+
+    LOST = "lost"
+    """Sent, and not in the sink."""
+    DUPLICATED = "duplicated"
+    """More often in the sink than it was sent."""
+    ALTERED = "altered"
+    """In the sink under its id, with another value."""
+    UNEXPECTED = "unexpected"
+    """In the sink under an id that nobody sent."""
+    REORDERED = "reordered"
+    """First seen in the sink after a record of the same key that was sent later. No guarantee speaks of order."""
+
+
+class Verdict(StrEnum):
+    """False beats unknown beats true."""
+
+    HELD = "held"
+    BROKEN = "broken"
+    UNKNOWN = "unknown"
+
+    @property
+    def exit_code(self) -> int:
+        return {Verdict.HELD: 0, Verdict.BROKEN: 1, Verdict.UNKNOWN: 3}[self]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of records; never of offsets, which leave gaps.
+
+    Attributes:
+        sent: what the transform made of the source range, every batch in it decided.
+        delivered: what the sink holds, all of it.
+        in_progress: delivered ahead of the decision: of batches that began and are not decided yet.
+    """
+
+    sent: int = 0
+    delivered: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    altered: int = 0
+    unexpected: int = 0
+    reordered: int = 0
+    in_progress: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def of(self, damage: Damage) -> int:
+        return int(getattr(self, damage.value))
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether every record of both sides was put into exactly one class.
+
+        An altered record is one that was sent and one that was delivered; the others are on one side only.
+        """
+        return self.delivered == self.sent - self.lost + self.duplicated + self.unexpected + self.in_progress
+
+
+def breaches(guarantee: Guarantee, counts: Counts, given_up: int) -> list[str]:
+    """What in `counts` the guarantee forbids, as sentences; empty if it held.
+
+    Args:
+        given_up: records that at_most_once recorded as given up. Losses up to this number are within the promise:
+            the count of what may be lost is known. It is an upper bound, because some may have left before the crash.
+    """
+    found: list[str] = []
+    if counts.lost and not guarantee.may_lose:
+        found.append(f"{counts.lost} records are lost; {guarantee.value} promises none")
+    if guarantee.may_lose and counts.lost > given_up:
+        found.append(
+            f"{counts.lost} records are lost and only {given_up} were recorded as given up; the other "
+            f"{counts.lost - given_up} disappeared unseen"
+        )
+    if counts.duplicated and not guarantee.may_duplicate:
+        found.append(f"{counts.duplicated} records are duplicated; {guarantee.value} promises none")
+    if counts.altered:
+        found.append(f"{counts.altered} records carry another value than the one sent")
+    if counts.unexpected:
+        found.append(f"{counts.unexpected} records are in the sink that nobody sent")
+    return found

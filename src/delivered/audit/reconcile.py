@@ -1,0 +1,112 @@
+"""Reconcile, in memory: the definition of lost, duplicated, altered, unexpected and reordered.
+
+The Spark job in `delivered.spark.reconcile` says the same with aggregations; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from delivered.audit.classes import Counts
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One record as one side saw it.
+
+    Attributes:
+        id: tells records apart; several records may share one, then their values tell them apart.
+        value: stands for the whole record: equal values, equal records.
+        key: records of one key have an order; None: this record has none.
+        lane: what has an order within: a partition of the source or of the sink.
+        position: where in the lane.
+        in_progress: sent in a batch that is not decided yet: it may be in the sink, and need not.
+    """
+
+    id: Hashable
+    value: Hashable
+    key: Hashable | None = None
+    lane: Hashable = 0
+    position: int = 0
+    in_progress: bool = False
+
+
+def classify(sent: Mapping[Hashable, int], ahead: Mapping[Hashable, int], found: Mapping[Hashable, int]) -> Counts:
+    """What happened to the records of one id.
+
+    Args:
+        sent: value -> copies that must be there.
+        ahead: value -> copies that may be there: sent in a batch that is not decided yet.
+        found: value -> copies in the sink.
+
+    A missing value is made good by a foreign one (then it is altered), never by a second copy of another record of
+    the id: two copies and a loss are two findings, also where the counts cancel.
+    """
+    missing = known = foreign = in_progress = 0
+    for value in {*sent, *ahead, *found}:
+        must, may, is_there = sent.get(value, 0), ahead.get(value, 0), found.get(value, 0)
+        missing += max(must - is_there, 0)
+        in_progress += min(max(is_there - must, 0), may)
+        surplus = max(is_there - must - may, 0)
+        if must + may:
+            known += surplus
+        else:
+            foreign += surplus
+    altered = min(missing, foreign)
+    rest = foreign - altered
+    anybody_sent_it = any(sent.values()) or any(ahead.values())
+    return Counts(
+        sent=sum(sent.values()),
+        delivered=sum(found.values()),
+        lost=missing - altered,
+        duplicated=known + (rest if anybody_sent_it else 0),
+        altered=altered,
+        unexpected=0 if anybody_sent_it else rest,
+        in_progress=in_progress,
+    )
+
+
+def reconcile(sent: Iterable[Seen], found: Iterable[Seen]) -> dict[Hashable, Counts]:
+    """Classify every id. For tests and small sets: everything is in memory."""
+    must: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
+    may: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
+    there: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
+    first_sent: dict[Hashable, Seen] = {}
+    first_found: dict[Hashable, Seen] = {}
+    for s in sent:
+        (may if s.in_progress else must)[s.id][s.value] += 1
+        _keep_first(first_sent, s)
+    for f in found:
+        there[f.id][f.value] += 1
+        _keep_first(first_found, f)
+    late = _reordered(first_sent, first_found)
+    ids = {*must, *may, *there}
+    return {i: classify(must[i], may[i], there[i]) + Counts(reordered=int(i in late)) for i in ids}
+
+
+def _keep_first(first: dict[Hashable, Seen], seen: Seen) -> None:
+    before = first.get(seen.id)
+    if before is None or (seen.lane, seen.position) < (before.lane, before.position):
+        first[seen.id] = seen
+
+
+def _reordered(first_sent: Mapping[Hashable, Seen], first_found: Mapping[Hashable, Seen]) -> set[Hashable]:
+    """Ids whose first copy in the sink stands after that of an id of the same key that was sent later.
+
+    Compared within one key, one lane of the source and one lane of the sink: across lanes there is no order.
+    """
+    groups: dict[Hashable, list[tuple[int, int, Hashable]]] = defaultdict(list)
+    for i, there in first_found.items():
+        origin = first_sent.get(i)
+        if origin is not None and origin.key is not None:
+            groups[(origin.key, origin.lane, there.lane)].append((there.position, origin.position, i))
+    late: set[Hashable] = set()
+    for group in groups.values():
+        newest = -1
+        for _, position, i in sorted(group, key=lambda entry: entry[:2]):
+            if position < newest:
+                late.add(i)
+            newest = max(newest, position)
+    return late

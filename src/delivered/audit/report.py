@@ -1,0 +1,198 @@
+"""What an audit found, as data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from delivered.audit.classes import Counts, Damage, Verdict, breaches
+from delivered.audit.history import History
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+
+FORMAT = 1
+"""Version of the JSON."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One damaged record, by id. Its value stays in the cluster.
+
+    Attributes:
+        id: from the `id` expression of the audit, else a hash of the record.
+        key: as text, shortened.
+        source, sink: lane and position, as in `orders-0 @ 17`; None: it is not there.
+        sent, delivered: copies under this id.
+    """
+
+    damage: Damage
+    id: str
+    key: str | None
+    source: str | None
+    sink: str | None
+    sent: int
+    delivered: int
+
+
+@dataclass(frozen=True)
+class LaneLine:
+    """One partition of the source.
+
+    Attributes:
+        lane: its name; `-` for records that nobody sent.
+        sent_fingerprint, delivered_fingerprint: of what came from this partition.
+    """
+
+    lane: str
+    counts: Counts
+    sent_fingerprint: Fingerprint
+    delivered_fingerprint: Fingerprint
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Three accounts of the same records. Whoever differs from the other two is where to look.
+
+    Attributes:
+        sent: read again from the source, through the transform.
+        ledger: what the tasks handed to the sink, summed over all decided batches; None: no ledger was read.
+        given_up: what at_most_once gave up, from the ledger.
+        delivered: read back from the sink.
+    """
+
+    sent: Fingerprint
+    ledger: Fingerprint | None
+    given_up: Fingerprint
+    delivered: Fingerprint
+
+    @property
+    def says(self) -> str:
+        if self.ledger is None:
+            return "source and sink agree" if self.sent == self.delivered else "source and sink differ"
+        accounted = self.ledger + self.given_up
+        if self.sent == accounted:
+            if self.delivered == self.ledger:
+                return "source, ledger and sink agree"
+            return "source and ledger agree, the sink differs"
+        if self.delivered == self.ledger:
+            return (
+                "ledger and sink agree, the source differs: the transform is not deterministic, or records of the "
+                "source changed or expired since"
+            )
+        if self.delivered == self.sent:
+            return "source and sink agree, the ledger differs"
+        return "source, ledger and sink all differ"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sent": str(self.sent),
+            "ledger": str(self.ledger) if self.ledger is not None else None,
+            "given_up": str(self.given_up),
+            "delivered": str(self.delivered),
+            "says": self.says,
+        }
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """
+    Attributes:
+        range_from, range_to: offsets of the source range, as JSON text; `range_to` is the end of the last batch that
+            was decided and made visible.
+        given_up: records that the ledger counts as given up (at_most_once).
+        lanes: one line per source partition, at most `LANES_MAX`.
+        samples: a bounded number per class.
+        transactions: open ones that this pipeline left at the sink.
+        unknowns: why something could not be told. With any of these the verdict is never `held`.
+        notes: what a reader of the report should know; none of it changes the verdict.
+        id_says: what tells records apart in this audit.
+    """
+
+    pipeline: str
+    sink: str
+    guarantee: Guarantee
+    incarnation: str = ""
+    range_from: str = ""
+    range_to: str = ""
+    counts: Counts = Counts()
+    given_up: int = 0
+    lanes: tuple[LaneLine, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    fingerprints: Fingerprints | None = None
+    history: History = History()
+    transactions: tuple[str, ...] = ()
+    unknowns: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    id_says: str = "the whole record"
+    seconds: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def breaches(self) -> list[str]:
+        return breaches(self.guarantee, self.counts, self.given_up)
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.breaches:
+            return Verdict.BROKEN
+        if self.unknowns:
+            return Verdict.UNKNOWN
+        return Verdict.HELD
+
+    @property
+    def exit_code(self) -> int:
+        return self.verdict.exit_code
+
+    def samples_of(self, damage: Damage) -> list[Sample]:
+        return [s for s in self.samples if s.damage is damage]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "pipeline": self.pipeline,
+            "sink": self.sink,
+            "guarantee": self.guarantee.value,
+            "verdict": self.verdict.value,
+            "breaches": self.breaches,
+            "unknowns": list(self.unknowns),
+            "notes": list(self.notes),
+            "incarnation": self.incarnation,
+            "range": {"from": _json_or_text(self.range_from), "to": _json_or_text(self.range_to)},
+            "id": self.id_says,
+            "counts": asdict(self.counts) | {"given_up": self.given_up},
+            "partitions": [
+                {
+                    "partition": line.lane,
+                    **asdict(line.counts),
+                    "sent_fingerprint": str(line.sent_fingerprint),
+                    "delivered_fingerprint": str(line.delivered_fingerprint),
+                }
+                for line in self.lanes
+            ],
+            "samples": {d.value: [_sample(s) for s in self.samples_of(d)] for d in Damage},
+            "fingerprints": self.fingerprints.to_json() if self.fingerprints else None,
+            "ledger": self.history.to_json(),
+            "open_transactions": list(self.transactions),
+            "seconds": round(self.seconds, 3),
+            "versions": dict(self.versions),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    return {k: v for k, v in asdict(sample).items() if k != "damage"}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text) if text else None
+    except ValueError:
+        return text
+
+
+def unknown_report(pipeline: str, sink: str, guarantee: Guarantee, reason: str) -> AuditReport:
+    """The report of an audit that could not be done: never a pass."""
+    return AuditReport(pipeline, sink, guarantee, unknowns=(reason,))

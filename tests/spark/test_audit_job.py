@@ -1,0 +1,233 @@
+"""The reconcile job catches every class of damage, and says exactly what its definition in `delivered.audit` says."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+
+from delivered.audit.classes import Counts, Damage
+from delivered.audit.reconcile import Seen
+from delivered.audit.reconcile import reconcile as definition
+from delivered.model.fingerprint import Fingerprint, fingerprint
+from delivered.spark.frames import keeps_partitions
+from delivered.spark.reconcile import Result, _classified, _side, hashed, reconcile
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+SEED = 42
+Record = tuple[str | None, str | None]
+SENT: list[Record] = [(f"k{i % 3}", json.dumps({"id": i, "n": i * 10})) for i in range(12)]
+ID = "get_json_object(value, '$.id')"
+
+
+def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch.select(["key", "value"])
+
+
+def frame(spark: SparkSession, records: Sequence[Record], id_sql: str | None, first: int = 0) -> DataFrame:
+    rows = [(key, value, 0, n) for n, (key, value) in enumerate(records, first)]
+    made = spark.createDataFrame(rows, "key string, value string, part int, place long")
+    return hashed(made, canonical, SEED, F.col("part").cast("string"), F.col("place"), id_sql=id_sql)
+
+
+def audit(
+    spark: SparkSession, found: Sequence[Record], sent: Sequence[Record] = SENT, id_sql: str | None = ID, **more: Any
+) -> Result:
+    return reconcile(frame(spark, sent, id_sql), None, frame(spark, found, id_sql), **more)
+
+
+def altered(record: Record) -> Record:
+    return record[0], json.dumps({"id": json.loads(record[1] or "{}")["id"], "n": -1})
+
+
+DAMAGE: dict[str, tuple[list[Record], Counts]] = {
+    "clean": (SENT, Counts(12, 12)),
+    "lost": (SENT[:5] + SENT[6:], Counts(12, 11, lost=1)),
+    "duplicated": ([*SENT, SENT[3]], Counts(12, 13, duplicated=1)),
+    "doubled pair": ([*SENT, SENT[3], SENT[4]], Counts(12, 14, duplicated=2)),
+    "two copies and a loss": ([*SENT[:11], SENT[3]], Counts(12, 12, lost=1, duplicated=1)),
+    "altered": ([altered(SENT[0]), *SENT[1:]], Counts(12, 12, altered=1)),
+    "unexpected": ([*SENT, ("k0", json.dumps({"id": 99, "n": 0}))], Counts(12, 13, unexpected=1)),
+    "swap within a key": ([SENT[3], *SENT[1:3], SENT[0], *SENT[4:]], Counts(12, 12, reordered=1)),
+    "swap across keys": ([SENT[1], SENT[0], *SENT[2:]], Counts(12, 12)),
+    "empty sink": ([], Counts(12, 0, lost=12)),
+    "everything twice": (SENT + SENT, Counts(12, 24, duplicated=12)),
+}
+
+
+@pytest.mark.parametrize("name", list(DAMAGE))
+def test_a_damaged_sink_is_seen(spark: SparkSession, name: str) -> None:
+    found, counts = DAMAGE[name]
+    result = audit(spark, found)
+    assert result.counts == counts
+    assert result.counts.adds_up
+    assert (result.sent == result.delivered) == (sorted(map(str, found)) == sorted(map(str, SENT)))
+    for damage in Damage:
+        assert len([s for s in result.samples if s.damage is damage]) == min(counts.of(damage), 20)
+
+
+def test_samples_name_the_record_and_are_bounded(spark: SparkSession) -> None:
+    result = audit(spark, SENT[:2], samples_max=3)
+    assert [(s.damage, s.id, s.key, s.sent, s.delivered) for s in result.samples] == [
+        (Damage.LOST, str(i), f"k{i % 3}", 1, 0) for i in (2, 3, 4)
+    ]
+    assert result.samples[0].sink is None
+    assert result.counts.lost == 10
+
+
+def test_without_an_id_a_record_is_told_by_its_content(spark: SparkSession) -> None:
+    """An altered record cannot be told from a lost and an unexpected one then."""
+    result = audit(spark, [altered(SENT[0]), *SENT[1:]], id_sql=None)
+    assert result.counts == Counts(12, 12, lost=1, unexpected=1)
+    assert audit(spark, [*SENT[:11], SENT[3]], id_sql=None).counts == Counts(12, 12, lost=1, duplicated=1)
+    assert audit(spark, SENT, id_sql=None).counts == Counts(12, 12)
+
+
+def test_what_the_source_held_twice_is_no_duplicate(spark: SparkSession) -> None:
+    twice = [*SENT, SENT[0]]
+    for id_sql in (ID, None):
+        assert audit(spark, twice, sent=twice, id_sql=id_sql).counts == Counts(13, 13)
+        assert audit(spark, [*twice, SENT[0]], sent=twice, id_sql=id_sql).counts.duplicated == 1
+        assert audit(spark, SENT, sent=twice, id_sql=id_sql).counts.lost == 1
+
+
+def test_records_without_an_id_are_told_by_their_content(spark: SparkSession) -> None:
+    sent: list[Record] = [*SENT, ("k0", "no json"), ("k1", None), (None, "no key")]
+    clean = audit(spark, sent, sent=sent)
+    assert clean.counts == Counts(15, 15)
+    assert clean.null_ids == 6  # three on either side
+    damaged = audit(spark, [*SENT, ("k1", None), ("k1", None), (None, "no key")], sent=sent)
+    assert damaged.counts == Counts(15, 15, lost=1, duplicated=1)
+
+
+def test_empty_against_empty(spark: SparkSession) -> None:
+    result = audit(spark, [], sent=[])
+    assert result.counts == Counts()
+    assert (result.lanes, result.samples, result.sent) == ((), (), Fingerprint())
+    assert audit(spark, SENT, sent=[]).counts == Counts(0, 12, unexpected=12)
+
+
+def test_batches_in_progress_may_be_there(spark: SparkSession) -> None:
+    must, ahead = frame(spark, SENT[:10], ID), frame(spark, SENT[10:], ID, first=10)
+    assert reconcile(must, ahead, frame(spark, SENT[:11], ID)).counts == Counts(10, 11, in_progress=1)
+    assert reconcile(must, ahead, frame(spark, SENT[:10], ID)).counts == Counts(10, 10)
+    twice = [*SENT[:11], SENT[10]]
+    assert reconcile(must, ahead, frame(spark, twice, ID)).counts == Counts(10, 12, duplicated=1, in_progress=1)
+
+
+def test_one_id_and_one_key_for_everything(spark: SparkSession) -> None:
+    """Skew: what would meet in one partition is summed before it travels."""
+    rows = 50_000
+    same = spark.range(rows).select(
+        F.lit("hot").alias("key"), F.lit("same").alias("value"), F.lit("0").alias("part"), F.col("id").alias("place")
+    )
+    sent = hashed(same, canonical, SEED, F.col("part"), F.col("place"))
+    result = reconcile(sent, None, sent.limit(rows - 7))
+    assert result.counts == Counts(rows, rows - 7, lost=7)
+    ordered = same.withColumn("value", F.col("place").cast("string"))
+    hot = hashed(ordered, canonical, SEED, F.col("part"), F.col("place"))
+    back = hashed(ordered, canonical, SEED, F.col("part"), F.lit(rows) - F.col("place"))
+    assert reconcile(hot, None, hot).counts == Counts(rows, rows)
+    assert reconcile(hot, None, back).counts == Counts(rows, rows, reordered=rows - 1)
+
+
+def test_fingerprints_are_those_of_the_model(spark: SparkSession) -> None:
+    """The sums in Spark, in three limbs, are the 64-bit sums of `delivered.model.fingerprint`."""
+    result = audit(spark, [*SENT, SENT[0]])
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array([k for k, _ in SENT]), pa.array([v for _, v in SENT])], names=["key", "value"]
+    )
+    assert result.sent == fingerprint(batch, SEED)
+    assert result.delivered == fingerprint(batch, SEED) + fingerprint(batch.slice(0, 1), SEED)
+    assert sum((line.sent_fingerprint for line in result.lanes), Fingerprint()) == result.sent
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_report(spark: SparkSession) -> None:
+    rows = [(b"\xff\xfe\x00", b"\x80", "0", 0), (None, None, "0", 1)]
+    made = spark.createDataFrame(rows, "key binary, value binary, part string, place long")
+    sent = hashed(made, canonical, SEED, F.col("part"), F.col("place"))
+    result = reconcile(sent, None, sent.limit(0))
+    assert result.counts == Counts(2, 0, lost=2)
+    assert {s.key for s in result.samples} >= {None}
+
+
+def test_the_job_says_what_the_definition_says(spark: SparkSession) -> None:
+    """Hundreds of random small histories in one job: every id is classified as `delivered.audit.reconcile` does."""
+    for seed in (1, 2):
+        sent, found = _histories(random.Random(seed), count=300)
+        expected = definition(sent, found)
+        rows = _classified(
+            _side(_seen(spark, [s for s in sent if not s.in_progress]), "must")
+            .unionByName(_side(_seen(spark, [s for s in sent if s.in_progress]), "may"))
+            .unionByName(_side(_seen(spark, found), "there"))
+        ).collect()
+        actual = {
+            r["id"]: Counts(
+                r["must"],
+                r["there"],
+                r["lost"],
+                r["duplicated"],
+                r["altered"],
+                r["unexpected"],
+                r["reordered"],
+                r["in_progress"],
+            )
+            for r in rows
+        }
+        assert set(actual) == set(expected)
+        different = {i: (actual[str(i)], c) for i, c in expected.items() if actual[str(i)] != c}
+        assert different == {}, f"seed {seed}"
+        seen = Counter(d for c in expected.values() for d in Damage if c.of(d))
+        assert all(seen[d] > 20 for d in Damage), f"the histories hold too little damage to mean anything: {seen}"
+
+
+def _histories(rng: random.Random, count: int) -> tuple[list[Seen], list[Seen]]:
+    sent: list[Seen] = []
+    found: list[Seen] = []
+    for case in range(count):
+        mine = [
+            Seen(f"{case}-{rng.randrange(5)}", rng.randrange(3), None, "0", n, in_progress=rng.random() < 0.1)
+            for n in range(rng.randrange(7))
+        ]
+        # One key per id, null for some.
+        mine = [
+            Seen(s.id, s.value, None if str(s.id).endswith("4") else case, s.lane, s.position, s.in_progress)
+            for s in mine
+        ]
+        there = [s for s in mine if rng.random() < 0.85]
+        there += [s for s in mine if rng.random() < 0.15]
+        there = [Seen(s.id, 9) if rng.random() < 0.1 else s for s in there]
+        there += [Seen(f"{case}-{rng.randrange(8)}", rng.randrange(5)) for _ in range(rng.randrange(2))]
+        if rng.random() < 0.3:
+            rng.shuffle(there)
+        sent += mine
+        found += [Seen(s.id, s.value, s.key, "0", n) for n, s in enumerate(there)]
+    return sent, found
+
+
+def _seen(spark: SparkSession, records: list[Seen]) -> DataFrame:
+    rows = [(s.id, 0, s.value, s.value, s.key, None, (s.lane, s.position)) for s in records]
+    schema = (
+        "id string, null_id int, low long, high long, key_hash long, shown string, "
+        "at struct<lane: string, position: long>"
+    )
+    return spark.createDataFrame(rows, schema)
+
+
+def test_a_transform_that_moves_rows_is_known(spark: SparkSession) -> None:
+    read = spark.range(0, 4, 1, 2)
+    assert keeps_partitions(read)
+    assert keeps_partitions(read.mapInArrow(lambda batches: batches, read.schema).filter("id > 1").select("id"))
+    assert not keeps_partitions(read.repartition(3))
+    assert not keeps_partitions(read.coalesce(1))
+    assert not keeps_partitions(read.union(read))
+    assert not keeps_partitions(read.distinct())
+    assert not keeps_partitions(read.orderBy(F.desc("id")))
