@@ -1,0 +1,66 @@
+"""The driver's hand on participants in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from delivered.connectors.memory.world import Answer, Participant, State, World
+from delivered.model.capability import Commit
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Prepared
+
+
+class MemoryResource:
+    def __init__(self, world: World, scope: Scope, commit: Commit) -> None:
+        self._world = world
+        self._scope = scope
+        self._commit = commit
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        self._world.gate()
+        answer = self._world.next_answer("apply")
+        if answer is Answer.NOT_SENT:
+            return Unknown("the request was not sent")
+        with self._world.lock:
+            participant = self._find(prepared)
+            if participant is None or participant.state is State.ABORTED:
+                return Failed(f"the promise of shard {work.shard} is gone")
+            if participant.state is not State.APPLIED:
+                if self._commit is Commit.ONE_TRANSACTION:
+                    return Failed(f"shard {work.shard} was not part of the transaction that decided")
+                self._world.settle(participant)
+        return Unknown("the answer was lost") if answer else Ok(None)
+
+    def applied(self, work: Work) -> bool:
+        return self._world.marker(work) == (work.scope.incarnation, work.batch)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        self._world.gate()
+        self._world.land()
+        participant = self._find(prepared)
+        if participant is not None and participant.state in (State.OPEN, State.PREPARED):
+            participant.state = State.ABORTED
+        return Ok(None)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        self._world.gate()
+        if self._world.next_answer("sweep"):
+            return Unknown("the answer was lost")
+        kept = {p.handle.get("id") for p in keep}
+        mine = (self._scope.pipeline, self._scope.sink)
+        with self._world.lock:
+            gone = [
+                p
+                for p in self._world.unsettled()
+                if (p.work.scope.pipeline, p.work.scope.sink) == mine and p.id not in kept
+            ]
+            for participant in gone:
+                participant.state = State.ABORTED
+        return Ok(len(gone))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _find(self, prepared: Prepared) -> Participant | None:
+        return self._world.participants.get(int(prepared.handle["id"]))

@@ -1,0 +1,80 @@
+"""The sink: rows with `value`, and optionally `key`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from delivered.connectors.memory.ledger import MemoryLedger
+from delivered.connectors.memory.options import MemorySinkOptions, MemorySourceOptions
+from delivered.connectors.memory.resource import MemoryResource
+from delivered.connectors.memory.source import MemorySource
+from delivered.connectors.memory.world import ROWS, World, world
+from delivered.connectors.memory.writer import SendingWriter, StagingWriter
+from delivered.contract import Finding, ShardWriter, Source
+from delivered.model.capability import Commit, SinkCapability
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+
+
+@dataclass(frozen=True)
+class MemorySink:
+    options: MemorySinkOptions
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    def capability(self) -> SinkCapability:
+        one = self.options.commit is Commit.ONE_TRANSACTION
+        return SinkCapability(
+            system="memory",
+            commit=self.options.commit,
+            mechanism="one transaction" if one else "two-phase commit",
+            stage="a list of its own per shard, invisible",
+            prepare="the list is closed",
+            decide="one record, and the rows with it" if one else "one record in the world's ledger",
+            apply="nothing is left to do" if one else "the rows become visible, shard by shard",
+            send="rows are visible at once",
+            batch_atomic=one,
+            local=True,
+        )
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:  # noqa: ARG002
+        world(self.options.world)
+        return ()
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        names = set(schema.names)
+        if "value" not in names or not names <= {"key", "value"}:
+            raise UsageError(
+                "COLUMNS",
+                f"delivered_memory writes the columns value and, optionally, key; it was given {schema.names}.",
+                next_step="select value and key",
+            )
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        given = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
+        columns = [given[f.name].cast(f.type) if f.name in given else pa.nulls(batch.num_rows, f.type) for f in ROWS]
+        return pa.RecordBatch.from_arrays(columns, schema=ROWS)
+
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:  # noqa: ARG002
+        if guarantee is Guarantee.EXACTLY_ONCE:
+            return StagingWriter(self._world, work, self.records)
+        return SendingWriter(self._world, work, self.records)
+
+    def read_back(self) -> Source:
+        return MemorySource(MemorySourceOptions(self.options.world, None), read_sink=True)
+
+    def ledger(self, scope: Scope) -> MemoryLedger:
+        return MemoryLedger(self._world, scope, self.options.commit)
+
+    def resource(self, scope: Scope) -> MemoryResource:
+        return MemoryResource(self._world, scope, self.options.commit)
+
+    @property
+    def _world(self) -> World:
+        return world(self.options.world)

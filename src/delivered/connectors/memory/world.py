@@ -1,0 +1,185 @@
+"""Everything outside the pipeline, in one object: inputs, visible rows, prepared shards, ledgers.
+
+A world is reached by its name, within one process. What a server would do at a bad moment is a method here: promises
+expire, answers get lost, late requests land.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import pyarrow as pa
+
+from delivered.model.errors import UsageError
+from delivered.model.identity import Scope, Work
+from delivered.model.work import Begun, Decision, Owner
+
+ROWS = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
+
+
+class State(StrEnum):
+    OPEN = "open"
+    PREPARED = "prepared"
+    APPLIED = "applied"
+    ABORTED = "aborted"
+
+
+@dataclass
+class Participant:
+    """One writer's rows, and what became of them.
+
+    Attributes:
+        opened_at: length of the world's log of markers when it was opened.
+    """
+
+    id: int
+    work: Work
+    opened_at: int
+    rows: list[pa.RecordBatch] = field(default_factory=list)
+    state: State = State.OPEN
+
+
+class Answer(StrEnum):
+    """How a request can end without an answer."""
+
+    LOST = "lost"
+    """The request worked, its answer did not arrive."""
+    NOT_SENT = "not_sent"
+    """The request did not arrive."""
+    LATE = "late"
+    """The request is under way, and lands when `World.land` is called, unless it was fenced."""
+
+
+@dataclass
+class Room:
+    """The ledger of one sink of one pipeline, all incarnations. Decisions and begun batches as text, as a server
+    would hold them; newest last."""
+
+    owner: Owner | None = None
+    superseded: tuple[str, ...] = ()
+    epoch: int = 0
+    decisions: list[str] = field(default_factory=list)
+    begun: dict[str, Begun] = field(default_factory=dict)
+
+    def of(self, incarnation: str) -> list[Decision]:
+        found = [Decision.from_json(text) for text in self.decisions]
+        return [d for d in found if d.scope.incarnation == incarnation]
+
+    def newest_of_others(self, incarnation: str) -> list[Decision]:
+        newest: dict[str, Decision] = {}
+        for text in reversed(self.decisions):
+            decision = Decision.from_json(text)
+            newest.setdefault(decision.scope.incarnation, decision)
+        newest.pop(incarnation, None)
+        return list(newest.values())
+
+
+class World:
+    """
+    Attributes:
+        inputs: partitions of the source; one list of rows each, (key, value).
+        visible: what readers of the sink see, in the order in which it became visible.
+        log: markers, in the order of commits: (pipeline, sink, shard, incarnation, batch).
+        gate: called before every change; a simulation raises here for a process that is dead.
+        answers: how the next calls of a method end, by its name: "decide", "begin", "apply", "abort", "sweep".
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.inputs: list[list[tuple[bytes | None, bytes | None]]] = []
+        self.visible: list[tuple[Work, pa.RecordBatch]] = []
+        self.log: list[tuple[str, str, int, str, int]] = []
+        self.participants: dict[int, Participant] = {}
+        self.rooms: dict[tuple[str, str], Room] = {}
+        self.gate: Callable[[], None] = lambda: None
+        self.answers: dict[str, deque[Answer]] = {}
+        self._late: list[Callable[[], object]] = []
+        self._ids = itertools.count(1)
+
+    def room(self, scope: Scope) -> Room:
+        return self.rooms.setdefault((scope.pipeline, scope.sink), Room())
+
+    def open(self, work: Work) -> Participant:
+        self.gate()
+        with self.lock:
+            found = Participant(next(self._ids), work, len(self.log))
+            self.participants[found.id] = found
+            return found
+
+    def show(self, work: Work, rows: Sequence[pa.RecordBatch]) -> None:
+        self.gate()
+        with self.lock:
+            self.visible += [(work, batch) for batch in rows]
+
+    def settle(self, participant: Participant) -> None:
+        """Make a participant visible, its marker with it."""
+        with self.lock:
+            scope = participant.work.scope
+            self.show(participant.work, participant.rows)
+            self.log.append(
+                (scope.pipeline, scope.sink, participant.work.shard, scope.incarnation, participant.work.batch)
+            )
+            participant.state = State.APPLIED
+
+    def unsettled(self) -> list[Participant]:
+        """Participants that are neither visible nor given back: what blocks readers of a real broker."""
+        return [p for p in self.participants.values() if p.state in (State.OPEN, State.PREPARED)]
+
+    def expire(self) -> int:
+        """Every promise that was not kept yet is gone, as when a transaction's time-out has passed."""
+        with self.lock:
+            gone = self.unsettled()
+            for participant in gone:
+                participant.state = State.ABORTED
+            return len(gone)
+
+    def marker(self, work: Work) -> tuple[str, int] | None:
+        """(incarnation, batch) of the shard's newest marker before the oldest open participant, as a read_committed
+        reader finds it."""
+        with self.lock:
+            stable = min((p.opened_at for p in self.unsettled()), default=len(self.log))
+            mine = (work.scope.pipeline, work.scope.sink, work.shard)
+            found = [(m[3], m[4]) for m in self.log[:stable] if m[:3] == mine]
+            return found[-1] if found else None
+
+    def next_answer(self, method: str) -> Answer | None:
+        waiting = self.answers.get(method)
+        return waiting.popleft() if waiting else None
+
+    def keep_under_way(self, request: Callable[[], object]) -> None:
+        self._late.append(request)
+
+    def land(self) -> None:
+        """Requests that were under way arrive."""
+        late, self._late = self._late, []
+        for request in late:
+            request()
+
+
+_worlds: dict[str, World] = {}
+
+
+def make_world(name: str) -> World:
+    """A new, empty world under this name, in this process."""
+    _worlds[name] = World()
+    return _worlds[name]
+
+
+def world(name: str) -> World:
+    """
+    Raises:
+        UsageError: this process has no such world; memory is not shared between processes.
+    """
+    if name not in _worlds:
+        raise UsageError(
+            "WORLD_UNKNOWN",
+            f"This process holds no world {name!r}; it holds {sorted(_worlds)}. The memory connector works within "
+            "one process.",
+            next_step="call make_world first, in the same process",
+        )
+    return _worlds[name]

@@ -1,0 +1,63 @@
+"""Shards in memory: staged beside the visible rows, or sent at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.memory.world import Participant, State, World
+from delivered.model.errors import PromiseBroken
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Work
+
+Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
+
+
+class StagingWriter:
+    """exactly_once: rows lie in a participant of their own until it is decided."""
+
+    def __init__(self, world: World, work: Work, canonical: Canonical) -> None:
+        self._world = world
+        self._canonical = canonical
+        self._participant: Participant = world.open(work)
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        self._world.gate()
+        self._participant.rows.append(self._canonical(batch))
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        self._world.gate()
+        if self._participant.state is not State.OPEN:
+            raise PromiseBroken(
+                "PREPARE_FAILED",
+                f"Shard {self._participant.work.shard} was aborted while it was written.",
+                next_step="nothing: the task runs again",
+            )
+        self._participant.state = State.PREPARED
+        return {"id": self._participant.id, "rows": fingerprint.count}
+
+    def abort(self) -> None:
+        self._world.gate()
+        if self._participant.state in (State.OPEN, State.PREPARED):
+            self._participant.state = State.ABORTED
+
+
+class SendingWriter:
+    """at_least_once, at_most_once: what is staged is visible."""
+
+    def __init__(self, world: World, work: Work, canonical: Canonical) -> None:
+        self._world = world
+        self._canonical = canonical
+        self._work = work
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        self._world.show(self._work, [self._canonical(batch)])
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:  # noqa: ARG002
+        self._world.gate()
+        return {}
+
+    def abort(self) -> None:
+        """What was sent cannot be taken back."""

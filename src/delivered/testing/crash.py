@@ -1,0 +1,216 @@
+"""Crash points: what happens when a process reaches one.
+
+`DELIVERED_CRASH` names them, separated by commas; `DELIVERED_CRASH_DIR` is a folder that all processes share:
+
+    commit.apply:after#2@batch=3      the second time in one process that the step was done for a shard of batch 3
+    write.prepare:after@shard=1!kill  the process that prepared shard 1 kills itself
+
+`#n` counts in each process what the conditions after `@` let through. What follows `!` is done on the hit:
+
+    halt   (default) write the hit, then block for ever: a supervisor outside kills the whole process tree
+    kill   write the hit, then SIGKILL this process
+    raise  write the hit, then raise `Crashed`: Spark runs the task again
+
+A point is hit once per folder over all processes and restarts, so that a pipeline started again goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NoReturn
+
+from delivered.model.errors import UsageError
+from delivered.model.step import Moment, StepId, install
+
+CRASH = "DELIVERED_CRASH"
+CRASH_DIR = "DELIVERED_CRASH_DIR"
+HIT_SUFFIX = ".hit.json"
+
+_SPEC = re.compile(
+    r"(?P<step>[a-z.]+):(?P<moment>[a-z]+)(?:#(?P<nth>[1-9][0-9]*))?"
+    r"(?P<conditions>(?:@[a-z_]+=[A-Za-z0-9._-]+)*)(?:!(?P<action>[a-z]+))?"
+)
+
+
+class Crashed(Exception):
+    """A crash point with `!raise` was hit."""
+
+
+class CrashAction(StrEnum):
+    HALT = "halt"
+    KILL = "kill"
+    RAISE = "raise"
+
+
+@dataclass(frozen=True)
+class CrashPoint:
+    """
+    Attributes:
+        nth: 1-based, counted in one process.
+        where: facts of the point, as text, that must be equal.
+    """
+
+    step: StepId
+    moment: Moment
+    nth: int = 1
+    where: Mapping[str, str] = field(default_factory=dict)
+    action: CrashAction = CrashAction.HALT
+
+    @property
+    def name(self) -> str:
+        return f"{self.step}:{self.moment}"
+
+    def __str__(self) -> str:
+        nth = f"#{self.nth}" if self.nth > 1 else ""
+        action = f"!{self.action}" if self.action is not CrashAction.HALT else ""
+        return self.name + nth + "".join(f"@{k}={v}" for k, v in self.where.items()) + action
+
+    def matches(self, point: str, facts: Mapping[str, Any]) -> bool:
+        return point == self.name and all(k in facts and str(facts[k]) == v for k, v in self.where.items())
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A crash point that was reached.
+
+    Attributes:
+        point: as it stood in `DELIVERED_CRASH`.
+        pid: of the process that reached it.
+        facts: what the point said of itself: batch, shard, attempt, rows.
+        at_ms: Unix time.
+    """
+
+    point: str
+    pid: int
+    facts: Mapping[str, Any]
+    at_ms: int
+
+    @classmethod
+    def read(cls, path: Path) -> Hit:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(data["point"], data["pid"], data["facts"], data["at_ms"])
+
+
+def parse(text: str) -> tuple[CrashPoint, ...]:
+    """Read what `DELIVERED_CRASH` holds.
+
+    Raises:
+        UsageError: a part is malformed, or names a step, moment or action that does not exist.
+    """
+    return tuple(_parse_one(part.strip()) for part in text.split(",") if part.strip())
+
+
+def _parse_one(text: str) -> CrashPoint:
+    found = _SPEC.fullmatch(text)
+    known = {
+        "step": [s.value for s in StepId],
+        "moment": [m.value for m in Moment],
+        "action": [a.value for a in CrashAction],
+    }
+    if found is None:
+        raise UsageError(
+            "CRASH_POINT",
+            f"{CRASH} holds {text!r}; a crash point is written like commit.apply:after#2@batch=3!kill.",
+            next_step=f"write one of the steps {', '.join(known['step'])} with :before or :after",
+        )
+    for part, values in known.items():
+        value = found[part]
+        if value is not None and value not in values:
+            raise UsageError(
+                "CRASH_POINT",
+                f"{CRASH} holds {text!r}: there is no {part} {value!r}.",
+                next_step=f"write one of: {', '.join(values)}",
+            )
+    conditions = [c.split("=", 1) for c in found["conditions"].split("@") if c]
+    return CrashPoint(
+        StepId(found["step"]),
+        Moment(found["moment"]),
+        int(found["nth"] or 1),
+        {k: v for k, v in conditions},
+        CrashAction(found["action"] or CrashAction.HALT),
+    )
+
+
+class Handler:
+    """What `delivered.model.step.reach` calls. Thread-safe."""
+
+    def __init__(self, points: tuple[CrashPoint, ...], folder: Path) -> None:
+        self._points = points
+        self._folder = folder
+        self._seen = [0] * len(points)
+        self._lock = threading.Lock()
+
+    def __call__(self, point: str, facts: dict[str, Any]) -> None:
+        for i, spec in enumerate(self._points):
+            if not spec.matches(point, facts):
+                continue
+            with self._lock:
+                self._seen[i] += 1
+                due = self._seen[i] == spec.nth
+            if due and self._claim(i, spec, facts):
+                _act(spec)
+
+    def _claim(self, index: int, spec: CrashPoint, facts: Mapping[str, Any]) -> bool:
+        """Write the hit; False if any process did so before. The file appears whole or not at all."""
+        hit = {"point": str(spec), "pid": os.getpid(), "facts": facts, "at_ms": time.time_ns() // 1_000_000}
+        path = self._folder / f"{index:02d}-{spec.step}-{spec.moment}{HIT_SUFFIX}"
+        draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        draft.write_text(json.dumps(hit, default=str), encoding="utf-8")
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink()
+        return True
+
+
+def _act(spec: CrashPoint) -> None:
+    match spec.action:
+        case CrashAction.HALT:
+            _halt()
+        case CrashAction.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+            _halt()
+        case CrashAction.RAISE:
+            raise Crashed(f"crash point {spec} was hit")
+
+
+def _halt() -> NoReturn:
+    while True:
+        threading.Event().wait()
+
+
+def install_from_environment() -> bool:
+    """Arm the crash points of this process; False if the environment names none.
+
+    Raises:
+        UsageError: `DELIVERED_CRASH` is malformed, or `DELIVERED_CRASH_DIR` is not a folder.
+    """
+    points = parse(os.environ.get(CRASH, ""))
+    if not points:
+        return False
+    folder = os.environ.get(CRASH_DIR, "")
+    if not folder or not Path(folder).is_dir():
+        raise UsageError(
+            "CRASH_DIR",
+            f"{CRASH} is set, and {CRASH_DIR} is {folder!r}; it must be a folder that all processes share.",
+            next_step=f"export {CRASH_DIR}=$(mktemp -d)",
+        )
+    install(Handler(points, Path(folder)))
+    return True
+
+
+def hits(folder: Path) -> list[tuple[Path, Hit]]:
+    """All hits in a folder, oldest first."""
+    found = [(path, Hit.read(path)) for path in folder.glob(f"*{HIT_SUFFIX}")]
+    return sorted(found, key=lambda item: (item[1].at_ms, item[0].name))
