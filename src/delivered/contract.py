@@ -173,9 +173,11 @@ class Slice:
 
     Attributes:
         data: picklable values only; the connector chooses the shape.
+        lane: name of the source partition that it is cut from, for reports; slices of one lane come in its order.
     """
 
     data: Any
+    lane: str = ""
 
 
 class SourceDriver(Protocol):

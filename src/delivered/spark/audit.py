@@ -1,0 +1,375 @@
+"""Audit one sink of one pipeline: read its source range and the sink back, and say what became of every record.
+
+May run while the pipeline runs, and after a crash. What must be in the sink is what the ledger says is decided; what
+began after that may be there and need not. The order of reading makes that hold: the ledger first, then the sink, then
+the checkpoint, so that the sink is never younger than what it is held against.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyspark import StorageLevel
+from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from delivered.audit.classes import Counts
+from delivered.audit.history import History, check_history
+from delivered.audit.report import AuditReport, Fingerprints, unknown_report
+from delivered.contract import Offsets, Resource, Sink, Source
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.work import CheckpointView, Decision
+from delivered.spark.checkpoint import read_view
+from delivered.spark.frames import keeps_partitions, slice_frame
+from delivered.spark.reconcile import Result, hashed, reconcile
+from delivered.write.shard import fingerprint_seed
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+SAMPLES_MAX = 20
+_ERROR_LENGTH_MAX = 2_000
+
+Transform = Callable[["DataFrame"], "DataFrame"]
+
+
+@dataclass(frozen=True)
+class AuditSpec:
+    """
+    Attributes:
+        checkpoint: as Spark spells it. It names the incarnation, so an audit speaks of one checkpoint's life.
+        sink_name: None: the connector's default name.
+        transform: the pipeline's; None: the records go through as they are.
+        id: SQL over the sink's columns that tells records apart, for instance `get_json_object(value, '$.id')`.
+            None: the whole record does, and an altered record shows as one lost and one unexpected.
+        key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
+        samples_max: damaged records listed, per class.
+        source_from: where the pipeline started, if its source no longer says so (`startingOffsets` "latest").
+        sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    checkpoint: str
+    source: Source
+    sink: Sink
+    sink_name: str | None = None
+    transform: Transform | None = None
+    id: str | None = None
+    key: str | None = None
+    samples_max: int = SAMPLES_MAX
+    source_from: Offsets | None = None
+    sink_from: Offsets | None = None
+
+    @property
+    def named_sink(self) -> str:
+        return self.sink_name or self.sink.name
+
+
+Progress = Callable[[str], None]
+
+
+def audit(spark: SparkSession, spec: AuditSpec, progress: Progress | None = None) -> AuditReport:
+    """Reconcile source and sink; never raises because something cannot be read: that is the verdict `unknown`.
+
+    Args:
+        progress: called with what is being done, a few times.
+
+    Raises:
+        UsageError: the id or key expression is wrong.
+    """
+    began = time.monotonic()
+    say = progress or (lambda _: None)
+    try:
+        report = _audit(spark, spec, say)
+    except UsageError:
+        raise
+    except Exception as error:
+        # Whatever went wrong in the checker, it saw no proof.
+        report = unknown_report(spec.pipeline, spec.named_sink, spec.guarantee, _said(error))
+    versions = {"delivered": version("delivered"), "pyspark": version("pyspark")}
+    return _with(report, seconds=time.monotonic() - began, versions=versions)
+
+
+def _said(error: Exception) -> str:
+    text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= _ERROR_LENGTH_MAX else f"{text[:_ERROR_LENGTH_MAX]} ..."
+
+
+def _with(report: AuditReport, **changes: object) -> AuditReport:
+    return AuditReport(**{**report.__dict__, **changes})
+
+
+@dataclass
+class _Ledger:
+    """What the ledger says before the sink is read.
+
+    Attributes:
+        visible: the newest decision whose rows a reader sees; None: none.
+    """
+
+    history: History
+    visible: Decision | None
+    transactions: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
+    say("reading checkpoint and ledger")
+    incarnation = read_view(spec.checkpoint).incarnation
+    scope = Scope(spec.pipeline, spec.named_sink, incarnation)
+    ledger = _read_ledger(spec, scope)
+    say("reading the sink back")
+    with _sent_range(spec) as read:
+        probe = read.frame(spark, None, None)
+        found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
+        try:
+            # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
+            found.count()
+            view = read_view(spec.checkpoint)
+            start, end, planned = _range(spec, read, ledger, view)
+            say("reading the source range and comparing")
+            sent, ordered = read.hashed(spark, scope, start, end, ahead=False)
+            ahead = read.hashed(spark, scope, end or start, planned, ahead=True)[0] if planned != end else None
+            with _expressions(spec):
+                result = reconcile(sent, ahead, found, spec.samples_max)
+        finally:
+            found.unpersist()
+    return _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
+
+
+def _read_ledger(spec: AuditSpec, scope: Scope) -> _Ledger:
+    ledger = spec.sink.ledger(scope)
+    try:
+        history = check_history(ledger.history())
+    finally:
+        ledger.close()
+    found = _Ledger(history, history.last)
+    if history.last is None or spec.guarantee is not Guarantee.EXACTLY_ONCE:
+        return found
+    resource = spec.sink.resource(scope)
+    try:
+        found.transactions = _open_transactions(resource)
+        hidden = _hidden(resource, history.last)
+    finally:
+        resource.close()
+    if hidden:
+        found.visible = history.before
+        found.notes.append(
+            f"batch {history.last.batch} is decided and shards {hidden} of it are not visible yet; the next start of "
+            "the pipeline makes them visible. Its records count as in progress."
+        )
+    return found
+
+
+def _hidden(resource: Resource, decision: Decision) -> list[int]:
+    """Shards that are decided and not visible: the pipeline stopped between decide and apply."""
+    works = [Work(decision.scope, decision.batch, p.shard, p.attempt) for p in decision.participants if p.handle]
+    return [w.shard for w in works if not resource.applied(w)]
+
+
+def _open_transactions(resource: Resource) -> tuple[str, ...]:
+    """What the sink says is open under this pipeline's prefix; connectors that have such things offer it."""
+    ask = getattr(resource, "open_transactions", None)
+    return tuple(str(t) for t in ask()) if ask is not None else ()
+
+
+class _SentRange:
+    """The source side: ranges of it, transformed, with the names of its partitions."""
+
+    def __init__(self, spec: AuditSpec) -> None:
+        self._spec = spec
+        self._driver = spec.source.driver()
+
+    def initial(self) -> Offsets:
+        return self._driver.initial()
+
+    def close(self) -> None:
+        self._driver.close()
+
+    def frame(self, spark: SparkSession, start: Offsets | None, end: Offsets | None) -> DataFrame:
+        """What the sink was given of a range; None: nothing, for the columns alone."""
+        slices = self._driver.slices(start, end) if start is not None and end is not None else []
+        read = slice_frame(spark, self._spec.source, slices)
+        return read if self._spec.transform is None else self._spec.transform(read)
+
+    def hashed(
+        self, spark: SparkSession, scope: Scope, start: Offsets, end: Offsets | None, ahead: bool
+    ) -> tuple[DataFrame, bool]:
+        """Rows for `reconcile`, and whether their partition and order are known."""
+        spec = self._spec
+        frame = self.frame(spark, start, end)
+        slices = self._driver.slices(start, end) if end is not None else []
+        ordered = keeps_partitions(frame) if slices else True
+        names = [s.lane or f"slice {i}" for i, s in enumerate(slices)] if ordered else None
+        lane: Column = F.spark_partition_id() if ordered else F.lit("all")
+        # What is ahead stands after what is decided, in every partition.
+        position = F.monotonically_increasing_id() + F.lit((1 << 62) if ahead else 0)
+        with _expressions(spec):
+            rows = hashed(
+                frame, spec.sink.records, fingerprint_seed(scope), lane, position, names or None, spec.id, spec.key
+            )
+        # Without a known order the key is dropped, so that none is judged.
+        return (rows if ordered else rows.withColumn("key_hash", F.lit(None).cast("long"))), ordered
+
+
+@contextmanager
+def _sent_range(spec: AuditSpec) -> Iterator[_SentRange]:
+    read = _SentRange(spec)
+    try:
+        yield read
+    finally:
+        read.close()
+
+
+def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) -> DataFrame:
+    """Everything a reader of the sink sees, as rows for `reconcile`.
+
+    Args:
+        sent: a frame with the columns that the sink was given.
+    """
+    source = spec.sink.read_back()
+    driver = source.driver()
+    try:
+        start, end = driver.batch()
+        slices = driver.slices(spec.sink_from if spec.sink_from is not None else start, end)
+    finally:
+        driver.close()
+    frame = slice_frame(spark, source, slices)
+    names = _record_columns(spec.sink, sent)
+    missing = [n for n in names if n not in frame.columns]
+    if missing:
+        raise DeliveredError(
+            "AUDIT_COLUMNS",
+            f"The sink {spec.named_sink!r} gives back the columns {frame.columns}; {missing} of the pipeline are not "
+            "among them.",
+            next_step="audit with the transform that the pipeline ran with",
+        )
+    lane, position = _place([c for c in frame.columns if c not in names])
+
+    def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch.select(names)
+
+    with _expressions(spec):
+        return hashed(frame, canonical, fingerprint_seed(scope), lane, position, None, spec.id, spec.key)
+
+
+def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:
+    schema = to_arrow_schema(sent.schema, timezone="UTC")
+    empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+    return list(sink.records(empty).schema.names)
+
+
+def _place(added: list[str]) -> tuple[Column, Column]:
+    """Lane and position of a record in the sink, from the columns that the system adds to it."""
+    if "offset" in added:
+        lanes = [F.col(c).cast("string") for c in ("topic", "partition") if c in added]
+        return F.concat_ws("-", *lanes), F.col("offset")
+    if "rowid" in added:
+        return F.lit("rows"), F.col("rowid")
+    return F.lit("rows"), F.monotonically_increasing_id()
+
+
+def _range(
+    spec: AuditSpec, read: _SentRange, ledger: _Ledger, view: CheckpointView
+) -> tuple[Offsets, Offsets | None, Offsets]:
+    """Where the pipeline started, where the last visible batch ends, and where the batch about to run ends."""
+    start = spec.source_from if spec.source_from is not None else read.initial()
+    end = _offsets(ledger.visible.offsets) if ledger.visible is not None else None
+    return start, end, _offsets(view.offsets)
+
+
+def _offsets(text: str) -> Offsets:
+    lines = text.strip().splitlines()
+    if len(lines) != 1:
+        raise DeliveredError(
+            "AUDIT_SOURCES",
+            f"The pipeline's batches have {len(lines)} sources; an audit follows one.",
+            next_step="audit each sink's table with queries of your own, or split the pipeline",
+        )
+    offsets: Offsets = json.loads(lines[0])
+    return offsets
+
+
+@contextmanager
+def _expressions(spec: AuditSpec) -> Iterator[None]:
+    """A bad id or key is the user's, not the checker's."""
+    try:
+        yield
+    except (AnalysisException, ParseException) as error:
+        if spec.id is None and spec.key is None:
+            raise
+        raise UsageError(
+            "AUDIT_EXPRESSION",
+            f"The audit's id is {spec.id!r} and its key {spec.key!r}; Spark says: {str(error).splitlines()[0]}",
+            next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",
+        ) from None
+
+
+def _report(
+    spec: AuditSpec,
+    incarnation: str,
+    ledger: _Ledger,
+    view: CheckpointView,
+    start: Offsets,
+    end: Offsets | None,
+    planned: Offsets,
+    result: Result,
+    ordered: bool,
+) -> AuditReport:
+    visible = ledger.visible
+    given_up = visible.given_up if visible is not None else Fingerprint()
+    prints = Fingerprints(result.sent, visible.total if visible is not None else None, given_up, result.delivered)
+    notes = list(ledger.notes)
+    if planned != end:
+        notes.append(f"batch {view.batch} began and is not decided; its records may be in the sink and need not be")
+    if not ordered:
+        notes.append("the transform moves rows between partitions: source partitions and order are not told")
+    if result.null_ids:
+        notes.append(f"{result.null_ids} records have no id; they are told apart by their whole content")
+    if result.lanes_left_off:
+        notes.append(f"{result.lanes_left_off} more source partitions are in the totals alone")
+    return AuditReport(
+        pipeline=spec.pipeline,
+        sink=spec.named_sink,
+        guarantee=spec.guarantee,
+        incarnation=incarnation,
+        range_from=json.dumps(start),
+        range_to=json.dumps(end) if end is not None else "",
+        counts=result.counts,
+        given_up=given_up.count,
+        lanes=result.lanes,
+        samples=result.samples,
+        fingerprints=prints,
+        history=ledger.history,
+        transactions=ledger.transactions,
+        unknowns=tuple(_unknowns(spec, ledger, result, prints)),
+        notes=tuple(notes),
+        id_says=f"`{spec.id}`" if spec.id else "the whole record",
+    )
+
+
+def _unknowns(spec: AuditSpec, ledger: _Ledger, result: Result, prints: Fingerprints) -> list[str]:
+    reasons = []
+    counts = result.counts
+    if ledger.visible is None:
+        reasons.append("the ledger holds no decided batch of this checkpoint: nothing was promised yet")
+    if not counts.adds_up:
+        reasons.append(f"the audit contradicts itself: {counts} do not add up")
+    clean = counts == Counts(sent=counts.sent, delivered=counts.sent, reordered=counts.reordered)
+    if clean and prints.sent != prints.delivered:
+        reasons.append("the audit contradicts itself: no record differs, and the fingerprints do")
+    if spec.guarantee is Guarantee.AT_MOST_ONCE and ledger.history.faults and counts.lost:
+        reasons.append("the count of what was given up comes from a ledger whose batches do not follow each other")
+    return reasons
