@@ -110,6 +110,12 @@ class Ledger(Protocol):
         Raises Fenced if somebody else owns the ledger now.
         """
 
+    def look(self) -> LedgerState:
+        """What the ledger holds now. Takes nothing, fences nobody, writes nothing: for the planner and the audit.
+
+        May be called by any process, with or without an owner, while a driver runs.
+        """
+
     def begin(self, begun: Begun) -> Outcome[None]:
         """Record that a batch may send records from now on, durably, if this owner still owns the ledger.
 
@@ -184,7 +190,11 @@ class SourceDriver(Protocol):
     """The driver's hand on a source. Runs on the driver, in one long-lived process; used by one thread."""
 
     def initial(self) -> Offsets:
-        """Where a new checkpoint starts. Not called when the checkpoint holds offsets."""
+        """Where a new checkpoint starts, by `startingOffsets`. Not called when the checkpoint holds offsets.
+
+        `startingOffsets` accepts what this returns, as JSON: a pipeline keeps it beside the checkpoint, so that
+        "latest" means the same when batch 0 runs again.
+        """
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         """Where the next batch may end: at most about `rows_max` records after `start`; None: no bound."""

@@ -1,4 +1,7 @@
-"""The planner's answers, word for word. After an intended change: `DELIVERED_GOLDEN=write pytest tests/unit/test_plan.py`."""
+"""The planner's answers, word for word.
+
+After an intended change: `DELIVERED_GOLDEN=write pytest tests/unit/test_plan.py`.
+"""
 
 from __future__ import annotations
 

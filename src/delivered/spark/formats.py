@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.sql.datasource import (
@@ -17,8 +15,9 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
-from delivered.contract import Connector, Sink, Source
-from delivered.model.errors import Refused, UsageError
+from delivered.contract import Sink, Source
+from delivered.model.errors import Refused
+from delivered.pipeline.registry import connectors, find_sink, find_source
 from delivered.spark.batch_writer import BatchWriter
 from delivered.spark.direct import is_direct, read_direct, without_direct
 from delivered.spark.readers import BatchReader, StreamReader
@@ -29,51 +28,6 @@ from delivered.write.direct import SLICE_SCHEMA
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
-
-ENTRY_POINTS = "delivered.connectors"
-
-
-def connectors() -> dict[str, Connector]:
-    """Every installed connector by name. Imports no client library."""
-    found = {e.name: e.load() for e in entry_points(group=ENTRY_POINTS)}
-    return dict(sorted(found.items()))
-
-
-def connector(name: str) -> Connector:
-    """The connector of a system.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    found = {e.name: e for e in entry_points(group=ENTRY_POINTS)}
-    if name not in found:
-        raise UsageError(
-            "FORMAT_UNKNOWN",
-            f"There is no connector {name!r}. Installed: {', '.join(sorted(found))}.",
-            next_step='write one of these; `pip install "delivered[...]"` adds client libraries, not formats',
-        )
-    loaded: Connector = found[name].load()
-    return loaded
-
-
-def find_source(system: str, options: Mapping[str, str]) -> Source:
-    """A source by the name of its system.
-
-    Raises:
-        UsageError: no such connector, not a source, or a bad option.
-    """
-    found = connector(system)
-    if found.source_options is None:
-        raise UsageError("NOT_A_SOURCE", f"delivered_{system} cannot be read as a source.")
-    return found.source(options)
-
-
-def find_sink(system: str, options: Mapping[str, str]) -> Sink:
-    """A sink by the name of its system. Raises as `find_source`."""
-    found = connector(system)
-    if found.sink_options is None:
-        raise UsageError("NOT_A_SINK", f"delivered_{system} cannot be written to.")
-    return found.sink(options)
 
 
 class DeliveredDataSource(DataSource):

@@ -1,0 +1,124 @@
+"""A source or a sink, named but not connected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from delivered.contract import Sink, Source
+from delivered.model.errors import UsageError
+from delivered.model.options import redacted
+from delivered.pipeline.registry import PREFIX, find_sink, find_source
+
+SPARK_OWN = "spark:"
+"""A format with this prefix is a source of Spark's own, or of a JAR on the session: "spark:kafka"."""
+
+_SHOWN = ("subscribe", "subscribepattern", "assign", "topic", "path")
+
+
+@dataclass(frozen=True, repr=False)
+class Endpoint:
+    """
+    Attributes:
+        format: "kafka", or "spark:kafka" for a source that Spark itself or a JAR brings.
+        options: as text, with keys as documented; secrets may be references (`env:NAME`, `file:PATH`).
+        name: of a sink, in its pipeline; None: the connector's default.
+    """
+
+    format: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+
+    @property
+    def is_spark_own(self) -> bool:
+        return self.format.startswith(SPARK_OWN)
+
+    @property
+    def system(self) -> str:
+        """Without a prefix: "kafka"."""
+        return self.format.removeprefix(SPARK_OWN).removeprefix(PREFIX)
+
+    @property
+    def label(self) -> str:
+        """For people, on one line: "kafka orders"."""
+        given = {k.lower(): v for k, v in self.options.items()}
+        shown = [given[k].rstrip("/").rsplit("/", 1)[-1] for k in _SHOWN if k in given]
+        return " ".join([self.system, *shown, *([given["table"]] if "table" in given else [])])
+
+    def source(self) -> Source:
+        """The connector's source. Raises UsageError for a bad option, or a format that cannot be read."""
+        return find_source(self.system, self.options)
+
+    def sink(self) -> Sink:
+        """The connector's sink. Raises UsageError for a bad option, or a format that cannot be written."""
+        if self.is_spark_own:
+            raise UsageError(
+                "NOT_A_SINK",
+                f"{self.format!r} is Spark's own sink; it knows no guarantee beyond at_least_once and keeps no ledger.",
+                next_step=f"write {self.system!r}",
+            )
+        return find_sink(self.system, self.options)
+
+    def with_options(self, **options: str) -> Endpoint:
+        """A copy with these options in place of those of the same name in any case."""
+        taken = {k.lower() for k in options}
+        kept = {k: v for k, v in self.options.items() if k.lower() not in taken}
+        return Endpoint(self.format, {**kept, **options}, self.name)
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.format!r}, {redacted(self.options)!r})"
+
+
+def endpoint(format: str, *, name: str | None = None, **options: Any) -> Endpoint:  # noqa: A002
+    """Any source or sink, by the name of its format.
+
+    Args:
+        format: "kafka", "log", "sqlite"; or "spark:kafka" for a source that Spark itself or a JAR brings.
+        name: of a sink, in its pipeline.
+        options: as documented, for instance maxOffsetsPerTrigger=1000. Names with dots:
+            **{"kafka.security.protocol": "SSL"}.
+
+    Raises:
+        UsageError: a value that cannot be an option.
+    """
+    return Endpoint(format, {k: as_text(k, v) for k, v in options.items()}, name)
+
+
+def kafka(bootstrap: str, *, name: str | None = None, **options: Any) -> Endpoint:
+    """Kafka as a source (`subscribe=`, `subscribePattern=`, `assign=`) or a sink (`topic=`).
+
+    Args:
+        bootstrap: "host:port,host:port".
+    """
+    return endpoint("kafka", name=name, **{"kafka.bootstrap.servers": bootstrap}, **options)
+
+
+def log(path: str, **options: Any) -> Endpoint:
+    """A durable log, kept as a Delta table: a source that needs no server."""
+    return endpoint("log", path=str(path), **options)
+
+
+def sqlite(path: str, table: str, *, name: str | None = None, **options: Any) -> Endpoint:
+    """A table of a SQLite file: a sink that needs no server."""
+    return endpoint("sqlite", name=name, path=str(path), table=table, **options)
+
+
+def as_text(key: str, value: Any) -> str:
+    """An option's value as Spark passes it."""
+    match value:
+        case str():
+            return value
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return str(value)
+        case dict() | list():
+            return json.dumps(value, separators=(",", ":"))
+        case _:
+            raise UsageError(
+                "OPTION_VALUE",
+                f"Option {key!r} is {value!r} ({type(value).__name__}); it must be text, a number, true or false, or "
+                "JSON.",
+            )
