@@ -21,6 +21,9 @@ Above the 100 batches of checkpoint that Spark keeps (spark.sql.streaming.minBat
 that Spark can still run again was forgotten.
 """
 
+LEDGER_INCARNATIONS = 100
+"""Earlier checkpoints of one pipeline and sink whose newest decision a ledger still knows."""
+
 SPARK_BATCHES_RETAINED = 100
 """Spark's default for spark.sql.streaming.minBatchesToRetain."""
 
@@ -47,3 +50,12 @@ TRANSACTION_TIMEOUT_S = 600.0
 
 BROKER_TRANSACTION_TIMEOUT_S_DEFAULT = 900.0
 """Kafka's default for transaction.max.timeout.ms, in seconds."""
+
+SOURCE_PATIENCE_S = 120.0
+"""How long a source waits for a Kafka that answered before: a restart of its brokers."""
+
+SOURCE_BATCH_RECORDS_MAX = 16_384
+"""Records in one Arrow batch of the Kafka source."""
+
+SOURCE_QUEUE_KBYTES = 16_384
+"""Records that a Kafka consumer holds ready ahead of the task, in KiB."""

@@ -1,0 +1,369 @@
+"""Append records to a log: offsets assigned, one atomic commit, durable when it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from delivered.connectors.log import table as layout
+from delivered.connectors.log.options import absolute
+from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
+from delivered.model.fingerprint import record_hashes
+
+PARTITIONS_MAX = 1_000
+"""Each partition of an append is an open file."""
+ATTEMPTS_MAX = 30
+"""Tries of one append against other producers, before it gives up with an error."""
+CHECKPOINT_VERSIONS = 100
+_GROUP_ROWS = 65_536
+_GROUP_BYTES = 16 << 20
+_KEY_SEED = 0x9E3779B9
+
+
+@dataclass(frozen=True)
+class Appended:
+    """
+    Attributes:
+        version: of the table, with these records in it.
+        offsets: partition -> (first, last) offset given; empty when there was nothing to append.
+        repeated: the application transaction was in already; nothing was written now.
+    """
+
+    version: int
+    offsets: Mapping[int, tuple[int, int]]
+    repeated: bool = False
+
+
+def append(
+    path: str,
+    table_or_batches: pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch],
+    partition_by: int | None = None,
+    idempotence: tuple[str, int] | None = None,
+    storage: Mapping[str, str] | None = None,
+) -> Appended:
+    """Append records to the log at `path`, all or none; create the log if it is not there.
+
+    When it returns, the records are durable: on a local disk the data files and their folders are fsynced before
+    the commit, the commit file and its folder after it. A crash before the return leaves all of the records or none.
+
+    Args:
+        table_or_batches: columns `value` (binary or string); optional `key`, `headers` (list of struct key, value),
+            `partition` (int), `timestamp`. A stream of batches is not collected.
+        partition_by: None: the column `partition`, or partition 0 without one. n: a hash of `key` modulo n.
+        idempotence: (application id, version), version growing by use: an append whose version is not above the one
+            the log knows for that id is a no-op. Without it, an append repeated after a crash may be in twice.
+        storage: options of the object store's client.
+
+    Raises:
+        UsageError: bad columns, or too many partitions.
+        DeliveredError: other producers were faster ATTEMPTS_MAX times. Nothing was appended.
+        OutcomeUnknown: the storage did not say whether the commit is in. With `idempotence`, call again.
+    """
+    deltalake = layout.delta()
+    path = absolute(path)
+    options = dict(storage or {})
+    if idempotence is not None and idempotence[0] == layout.CONFLICT_ID:
+        raise UsageError("APP_ID_RESERVED", f"The application id {layout.CONFLICT_ID!r} is the log's own.")
+    table = _open_or_create(path, options)
+    if (done := _repeated(table, idempotence)) is not None:
+        return done
+    ends = layout.snapshot(table, path, options).ends()
+    files = _write(path, options, _rows(table_or_batches, partition_by), ends)
+    if not files:
+        return Appended(table.version(), {})
+    try:
+        for attempt in range(ATTEMPTS_MAX):
+            _sync_data(path, files)
+            try:
+                _commit(table, files, idempotence)
+            except deltalake.exceptions.CommitFailedError as error:
+                # Another producer was first: read again, move our offsets behind its records.
+                if "oncurrent" not in str(error) and "already exists" not in str(error):
+                    raise
+                time.sleep(layout.jitter_s(attempt))
+                table = layout.open_table(path, options)
+                if (done := _repeated(table, idempotence)) is not None:
+                    _remove(path, options, files)
+                    return done
+                files = _shifted(path, options, files, layout.snapshot(table, path, options).ends())
+                continue
+            return _finish(path, options, files)
+    except (deltalake.exceptions.DeltaError, OSError) as error:
+        return _look(path, options, files, error)
+    _remove(path, options, files)
+    raise DeliveredError(
+        "LOG_CONTENDED",
+        f"The log at {path!r} took {ATTEMPTS_MAX} commits of other producers while this append tried; nothing of it "
+        "was appended.",
+        next_step="append larger batches, or from fewer producers",
+    )
+
+
+@dataclass
+class _File:
+    """A data file being written, not yet part of the log."""
+
+    path: str
+    partition: int
+    first: int
+    rows: int = 0
+    size: int = 0
+    writer: Any = None
+    pending: list[pa.RecordBatch] = field(default_factory=list)
+    pending_rows: int = 0
+    pending_bytes: int = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        self.pending.append(batch)
+        self.pending_rows += batch.num_rows
+        self.pending_bytes += batch.nbytes
+        if self.pending_rows >= _GROUP_ROWS or self.pending_bytes >= _GROUP_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits as one row group, numbered from where the last one ended."""
+        if not self.pending_rows:
+            return
+        rows = pa.Table.from_batches(self.pending)
+        offsets = np.arange(self.first + self.rows, self.first + self.rows + rows.num_rows, dtype=np.int64)
+        rows = rows.set_column(layout.STORED.get_field_index("offset"), "offset", pa.array(offsets))
+        self.writer.write_table(rows.select(layout.STORED.names), row_group_size=_GROUP_ROWS)
+        self.rows += rows.num_rows
+        self.pending, self.pending_rows, self.pending_bytes = [], 0, 0
+
+
+class _Files:
+    """The data files of one append, one for each partition."""
+
+    def __init__(self, path: str, options: Mapping[str, str], ends: Mapping[int, int]) -> None:
+        self._fs = layout.filesystem(path, options)
+        self._ends = ends
+        self.files: dict[int, _File] = {}
+
+    def add(self, partition: int, batch: pa.RecordBatch) -> None:
+        file = self.files.get(partition)
+        if file is None:
+            if len(self.files) >= PARTITIONS_MAX:
+                raise UsageError(
+                    "PARTITIONS_TOO_MANY", f"An append may touch at most {PARTITIONS_MAX} partitions of a log."
+                )
+            file = _File(f"partition={partition}/{uuid.uuid4().hex}.parquet", partition, self._ends.get(partition, 0))
+            self._fs.create_dir(f"partition={partition}", recursive=True)
+            file.writer = pq.ParquetWriter(
+                file.path, layout.STORED, filesystem=self._fs, compression="zstd", use_dictionary=["key"]
+            )
+            self.files[partition] = file
+        file.add(batch)
+
+    def close(self) -> list[_File]:
+        for file in self.files.values():
+            file.flush()
+            file.writer.close()
+            file.size = self._fs.get_file_info(file.path).size
+        return [self.files[p] for p in sorted(self.files)]
+
+    def discard(self) -> None:
+        for file in self.files.values():
+            with contextlib.suppress(Exception):
+                file.writer.close()
+            with contextlib.suppress(OSError):
+                self._fs.delete_file(file.path)
+
+
+def _write(
+    path: str, options: Mapping[str, str], rows: Iterable[tuple[int, pa.RecordBatch]], ends: Mapping[int, int]
+) -> list[_File]:
+    files = _Files(path, options, ends)
+    try:
+        for partition, batch in rows:
+            files.add(partition, batch)
+        return files.close()
+    except BaseException:
+        files.discard()
+        raise
+
+
+def _rows(
+    data: pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch], partition_by: int | None
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The records of `data` in the log's columns, split by partition, in order."""
+    if partition_by is not None and not 1 <= partition_by <= PARTITIONS_MAX:
+        raise UsageError("PARTITIONS", f"partition_by is {partition_by}; it must be from 1 to {PARTITIONS_MAX}.")
+    if isinstance(data, pa.RecordBatch):
+        data = [data]
+    for batch in data.to_batches(max_chunksize=_GROUP_ROWS) if isinstance(data, pa.Table) else data:
+        if not batch.num_rows:
+            continue
+        stored = _stored(batch)
+        if partition_by is not None:
+            targets = (record_hashes(stored.select(["key"]), _KEY_SEED) % np.uint64(partition_by)).astype(np.int64)
+        elif "partition" in batch.schema.names:
+            targets = np.asarray(batch.column("partition").cast(pa.int64()).fill_null(0))
+        else:
+            yield 0, stored
+            continue
+        if int(targets.min()) < 0:
+            raise UsageError("PARTITIONS", f"A record names partition {int(targets.min())}; partitions start at 0.")
+        for target in np.unique(targets):
+            yield int(target), stored.take(pa.array(np.flatnonzero(targets == target)))
+
+
+def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
+    names = batch.schema.names
+    unknown = sorted(set(names) - {*layout.STORED.names, "partition"} | ({"offset"} & set(names)))
+    if "value" not in names or unknown:
+        raise UsageError(
+            "LOG_COLUMNS",
+            f"Records have the columns {names}; a log takes value, and optionally key, headers, partition, timestamp "
+            "(it assigns offset itself).",
+            next_step="rename or drop columns",
+        )
+    now = pa.scalar(time.time_ns() // 1000, pa.timestamp("us", tz="UTC"))
+    columns = []
+    for wanted in layout.STORED:
+        if wanted.name == "offset":
+            columns.append(pa.nulls(batch.num_rows, wanted.type))
+        elif wanted.name not in names:
+            missing = pa.repeat(now, batch.num_rows) if wanted.name == "timestamp" else None
+            columns.append(pa.nulls(batch.num_rows, wanted.type) if missing is None else missing)
+        else:
+            try:
+                columns.append(batch.column(wanted.name).cast(wanted.type))
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+                raise UsageError(
+                    "LOG_COLUMNS", f"Column {wanted.name!r} must be {wanted.type}: {str(error)[:300]}"
+                ) from None
+    return pa.RecordBatch.from_arrays(columns, schema=layout.STORED)
+
+
+def _open_or_create(path: str, options: Mapping[str, str]) -> Any:
+    deltalake = layout.delta()
+    if not deltalake.DeltaTable.is_deltatable(path, dict(options) or None):
+        # "ignore": a producer that creates the log at the same moment is welcome.
+        with contextlib.suppress(deltalake.exceptions.CommitFailedError):
+            deltalake.DeltaTable.create(
+                path, layout.TABLE, mode="ignore", partition_by=[layout.PARTITION_COLUMN],
+                storage_options=dict(options) or None,
+            )  # fmt: skip
+        if layout.is_local(path):
+            layout.make_versions_durable(path, 0, 0)
+            layout.make_durable([Path(path), Path(path).parent])
+    return layout.open_table(path, options)
+
+
+def _repeated(table: Any, idempotence: tuple[str, int] | None) -> Appended | None:
+    if idempotence is None:
+        return None
+    known = table.transaction_version(idempotence[0])
+    return Appended(table.version(), {}, repeated=True) if known is not None and known >= idempotence[1] else None
+
+
+def _commit(table: Any, files: list[_File], idempotence: tuple[str, int] | None) -> None:
+    from deltalake import CommitProperties, PostCommitHookProperties, Transaction
+    from deltalake.transaction import AddAction
+
+    now_ms = time.time_ns() // 1_000_000
+    adds = [
+        AddAction(
+            file.path,
+            file.size,
+            {layout.PARTITION_COLUMN: str(file.partition)},
+            now_ms,
+            True,
+            json.dumps(
+                {
+                    "numRecords": file.rows,
+                    "minValues": {"offset": file.first},
+                    "maxValues": {"offset": file.first + file.rows - 1},
+                    "nullCount": {"offset": 0},
+                }
+            ),
+        )
+        for file in files
+    ]
+    mine = (table.transaction_version(layout.CONFLICT_ID) or 0) + 1
+    transactions = [Transaction(layout.CONFLICT_ID, mine)]
+    if idempotence is not None:
+        transactions.append(Transaction(*idempotence))
+    table.create_write_transaction(
+        adds,
+        "append",
+        layout.TABLE,
+        [layout.PARTITION_COLUMN],
+        commit_properties=CommitProperties(app_transactions=transactions),
+        # Checkpoints are written by `_finish`, where they are made durable.
+        post_commithook_properties=PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False),
+    )
+
+
+def _sync_data(path: str, files: list[_File]) -> None:
+    if layout.is_local(path):
+        root = Path(path)
+        layout.make_durable([*(root / f.path for f in files), *{(root / f.path).parent for f in files}, root])
+
+
+def _finish(path: str, options: Mapping[str, str], files: list[_File]) -> Appended:
+    table = layout.open_table(path, options)
+    version = table.version()
+    layout.make_versions_durable(path, version - CHECKPOINT_VERSIONS, version)
+    if version and version % CHECKPOINT_VERSIONS == 0:
+        table.create_checkpoint()
+        if layout.is_local(path):
+            folder = Path(path) / "_delta_log"
+            layout.make_durable([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])
+    return Appended(version, {f.partition: (f.first, f.first + f.rows - 1) for f in files})
+
+
+def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exception) -> Appended:
+    """The commit ended in an error that says neither yes nor no: look for our files, whose names nobody else has."""
+    try:
+        there = {f.path for f in layout.snapshot(layout.open_table(path, options), path, options).files}
+    except (DeliveredError, OSError) as second:
+        raise OutcomeUnknown(
+            "APPEND_UNKNOWN",
+            f"Whether the append to {path!r} is in cannot be told: {str(error)[:300]}; then {str(second)[:300]}",
+            next_step="call append again with the same idempotence=(application id, version)",
+        ) from error
+    if {f.path for f in files} <= there:
+        return _finish(path, options, files)
+    _remove(path, options, files)
+    raise DeliveredError(
+        "APPEND_FAILED",
+        f"Nothing was appended to {path!r}: {str(error)[:500]}",
+        next_step="make room or restore the rights, then append again",
+    ) from error
+
+
+def _shifted(path: str, options: Mapping[str, str], files: list[_File], ends: Mapping[int, int]) -> list[_File]:
+    """Write files again whose offsets others took meanwhile; keep those that still fit."""
+    fs = layout.filesystem(path, options)
+    kept = [f for f in files if ends.get(f.partition, 0) == f.first]
+    stale = [f for f in files if ends.get(f.partition, 0) != f.first]
+
+    def rows() -> Iterator[tuple[int, pa.RecordBatch]]:
+        for file in stale:
+            with fs.open_input_file(file.path) as source:
+                for batch in pq.ParquetFile(source).iter_batches(batch_size=_GROUP_ROWS):
+                    yield file.partition, batch.cast(layout.STORED)
+
+    fresh = _write(path, options, rows(), ends)
+    _remove(path, options, stale)
+    return sorted([*kept, *fresh], key=lambda f: f.partition)
+
+
+def _remove(path: str, options: Mapping[str, str], files: list[_File]) -> None:
+    """Best effort: a file that no version names is invisible, and vacuum takes it away later."""
+    fs = layout.filesystem(path, options)
+    for file in files:
+        with contextlib.suppress(OSError):
+            fs.delete_file(file.path)

@@ -1,0 +1,141 @@
+"""A range of offsets of one partition as record batches.
+
+Records are found by offset. Files and row groups are chosen by their statistics; that they are in order, without gaps
+and without doubles, is checked batch by batch. A table that was compacted or sorted otherwise holds the offsets of a
+range in another order: then that part alone is loaded, bounded by the slice's share of the row groups involved, and
+sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from delivered.connectors.log.table import STORED, LogFile, damaged
+
+BATCH_ROWS = 16_384
+"""Rows in one batch given out, at most."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A row group and the offsets its footer claims."""
+
+    file: Any
+    index: int
+    low: int
+    high: int
+
+
+class RangeReader:
+    """Reads [start, end) once. `position` is the next offset to give, for going on after a file vanished."""
+
+    def __init__(self, name: str, partition: int, start: int, end: int, columns: Sequence[str]) -> None:
+        self._name = name
+        self._partition = partition
+        self._end = end
+        self._columns = list(columns)
+        self.position = start
+
+    def read(self, fs: Any, files: Sequence[LogFile]) -> Iterator[pa.RecordBatch]:
+        """Records from `position` to the end, from these files of one version of the table.
+
+        Raises:
+            FileNotFoundError: a file was taken away; call again with those of a newer version.
+            InvariantBroken: an offset is missing, or there twice.
+        """
+        wanted = sorted((f for f in files if f.low < self._end and f.high >= self.position), key=lambda f: f.low)
+        for cluster in _clusters(wanted):
+            opened = []
+            try:
+                groups: list[_Group] = []
+                for file in cluster:
+                    opened.append(fs.open_input_file(file.path))
+                    groups += _groups(pq.ParquetFile(opened[-1]), self.position, self._end)
+                for together in _clusters(sorted(groups, key=lambda g: g.low)):
+                    yield from self._cluster(together)
+            finally:
+                for source in opened:
+                    source.close()
+        if self.position < self._end:
+            raise damaged(self._name, self._partition, self.position, "the end of the log")
+
+    def _cluster(self, groups: Sequence[_Group]) -> Iterator[pa.RecordBatch]:
+        """Row groups whose ranges overlap: stream a single one while it is in order, else load and sort."""
+        if len(groups) == 1:
+            group = groups[0]
+            for raw in group.file.iter_batches(BATCH_ROWS, row_groups=[group.index], columns=self._columns):
+                batch = self._within(raw)
+                if not batch.num_rows:
+                    continue
+                if not self._follows(batch):
+                    break
+                yield self._given(batch)
+            else:
+                return
+        parts = []
+        for group in groups:
+            for raw in group.file.iter_batches(BATCH_ROWS, row_groups=[group.index], columns=self._columns):
+                batch = self._within(raw)
+                if batch.num_rows:
+                    parts.append(batch)
+        if not parts:
+            return
+        rows = pa.Table.from_batches(parts)
+        del parts
+        rows = rows.take(pc.sort_indices(rows, sort_keys=[("offset", "ascending")]))
+        for batch in rows.to_batches(max_chunksize=BATCH_ROWS):
+            if not self._follows(batch):
+                offsets = np.asarray(batch.column("offset"))
+                wrong = offsets[offsets != np.arange(self.position, self.position + len(offsets))]
+                raise damaged(self._name, self._partition, self.position, f"offset {int(wrong[0])} in its place")
+            yield self._given(batch)
+
+    def _within(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        schema = pa.schema([STORED.field(name) for name in self._columns])
+        batch = raw.select(self._columns).cast(schema)
+        offsets = batch.column("offset")
+        bounds = pc.min_max(offsets).as_py()
+        if bounds["min"] is not None and bounds["min"] >= self.position and bounds["max"] < self._end:
+            return batch
+        return batch.filter(pc.and_(pc.greater_equal(offsets, self.position), pc.less(offsets, self._end)))
+
+    def _follows(self, batch: pa.RecordBatch) -> bool:
+        offsets = np.asarray(batch.column("offset"))
+        return bool((offsets == np.arange(self.position, self.position + len(offsets))).all())
+
+    def _given(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        self.position += batch.num_rows
+        return batch
+
+
+def _groups(file: Any, start: int, end: int) -> list[_Group]:
+    column = next(i for i in range(file.metadata.num_columns) if file.metadata.schema.column(i).path == "offset")
+    found = []
+    for index in range(file.metadata.num_row_groups):
+        statistics = file.metadata.row_group(index).column(column).statistics
+        known = statistics is not None and statistics.has_min_max
+        low, high = (statistics.min, statistics.max) if known else (start, end - 1)
+        if low < end and high >= start:
+            found.append(_Group(file, index, low, high))
+    return found
+
+
+def _clusters(items: Sequence[Any]) -> Iterator[list[Any]]:
+    """Split what is sorted by `low` into runs whose ranges overlap."""
+    run: list[Any] = []
+    high = -1
+    for item in items:
+        if run and item.low > high:
+            yield run
+            run = []
+        run.append(item)
+        high = item.high if len(run) == 1 else max(high, item.high)
+    if run:
+        yield run

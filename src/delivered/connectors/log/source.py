@@ -1,0 +1,253 @@
+"""The log as a source: offsets, admission, slices, reading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.log import table as layout
+from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
+from delivered.connectors.log.read import RangeReader
+from delivered.contract import Finding, Offsets, Slice
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+
+_RELOADS_MAX = 5
+_VERSIONS_SYNCED_AT_START = 100
+
+
+@dataclass(frozen=True)
+class LogSource:
+    """`delivered_log`. Holds options, no connection."""
+
+    options: LogOptions
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        return self.options.rows_max
+
+    def capability(self) -> SourceCapability:
+        local = layout.is_local(self.options.path)
+        return SourceCapability(
+            system="log",
+            replayable=True,
+            local=local,
+            assumes=(
+                f"nothing deletes rows of the Delta table {self.options.name} that a checkpoint still needs; "
+                "compaction and vacuum are fine",
+            ),
+        )
+
+    def preflight(self) -> Sequence[Finding]:
+        try:
+            self.driver().newest()
+        except DeliveredError as error:
+            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+        return []
+
+    def schema(self) -> pa.Schema:
+        fields = [
+            pa.field("key", pa.binary()),
+            pa.field("value", pa.binary()),
+            pa.field("topic", pa.string()),
+            pa.field("partition", pa.int32()),
+            pa.field("offset", pa.int64()),
+            pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+            pa.field("timestampType", pa.int32()),
+        ]
+        if self.options.headers:
+            fields.append(pa.field("headers", layout.HEADERS))
+        return pa.schema(fields)
+
+    def driver(self) -> LogDriver:
+        return LogDriver(self.options)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        """The slice's records, in the order of offsets, at most 16,384 in a batch."""
+        options, data = self.options, piece.data
+        storage = options.storage_resolved()
+        partition, start, end = data["partition"], data["start"], data["end"]
+        columns = ["key", "value", "offset", "timestamp", *(["headers"] if options.headers else [])]
+        reader = RangeReader(options.path, partition, start, end, columns)
+        files = [layout.LogFile(path, partition, low, high) for path, low, high in data["files"]]
+        fs = layout.filesystem(options.path, storage)
+        schema = self.schema()
+        for _ in range(_RELOADS_MAX):
+            try:
+                for batch in reader.read(fs, files):
+                    yield self._columns(batch, partition, schema)
+                return
+            except FileNotFoundError:
+                # Compacted and vacuumed since the slice was cut: the records are in other files now.
+                table = layout.open_table(options.path, storage)
+                files = layout.snapshot(table, options.path, storage).overlapping(partition, reader.position, end)
+        raise InvariantBroken(
+            "LOG_FILES_VANISH",
+            f"Files of the log {options.path!r} were taken away {_RELOADS_MAX} times while they were read.",
+            next_step="keep the files of a compacted table for longer than a batch runs (vacuum retention)",
+        )
+
+    def _columns(self, batch: pa.RecordBatch, partition: int, schema: pa.Schema) -> pa.RecordBatch:
+        constant = {
+            "topic": pa.scalar(self.options.name, pa.string()),
+            "partition": pa.scalar(partition, pa.int32()),
+            "timestampType": pa.scalar(0, pa.int32()),
+        }
+        arrays = [
+            pa.repeat(constant[field.name], batch.num_rows) if field.name in constant else batch.column(field.name)
+            for field in schema
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+class LogDriver:
+    """Offsets are `{"version": v, "offsets": {"0": 12}}`: the next offset of each partition, and the version of the
+    table in which the batch's end was seen, so that a replay finds the same files in one step."""
+
+    def __init__(self, options: LogOptions) -> None:
+        self._options = options
+        self._storage = options.storage_resolved()
+        self._table: Any = None
+        self._snapshot: layout.Snapshot | None = None
+        self._synced = -1
+        self._frozen: layout.Snapshot | None = None
+
+    def initial(self) -> Offsets:
+        now = self._refresh()
+        return _offsets(now.version, self._resolve(self._options.starting, now))
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
+        now = self._frozen or self._refresh()
+        begin = self._begin(start, now)
+        ends = now.ends()
+        target = {p: max(ends.get(p, at), at) for p, at in begin.items()}
+        if rows_max is not None:
+            target = admit(begin, target, rows_max)
+        # A new version without new records (a compaction) is no reason for a batch.
+        return start if target == _read(start) else _offsets(now.version, target)
+
+    def newest(self) -> Offsets | None:
+        now = self._refresh()
+        return _offsets(now.version, now.ends())
+
+    def freeze(self) -> None:
+        self._frozen = self._refresh()
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        at = self._at(int(end.get("version", -1)))
+        earliest = at.earliest()
+        begin, pieces = _read(start), []
+        for partition, stop in sorted(_read(end).items()):
+            first = begin.get(partition, earliest.get(partition, 0))
+            if first >= stop:
+                continue
+            files = at.overlapping(partition, first, stop)
+            if not files or files[0].low > first:
+                found = f"offset {files[0].low}" if files else "no file that holds it"
+                raise layout.damaged(self._options.path, partition, first, found)
+            ranges = [(f.path, f.low, f.high) for f in files]
+            data = {"partition": partition, "start": first, "end": stop, "files": ranges}
+            pieces.append(Slice(data, lane=f"{self._options.name}-{partition}"))
+        return pieces
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        now = self._refresh()
+        begin = self._resolve(self._options.starting, now)
+        end = self._resolve(self._options.ending, now)
+        for partition, stop in end.items():
+            begin.setdefault(partition, now.earliest().get(partition, 0))
+            if stop > now.ends().get(partition, 0):
+                raise UsageError(
+                    "OFFSET_OUT_OF_RANGE",
+                    f"endingOffsets names offset {stop} of partition {partition}; the log {self._options.path!r} ends "
+                    f"at {now.ends().get(partition, 0)}.",
+                )
+        return _offsets(now.version, begin), _offsets(now.version, end)
+
+    def acknowledge(self, end: Offsets) -> None:
+        """A log needs no telling."""
+
+    def close(self) -> None:
+        self._table = self._snapshot = None
+
+    def _refresh(self) -> layout.Snapshot:
+        """The newest version; on a local disk it is durable before its offsets are reported."""
+        path = self._options.path
+        if self._table is None:
+            self._table = layout.open_table(path, self._storage)
+        else:
+            try:
+                self._table.update_incremental()
+            except Exception:  # the log behind this handle was cleaned up, or the table made anew: look again
+                self._table = layout.open_table(path, self._storage)
+        version = self._table.version()
+        if self._snapshot is None or self._snapshot.version != version:
+            first = self._synced + 1 if self._synced >= 0 else version - _VERSIONS_SYNCED_AT_START
+            layout.make_versions_durable(path, first, version)
+            self._synced = version
+            self._snapshot = layout.snapshot(self._table, path, self._storage)
+        return self._snapshot
+
+    def _at(self, version: int) -> layout.Snapshot:
+        """The table as it was when a batch's end was seen; the newest one if that version is forgotten."""
+        if self._snapshot is not None and self._snapshot.version == version:
+            return self._snapshot
+        path = self._options.path
+        if version >= 0:
+            try:
+                return layout.snapshot(layout.open_table(path, self._storage, version), path, self._storage)
+            except DeliveredError:
+                pass
+        return self._refresh()
+
+    def _begin(self, start: Offsets, now: layout.Snapshot) -> dict[int, int]:
+        """Where every partition stands; one that is new since the checkpoint starts at its first record."""
+        begin, ends = _read(start), now.ends()
+        for partition, at in begin.items():
+            if at > ends.get(partition, at):
+                raise InvariantBroken(
+                    "LOG_BEHIND",
+                    f"The checkpoint stands at offset {at} of partition {partition}, the log {self._options.path!r} "
+                    f"ends at {ends[partition]}: the log was put back to an older copy, or is another one.",
+                    next_step="restore the log, or start a new checkpoint",
+                )
+        return {**now.earliest(), **begin}
+
+    def _resolve(self, position: Position, now: layout.Snapshot) -> dict[int, int]:
+        earliest, ends = now.earliest(), now.ends()
+        if isinstance(position, str):
+            return {EARLIEST: earliest, LATEST: ends}[position]
+        unknown = sorted(set(position) - set(ends))
+        if unknown:
+            raise UsageError(
+                "PARTITION_UNKNOWN",
+                f"Offsets are given for partitions {unknown}; the log {self._options.path!r} has {sorted(ends)}.",
+            )
+        return {p: earliest[p] if at == -2 else ends[p] if at == -1 else at for p, at in position.items()}
+
+
+def admit(begin: Mapping[int, int], target: Mapping[int, int], rows_max: int) -> dict[int, int]:
+    """Cut a batch to at most `rows_max` records, every partition in proportion to what waits there, at least one."""
+    waiting = {p: target[p] - begin[p] for p in sorted(target)}
+    total = sum(waiting.values())
+    if total <= rows_max:
+        return dict(target)
+    share = {p: n * rows_max // total for p, n in waiting.items()}
+    left = rows_max - sum(share.values())
+    # What rounding left goes to the partitions that got least of their own.
+    for p in sorted(waiting, key=lambda p: (share[p], p)):
+        if left and share[p] < waiting[p]:
+            share[p] += 1
+            left -= 1
+    return {p: begin[p] + share[p] for p in waiting}
+
+
+def _offsets(version: int, offsets: Mapping[int, int]) -> Offsets:
+    return {"version": version, "offsets": {str(p): offsets[p] for p in sorted(offsets)}}
+
+
+def _read(offsets: Offsets) -> dict[int, int]:
+    return {int(p): int(at) for p, at in offsets.get("offsets", {}).items()}

@@ -1,0 +1,203 @@
+"""The log's layout: a Delta table by `partition`, whose files tell in their statistics which offsets they hold.
+
+A Delta partition is never merged with another one, so every file, also a compacted one, belongs to one partition,
+and the smallest and largest offset of a file say all about where a record can be.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
+
+HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
+STORED = pa.schema(
+    [
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+        pa.field("headers", HEADERS),
+        pa.field("offset", pa.int64()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+    ]
+)
+"""Columns inside a Parquet file; `partition` stands in the file's path and in the table's log."""
+
+TABLE = pa.schema([*STORED, pa.field("partition", pa.int32())])
+PARTITION_COLUMN = "partition"
+CONFLICT_ID = "delivered_log"
+"""Every append carries this application transaction id: Delta lets blind appends pass each other, and two of them
+would give the same offsets twice; two commits that name one id conflict."""
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """
+    Attributes:
+        path: relative to the table.
+        low, high: smallest and largest offset in it.
+    """
+
+    path: str
+    partition: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the log holds at one version of the table. Files are ordered by partition, then offset."""
+
+    version: int
+    files: tuple[LogFile, ...]
+
+    def earliest(self) -> dict[int, int]:
+        """Partition -> first offset that is there."""
+        first: dict[int, int] = {}
+        for file in self.files:
+            first[file.partition] = min(file.low, first.get(file.partition, file.low))
+        return first
+
+    def ends(self) -> dict[int, int]:
+        """Partition -> offset that the next record will get."""
+        ends: dict[int, int] = {}
+        for file in self.files:
+            ends[file.partition] = max(file.high + 1, ends.get(file.partition, 0))
+        return ends
+
+    def overlapping(self, partition: int, start: int, end: int) -> list[LogFile]:
+        """Files that may hold offsets of [start, end)."""
+        return [f for f in self.files if f.partition == partition and f.low < end and f.high >= start]
+
+
+def is_local(path: str) -> bool:
+    return "://" not in path
+
+
+def delta() -> Any:
+    """The client library, imported where it is used.
+
+    Raises:
+        MissingExtra: it is not installed.
+    """
+    try:
+        import deltalake
+    except ImportError:
+        raise MissingExtra("log") from None
+    return deltalake
+
+
+def open_table(path: str, storage: Mapping[str, str], version: int | None = None) -> Any:
+    """The Delta table at `path`, at its newest version or at `version`.
+
+    Raises:
+        UsageError: there is no log at `path`.
+        Unreachable: the storage did not answer, or turned the credentials away.
+    """
+    deltalake = delta()
+    try:
+        return deltalake.DeltaTable(path, version=version, storage_options=dict(storage) or None)
+    except deltalake.exceptions.TableNotFoundError:
+        raise UsageError(
+            "LOG_MISSING",
+            f"There is no log at {path!r}.",
+            next_step="check the path, or append the first records with delivered.connectors.log.append",
+        ) from None
+    except (deltalake.exceptions.DeltaError, OSError) as error:
+        raise Unreachable(
+            "LOG_UNREACHABLE",
+            f"The log at {path!r} cannot be opened: {str(error)[:500]}",
+            next_step="check the path, the rights and the storage.* options",
+        ) from None
+
+
+def snapshot(table: Any, path: str, storage: Mapping[str, str]) -> Snapshot:
+    """List the files of an open table with the offsets they hold."""
+    actions = pa.table(table.get_add_actions(flatten=True))
+    names = set(actions.column_names)
+    if f"partition.{PARTITION_COLUMN}" not in names and actions.num_rows:
+        raise UsageError(
+            "LOG_FOREIGN",
+            f"The Delta table at {path!r} is not a log: it is not partitioned by {PARTITION_COLUMN!r}.",
+            next_step="write the log with delivered.connectors.log.append",
+        )
+    files = []
+    for row in actions.to_pylist():
+        low, high = row.get("min.offset"), row.get("max.offset")
+        if low is None or high is None:
+            low, high = _footer_range(path, storage, row["path"])
+        if low is not None and high is not None:
+            files.append(LogFile(row["path"], int(row[f"partition.{PARTITION_COLUMN}"]), low, high))
+    files.sort(key=lambda f: (f.partition, f.low, f.high, f.path))
+    return Snapshot(table.version(), tuple(files))
+
+
+def filesystem(path: str, storage: Mapping[str, str]) -> Any:
+    """A pyarrow filesystem whose root is the table."""
+    from pyarrow import fs
+
+    if is_local(path):
+        return fs.SubTreeFileSystem(path, fs.LocalFileSystem(use_mmap=False))
+    from deltalake.fs import DeltaStorageHandler
+
+    return fs.PyFileSystem(DeltaStorageHandler(path, dict(storage) or None))
+
+
+def _footer_range(path: str, storage: Mapping[str, str], file: str) -> tuple[int | None, int | None]:
+    """For a file whose statistics another writer left out of the table's log."""
+    import pyarrow.parquet as pq
+
+    with filesystem(path, storage).open_input_file(file) as source:
+        offsets = pq.ParquetFile(source).read(columns=["offset"]).column("offset")
+    if not len(offsets):
+        return None, None
+    bounds = pa.compute.min_max(offsets).as_py()
+    return bounds["min"], bounds["max"]
+
+
+def make_durable(paths: Iterable[Path]) -> None:
+    """fsync files or folders. The Delta client links its commit files into place without any fsync (1.6.6, traced)."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_versions_durable(path: str, first: int, last: int) -> None:
+    """fsync the commit files of versions first..last of a local table, and their folder.
+
+    Producers do so before they acknowledge; a reader does it again before it reports offsets, because it may see a
+    commit whose producer died in between.
+    """
+    if not is_local(path):
+        return
+    folder = Path(path) / "_delta_log"
+    there = [folder / f"{version:020d}.json" for version in range(max(first, 0), last + 1)]
+    try:
+        make_durable([*(p for p in there if p.exists()), folder])
+    except PermissionError:
+        # A reader without rights to open the folder for syncing still may read.
+        return
+
+
+def jitter_s(attempt: int) -> float:
+    """Wait before the next try after a conflict: 5 ms to 0.5 s, growing."""
+    return random.uniform(0.005, min(0.5, 0.01 * 2**attempt))  # noqa: S311 - spreads load, hides nothing
+
+
+def damaged(path: str, partition: int, expected: int, found: str) -> InvariantBroken:
+    """The error for offsets that should be there and are not, or are there twice."""
+    return InvariantBroken(
+        "LOG_RECORDS_MISSING",
+        f"Log {path!r}, partition {partition}: offset {expected} was expected, found {found}. Records were deleted "
+        "from the table, or something else than delivered.connectors.log.append wrote to it. Nothing was skipped.",
+        next_step="restore an earlier version of the Delta table, or start a new checkpoint after the gap",
+    )

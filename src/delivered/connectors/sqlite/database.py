@@ -1,0 +1,129 @@
+"""Connections to a database file, and its errors in plain words.
+
+Durability. `synchronous=EXTRA`: in rollback-journal mode SQLite also syncs the folder after it deleted the journal,
+without which a committed transaction can be undone by a power loss; in WAL mode it is the same as FULL. A new file
+keeps SQLite's default, the rollback journal: SQLite 3.7.0 to 3.51.2 has a race in WAL mode between checkpoints and
+writers of several processes that can corrupt the file, and most Pythons carry one of these. A file that its
+owner has set to WAL stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+
+WAL_RACE_FIXED = (3, 51, 3)
+
+
+def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
+    """Open the database. Transactions are begun and ended by hand.
+
+    Args:
+        mode: "ro", "rw" or "rwc" (create).
+
+    Raises:
+        DeliveredError: it cannot be opened; the message says what to do.
+    """
+    if mode == "rwc" and not Path(path).parent.is_dir():
+        raise UsageError(
+            "FOLDER_MISSING",
+            f"The folder of the database {path!r} does not exist.",
+            next_step=f"mkdir -p {Path(path).parent}",
+        )
+    try:
+        connection = sqlite3.connect(
+            f"file:{quote(path)}?mode={mode}",
+            uri=True,
+            timeout=CONNECT_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        connection.execute("PRAGMA synchronous=EXTRA")
+    except sqlite3.Error as error:
+        raise explained(error, path) from None
+    return connection
+
+
+def begin(connection: sqlite3.Connection, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+    """Become the one writer; wait at most `timeout_s` for another one to end."""
+    connection.execute(f"PRAGMA busy_timeout={int(timeout_s * 1000)}")
+    connection.execute("BEGIN IMMEDIATE")
+
+
+def rollback(connection: sqlite3.Connection) -> None:
+    """Undo what is open. Never raises: a connection that cannot is closed, which undoes too."""
+    try:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+    except sqlite3.Error:
+        with contextlib.suppress(sqlite3.Error):
+            connection.close()
+
+
+@contextlib.contextmanager
+def writing(connection: sqlite3.Connection, path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> Iterator[None]:
+    """One transaction: committed at the end, or undone.
+
+    Raises:
+        DeliveredError: the database said no. Not for a transaction whose outcome must be told: the ledger has its own.
+    """
+    try:
+        begin(connection, timeout_s)
+        yield
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        rollback(connection)
+        raise explained(error, path) from error
+    except BaseException:
+        rollback(connection)
+        raise
+
+
+def explained(error: sqlite3.Error, path: str) -> DeliveredError:
+    """The error in plain words, with the next step."""
+    name = getattr(error, "sqlite_errorname", None) or type(error).__name__
+    detail = f"{error} ({name})"
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return Unreachable(
+            "DATABASE_LOCKED",
+            f"Another process held the database {path!r} for longer than this one waits: {detail}. SQLite has one "
+            "writer at a time, and a writer waits for readers when it commits.",
+            next_step=f"end the other process's transaction (fuser {path} shows who has it open), then start again",
+        )
+    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
+        return Unreachable(
+            "DATABASE_READONLY",
+            f"The database {path!r} cannot be opened for writing: {detail}. SQLite needs to write the file and its "
+            "folder.",
+            next_step=f"chmod u+w the file and its folder {Path(path).parent}, or choose another path",
+        )
+    if name.startswith("SQLITE_FULL"):
+        return DeliveredError(
+            "DISK_FULL",
+            f"The disk under the database {path!r} is full: {detail}.",
+            next_step="make room, then start the pipeline again",
+        )
+    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+        return UsageError(
+            "DATABASE_DAMAGED",
+            f"{path!r} is no sound SQLite database: {detail}.",
+            next_step=f"check it: sqlite3 {path} 'PRAGMA integrity_check'; restore a backup with its ledger tables",
+        )
+    if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_MISMATCH", "SQLITE_TOOBIG")):
+        return BadRecord(
+            "ROW_REFUSED",
+            f"The table in {path!r} refuses a row: {detail}.",
+            next_step="filter such rows, or change the table's constraint",
+        )
+    return Unreachable("DATABASE_ERROR", f"The database {path!r} failed: {detail}.", next_step="check disk and file")
+
+
+def quoted(name: str) -> str:
+    """An identifier, quoted for SQL."""
+    return '"' + name.replace('"', '""') + '"'

@@ -1,0 +1,70 @@
+"""The driver's hand on staged files. The rows themselves got in with the decision, or not at all."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from delivered.connectors.sqlite import stage
+from delivered.connectors.sqlite.database import connect, explained
+from delivered.connectors.sqlite.migrate import version_of
+from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.model.work import Decision, Prepared
+
+
+class SqliteResource:
+    """See `delivered.contract.Resource`."""
+
+    def __init__(self, options: SqliteOptions, scope: Scope) -> None:
+        self._options = options
+        self._scope = scope
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """The decision made the rows visible already; what is left is their staged copy."""
+        del work
+        return self.abort(prepared)
+
+    def applied(self, work: Work) -> bool:
+        if not Path(self._options.path).exists():
+            return False
+        connection = connect(self._options.path, mode="ro")
+        try:
+            if version_of(connection) == 0:
+                return False
+            row = connection.execute(
+                "SELECT decision FROM _delivered_decision WHERE pipeline = ? AND sink = ? AND incarnation = ? "
+                "AND batch = ?",
+                (work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch),
+            ).fetchone()
+        except sqlite3.Error as error:
+            raise explained(error, self._options.path) from error
+        finally:
+            connection.close()
+        return row is not None and any(p.shard == work.shard for p in Decision.from_json(row[0]).participants)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        if not prepared.handle:
+            return Ok(None)
+        try:
+            stage.remove(self._options, self._scope, prepared.handle)
+        except OSError as error:
+            return Unknown(str(error))
+        return Ok(None)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        kept = {str(p.handle["path"]) for p in keep if p.handle}
+        count = 0
+        try:
+            for path in stage.staged_files(self._options, self._scope):
+                if path.name not in kept:
+                    path.unlink(missing_ok=True)
+                    count += 1
+        except OSError as error:
+            return Unknown(str(error))
+        return Ok(count)
+
+    def close(self) -> None:
+        """Nothing is held."""

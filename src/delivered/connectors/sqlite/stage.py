@@ -1,0 +1,203 @@
+"""Files in which tasks leave their shards: Arrow, checksummed, durable before the task promises anything.
+
+    <database>.delivered/pipeline=<pipeline>/sink=<sink>/<incarnation>.<batch>.<shard>.<attempt>.<random>.arrow
+
+The random part tells apart two tasks with the same numbers: one of them may be a zombie of an earlier run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.model.identity import Scope, Work
+
+_SUFFIX = ".arrow"
+_UNFINISHED = ".part"
+_READ_BYTES = 1 << 20
+
+
+def folder_of(options: SqliteOptions, scope: Scope) -> Path:
+    """Where all incarnations of one sink of one pipeline stage, and nobody else."""
+    # "pipeline=" also keeps a pipeline named ".." inside.
+    return options.staging / f"pipeline={scope.pipeline}" / f"sink={scope.sink}"
+
+
+class StagedFile:
+    """One shard being staged. Used by one thread."""
+
+    def __init__(self, options: SqliteOptions, work: Work, schema: pa.Schema) -> None:
+        self._folder = folder_of(options, work.scope)
+        name = f"{work.scope.incarnation}.{work.batch}.{work.shard}.{work.attempt}.{uuid.uuid4().hex}{_SUFFIX}"
+        self._final = self._folder / name
+        self._part = self._folder / (name + _UNFINISHED)
+        self.rows = 0
+        try:
+            _make_folders(self._folder)
+            self._file = self._part.open("xb")
+        except OSError as error:
+            raise _failed(self._folder, error) from error
+        self._sink = _Summed(self._file)
+        self._writer = pa.ipc.new_file(pa.PythonFile(self._sink, mode="w"), schema)
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        try:
+            self._writer.write_batch(batch)
+        except OSError as error:
+            raise _failed(self._part, error) from error
+        self.rows += batch.num_rows
+
+    def finish(self) -> dict[str, Any]:
+        """Durable under its final name; the handle to find and check it by."""
+        try:
+            self._writer.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._part.rename(self._final)
+            sync_folder(self._folder)
+        except OSError as error:
+            raise _failed(self._part, error) from error
+        return {"path": self._final.name, "rows": self.rows, "bytes": self._sink.size, "crc32": self._sink.crc}
+
+    def discard(self) -> None:
+        """Take the file away, under either name. May be called again."""
+        with contextlib.suppress(Exception):
+            self._file.close()
+        for path in (self._part, self._final):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def read_staged(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+    """The rows of a prepared shard, after a check that they are all there, unchanged.
+
+    Raises:
+        InvariantBroken: the file is gone, or is not what was prepared.
+    """
+    path = folder_of(options, scope) / Path(str(handle["path"])).name
+    try:
+        size, crc = _checksum(path)
+    except FileNotFoundError:
+        raise InvariantBroken(
+            "STAGED_FILE_GONE",
+            f"The staged rows of a shard, {str(path)!r}, are gone. Nothing of the batch is visible.",
+            next_step="start the pipeline again; the batch runs again",
+        ) from None
+    if (size, crc) != (handle["bytes"], handle["crc32"]):
+        raise InvariantBroken(
+            "STAGED_FILE_DAMAGED",
+            f"The staged rows of a shard, {str(path)!r}, are not what the task wrote: {size} bytes with checksum "
+            f"{crc}, prepared were {handle['bytes']} with {handle['crc32']}. Nothing of the batch is visible.",
+            next_step="check the disk, then start the pipeline again; the batch runs again",
+        )
+    with pa.memory_map(str(path)) as source:
+        reader = pa.ipc.open_file(source)
+        for index in range(reader.num_record_batches):
+            yield reader.get_batch(index)
+
+
+def staged_schema(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any]) -> pa.Schema:
+    """The schema of a prepared shard."""
+    try:
+        with pa.memory_map(str(folder_of(options, scope) / Path(str(handle["path"])).name)) as source:
+            return pa.ipc.open_file(source).schema
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InvariantBroken(
+            "STAGED_FILE_GONE",
+            f"The staged rows of a shard cannot be read: {error}. Nothing of the batch is visible.",
+            next_step="start the pipeline again; the batch runs again",
+        ) from None
+
+
+def remove(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any]) -> None:
+    """Take a staged file away. May be called again."""
+    (folder_of(options, scope) / Path(str(handle["path"])).name).unlink(missing_ok=True)
+
+
+def staged_files(options: SqliteOptions, scope: Scope) -> list[Path]:
+    """All files that tasks of this sink left, finished or not."""
+    folder = folder_of(options, scope)
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.endswith((_SUFFIX, _SUFFIX + _UNFINISHED)))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folders(folder: Path) -> None:
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            size += len(part)
+            crc = zlib.crc32(part, crc)
+    return size, crc
+
+
+def _failed(path: Path, error: OSError) -> DeliveredError:
+    return DeliveredError(
+        "STAGING_FAILED",
+        f"A shard's rows could not be staged at {str(path)!r}: {error.strerror or error}.",
+        next_step="make room on the disk, or give the user the right to write there; the batch runs again",
+    )
+
+
+class _Summed:
+    """A file that counts and sums what passes through it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.size = 0
+        self.crc = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self.size += view.nbytes
+        self.crc = zlib.crc32(view, self.crc)
+        self._file.write(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+    def tell(self) -> int:
+        return self.size

@@ -1,0 +1,102 @@
+"""A task's side of the sink."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.sqlite import target, types
+from delivered.connectors.sqlite.database import connect, explained, rollback, writing
+from delivered.connectors.sqlite.migrate import migrate
+from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.connectors.sqlite.stage import StagedFile
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Work
+
+
+class StagingWriter:
+    """exactly_once: rows go to a file that only the driver's transaction makes count."""
+
+    def __init__(self, options: SqliteOptions, work: Work, schema: pa.Schema) -> None:
+        self._options = options
+        self._work = work
+        self._schema = types.plain_schema(schema)
+        self._file: StagedFile | None = None
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        batch = types.with_schema(batch, self._schema)
+        types.check_values(batch)
+        if self._file is None:
+            self._compare()
+            self._file = StagedFile(self._options, self._work, self._schema)
+        self._file.write(batch)
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        del fingerprint  # the file carries a checksum of its own
+        return {} if self._file is None else self._file.finish()
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.discard()
+
+    def _compare(self) -> None:
+        """What the decision would trip over is told before the rows are staged, if it can be seen already."""
+        if not Path(self._options.path).exists():
+            return
+        connection = connect(self._options.path, mode="ro")
+        try:
+            columns = target.table_columns(connection, self._options.table)
+        except sqlite3.Error as error:
+            raise explained(error, self._options.path) from error
+        finally:
+            connection.close()
+        if columns:
+            target.compare(self._options, self._schema, columns)
+        elif not self._options.create:
+            raise target.missing_table(self._options)
+
+
+class DirectWriter:
+    """at_least_once, at_most_once: short transactions, each visible at once; none is ever sent again from here."""
+
+    def __init__(self, options: SqliteOptions, schema: pa.Schema) -> None:
+        self._options = options
+        self._schema = types.plain_schema(schema)
+        self._connection: sqlite3.Connection | None = None
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        batch = types.with_schema(batch, self._schema)
+        types.check_values(batch)
+        connection = self._ready()
+        for start in range(0, batch.num_rows, target.CHUNK_ROWS):
+            with writing(connection, self._options.path):
+                target.insert(connection, self._options.table, [batch.slice(start, target.CHUNK_ROWS)])
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        del fingerprint
+        self.abort()
+        return {}
+
+    def abort(self) -> None:
+        if self._connection is not None:
+            rollback(self._connection)
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+    def _ready(self) -> sqlite3.Connection:
+        if self._connection is None:
+            connection = connect(self._options.path)
+            try:
+                migrate(connection, self._options.path)
+                with writing(connection, self._options.path):
+                    target.ready(connection, self._options, self._schema)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
