@@ -1,0 +1,186 @@
+"""Judges. Each looks at the evidence for one kind of damage and says what it found; none knows the product.
+
+A checker that throws gives unknown, never a pass. A checker that has nothing to look at says unknown as well, and the
+oracle knows which of them may stay silent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from delivered.verify.evidence import Evidence, Seen
+from delivered.verify.verdict import Verdict
+
+SAMPLES_MAX = 10
+RECOVERY_RATIO_MAX = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    Attributes:
+        checker: its name.
+        count: how many records, batches or transactions are damaged.
+        samples: some of them.
+    """
+
+    checker: str
+    verdict: Verdict
+    count: int = 0
+    samples: tuple[str, ...] = ()
+    note: str = ""
+
+
+Checker = Callable[[Evidence], Finding]
+
+
+def run(name: str, checker: Checker, evidence: Evidence) -> Finding:
+    """Ask one checker; what it cannot say is unknown."""
+    try:
+        return checker(evidence)
+    except Exception as error:
+        return Finding(name, Verdict.UNKNOWN, note=f"{type(error).__name__}: {error}")
+
+
+def _found(name: str, damage: Counter[str] | Iterable[str], note: str = "") -> Finding:
+    counted = Counter(damage)
+    verdict = Verdict.BROKEN if counted else Verdict.HELD
+    return Finding(name, verdict, counted.total(), tuple(sorted(counted)[:SAMPLES_MAX]), note)
+
+
+def lost(evidence: Evidence) -> Finding:
+    """In the source, and not in the sink at the end, or not as often."""
+    return _found("lost", evidence.expected - evidence.found)
+
+
+def duplicated(evidence: Evidence) -> Finding:
+    """More often in the sink than in the source."""
+    more = evidence.found - evidence.expected
+    return _found("duplicated", Counter({e: n for e, n in more.items() if e in evidence.expected}))
+
+
+def unexpected(evidence: Evidence) -> Finding:
+    """In the sink, and nobody sent it: made up, altered, or of another run."""
+    return _found("unexpected", Counter({e: n for e, n in evidence.found.items() if e not in evidence.expected}))
+
+
+def source_kept(evidence: Evidence) -> Finding:
+    """Every record that a producer was told is in is in the source, and nothing that nobody sent."""
+    missing = [f"acknowledged, not in the source: {r}" for r in evidence.acknowledged if r not in evidence.in_source]
+    foreign = [] if evidence.offered is None else [r for r in evidence.in_source if r not in evidence.offered]
+    return _found("source_kept", [*missing, *(f"in the source, never sent: {r}" for r in foreign)])
+
+
+def unseen(evidence: Evidence) -> Finding:
+    """There at the end, and the reader that ran all along never got it, or not as often."""
+    return _found("unseen", evidence.found - Counter(s.effect for s in evidence.seen))
+
+
+def aborted_read(evidence: Evidence) -> Finding:
+    """G1a: the reader got something that is not there at the end: it read what was rolled back."""
+    there = {(s.lane, s.position): s.effect for s in _final(evidence)}
+    gone = [s.effect for s in evidence.seen if there.get((s.lane, s.position)) != s.effect]
+    return _found("aborted_read", gone)
+
+
+def torn_batch(evidence: Evidence) -> Finding:
+    """A reader saw a part of a batch, where the sink claims that a batch is visible whole or not at all."""
+    if not evidence.batch_atomic:
+        return Finding("torn_batch", Verdict.HELD, note="the sink does not claim it")
+    if evidence.batches is None:
+        return Finding("torn_batch", Verdict.UNKNOWN, note="which records make a batch is not known")
+    if not evidence.snapshots:
+        return Finding("torn_batch", Verdict.UNKNOWN, note="nobody saw the whole sink at once")
+    torn = [
+        f"batch {number} at {at_s:.2f} s: {len(batch & visible)} of {len(batch)}"
+        for at_s, visible in evidence.snapshots
+        for number, batch in evidence.batches.items()
+        if batch & visible and not batch <= visible
+    ]
+    return _found("torn_batch", torn, f"{len(evidence.snapshots)} snapshots, {len(evidence.batches)} batches")
+
+
+def order(evidence: Evidence) -> Finding:
+    """Within a key, effects became visible in another order than they were sent. Copies count by their first."""
+    if not evidence.ordered:
+        return Finding("order", Verdict.HELD, note="this workload keeps no order")
+    newest: dict[tuple[str, str], int] = {}
+    first: set[str] = set()
+    wrong: list[str] = []
+    for s in sorted(_final(evidence), key=lambda s: (s.lane, s.position)):
+        if s.key is None or s.number is None or s.effect in first:
+            continue
+        first.add(s.effect)
+        at = (s.lane, s.key)
+        if s.number < newest.get(at, -1):
+            wrong.append(f"{s.effect} (key {s.key}, number {s.number}) after number {newest[at]}")
+        newest[at] = max(s.number, newest.get(at, -1))
+    return _found("order", wrong)
+
+
+def hanging(evidence: Evidence) -> Finding:
+    """A transaction is still open after recovery, and blocks every read-committed reader behind it."""
+    if evidence.open_transactions is None:
+        return Finding("hanging", Verdict.UNKNOWN, note="nobody looked for open transactions")
+    return _found("hanging", evidence.open_transactions)
+
+
+def accounts(evidence: Evidence) -> Finding:
+    """What the product says of itself is what the sink holds; and what it gave up covers what is missing."""
+    missing = (evidence.expected - evidence.found).total()
+    wrong: list[str] = []
+    if evidence.ledger_count is not None and not evidence.guarantee.may_duplicate:
+        held = evidence.found.total()
+        # What was given up may have left before the crash, so it may be in the sink beyond what the ledger counts.
+        surplus = (evidence.given_up or 0) if evidence.guarantee.may_lose else 0
+        if not evidence.ledger_count <= held <= evidence.ledger_count + surplus:
+            wrong.append(f"the ledger counts {evidence.ledger_count} records, the sink holds {held}")
+    if evidence.guarantee.may_lose and missing:
+        if evidence.given_up is None:
+            return Finding(
+                "accounts", Verdict.UNKNOWN, missing, note=f"{missing} records are missing; no count was given"
+            )
+        if evidence.given_up < missing:
+            wrong.append(f"{missing} records are missing, and only {evidence.given_up} were said to be given up")
+    return _found("accounts", wrong)
+
+
+def stopped_right(evidence: Evidence) -> Finding:
+    """The pipeline went on where it had to, and stopped with the right error where going on would have been wrong."""
+    wanted, got = evidence.stop.wanted, evidence.stop.got
+    if wanted == got:
+        return Finding("stopped_right", Verdict.HELD, note=f"stopped with {got}" if got else "")
+    return _found("stopped_right", [f"it had to end with {wanted or 'no error'}, it ended with {got or 'no error'}"])
+
+
+def recovery(evidence: Evidence) -> Finding:
+    """From a restart to the first new effect: at most twice the time of a start without a fault."""
+    if evidence.plain_s is None or not evidence.recovery_s:
+        return Finding("recovery", Verdict.UNKNOWN, note="not measured")
+    limit = RECOVERY_RATIO_MAX * evidence.plain_s
+    slow = [f"{s:.1f} s (a plain start: {evidence.plain_s:.1f} s)" for s in evidence.recovery_s if s > limit]
+    return _found("recovery", slow, f"slowest {max(evidence.recovery_s):.1f} s, plain {evidence.plain_s:.1f} s")
+
+
+def _final(evidence: Evidence) -> list[Seen]:
+    if evidence.final is None:
+        raise ValueError("nobody read the sink at the end")
+    return list(evidence.final)
+
+
+CHECKERS: dict[str, Checker] = {
+    "lost": lost,
+    "duplicated": duplicated,
+    "unexpected": unexpected,
+    "source_kept": source_kept,
+    "unseen": unseen,
+    "aborted_read": aborted_read,
+    "torn_batch": torn_batch,
+    "order": order,
+    "hanging": hanging,
+    "accounts": accounts,
+    "stopped_right": stopped_right,
+    "recovery": recovery,
+}

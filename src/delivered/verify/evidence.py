@@ -1,0 +1,96 @@
+"""All that a judge may look at: what went in, what came out, what was seen on the way, what was done to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from delivered.model.guarantee import Guarantee
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One effect, as a reader of the sink found it.
+
+    Attributes:
+        effect: what tells it from all others: the record's id and a digest of what it says.
+        lane: part of the sink that keeps an order: a partition, a table.
+        position: grows within a lane in the order in which effects became visible.
+        key, number: the record's key, and its place in the sequence of this key; None: the workload has no sequences.
+        at_s: when this reader saw it, in seconds since the run began.
+    """
+
+    effect: str
+    lane: str = ""
+    position: int = 0
+    key: str | None = None
+    number: int | None = None
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """How the pipeline had to end, and how it did.
+
+    Attributes:
+        wanted: code of the error that is right here, without prefix; None: it had to go on to the end.
+        got: code of the last run's error; None: it ended well. "?" when it ended badly and named no code.
+    """
+
+    wanted: str | None = None
+    got: str | None = None
+
+
+@dataclass
+class Evidence:
+    """
+    Attributes:
+        expected: effect -> copies, from the source as read at the end. A record that is in the source twice is
+            expected twice.
+        acknowledged: ids of records that a producer was told are in.
+        in_source: ids found in the source.
+        offered: ids that were ever sent, whatever became of it.
+        seen: by the reader that ran all along, in its order.
+        final: by the last reader, after everything ended; None: there was no last read.
+        snapshots: moments at which the reader saw the whole sink at once, as (seconds, effects visible).
+        batches: effects of each batch, from the checkpoint and the source; None: it cannot be told.
+        batch_atomic: whether the sink claims that a batch is visible whole or not at all.
+        ordered: whether effects of one key must become visible in the order in which they were sent.
+        given_up: records that the product said it gave up; None: it said nothing.
+        ledger_count: records that the product's ledger counts as delivered; None: nobody asked.
+        open_transactions: what blocks readers after the end; None: nobody looked.
+        required, fired: names of faults.
+        recovery_s: seconds from each restart to the first new effect; plain_s: the same without a fault.
+    """
+
+    guarantee: Guarantee
+    expected: Counter[str] = field(default_factory=Counter)
+    acknowledged: frozenset[str] = frozenset()
+    in_source: Counter[str] = field(default_factory=Counter)
+    offered: frozenset[str] | None = None
+    seen: Sequence[Seen] = ()
+    final: Sequence[Seen] | None = None
+    snapshots: Sequence[tuple[float, frozenset[str]]] = ()
+    batches: Mapping[int, frozenset[str]] | None = None
+    batch_atomic: bool = False
+    ordered: bool = False
+    given_up: int | None = None
+    ledger_count: int | None = None
+    open_transactions: Sequence[str] | None = None
+    required: Sequence[str] = ()
+    fired: Sequence[str] = ()
+    stop: Stop = Stop()
+    recovery_s: Sequence[float] = ()
+    plain_s: float | None = None
+
+    @property
+    def found(self) -> Counter[str]:
+        """Effect -> copies in the last read.
+
+        Raises:
+            ValueError: there was none.
+        """
+        if self.final is None:
+            raise ValueError("nobody read the sink at the end")
+        return Counter(s.effect for s in self.final)

@@ -1,0 +1,173 @@
+"""What goes in, made from a seed, and what must come out of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+PARTITIONS = 4
+_BIG = 1 << 20
+"""A record that fills a broker's default limit but for its own frame."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a source.
+
+    Attributes:
+        id: unique, unless the workload sends a record twice on purpose.
+        number: its place in the sequence of its key, from 0.
+        filler: characters of payload beyond the header.
+    """
+
+    id: str
+    key: str
+    number: int
+    partition: int
+    filler: int = 0
+
+    @property
+    def value(self) -> str:
+        # The payload is made from the id, so that a record that changed on its way is another effect.
+        pad = hashlib.blake2b(self.id.encode(), digest_size=16).hexdigest() * (self.filler // 32 + 1)
+        return json.dumps({"id": self.id, "k": self.key, "n": self.number, "pad": pad[: self.filler]})
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What the sink must hold because of a record.
+
+    Attributes:
+        id: of the record, with a suffix where a record has several effects, and a digest of what it says.
+    """
+
+    id: str
+    key: str | None
+    number: int | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """
+    Attributes:
+        make: (random, how many) -> records, in the order of sending.
+        effects: value of a source record -> values that the sink must hold for it.
+        sql: the transform, over the view `source`; None: none.
+        ordered: effects of one key must appear in the order of their numbers.
+        told_by: what a value in the sink says of itself: value -> effect.
+    """
+
+    name: str
+    text: str
+    make: Callable[[random.Random, int], Iterator[Record]]
+    effects: Callable[[str], list[str]] = lambda value: [value]
+    sql: str | None = None
+    ordered: bool = True
+    rows_per_batch: int | None = None
+    records: int = 1_200
+    deterministic: bool = True
+
+    def told_by(self, value: str) -> Effect:
+        return told_by(value, self.deterministic)
+
+
+def told_by(value: str, deterministic: bool = True) -> Effect:
+    """Read an effect off a value in the sink; whatever cannot be read is an effect that nobody sent."""
+    digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest() if deterministic else "-"
+    try:
+        head, _, tail = value.partition("}")
+        data = json.loads(head + "}")
+        part = tail if deterministic else ""
+        return Effect(f"{data['id']}{part}:{digest}", str(data["k"]), int(data["n"]))
+    except (ValueError, KeyError, TypeError):
+        return Effect(f"unreadable:{digest}", None, None)
+
+
+def source_id(value: str) -> str:
+    """The id of a record as found in the source."""
+    try:
+        return str(json.loads(value)["id"])
+    except (ValueError, KeyError, TypeError):
+        return f"unreadable:{hashlib.blake2b(value.encode(), digest_size=6).hexdigest()}"
+
+
+def _plain(random: random.Random, count: int) -> Iterator[Record]:
+    del random
+    for i in range(count):
+        yield Record(f"r{i}", f"k{i}", 0, i % PARTITIONS)
+
+
+def _keyed(random: random.Random, count: int) -> Iterator[Record]:
+    numbers: dict[int, int] = {}
+    for i in range(count):
+        key = random.randrange(16)
+        numbers[key] = numbers.get(key, -1) + 1
+        # A key lives in one partition, as producers that hash keys do it.
+        yield Record(f"r{i}", f"k{key}", numbers[key], key % PARTITIONS, random.randrange(200))
+
+
+def _skewed(random: random.Random, count: int) -> Iterator[Record]:
+    """Nine of ten records in partition 0, none at all in the last."""
+    numbers: dict[int, int] = {}
+    for i in range(count):
+        partition = 0 if random.random() < 0.9 else random.randrange(1, PARTITIONS - 1)
+        numbers[partition] = numbers.get(partition, -1) + 1
+        yield Record(f"r{i}", f"k{partition}", numbers[partition], partition)
+
+
+def _doubled(random: random.Random, count: int) -> Iterator[Record]:
+    """Every fifth record is sent twice, every fiftieth three times: the source holds it so often."""
+    for record in _keyed(random, count):
+        i = int(record.id[1:])
+        for _ in range(3 if i % 50 == 0 else 2 if i % 5 == 0 else 1):
+            yield record
+
+
+def _big(random: random.Random, count: int) -> Iterator[Record]:
+    for record in _plain(random, count):
+        yield Record(record.id, record.key, 0, record.partition, _BIG - 2048)
+
+
+def _number(value: str) -> int:
+    return int(json.loads(value)["n"])
+
+
+def _fan_out(value: str) -> list[str]:
+    """Multiples of three vanish; even numbers come out twice."""
+    n = _number(value)
+    if n % 3 == 0:
+        return []
+    return [value + "#0", value + "#1"] if n % 2 == 0 else [value + "#0"]
+
+
+_FAN_OUT_SQL = """
+SELECT key, concat(value, '#', part) AS value FROM (
+  SELECT key, CAST(value AS STRING) AS value,
+         explode(CASE WHEN get_json_object(CAST(value AS STRING), '$.n') % 2 = 0 THEN array('0', '1') ELSE array('0') END) AS part
+  FROM source
+  WHERE get_json_object(CAST(value AS STRING), '$.n') % 3 <> 0)
+"""
+_SAME_SQL = "SELECT key, value FROM source"
+_RANDOM_SQL = "SELECT key, concat(CAST(value AS STRING), '#', uuid()) AS value FROM source"
+
+WORKLOADS: dict[str, Workload] = {
+    w.name: w
+    for w in (
+        Workload("unique", "ids, each once, spread evenly", _plain),
+        Workload("keyed", "sequences of 16 keys in 4 partitions", _keyed),
+        Workload("skewed", "nine of ten records in one partition, one partition empty", _skewed),
+        Workload("doubled", "records that are in the source two and three times", _doubled),
+        Workload("big", "records of 1 MB", _big, records=48, rows_per_batch=12),
+        Workload("fan-out", "a filter, and one record to two", _keyed, _fan_out, _FAN_OUT_SQL, ordered=False),
+        Workload("sql", "a transform in SQL that changes nothing", _keyed, sql=_SAME_SQL),
+        Workload("random", "a transform that gives other rows each time", _keyed, sql=_RANDOM_SQL, deterministic=False),
+    )
+}
+
+
+def records(workload: Workload, seed: int, count: int | None = None) -> list[Record]:
+    """The same seed gives the same records."""
+    return list(workload.make(random.Random(f"{workload.name}-{seed}"), count or workload.records))  # noqa: S311
