@@ -1,0 +1,135 @@
+"""A sink's input rows: which columns count, and what a reader of the topic finds of them."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.connectors.kafka.sink_options import OWNER
+from delivered.model.errors import BadRecord, UsageError
+
+HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
+KNOWN = ("key", "value", "headers", "topic", "partition")
+
+
+def check_schema(schema: pa.Schema, topic: str | None) -> None:
+    """Raise UsageError if rows of this schema cannot be written.
+
+    Args:
+        topic: the option of that name.
+    """
+    unknown = [n for n in schema.names if n not in KNOWN]
+    if unknown:
+        raise UsageError(
+            "COLUMN_UNKNOWN",
+            f"{OWNER}: column {unknown[0]!r} has no place in a Kafka record; the columns are: {', '.join(KNOWN)}.",
+            next_step="select the columns, for instance selectExpr('key', 'to_json(struct(*)) AS value')",
+        )
+    if "value" not in schema.names:
+        raise UsageError(
+            "COLUMN_MISSING",
+            f"{OWNER}: rows have no column 'value'; they have: {', '.join(schema.names) or 'none'}.",
+            next_step="select one, for instance selectExpr('to_json(struct(*)) AS value')",
+        )
+    if topic is None and "topic" not in schema.names:
+        raise UsageError(
+            "TOPIC_MISSING",
+            f"{OWNER}: there is no option 'topic' and no column 'topic'.",
+            next_step='add .option("topic", ...), or a column of that name',
+        )
+    for name in ("key", "value"):
+        if name in schema.names:
+            _check(schema, name, _is_bytes(schema.field(name).type), "string or binary")
+    if "topic" in schema.names:
+        _check(schema, "topic", _is_text(schema.field("topic").type), "string")
+    if "partition" in schema.names:
+        _check(schema, "partition", pa.types.is_integer(schema.field("partition").type), "integer")
+    if "headers" in schema.names:
+        kind = schema.field("headers").type
+        fits = (
+            (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+            and pa.types.is_struct(kind.value_type)
+            and kind.value_type.num_fields == 2
+            and kind.value_type.field(0).name == "key"
+            and kind.value_type.field(1).name == "value"
+            and _is_text(kind.value_type.field(0).type)
+            and _is_bytes(kind.value_type.field(1).type)
+        )
+        _check(schema, "headers", fits or pa.types.is_null(kind), "array<struct<key: string, value: binary>>")
+
+
+def records(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows as a reader of the topic finds them: key, value, headers; null where a column is absent."""
+    n = batch.num_rows
+    columns = [
+        binary(batch, "key", n),
+        binary(batch, "value", n),
+        headers(batch, n),
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=["key", "value", "headers"])
+
+
+def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
+    """A column as binary or large_binary. Strings are UTF-8 already: nothing is copied."""
+    if name not in batch.schema.names:
+        return pa.nulls(n, pa.binary())
+    array = batch.column(batch.schema.get_field_index(name))
+    kind = array.type
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return array
+    if pa.types.is_string(kind):
+        return array.view(pa.binary())
+    if pa.types.is_large_string(kind):
+        return array.view(pa.large_binary())
+    return array.cast(pa.binary())
+
+
+def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
+    """The headers; an empty list counts as none, since a reader cannot tell them apart."""
+    if "headers" not in batch.schema.names:
+        return pa.nulls(n, HEADERS)
+    array = batch.column(batch.schema.get_field_index("headers"))
+    if array.null_count == n:
+        return pa.nulls(n, HEADERS)
+    array = array.cast(HEADERS)
+    empty = pc.equal(pc.list_value_length(array), 0)
+    if pc.any(empty).as_py():
+        array = pc.if_else(pc.fill_null(empty, False), pa.scalar(None, HEADERS), array)
+    return array
+
+
+def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
+    """The topic of each row, or None if all go to `default`.
+
+    Raises:
+        BadRecord: a row names no topic and there is no default.
+    """
+    if default is not None or "topic" not in batch.schema.names:
+        return None
+    column = batch.column(batch.schema.get_field_index("topic")).cast(pa.string())
+    if column.null_count:
+        row = pc.index(pc.is_null(column), True).as_py()
+        raise BadRecord(
+            "TOPIC_MISSING",
+            f"Row {row} of a batch has null in the column 'topic', and there is no option 'topic'. Nothing of its "
+            "batch counts.",
+            next_step='filter such rows, or add .option("topic", ...)',
+        )
+    return column
+
+
+def _check(schema: pa.Schema, name: str, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise UsageError(
+            "COLUMN_TYPE",
+            f"{OWNER}: column {name!r} is {schema.field(name).type}; it must be {wanted}.",
+            next_step=f"cast it, for instance CAST({name} AS {'INT' if wanted == 'integer' else 'STRING'})",
+        )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return bool(_is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind))

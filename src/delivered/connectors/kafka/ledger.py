@@ -1,0 +1,306 @@
+"""The ledger in Kafka: owners and decisions in the pipeline's internal topic, written by one owner at a time.
+
+Who may write is settled by the broker: every change is a transaction under one of two transactional ids of the sink,
+and `claim` takes both, which fences whoever held them. Two ids, because an owner's planning process and its deciding
+process live side by side and must not fence each other.
+
+    partition 0   ["owner", sink]                     who owns the ledger
+                  ["last", sink, incarnation]         its newest decision, whole
+                  ["begun", sink, incarnation]        its newest begun batch (at_most_once)
+    partition 1   ["kept", sink, incarnation, n]      decisions for the audit, n = batch % 1000
+    partition 2.. ["marker", pipeline, sink, shard]   written by the tasks: see markers.py
+
+The topic is compacted, so it stays as small as its keys are few.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka.ledger_topic import ensure_topic
+from delivered.connectors.kafka.ledger_write import LedgerProducer, Writes, write
+from delivered.connectors.kafka.markers import (
+    HISTORY_PARTITION,
+    STATE_PARTITION,
+    CommittedReader,
+    ledger_topic,
+)
+from delivered.connectors.kafka.protocol import NoAnswer, NoTopic, Wire
+from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.model.errors import Fenced, OutcomeUnknown
+from delivered.model.identity import Scope
+from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED, RECOVERY_WAIT_S
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Begun, Decision, LedgerState, Owner
+
+LEDGER_TRANSACTION_TIMEOUT_S = 15
+"""A ledger transaction is open for milliseconds. If its driver dies there, other sinks wait this long at most."""
+
+_PLAN, _DECIDE = "plan", "decide"
+
+
+class KafkaLedger:
+    """See `delivered.contract.Ledger`. Used by one thread at a time."""
+
+    def __init__(self, options: SinkOptions, scope: Scope) -> None:
+        self._options = options
+        self._scope = scope
+        self._topic = ledger_topic(scope, options.ledger_topic)
+        self._opened: Wire | None = None
+        self._reader: CommittedReader | None = None
+        self._producers: dict[str, LedgerProducer] = {}
+        self._owner_id: str | None = None
+        self._owner: Owner | None = None
+        self._last: dict[str, Decision] = {}
+        self._begun: Begun | None = None
+
+    # -- the contract --------------------------------------------------------------------------------------------
+
+    def claim(self, owner: Owner) -> LedgerState:
+        """Take both ids, which fences every other owner; read to the end; write down who owns the ledger."""
+        ensure_topic(self._wire, self._topic, self._options.ledger_replication)
+        self._owner_id = owner.id
+        self._read()
+        self._refuse_superseded(owner)
+        # Whoever could write before this line cannot after it.
+        for role in (_PLAN, _DECIDE):
+            self._take(role)
+        self._read()
+        self._refuse_superseded(owner)
+        before = self._owner
+        if before is None or before.id != owner.id:
+            former = () if before is None else (before.id, *before.superseded)
+            mine = replace(owner, superseded=former[: OWNERS_REMEMBERED - 1])
+            records = [(self._key("owner"), _owner_json(mine)), *self._outdated()]
+            self._settled(self._write(_PLAN, {STATE_PARTITION: records}), "OWNER_UNKNOWN")
+            self._read()
+            self._refuse_others()
+        return self._state()
+
+    def resume(self, owner_id: str) -> LedgerState:
+        """Read what is new; it costs one request."""
+        self._owner_id = owner_id
+        try:
+            self._read()
+        except NoTopic as error:
+            raise self._unreadable(error) from None
+        self._refuse_others()
+        return self._state()
+
+    def look(self) -> LedgerState:
+        """Read only; an empty state if the pipeline has no internal topic yet."""
+        try:
+            self._read()
+        except NoTopic:
+            return LedgerState()
+        return self._state()
+
+    def begin(self, begun: Begun) -> Outcome[None]:
+        text = json.dumps({"batch": begun.batch, "offsets": begun.offsets}, separators=(",", ":"))
+        return self._write(_PLAN, {STATE_PARTITION: [(self._key("begun", self._scope.incarnation), text.encode())]})
+
+    def decide(self, decision: Decision) -> Outcome[None]:
+        """One transaction: the decision as the newest, and as one of those kept for the audit."""
+        incarnation = decision.scope.incarnation
+        text = decision.to_json().encode()
+        n = decision.batch % LEDGER_HISTORY_BATCHES
+        return self._write(
+            _DECIDE,
+            {
+                STATE_PARTITION: [(self._key("last", incarnation), text)],
+                HISTORY_PARTITION: [(self._key("kept", incarnation, n), text)],
+            },
+        )
+
+    def history(self) -> Iterator[Decision]:
+        """Decisions of this incarnation that are still kept, oldest first."""
+        kept: dict[bytes, bytes] = {}
+        reader = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
+        start = self._key("kept", self._scope.incarnation)[:-1] + b","
+        try:
+            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S):
+                if record.key.startswith(start) and record.value is not None:
+                    kept[record.key] = record.value
+        except NoAnswer as error:
+            raise self._unreadable(error) from None
+        yield from sorted((Decision.from_json(v) for v in kept.values()), key=lambda d: d.batch)
+
+    def close(self) -> None:
+        wire, self._opened = self._opened, None
+        self._reader = None
+        self._producers = {}
+        if wire is not None:
+            wire.close()
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def _wire(self) -> Wire:
+        if self._opened is None:
+            self._opened = Wire(self._options.resolved())
+        return self._opened
+
+    def _read(self) -> None:
+        """Take in what was committed since the last time."""
+        if self._reader is None:
+            self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
+            self._owner, self._last, self._begun = None, {}, None
+        try:
+            newest: dict[bytes, bytes | None] = {}
+            for record in self._reader.read(time.monotonic() + RECOVERY_WAIT_S):
+                newest[record.key] = record.value
+        except NoTopic:
+            self._reader = None
+            raise
+        except NoAnswer as error:
+            self._reader = None
+            raise self._unreadable(error) from None
+        for key, value in newest.items():
+            self._take_in(json.loads(key), value)
+
+    def _take_in(self, key: list[Any], value: bytes | None) -> None:
+        match key:
+            case ["owner", self._scope.sink] if value is not None:
+                said = json.loads(value)
+                self._owner = Owner(**{**said, "superseded": tuple(said["superseded"])})
+            case ["last", self._scope.sink, str(incarnation)]:
+                if value is None:
+                    self._last.pop(incarnation, None)
+                else:
+                    self._last[incarnation] = Decision.from_json(value)
+            case ["begun", self._scope.sink, self._scope.incarnation] if value is not None:
+                said = json.loads(value)
+                self._begun = Begun(said["batch"], said["offsets"])
+            case _:
+                pass
+
+    def _state(self) -> LedgerState:
+        earlier = [d for i, d in self._last.items() if i != self._scope.incarnation]
+        earlier.sort(key=lambda d: d.decided_at_ms, reverse=True)
+        return LedgerState(self._owner, self._last.get(self._scope.incarnation), self._begun, tuple(earlier))
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def _write(self, role: str, writes: Writes) -> Outcome[None]:
+        """One transaction, if this driver owns the ledger. Failed and Unknown mean exactly that."""
+        for again in (False, True):
+            if role not in self._producers:
+                try:
+                    self._refuse_others()
+                    self._take(role)
+                    self._read()
+                    # Between the look and the taking somebody else may have claimed: his word counts.
+                    self._refuse_others()
+                except Fenced as error:
+                    return Failed(str(error))
+                except OutcomeUnknown as error:
+                    # Nothing was sent.
+                    return Failed(str(error))
+            outcome, fenced = write(self._wire, self._id(role), self._producers[role], self._topic, writes)
+            if not isinstance(outcome, Ok):
+                del self._producers[role]
+            if not fenced:
+                return outcome
+            # Nothing got in, for certain. If the ledger is still ours, our other process fenced us: take the id again.
+            try:
+                self._read()
+                self._refuse_others()
+            except (Fenced, OutcomeUnknown) as error:
+                return Failed(str(error))
+            if again:
+                return outcome
+        raise AssertionError("unreachable")
+
+    def _take(self, role: str) -> None:
+        deadline = time.monotonic() + RECOVERY_WAIT_S
+        self._producers.pop(role, None)
+        match transactions.initialise(self._wire, self._id(role), LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline):
+            case Ok(producer):
+                self._producers[role] = LedgerProducer(producer.id, producer.epoch)
+            case Failed(reason) | Unknown(reason):
+                raise OutcomeUnknown(
+                    "LEDGER_UNAVAILABLE",
+                    f"The ledger in topic {self._topic!r} could not be opened for writing: {reason}.",
+                    next_step="start again when the brokers answer; check that the user may write to the topic and "
+                    "use transactional ids that start with `delivered.`",
+                )
+
+    def _settled(self, outcome: Outcome[None], code: str) -> None:
+        match outcome:
+            case Ok():
+                return
+            case Failed(reason) | Unknown(reason):
+                # If somebody else claimed meanwhile, that is the news.
+                self._read()
+                self._refuse_superseded_by_others()
+                raise OutcomeUnknown(
+                    code,
+                    f"Who owns the ledger in topic {self._topic!r} could not be recorded: {reason}.",
+                    next_step="start again when the brokers answer",
+                )
+
+    def _outdated(self) -> list[tuple[bytes, bytes | None]]:
+        """Tombstones for the oldest incarnations, so that the ledger stays bounded when each run is one."""
+        oldest = sorted(self._last.values(), key=lambda d: d.decided_at_ms)
+        return [
+            (self._key("last", d.scope.incarnation), None)
+            for d in oldest[: max(0, len(oldest) - LEDGER_HISTORY_BATCHES)]
+            if d.scope.incarnation != self._scope.incarnation
+        ]
+
+    # -- who owns it ---------------------------------------------------------------------------------------------
+
+    def _refuse_superseded(self, owner: Owner) -> None:
+        if self._owner is not None and owner.id in self._owner.superseded:
+            raise self._fenced()
+
+    def _refuse_superseded_by_others(self) -> None:
+        if self._owner is not None and self._owner.id != self._owner_id:
+            raise self._fenced()
+
+    def _refuse_others(self) -> None:
+        if self._owner is None or self._owner.id != self._owner_id:
+            raise self._fenced()
+
+    def _fenced(self) -> Fenced:
+        now = self._owner
+        who = f"{now.id} (host {now.host}, process {now.process})" if now else "nobody"
+        return Fenced(
+            "FENCED",
+            f"Another driver took over pipeline {self._scope.pipeline!r}, sink {self._scope.sink!r}: the ledger's "
+            f"owner is {who}, this driver is {self._owner_id}. This driver decides nothing any more.",
+            next_step="stop one of the two; a pipeline has one driver",
+        )
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def _id(self, role: str) -> str:
+        return f"{transactions.id_prefix(self._scope)}ledger.{role}"
+
+    def _key(self, kind: str, *more: str | int) -> bytes:
+        return json.dumps([kind, self._scope.sink, *more], separators=(",", ":")).encode()
+
+    def _unreadable(self, error: Exception) -> OutcomeUnknown:
+        return OutcomeUnknown(
+            "LEDGER_UNREADABLE",
+            f"The ledger in topic {self._topic!r} could not be read to its end: {error}.",
+            next_step="start again when the brokers answer",
+        )
+
+
+def _owner_json(owner: Owner) -> bytes:
+    return json.dumps(
+        {
+            "id": owner.id,
+            "host": owner.host,
+            "process": owner.process,
+            "started_ms": owner.started_ms,
+            "superseded": list(owner.superseded),
+        },
+        separators=(",", ":"),
+    ).encode()

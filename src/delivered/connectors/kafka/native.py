@@ -1,0 +1,493 @@
+"""librdkafka called directly: Arrow buffers in, no Python object per record.
+
+The library is the one that confluent-kafka brings along. A numpy array is laid over `rd_kafka_message_t`; pointers and
+lengths are computed from the Arrow offsets, and one call hands a whole chunk over. librdkafka copies what it takes, so
+that nothing here must outlive the call, and its queue bounds the memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from delivered.connectors.kafka.produce import (
+    POLL_MS,
+    Failures,
+    ProducerError,
+    ProducerId,
+    Rows,
+    spread,
+    timeout_error,
+)
+
+ROWS_PER_CALL = 16_384
+"""Rows in one call: their structs take 1.2 MB."""
+
+_MESSAGE = np.dtype(
+    {
+        "names": ["err", "rkt", "partition", "payload", "len", "key", "key_len", "offset", "private"],
+        "formats": ["<i4", "<u8", "<i4", "<u8", "<u8", "<u8", "<u8", "<i8", "<u8"],
+        "offsets": [0, 8, 16, 24, 32, 40, 48, 56, 64],
+        "itemsize": 72,
+    }
+)
+_UNASSIGNED = -1
+_COPY, _PARTITION = 0x2, 0x8
+_QUEUE_FULL = -184
+_VTYPE_END, _VTYPE_TOPIC, _VTYPE_PARTITION, _VTYPE_VALUE, _VTYPE_KEY = 0, 1, 3, 4, 5
+_VTYPE_MSGFLAGS, _VTYPE_HEADERS = 7, 10
+_EMPTY = ctypes.create_string_buffer(1)
+"""Where empty values point: a null pointer would make them null."""
+
+_SYMBOLS = (
+    "rd_kafka_new",
+    "rd_kafka_destroy_flags",
+    "rd_kafka_conf_new",
+    "rd_kafka_conf_set",
+    "rd_kafka_conf_destroy",
+    "rd_kafka_conf_set_dr_msg_cb",
+    "rd_kafka_conf_set_stats_cb",
+    "rd_kafka_conf_set_error_cb",
+    "rd_kafka_conf_set_log_cb",
+    "rd_kafka_conf_set_opaque",
+    "rd_kafka_topic_new",
+    "rd_kafka_topic_destroy",
+    "rd_kafka_produce_batch",
+    "rd_kafka_produceva",
+    "rd_kafka_poll",
+    "rd_kafka_flush",
+    "rd_kafka_purge",
+    "rd_kafka_outq_len",
+    "rd_kafka_init_transactions",
+    "rd_kafka_begin_transaction",
+    "rd_kafka_abort_transaction",
+    "rd_kafka_commit_transaction",
+    "rd_kafka_error_code",
+    "rd_kafka_error_string",
+    "rd_kafka_error_is_retriable",
+    "rd_kafka_error_destroy",
+    "rd_kafka_fatal_error",
+    "rd_kafka_err2str",
+    "rd_kafka_err2name",
+    "rd_kafka_last_error",
+    "rd_kafka_headers_new",
+    "rd_kafka_headers_destroy",
+    "rd_kafka_header_add",
+    "rd_kafka_metadata",
+    "rd_kafka_metadata_destroy",
+)
+
+
+class _Message(ctypes.Structure):
+    _fields_ = (
+        ("err", ctypes.c_int),
+        ("rkt", ctypes.c_void_p),
+        ("partition", ctypes.c_int32),
+        ("payload", ctypes.c_void_p),
+        ("len", ctypes.c_size_t),
+        ("key", ctypes.c_void_p),
+        ("key_len", ctypes.c_size_t),
+        ("offset", ctypes.c_int64),
+        ("private", ctypes.c_void_p),
+    )
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("ptr", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+class _Value(ctypes.Union):
+    _fields_ = (
+        ("cstr", ctypes.c_char_p),
+        ("i32", ctypes.c_int32),
+        ("integer", ctypes.c_int),
+        ("mem", _Memory),
+        ("headers", ctypes.c_void_p),
+        ("pad", ctypes.c_char * 64),
+    )
+
+
+class _Argument(ctypes.Structure):
+    """rd_kafka_vu_t"""
+
+    _fields_ = (("vtype", ctypes.c_int), ("u", _Value))
+
+
+class _MetadataTopic(ctypes.Structure):
+    _fields_ = (
+        ("topic", ctypes.c_char_p),
+        ("partition_cnt", ctypes.c_int),
+        ("partitions", ctypes.c_void_p),
+        ("err", ctypes.c_int),
+    )
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = (
+        ("broker_cnt", ctypes.c_int),
+        ("brokers", ctypes.c_void_p),
+        ("topic_cnt", ctypes.c_int),
+        ("topics", ctypes.POINTER(_MetadataTopic)),
+    )
+
+
+_DR_CB = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Message), ctypes.c_void_p)
+_STATS_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_ERROR_CB = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
+@lru_cache(maxsize=1)
+def library() -> Any | None:
+    """librdkafka with all symbols that are needed here, or None: then confluent-kafka itself must do."""
+    try:
+        import confluent_kafka
+    except ImportError:
+        return None
+    beside = Path(confluent_kafka.__file__).parent
+    candidates = [str(p) for p in sorted((beside.parent / "confluent_kafka.libs").glob("librdkafka*"))]
+    candidates += [str(p) for p in sorted((beside / ".dylibs").glob("librdkafka*"))]
+    candidates += [str(p) for p in sorted(beside.glob("cimpl*"))]
+    system = ctypes.util.find_library("rdkafka")
+    for path in [*candidates, *([system] if system else [])]:
+        try:
+            lib = ctypes.CDLL(path)
+            if all(hasattr(lib, name) for name in _SYMBOLS):
+                return _typed(lib)
+        except OSError:
+            continue
+    return None
+
+
+def _typed(lib: Any) -> Any:
+    pointer, text, number, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
+
+    def declare(name: str, result: Any, *arguments: Any) -> None:
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, list(arguments)
+
+    declare("rd_kafka_conf_new", pointer)
+    declare("rd_kafka_conf_destroy", None, pointer)
+    declare("rd_kafka_conf_set", number, pointer, text, text, text, size)
+    declare("rd_kafka_conf_set_dr_msg_cb", None, pointer, _DR_CB)
+    declare("rd_kafka_conf_set_stats_cb", None, pointer, _STATS_CB)
+    declare("rd_kafka_conf_set_error_cb", None, pointer, _ERROR_CB)
+    declare("rd_kafka_conf_set_log_cb", None, pointer, pointer)
+    declare("rd_kafka_conf_set_opaque", None, pointer, pointer)
+    declare("rd_kafka_new", pointer, number, pointer, text, size)
+    declare("rd_kafka_destroy_flags", None, pointer, number)
+    declare("rd_kafka_topic_new", pointer, pointer, text, pointer)
+    declare("rd_kafka_topic_destroy", None, pointer)
+    declare("rd_kafka_produce_batch", number, pointer, ctypes.c_int32, number, pointer, number)
+    declare("rd_kafka_produceva", pointer, pointer, ctypes.POINTER(_Argument), size)
+    declare("rd_kafka_poll", number, pointer, number)
+    declare("rd_kafka_flush", number, pointer, number)
+    declare("rd_kafka_purge", number, pointer, number)
+    declare("rd_kafka_outq_len", number, pointer)
+    for name in ("init", "abort", "commit"):
+        full = f"rd_kafka_{name}_transaction" + ("s" if name == "init" else "")
+        declare(full, pointer, pointer, number)
+    declare("rd_kafka_begin_transaction", pointer, pointer)
+    declare("rd_kafka_error_code", number, pointer)
+    declare("rd_kafka_error_string", text, pointer)
+    declare("rd_kafka_error_is_retriable", number, pointer)
+    declare("rd_kafka_error_destroy", None, pointer)
+    declare("rd_kafka_fatal_error", number, pointer, text, size)
+    declare("rd_kafka_err2str", text, number)
+    declare("rd_kafka_err2name", text, number)
+    declare("rd_kafka_last_error", number)
+    declare("rd_kafka_headers_new", pointer, size)
+    declare("rd_kafka_headers_destroy", None, pointer)
+    declare("rd_kafka_header_add", number, pointer, text, ctypes.c_ssize_t, pointer, ctypes.c_ssize_t)
+    declare("rd_kafka_metadata", number, pointer, number, pointer, ctypes.POINTER(ctypes.POINTER(_Metadata)), number)
+    declare("rd_kafka_metadata_destroy", None, ctypes.POINTER(_Metadata))
+    return lib
+
+
+# librdkafka calls back with a number instead of a Python object: an object could be gone by then.
+_producers: dict[int, NativeProducer] = {}
+_numbers = itertools.count(1)
+
+
+@_DR_CB  # type: ignore[untyped-decorator]
+def _on_failed(_rk: int, message: Any, opaque: int) -> None:
+    producer = _producers.get(opaque)
+    if producer is not None:
+        m = message.contents
+        producer.failures.add(m.err, producer.name_of(m.err), m.len + m.key_len)
+
+
+@_STATS_CB  # type: ignore[untyped-decorator]
+def _on_stats(_rk: int, text: int, length: int, opaque: int) -> int:
+    producer = _producers.get(opaque)
+    if producer is not None and producer.id is None:
+        producer.id = ProducerId.from_statistics(json.loads(ctypes.string_at(text, length)))
+    return 0
+
+
+@_ERROR_CB  # type: ignore[untyped-decorator]
+def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
+    producer = _producers.get(opaque)
+    if producer is not None:
+        producer.failures.last_error = f"{producer.name_of(code)}: {reason.decode(errors='replace')}"
+
+
+class NativeProducer:
+    """One librdkafka producer. Used by one thread at a time.
+
+    Attributes:
+        failures: what could not be delivered since the last `flush`.
+        id: producer id and epoch, once they are known.
+    """
+
+    def __init__(self, config: Mapping[str, str]) -> None:
+        lib = library()
+        if lib is None:
+            raise RuntimeError("librdkafka's symbols cannot be reached")
+        self._lib = lib
+        self._topics: dict[str, int] = {}
+        self._structs = np.zeros(0, dtype=_MESSAGE)
+        self.failures = Failures()
+        self.id: ProducerId | None = None
+        self._number = next(_numbers)
+        self._rk: int | None = self._make(config)
+        _producers[self._number] = self
+
+    def _make(self, config: Mapping[str, str]) -> int:
+        lib, said = self._lib, ctypes.create_string_buffer(512)
+        conf = lib.rd_kafka_conf_new()
+        for key, value in config.items():
+            if lib.rd_kafka_conf_set(conf, key.encode(), value.encode(), said, len(said)) != 0:
+                lib.rd_kafka_conf_destroy(conf)
+                raise ProducerError("CONFIG", said.value.decode(errors="replace"), config=True)
+        lib.rd_kafka_conf_set_dr_msg_cb(conf, _on_failed)
+        lib.rd_kafka_conf_set_stats_cb(conf, _on_stats)
+        lib.rd_kafka_conf_set_error_cb(conf, _on_error)
+        lib.rd_kafka_conf_set_log_cb(conf, None)  # what matters comes back as errors
+        lib.rd_kafka_conf_set_opaque(conf, self._number)
+        rk = lib.rd_kafka_new(0, conf, said, len(said))
+        if not rk:
+            lib.rd_kafka_conf_destroy(conf)
+            raise ProducerError("CONFIG", said.value.decode(errors="replace"), config=True)
+        return int(rk)
+
+    # -- transactions ------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float) -> None:
+        """Fence earlier holders of the transactional id, get producer id and epoch."""
+        deadline = time.monotonic() + timeout_s
+        self._check(self._lib.rd_kafka_init_transactions(self._rk, int(timeout_s * 1000)))
+        while self.id is None:
+            if time.monotonic() > deadline:
+                raise timeout_error("its statistics did not tell the producer id", self.failures)
+            self._lib.rd_kafka_poll(self._rk, POLL_MS)
+
+    def begin(self) -> None:
+        self._check(self._lib.rd_kafka_begin_transaction(self._rk))
+
+    def abort(self, timeout_s: float) -> None:
+        """Drop what is queued and abort the open transaction."""
+        self._lib.rd_kafka_purge(self._rk, 0x1 | 0x2)
+        self._lib.rd_kafka_poll(self._rk, 0)
+        self._check(self._lib.rd_kafka_abort_transaction(self._rk, int(timeout_s * 1000)))
+
+    # -- records -----------------------------------------------------------------------------------------------
+
+    def send(self, rows: Rows) -> None:
+        """Hand rows over; blocks while the queue is full."""
+        if rows.headers is not None and rows.headers.null_count < len(rows):
+            self._send_one_by_one(rows)
+            return
+        for start in range(0, len(rows), ROWS_PER_CALL):
+            self._send_chunk(rows.slice(start, ROWS_PER_CALL))
+
+    def _send_chunk(self, rows: Rows) -> None:
+        n = len(rows)
+        if len(self._structs) < n:
+            self._structs = np.zeros(min(ROWS_PER_CALL, max(n, 1024)), dtype=_MESSAGE)
+        structs = self._structs[:n]
+        structs["err"] = 0
+        structs["private"] = 0
+        keep = [_lay(structs, "payload", "len", rows.value)]
+        if rows.key is None:
+            structs["key"] = 0
+            structs["key_len"] = 0
+        else:
+            keep.append(_lay(structs, "key", "key_len", rows.key))
+        flags = _COPY
+        if rows.partition is not None:
+            structs["partition"] = rows.partition
+            flags |= _PARTITION
+        topic = self._topic(rows.topic)
+        done = 0
+        while done < n:
+            rest = structs[done:]
+            taken = self._lib.rd_kafka_produce_batch(topic, _UNASSIGNED, flags, rest.ctypes.data, len(rest))
+            if taken == len(rest):
+                break
+            refused = np.flatnonzero(rest["err"])
+            # A full queue refuses all that follow, so that order is kept; anything else is about one record.
+            full = rest["err"][refused] == _QUEUE_FULL
+            for i in refused[~full]:
+                self.failures.add(
+                    int(rest["err"][i]), self.name_of(int(rest["err"][i])), int(rest["len"][i] + rest["key_len"][i])
+                )
+            if not full.any():
+                break
+            done += int(refused[full][0])
+            structs["err"][done:] = 0
+            self._lib.rd_kafka_poll(self._rk, POLL_MS)
+            self._raise_fatal()
+        del keep
+        self._lib.rd_kafka_poll(self._rk, 0)
+
+    def _send_one_by_one(self, rows: Rows) -> None:
+        for topic, partition, key, value, headers in spread(rows):
+            self.send_one(topic, partition, key, value, headers)
+
+    def send_one(
+        self,
+        topic: str,
+        partition: int | None,
+        key: bytes | None,
+        value: bytes | None,
+        headers: list[tuple[str, bytes | None]] | None = None,
+    ) -> None:
+        """Hand one record over; blocks while the queue is full."""
+        arguments = [
+            _Argument(_VTYPE_TOPIC, _Value(cstr=topic.encode())),
+            _Argument(_VTYPE_PARTITION, _Value(i32=_UNASSIGNED if partition is None else partition)),
+            _Argument(_VTYPE_MSGFLAGS, _Value(integer=_COPY)),
+        ]
+        keep = []
+        for kind, content in ((_VTYPE_KEY, key), (_VTYPE_VALUE, value)):
+            if content is not None:
+                at = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p) if content else _EMPTY
+                keep.append(at)
+                address = ctypes.cast(at, ctypes.c_void_p).value
+                arguments.append(_Argument(kind, _Value(mem=_Memory(address, len(content)))))
+        while True:
+            given = list(arguments)
+            handle = self._headers(headers)
+            if handle:
+                given.append(_Argument(_VTYPE_HEADERS, _Value(headers=handle)))
+            array = (_Argument * len(given))(*given)
+            error = self._lib.rd_kafka_produceva(self._rk, array, len(given))
+            if not error:
+                return
+            if handle:
+                self._lib.rd_kafka_headers_destroy(handle)
+            code = self._lib.rd_kafka_error_code(error)
+            self._lib.rd_kafka_error_destroy(error)
+            if code != _QUEUE_FULL:
+                self.failures.add(code, self.name_of(code), len(key or b"") + len(value or b""))
+                return
+            self._lib.rd_kafka_poll(self._rk, POLL_MS)
+            self._raise_fatal()
+
+    def _headers(self, headers: list[tuple[str, bytes | None]] | None) -> int | None:
+        if not headers:
+            return None
+        handle = self._lib.rd_kafka_headers_new(len(headers))
+        for name, value in headers:
+            encoded = name.encode()
+            content = None if value is None else ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p)
+            self._lib.rd_kafka_header_add(handle, encoded, len(encoded), content, 0 if value is None else len(value))
+        return int(handle)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until every record handed over was acknowledged or failed; `failures` tells which.
+
+        Raises:
+            ProducerError: a fatal error, or records were still on their way after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._lib.rd_kafka_flush(self._rk, 200) != 0:
+            self._raise_fatal()
+            if time.monotonic() > deadline:
+                waiting = self._lib.rd_kafka_outq_len(self._rk)
+                raise timeout_error(f"{waiting} records were not acknowledged in {timeout_s:.0f} s", self.failures)
+        self._raise_fatal()
+
+    def partitions(self, topic: str, timeout_s: float) -> int:
+        """Number of partitions. Raises ProducerError: unknown topic, no permission, no answer."""
+        result = ctypes.POINTER(_Metadata)()
+        code = self._lib.rd_kafka_metadata(self._rk, 0, self._topic(topic), ctypes.byref(result), int(timeout_s * 1000))
+        if code != 0:
+            raise ProducerError(self.name_of(code), self._text_of(code) + self.failures.hint())
+        try:
+            found = result.contents.topics[0]
+            if found.err != 0:
+                raise ProducerError(self.name_of(found.err), self._text_of(found.err))
+            return int(found.partition_cnt)
+        finally:
+            self._lib.rd_kafka_metadata_destroy(result)
+
+    def close(self) -> None:
+        """Free it without a word to the broker: an open transaction stays open. May be called again."""
+        rk, self._rk = self._rk, None
+        if rk is None:
+            return
+        self._lib.rd_kafka_purge(rk, 0x1 | 0x2)
+        for topic in self._topics.values():
+            self._lib.rd_kafka_topic_destroy(topic)
+        self._topics = {}
+        self._lib.rd_kafka_destroy_flags(rk, 0)
+        _producers.pop(self._number, None)
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def name_of(self, code: int) -> str:
+        return str(self._lib.rd_kafka_err2name(code).decode())
+
+    def _text_of(self, code: int) -> str:
+        return str(self._lib.rd_kafka_err2str(code).decode())
+
+    def _topic(self, name: str) -> int:
+        handle = self._topics.get(name)
+        if handle is None:
+            handle = self._lib.rd_kafka_topic_new(self._rk, name.encode(), None)
+            if not handle:
+                code = self._lib.rd_kafka_last_error()
+                raise ProducerError(self.name_of(code), f"topic {name!r}: {self._text_of(code)}")
+            self._topics[name] = handle
+        return handle
+
+    def _check(self, error: int | None) -> None:
+        if error:
+            code = self._lib.rd_kafka_error_code(error)
+            reason = self._lib.rd_kafka_error_string(error).decode(errors="replace")
+            self._lib.rd_kafka_error_destroy(error)
+            raise ProducerError(self.name_of(code), reason + self.failures.hint())
+
+    def _raise_fatal(self) -> None:
+        said = ctypes.create_string_buffer(512)
+        code = self._lib.rd_kafka_fatal_error(self._rk, said, len(said))
+        if code != 0:
+            raise ProducerError(self.name_of(code), said.value.decode(errors="replace"))
+
+
+def _lay(structs: npt.NDArray[Any], at: str, length: str, array: pa.Array) -> Any:
+    """Write pointers and lengths of binary values into the structs; return what must live until the call is over."""
+    kind: Any = np.int64 if pa.types.is_large_binary(array.type) else np.int32
+    valid, offset_buffer, data = array.buffers()
+    n = len(array)
+    offsets = np.frombuffer(offset_buffer, dtype=kind)[array.offset : array.offset + n + 1]
+    base = data.address if data is not None and data.address else ctypes.addressof(_EMPTY)
+    np.add(offsets[:-1], np.int64(base), out=structs[at], casting="unsafe")
+    np.subtract(offsets[1:], offsets[:-1], out=structs[length], casting="unsafe")
+    if valid is not None and array.null_count:
+        nulls = np.asarray(array.is_null())
+        structs[at][nulls] = 0
+        structs[length][nulls] = 0
+    return offset_buffer, data

@@ -1,0 +1,142 @@
+"""Ask the brokers, before the first batch, whether they can keep the promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from delivered.connectors.kafka import protocol
+from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of
+from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.contract import Finding
+from delivered.model.errors import Unreachable
+from delivered.model.guarantee import Guarantee
+
+_TRANSACTION_LIMIT = "transaction.max.timeout.ms"
+_MIN_ISR = "min.insync.replicas"
+_TOPIC_CONFIG, _BROKER_CONFIG = 2, 4
+
+
+def preflight(options: SinkOptions, guarantee: Guarantee) -> Sequence[Finding]:
+    """What stands against the guarantee, and what a person should know.
+
+    Raises:
+        Unreachable: no broker answered within 15 s, or they turned the credentials away.
+    """
+    wire = Wire(options.resolved())
+    try:
+        return [
+            *_topic(wire, options),
+            *(_transactions(wire, options) if guarantee is Guarantee.EXACTLY_ONCE else ()),
+        ]
+    except NoAnswer as error:
+        raise Unreachable(
+            "KAFKA_NO_ANSWER",
+            f"The brokers at {options.client['bootstrap.servers']} stopped answering: {error}.",
+            next_step="check the brokers",
+        ) from None
+    finally:
+        wire.close()
+
+
+def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
+    if options.topic is None:
+        return []
+    from kafka.protocol.metadata import MetadataRequest
+
+    Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806
+    answer = wire.ask(
+        MetadataRequest(topics=[Topic(name=options.topic)], allow_auto_topic_creation=False, max_version=9)
+    )
+    found = answer.topics[0]
+    if found.error_code == protocol.UNKNOWN_TOPIC_OR_PARTITION:
+        return [
+            Finding(
+                "TOPIC_UNKNOWN",
+                f"Topic {options.topic!r} does not exist at {options.client['bootstrap.servers']}.",
+                refuses=True,
+                next_step=f"create it, for instance kafka-topics.sh --create --topic {options.topic}",
+            )
+        ]
+    if found.error_code == protocol.TOPIC_AUTHORIZATION_FAILED:
+        return [
+            Finding(
+                "KAFKA_PERMISSION",
+                f"This user may not see topic {options.topic!r}.",
+                refuses=True,
+                next_step="grant Write and Describe on it",
+            )
+        ]
+    if found.error_code != protocol.NONE:
+        return [Finding("TOPIC_STATE", f"Topic {options.topic!r}: {name_of(found.error_code)}.", refuses=False)]
+    copies = min((len(p.replica_nodes) for p in found.partitions), default=0)
+    in_sync = _config(wire, _TOPIC_CONFIG, options.topic, _MIN_ISR)
+    findings = []
+    if copies == 1:
+        findings.append(
+            Finding(
+                "ONE_COPY",
+                f"Topic {options.topic!r} has one copy of each partition: a broker's disk lost is records lost.",
+                refuses=False,
+                next_step="use a replication factor of 3 and min.insync.replicas=2",
+            )
+        )
+    elif in_sync is not None and int(in_sync) < 2:
+        findings.append(
+            Finding(
+                "ONE_COPY_ACKNOWLEDGED",
+                f"Topic {options.topic!r} has {copies} copies and min.insync.replicas={in_sync}: an acknowledged "
+                "record may be on one disk only.",
+                refuses=False,
+                next_step="set min.insync.replicas=2",
+            )
+        )
+    return findings
+
+
+def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
+    # Any broker may be the coordinator of some shard: the strictest one counts.
+    limits = [
+        int(value)
+        for node in wire.nodes()
+        if (value := _config(wire, _BROKER_CONFIG, str(node), _TRANSACTION_LIMIT, node)) is not None
+    ]
+    if not limits:
+        return [
+            Finding(
+                "TRANSACTION_LIMIT_HIDDEN",
+                f"The brokers do not tell their {_TRANSACTION_LIMIT}; the first batch will show whether "
+                f"{options.transaction_timeout_s} s is allowed.",
+                refuses=False,
+                next_step="grant DescribeConfigs on the cluster",
+            )
+        ]
+    limit_s = min(limits) // 1000
+    if options.transaction_timeout_s > limit_s:
+        return [
+            Finding(
+                "TRANSACTION_TIMEOUT_TOO_LONG",
+                f"transactionTimeout is {options.transaction_timeout_s} s, and the brokers allow {limit_s} s "
+                f"({_TRANSACTION_LIMIT}).",
+                refuses=True,
+                next_step=f'add .option("transactionTimeout", "{limit_s}"), or raise {_TRANSACTION_LIMIT}',
+            )
+        ]
+    return []
+
+
+def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None) -> str | None:
+    """A setting of a topic or broker; None if the broker does not tell it to this user."""
+    from kafka.protocol.admin.configs import DescribeConfigsRequest
+
+    Resource = DescribeConfigsRequest.DescribeConfigsResource  # noqa: N806
+    request = DescribeConfigsRequest(
+        resources=[Resource(resource_type=kind, resource_name=name, configuration_keys=[key])],
+        include_synonyms=False,
+        max_version=1,
+    )
+    answer: Any = wire.ask(request, node)
+    found = answer.results[0]
+    if found.error_code != protocol.NONE:
+        return None
+    return next((c.value for c in found.configs if c.name == key), None)

@@ -1,0 +1,282 @@
+"""Single requests to brokers, one at a time, with the answer's own error code: through kafka-python.
+
+What the driver needs (ending another process's transaction, deciding) must not hide behind a client that retries by
+itself: a lost answer is a case of its own here.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from delivered.model.errors import MissingExtra, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+
+NONE = 0
+OFFSET_OUT_OF_RANGE = 1
+UNKNOWN_TOPIC_OR_PARTITION = 3
+LEADER_NOT_AVAILABLE = 5
+NOT_LEADER = 6
+COORDINATOR_LOADING = 14
+COORDINATOR_NOT_AVAILABLE = 15
+NOT_COORDINATOR = 16
+TOPIC_AUTHORIZATION_FAILED = 29
+TOPIC_ALREADY_EXISTS = 36
+INVALID_PRODUCER_EPOCH = 47
+INVALID_TXN_STATE = 48
+INVALID_PRODUCER_ID_MAPPING = 49
+INVALID_TRANSACTION_TIMEOUT = 50
+CONCURRENT_TRANSACTIONS = 51
+TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
+PRODUCER_FENCED = 90
+TRANSACTIONAL_ID_NOT_FOUND = 105
+
+COORDINATOR_MOVED = frozenset({COORDINATOR_LOADING, COORDINATOR_NOT_AVAILABLE, NOT_COORDINATOR})
+
+_SECURITY = {
+    "security.protocol": "security_protocol",
+    "sasl.mechanism": "sasl_mechanism",
+    "sasl.mechanisms": "sasl_mechanism",
+    "sasl.username": "sasl_plain_username",
+    "sasl.password": "sasl_plain_password",
+    "sasl.kerberos.service.name": "sasl_kerberos_service_name",
+    "client.id": "client_id",
+}
+_TLS = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.ca.pem", "ssl.certificate.pem")
+
+
+class NoAnswer(Exception):
+    """A request was sent, or could not be sent; whether it had an effect is not known."""
+
+
+class NoTopic(NoAnswer):
+    """There is no such topic, or this user may not see it."""
+
+
+def name_of(code: int) -> str:
+    """An error code as Kafka's documentation spells it."""
+    from kafka import errors
+
+    return str(getattr(errors.for_code(code), "message", code))
+
+
+class Wire:
+    """Connections to the brokers of one cluster, kept open. Safe for several threads.
+
+    Args:
+        client: librdkafka's settings, secrets followed.
+    """
+
+    def __init__(self, client: Mapping[str, str]) -> None:
+        self._settings = _kafka_python(client)
+        self._servers = client["bootstrap.servers"]
+        self._lock = threading.Lock()
+        self._admin: Any = None
+        self._coordinators: dict[str, int] = {}
+        self._leaders: dict[tuple[str, int], int] = {}
+
+    def admin(self) -> Any:
+        """kafka-python's admin client.
+
+        Raises:
+            Unreachable: no broker answered within 10 s, or they turned the credentials away.
+        """
+        with self._lock:
+            if self._admin is None:
+                self._admin = self._connect()
+            return self._admin
+
+    def _connect(self) -> Any:
+        try:
+            from kafka import KafkaAdminClient, errors
+        except ImportError:
+            raise MissingExtra("kafka") from None
+        try:
+            return KafkaAdminClient(**self._settings)
+        except errors.KafkaError as error:
+            raise unreachable(self._servers, error) from None
+
+    def ask(self, request: Any, node: int | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
+        """Send one request to a node (None: any) and return its answer. Never sends twice.
+
+        Raises:
+            NoAnswer: the connection broke, or nothing came back in time.
+        """
+        from kafka import errors
+
+        manager = self.admin()._manager
+
+        async def send() -> Any:
+            return await manager.send(request, node_id=node, request_timeout_ms=int(timeout_s * 1000))
+
+        try:
+            return manager.run(send)
+        except (errors.KafkaError, OSError) as error:
+            if isinstance(error, errors.UnknownBrokerIdError):
+                self._refresh()
+            raise NoAnswer(f"{type(error).__name__}: {error}") from None
+
+    def nodes(self) -> list[int]:
+        """Ids of all brokers, as the cluster tells now."""
+        from kafka.protocol.metadata import MetadataRequest
+
+        return [b.node_id for b in self.ask(MetadataRequest(topics=[])).brokers]
+
+    def coordinator(self, transactional_id: str) -> int:
+        """Node that keeps the transactions of this id.
+
+        Raises:
+            NoAnswer: nobody knows at the moment.
+        """
+        known = self._coordinators.get(transactional_id)
+        if known is not None:
+            return known
+        from kafka.protocol.metadata import FindCoordinatorRequest
+
+        answer = self.ask(FindCoordinatorRequest(key=transactional_id, key_type=1, max_version=3))
+        if answer.error_code != NONE:
+            raise NoAnswer(f"no coordinator for {transactional_id!r}: {name_of(answer.error_code)}")
+        if self.admin()._manager.cluster.broker_metadata(answer.node_id) is None:
+            self._refresh()
+        self._coordinators[transactional_id] = answer.node_id
+        return int(answer.node_id)
+
+    def ask_coordinator(self, transactional_id: str, request: Any, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
+        """Send one request to the id's coordinator; forget who that is if it does not answer."""
+        node = self.coordinator(transactional_id)
+        try:
+            answer = self.ask(request, node, timeout_s)
+        except NoAnswer:
+            self.forget(transactional_id)
+            raise
+        if getattr(answer, "error_code", NONE) in COORDINATOR_MOVED:
+            self.forget(transactional_id)
+        return answer
+
+    def leader(self, topic: str, partition: int) -> int:
+        """Node that leads a partition. Raises NoAnswer if there is none now."""
+        known = self._leaders.get((topic, partition))
+        if known is not None:
+            return known
+        from kafka.protocol.metadata import MetadataRequest
+
+        Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
+        answer = self.ask(MetadataRequest(topics=[Topic(name=topic)], allow_auto_topic_creation=False, max_version=9))
+        for found in answer.topics:
+            if found.error_code == UNKNOWN_TOPIC_OR_PARTITION:
+                raise NoTopic(f"there is no topic {topic!r}")
+            if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
+                raise NoAnswer(f"topic {topic!r}: {name_of(found.error_code)}")
+            for part in found.partitions:
+                if part.leader_id >= 0:
+                    self._leaders[(topic, part.partition_index)] = part.leader_id
+        if (topic, partition) not in self._leaders:
+            raise NoAnswer(f"partition {partition} of {topic!r} has no leader now")
+        if self.admin()._manager.cluster.broker_metadata(self._leaders[(topic, partition)]) is None:
+            self._refresh()
+        return self._leaders[(topic, partition)]
+
+    def forget(self, transactional_id: str | None = None) -> None:
+        """Ask again where things are."""
+        if transactional_id is not None:
+            self._coordinators.pop(transactional_id, None)
+        self._leaders.clear()
+
+    def _refresh(self) -> None:
+        """Learn the addresses of brokers that joined or moved since."""
+        manager = self.admin()._manager
+
+        async def refresh() -> Any:
+            return await manager.cluster.refresh_metadata()
+
+        from kafka import errors
+
+        try:
+            manager.run(refresh)
+        except (errors.KafkaError, OSError) as error:
+            raise NoAnswer(f"{type(error).__name__}: {error}") from None
+
+    def close(self) -> None:
+        """Give the connections back. May be called again; the next request opens new ones."""
+        with self._lock:
+            admin, self._admin = self._admin, None
+        if admin is not None:
+            admin.close()
+
+
+def retried(ask: Callable[[], Any], again: frozenset[int], deadline: float, pause_s: float = 0.005) -> Any:
+    """Repeat a request that may be repeated, while its answer's `error_code` is in `again` or there is none.
+
+    Args:
+        deadline: of time.monotonic().
+
+    Raises:
+        NoAnswer: still none at the deadline.
+    """
+    while True:
+        try:
+            answer = ask()
+            if answer.error_code not in again or time.monotonic() > deadline:
+                return answer
+        except NoAnswer:
+            if time.monotonic() > deadline:
+                raise
+            pause_s = max(pause_s, 0.05)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.5)
+
+
+def unreachable(servers: str, error: Exception) -> Unreachable:
+    name = type(error).__name__
+    if "Authentication" in name or "Authorization" in name or "Sasl" in name:
+        return Unreachable(
+            "KAFKA_CREDENTIALS",
+            f"The brokers at {servers} turned the credentials away: {error}.",
+            next_step="check kafka.sasl.* and kafka.ssl.*",
+        )
+    return Unreachable(
+        "KAFKA_UNREACHABLE",
+        f"No broker at {servers} answered within {CONNECT_TIMEOUT_S:.0f} s.",
+        next_step="check kafka.bootstrap.servers and kafka.security.protocol, and that the broker runs",
+    )
+
+
+def _kafka_python(client: Mapping[str, str]) -> dict[str, Any]:
+    """librdkafka's settings as kafka-python spells them. What has no counterpart is left out."""
+    settings: dict[str, Any] = {
+        "bootstrap_servers": [s.strip() for s in client["bootstrap.servers"].split(",") if s.strip()],
+        "bootstrap_timeout_ms": int(CONNECT_TIMEOUT_S * 1000),
+        "reconnect_backoff_max_ms": 500,
+        "max_in_flight_requests_per_connection": 64,
+        "client_id": "delivered",
+    }
+    for theirs, ours in _SECURITY.items():
+        if theirs in client:
+            settings[ours] = client[theirs]
+    if "security_protocol" in settings:
+        settings["security_protocol"] = settings["security_protocol"].upper()
+    if settings.get("security_protocol", "").endswith("SSL") or any(k in client for k in _TLS):
+        settings["ssl_context"] = _tls(client)
+    return settings
+
+
+def _tls(client: Mapping[str, str]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(
+            cafile=client.get("ssl.ca.location"), cadata=client.get("ssl.ca.pem") or None
+        )
+        if client.get("ssl.endpoint.identification.algorithm", "https").lower() in ("none", ""):
+            context.check_hostname = False
+        if client.get("enable.ssl.certificate.verification", "true").lower() == "false":
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if "ssl.certificate.location" in client:
+            context.load_cert_chain(
+                client["ssl.certificate.location"], client.get("ssl.key.location"), client.get("ssl.key.password")
+            )
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError("TLS_FILES", f"The TLS files of kafka.ssl.* cannot be used: {error}.") from None
+    return context

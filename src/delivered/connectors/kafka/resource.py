@@ -1,0 +1,96 @@
+"""The driver's hand on Kafka transactions that tasks, perhaps dead by now, have prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka.markers import find_marker, ledger_topic
+from delivered.connectors.kafka.protocol import NoAnswer, Wire
+from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.transactions import Handle, OpenTransaction
+from delivered.model.errors import Unreachable, UsageError
+from delivered.model.identity import Scope, Work
+from delivered.model.limits import RECOVERY_WAIT_S
+from delivered.model.outcome import Failed, Ok, Outcome
+from delivered.model.work import Prepared
+
+
+class KafkaResource:
+    """See `delivered.contract.Resource`. Also what `delivered transactions` shows and does."""
+
+    def __init__(self, options: SinkOptions, scope: Scope) -> None:
+        self._scope = scope
+        self._topic = ledger_topic(scope, options.ledger_topic)
+        self._timeout_ms = options.transaction_timeout_s * 1000
+        self._options = options
+        self._opened: Wire | None = None
+
+    @property
+    def _wire(self) -> Wire:
+        if self._opened is None:
+            self._opened = Wire(self._options.resolved())
+        return self._opened
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle says it all
+        """EndTxn(commit) with the producer id and epoch of this transaction alone."""
+        return transactions.end(self._wire, Handle.from_json(prepared.handle), commit=True)
+
+    def applied(self, work: Work) -> bool:
+        """Whether a committed marker names this shard of this batch."""
+        return find_marker(self._wire, self._topic, work, RECOVERY_WAIT_S) is not None
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        """EndTxn(abort); an id that somebody else took meanwhile holds nothing of this participant any more."""
+        if not prepared.handle:
+            return Ok(None)
+        match transactions.end(self._wire, Handle.from_json(prepared.handle), commit=False):
+            case Failed():
+                return Ok(None)
+            case other:
+                return other
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Fence every id of this sink that holds, or could open, a transaction that `keep` does not name."""
+        handles = [Handle.from_json(p.handle) for p in keep if p.handle]
+        return transactions.sweep(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
+
+    def open_transactions(self) -> list[OpenTransaction]:
+        """Every transaction of this sink of this pipeline that is not over, of any incarnation, oldest first.
+
+        Raises:
+            Unreachable: a broker did not answer.
+        """
+        try:
+            return transactions.open_transactions(self._wire, self._scope)
+        except NoAnswer as error:
+            raise Unreachable(
+                "KAFKA_NO_ANSWER", f"The brokers did not tell which transactions are open: {error}."
+            ) from None
+
+    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
+        """Commit or abort, by hand, the transaction that an id of this sink holds now.
+
+        Raises:
+            UsageError: the id belongs to somebody else, or holds no open transaction.
+        """
+        if not transactions.is_ours(self._scope, transactional_id):
+            raise UsageError(
+                "TRANSACTION_FOREIGN",
+                f"{transactional_id!r} is no transaction of pipeline {self._scope.pipeline!r}, sink "
+                f"{self._scope.sink!r}: its ids start with {transactions.id_prefix(self._scope)!r}.",
+                next_step="`delivered transactions list` shows them",
+            )
+        found = next((t for t in self.open_transactions() if t.transactional_id == transactional_id), None)
+        if found is None:
+            raise UsageError(
+                "TRANSACTION_NOT_OPEN",
+                f"{transactional_id!r} holds no open transaction.",
+                next_step="`delivered transactions list` shows those that are open",
+            )
+        return transactions.end(self._wire, found.handle, commit)
+
+    def close(self) -> None:
+        wire, self._opened = self._opened, None
+        if wire is not None:
+            wire.close()

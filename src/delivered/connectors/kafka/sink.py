@@ -1,0 +1,107 @@
+"""The Kafka sink as the user named it: options, checked, no connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from delivered.connectors.kafka import columns
+from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.model.capability import Commit, SinkCapability
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+
+
+@dataclass(frozen=True)
+class KafkaSink:
+    """See `delivered.contract.Sink`. Picklable; secrets travel as references."""
+
+    options: SinkOptions
+
+    @property
+    def name(self) -> str:
+        return self.options.default_name
+
+    def capability(self) -> SinkCapability:
+        target = self.options.topic or "the topics that rows name"
+        timeout = self.options.transaction_timeout_s
+        return SinkCapability(
+            system="kafka",
+            commit=Commit.TWO_PHASE,
+            mechanism="two-phase commit",
+            stage=f"kafka {target}: a transaction for each shard, invisible to read_committed readers",
+            prepare="flushed, every record acknowledged; a marker inside the same transaction; left open",
+            decide="one transaction in the pipeline's internal topic, by the one driver that owns it",
+            apply="EndTxn(commit) for each shard, from the driver",
+            send=f"kafka {target}: acks=all",
+            batch_atomic=False,
+            promise_s_max=float(timeout),
+            assumes=(
+                f"readers of {target} use isolation.level=read_committed",
+                "a batch run again gives the same rows (only needed if a transaction expired: "
+                f"{timeout} s after its first record)",
+                "min.insync.replicas copies of the topic and of the broker's own logs are never lost together",
+            ),
+            limits=(
+                f"a batch must be written and decided within {timeout} s (transactionTimeout)",
+                "a reader may see some shards of a batch up to some 20 ms before the others",
+                "while a batch is open, read_committed readers of its partitions wait",
+            ),
+        )
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        from delivered.connectors.kafka.preflight import preflight
+
+        return preflight(self.options, guarantee)
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        columns.check_schema(schema, self.options.topic)
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return columns.records(batch)
+
+    def shard_writer(
+        self,
+        work: Work,
+        guarantee: Guarantee,
+        schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
+    ) -> ShardWriter:
+        from delivered.connectors.kafka.writer import OnceOnlyWriter, PlainWriter, TransactionalWriter
+
+        match guarantee:
+            case Guarantee.EXACTLY_ONCE:
+                return TransactionalWriter(self.options, work)
+            case Guarantee.AT_LEAST_ONCE:
+                return PlainWriter(self.options)
+            case Guarantee.AT_MOST_ONCE:
+                return OnceOnlyWriter(self.options)
+
+    def read_back(self) -> Source:
+        from delivered.connectors.kafka import CONNECTOR
+
+        options = {f"kafka.{k}": v for k, v in self.options.client.items() if _for_readers(k)}
+        if self.options.topic is not None:
+            options["subscribe"] = self.options.topic
+        else:
+            options["subscribePattern"] = "^[^_].*"
+        return CONNECTOR.source(
+            {**options, "startingOffsets": "earliest", "endingOffsets": "latest", "includeHeaders": "true"}
+        )
+
+    def ledger(self, scope: Scope) -> Ledger:
+        from delivered.connectors.kafka.ledger import KafkaLedger
+
+        return KafkaLedger(self.options, scope)
+
+    def resource(self, scope: Scope) -> Resource:
+        from delivered.connectors.kafka.resource import KafkaResource
+
+        return KafkaResource(self.options, scope)
+
+
+def _for_readers(key: str) -> bool:
+    """Whether a client setting is about reaching the brokers, not about producing."""
+    return key.startswith(("bootstrap.", "security.", "sasl.", "ssl.", "enable.ssl", "client.", "socket.", "broker."))

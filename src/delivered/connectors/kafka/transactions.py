@@ -1,0 +1,266 @@
+"""Transactions as the broker sees them: their ids, and how another process ends, fences or lists them.
+
+A transactional id is `delivered.<pipeline>.<sink>.<check>.<shard>.<slot>`. Names may hold dots, so two pairs of
+pipeline and sink can share their written form: the check, a hash of the pair, tells them apart.
+
+Which slot an attempt takes: batches alternate, so that the id of the next batch can be made ready while this one runs;
+attempts of a task alternate, so that two that overlap never share an id. Taking an id fences whoever held it before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.connectors.kafka import protocol
+from delivered.connectors.kafka.produce import ProducerId
+from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of, retried
+from delivered.model.identity import Scope, Work
+from delivered.model.limits import REQUEST_TIMEOUT_S, TRANSACTION_SLOTS
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+
+OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
+_PARALLEL_MAX = 8
+
+_PROMISE_GONE = frozenset(
+    {
+        protocol.INVALID_PRODUCER_EPOCH,
+        protocol.PRODUCER_FENCED,
+        protocol.INVALID_PRODUCER_ID_MAPPING,
+        protocol.INVALID_TXN_STATE,
+        protocol.TRANSACTIONAL_ID_NOT_FOUND,
+    }
+)
+
+
+def id_prefix(scope: Scope) -> str:
+    """Start of all transactional ids of this sink of this pipeline, in any incarnation, and of no other's."""
+    check = hashlib.blake2b(f"{scope.pipeline}\0{scope.sink}".encode(), digest_size=4).hexdigest()
+    return f"{scope.prefix}{check}."
+
+
+def slot_of(batch: int, attempt: int) -> int:
+    """Which of a shard's ids an attempt takes."""
+    per_batch = TRANSACTION_SLOTS // 2
+    return (batch % 2) * per_batch + attempt % per_batch
+
+
+def transactional_id(work: Work) -> str:
+    return f"{id_prefix(work.scope)}{work.shard}.{slot_of(work.batch, work.attempt)}"
+
+
+def is_ours(scope: Scope, candidate: str) -> bool:
+    """Whether a transactional id names a shard of this sink of this pipeline."""
+    prefix = id_prefix(scope)
+    return candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d", candidate[len(prefix) :]) is not None
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A prepared transaction: all that another process needs to end it."""
+
+    transactional_id: str
+    producer: ProducerId
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "transactional_id": self.transactional_id,
+            "producer_id": self.producer.id,
+            "epoch": self.producer.epoch,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Handle:
+        return cls(str(data["transactional_id"]), ProducerId(int(data["producer_id"]), int(data["epoch"])))
+
+
+@dataclass(frozen=True)
+class OpenTransaction:
+    """One transaction that is not over, for a person.
+
+    Attributes:
+        state: as Kafka names it: Ongoing, PrepareCommit, ...
+        started_ms: milliseconds since 1970; -1: nothing was written yet.
+        partitions: "topic-partition" of all it wrote to.
+    """
+
+    transactional_id: str
+    shard: int
+    slot: int
+    state: str
+    producer_id: int
+    epoch: int
+    started_ms: int
+    timeout_ms: int
+    partitions: tuple[str, ...]
+
+    def age_s(self, now_s: float | None = None) -> float | None:
+        """Seconds since it was opened, by this machine's clock."""
+        if self.started_ms < 0:
+            return None
+        return max(0.0, (time.time() if now_s is None else now_s) - self.started_ms / 1000)
+
+    @property
+    def handle(self) -> Handle:
+        return Handle(self.transactional_id, ProducerId(self.producer_id, self.epoch))
+
+
+def end(wire: Wire, handle: Handle, commit: bool) -> Outcome[None]:
+    """Commit or abort a prepared transaction from any process; may be repeated.
+
+    The epoch belongs to this one transaction alone, so a request that arrives late finds either this transaction, or a
+    newer epoch that refuses it. Version 4 and older leave the epoch as it is, which makes the repetition harmless.
+    """
+    from kafka.protocol.producer.transaction import EndTxnRequest
+
+    request = EndTxnRequest(
+        transactional_id=handle.transactional_id,
+        producer_id=handle.producer.id,
+        producer_epoch=handle.producer.epoch,
+        committed=commit,
+        max_version=4,
+    )
+    try:
+        answer = wire.ask_coordinator(handle.transactional_id, request)
+    except NoAnswer as error:
+        return Unknown(str(error))
+    what = f"{handle.transactional_id}, epoch {handle.producer.epoch}: {name_of(answer.error_code)}"
+    if answer.error_code == protocol.NONE:
+        return Ok(None)
+    if answer.error_code in _PROMISE_GONE:
+        return Failed(what)
+    return Unknown(what)
+
+
+def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: float) -> Outcome[ProducerId]:
+    """Take a transactional id: everybody who held it is fenced, and what they left open is aborted.
+
+    Args:
+        deadline: of time.monotonic(), for waiting until the broker has ended the old transaction.
+    """
+    from kafka.protocol.producer.transaction import InitProducerIdRequest
+
+    def ask() -> Any:
+        request = InitProducerIdRequest(
+            transactional_id=transactional_id,
+            transaction_timeout_ms=timeout_ms,
+            producer_id=-1,
+            producer_epoch=-1,
+            max_version=4,
+        )
+        return wire.ask_coordinator(transactional_id, request)
+
+    # To repeat it is harmless: each time takes a newer epoch.
+    again = protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS}
+    try:
+        answer = retried(ask, frozenset(again), deadline)
+    except NoAnswer as error:
+        return Unknown(str(error))
+    if answer.error_code == protocol.NONE:
+        return Ok(ProducerId(answer.producer_id, answer.producer_epoch))
+    what = f"{transactional_id}: {name_of(answer.error_code)}"
+    return Unknown(what) if answer.error_code in again else Failed(what)
+
+
+def listed(wire: Wire, scope: Scope, states: Iterable[str], deadline: float) -> dict[str, str]:
+    """Transactional ids of this sink that are in one of `states`, with the state, from all brokers.
+
+    Raises:
+        NoAnswer: a broker did not tell.
+    """
+    from kafka.protocol.admin.transactions import ListTransactionsRequest
+
+    wanted = list(states)
+    found: dict[str, str] = {}
+    for node in wire.nodes():
+
+        def ask(node: int = node) -> Any:
+            return wire.ask(ListTransactionsRequest(state_filters=wanted, max_version=0), node)
+
+        answer = retried(ask, protocol.COORDINATOR_MOVED, deadline, pause_s=0.05)
+        if answer.error_code != protocol.NONE:
+            raise NoAnswer(f"broker {node}: {name_of(answer.error_code)}")
+        for row in answer.transaction_states:
+            if is_ours(scope, row.transactional_id):
+                found[row.transactional_id] = row.transaction_state
+    return found
+
+
+def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
+    """What the coordinator knows of one id; None if it knows none. Raises NoAnswer."""
+    from kafka.protocol.admin.transactions import DescribeTransactionsRequest
+
+    answer = wire.ask_coordinator(transactional_id, DescribeTransactionsRequest(transactional_ids=[transactional_id]))
+    row = answer.transaction_states[0]
+    if row.error_code == protocol.TRANSACTIONAL_ID_NOT_FOUND:
+        return None
+    if row.error_code != protocol.NONE:
+        if row.error_code in protocol.COORDINATOR_MOVED:
+            wire.forget(transactional_id)
+        raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
+    shard, slot = transactional_id.rsplit(".", 2)[1:]
+    return OpenTransaction(
+        transactional_id=transactional_id,
+        shard=int(shard) if shard.isdigit() else -1,
+        slot=int(slot) if slot.isdigit() else -1,
+        state=row.transaction_state,
+        producer_id=row.producer_id,
+        epoch=row.producer_epoch,
+        started_ms=row.transaction_start_time_ms,
+        timeout_ms=row.transaction_timeout_ms,
+        partitions=tuple(sorted(f"{t.topic}-{p}" for t in row.topics for p in t.partitions)),
+    )
+
+
+def open_transactions(wire: Wire, scope: Scope) -> list[OpenTransaction]:
+    """Every transaction of this sink of this pipeline that is not over, oldest first. Raises NoAnswer."""
+    deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    found = [describe(wire, name) for name in listed(wire, scope, OPEN_STATES, deadline)]
+    return sorted((t for t in found if t is not None and t.state in OPEN_STATES), key=lambda t: t.started_ms)
+
+
+def sweep(wire: Wire, scope: Scope, keep: Iterable[Handle], timeout_ms: int, wait_s: float) -> Outcome[int]:
+    """Fence every id of this sink that holds, or could still open, a transaction that `keep` does not name.
+
+    Fencing instead of a plain abort: a task that sleeps through it cannot write on when it wakes up.
+
+    Returns:
+        How many open transactions were aborted.
+    """
+    deadline = time.monotonic() + wait_s
+    kept = {h.transactional_id: h.producer for h in keep}
+
+    def one(item: tuple[str, str]) -> Outcome[int]:
+        name, state = item
+        if name in kept:
+            try:
+                now = describe(wire, name)
+            except NoAnswer as error:
+                return Unknown(str(error))
+            if now is not None and (now.producer_id, now.epoch) == (kept[name].id, kept[name].epoch):
+                return Ok(0)
+        match initialise(wire, name, timeout_ms, deadline):
+            case Ok():
+                # PrepareCommit was decided by somebody: to wait for its end is all there is to do.
+                return Ok(1 if state in ("Ongoing", "PrepareAbort", "PrepareEpochFence") else 0)
+            case Failed(reason) | Unknown(reason):
+                return Unknown(reason)
+
+    try:
+        found = listed(wire, scope, (*OPEN_STATES, "Empty"), deadline)
+    except NoAnswer as error:
+        return Unknown(str(error))
+    if not found:
+        return Ok(0)
+    total = 0
+    with ThreadPoolExecutor(min(_PARALLEL_MAX, len(found))) as pool:
+        for outcome in pool.map(one, sorted(found.items())):
+            if not isinstance(outcome, Ok):
+                return outcome
+            total += outcome.value
+    return Ok(total)

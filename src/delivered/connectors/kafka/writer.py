@@ -1,0 +1,296 @@
+"""One shard on its way to Kafka, on an executor: three writers for three guarantees."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.connectors.kafka import columns, transactions, warm
+from delivered.connectors.kafka.clients import producer_config
+from delivered.connectors.kafka.delivery import delivery_error, producer_error
+from delivered.connectors.kafka.markers import ledger_topic, marker_key, marker_partition, marker_value
+from delivered.connectors.kafka.produce import Producer, ProducerError, Rows
+from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.transactions import Handle
+from delivered.model.errors import BadRecord, InvariantBroken
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Work
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+
+log = logging.getLogger(__name__)
+
+FLUSH_TIMEOUT_S = 180.0
+"""Above the time after which a record counts as failed: then the failures tell why."""
+
+
+class _Sender:
+    """Turns batches into records of one producer; knows the topics' partitions."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        self._options = options
+        self._partitions: dict[str, int] = {}
+
+    def send(self, producer: Producer, batch: pa.RecordBatch) -> None:
+        for rows in self._by_topic(batch):
+            self._check(producer, rows)
+            producer.send(rows)
+
+    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[Rows]:
+        n = batch.num_rows
+        named = columns.topics(batch, self._options.topic)
+        headers = columns.headers(batch, n)
+        rows = Rows(
+            topic=self._options.topic or "",
+            key=columns.binary(batch, "key", n) if "key" in batch.schema.names else None,
+            value=columns.binary(batch, "value", n),
+            headers=None if headers.null_count == n else headers,
+            partition=_partition_column(batch),
+        )
+        if named is None:
+            yield rows
+            return
+        for topic in named.unique().to_pylist():
+            picked = pc.indices_nonzero(pc.equal(named, topic))
+            yield Rows(
+                topic=topic,
+                key=None if rows.key is None else rows.key.take(picked),
+                value=rows.value.take(picked),
+                headers=None if rows.headers is None else rows.headers.take(picked),
+                partition=None if rows.partition is None else rows.partition[np.asarray(picked)],
+            )
+
+    def _check(self, producer: Producer, rows: Rows) -> None:
+        """Unknown topics and partitions are found before anything is sent to them."""
+        count = self._partitions.get(rows.topic)
+        if count is None:
+            count = self._partitions[rows.topic] = known_partitions(producer, rows.topic, self._options)
+        if rows.partition is not None and len(rows) and int(rows.partition.max()) >= count:
+            raise BadRecord(
+                "PARTITION_UNKNOWN",
+                f"A row asks for partition {int(rows.partition.max())} of topic {rows.topic!r}, which has {count} "
+                f"(0 to {count - 1}).",
+                next_step="correct the column 'partition', or leave it out: rows are then spread by key",
+            )
+
+
+def known_partitions(producer: Producer, topic: str, options: SinkOptions) -> int:
+    """Number of a topic's partitions; waits a moment for a topic that was made just now.
+
+    Raises:
+        UsageError: there is no such topic. Unreachable: no broker answers. Refused: no permission.
+    """
+    deadline = time.monotonic() + 3
+    while True:
+        try:
+            return producer.partitions(topic, CONNECT_TIMEOUT_S)
+        except ProducerError as error:
+            if not error.topic_unknown or time.monotonic() > deadline:
+                raise producer_error(error, topic, options) from None
+        time.sleep(0.1)
+
+
+class TransactionalWriter:
+    """exactly_once: the rows and a marker in one transaction, which is left open for the driver to end."""
+
+    def __init__(self, options: SinkOptions, work: Work) -> None:
+        self._options = options
+        self._work = work
+        self._id = transactions.transactional_id(work)
+        self._sender = _Sender(options)
+        self._producer: Producer | None = None
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        """Send rows inside the transaction; the first rows open it."""
+        if batch.num_rows == 0:
+            return
+        try:
+            producer = self._begun()
+            self._sender.send(producer, batch)
+        except ProducerError as error:
+            raise producer_error(error, self._options.topic, self._options) from None
+        if producer.failures.count:
+            raise delivery_error(producer.failures, self._options)
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        """Every row and the marker are acknowledged; the transaction stays open. No rows: no transaction."""
+        producer = self._producer
+        if producer is None:
+            return {}
+        scope = self._work.scope
+        try:
+            producer.send_one(
+                ledger_topic(scope, self._options.ledger_topic),
+                marker_partition(scope),
+                marker_key(scope, self._work.shard),
+                marker_value(self._work, fingerprint),
+            )
+            producer.flush(min(FLUSH_TIMEOUT_S, self._options.transaction_timeout_s))
+        except ProducerError as error:
+            raise producer_error(error, self._options.topic, self._options) from None
+        if producer.failures.count:
+            raise delivery_error(producer.failures, self._options)
+        if producer.id is None:
+            raise InvariantBroken("PRODUCER_UNKNOWN", f"The producer of {self._id} does not know its id and epoch.")
+        handle = Handle(self._id, producer.id).to_json()
+        self._producer = None
+        # From here on the transaction belongs to the driver; the client that opened it has no more say.
+        warm.retire(producer)
+        self._prepare_next()
+        return handle
+
+    def abort(self) -> None:
+        """Abort the transaction if it is still this task's. Once prepared it is left to the sweep."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            with suppress(ProducerError):
+                producer.abort(REQUEST_TIMEOUT_S)
+            producer.close()
+
+    def _begun(self) -> Producer:
+        if self._producer is None:
+            self._producer = self._taken()
+            self._producer.begin()
+        return self._producer
+
+    def _taken(self) -> Producer:
+        config = producer_config(self._options, Guarantee.EXACTLY_ONCE, self._id)
+        producer, was_ready = warm.take(config, _name(self._work), _START_TIMEOUT_S)
+        if was_ready and not self._still_holds(producer):
+            producer.close()
+            producer = warm.started(config, _START_TIMEOUT_S)
+        return producer
+
+    def _still_holds(self, producer: Producer) -> bool:
+        """Whether the id was not taken by another process since this producer was made ready."""
+        holder = warm.holder_of(self._options, self._id)
+        return holder is None or holder == producer.id
+
+    def _prepare_next(self) -> None:
+        following = replace(self._work, batch=self._work.batch + 1, attempt=0)
+        following_id = transactions.transactional_id(following)
+        config = producer_config(self._options, Guarantee.EXACTLY_ONCE, following_id)
+        options = self._options
+        warm.prepare_next(
+            config, _name(following), _START_TIMEOUT_S, also=lambda: warm.holder_of(options, following_id)
+        )
+
+
+_START_TIMEOUT_S = 60.0
+
+
+def _name(work: Work) -> str:
+    return f"{work.scope.incarnation}/{work.batch}/{work.shard}/{work.attempt}"
+
+
+class PlainWriter:
+    """at_least_once: what was acknowledged is in; what was not makes the task fail, and its rows are sent again."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        self._options = options
+        self._config = producer_config(options, Guarantee.AT_LEAST_ONCE, None)
+        self._sender = _Sender(options)
+        self._producer: Producer | None = None
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        if self._producer is None:
+            self._producer = warm.borrow(self._config)
+        try:
+            self._sender.send(self._producer, batch)
+        except ProducerError as error:
+            raise producer_error(error, self._options.topic, self._options) from None
+        if self._producer.failures.count:
+            raise delivery_error(self._producer.failures, self._options)
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:  # noqa: ARG002 - no marker here
+        producer = self._producer
+        if producer is None:
+            return {}
+        try:
+            producer.flush(FLUSH_TIMEOUT_S)
+        except ProducerError as error:
+            raise producer_error(error, self._options.topic, self._options) from None
+        if producer.failures.count:
+            raise delivery_error(producer.failures, self._options)
+        self._producer = None
+        warm.give_back(self._config, producer)
+        return {}
+
+    def abort(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            warm.retire(producer)
+
+
+class OnceOnlyWriter:
+    """at_most_once: every record leaves at most once; what was not acknowledged is given up and counted.
+
+    A request without an answer may have been stored: its records count as given up, which makes the count an upper
+    bound of what was lost.
+    """
+
+    def __init__(self, options: SinkOptions) -> None:
+        self._options = options
+        self._config = producer_config(options, Guarantee.AT_MOST_ONCE, None)
+        self._sender = _Sender(options)
+        self._producer: Producer | None = None
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        if self._producer is None:
+            self._producer = warm.borrow(self._config)
+        try:
+            self._sender.send(self._producer, batch)
+        except ProducerError as error:
+            raise producer_error(error, self._options.topic, self._options) from None
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:  # noqa: ARG002 - no marker here
+        producer = self._producer
+        if producer is None:
+            return {}
+        try:
+            producer.flush(FLUSH_TIMEOUT_S)
+        except ProducerError as error:
+            raise producer_error(error, self._options.topic, self._options) from None
+        self._producer = None
+        failed = _account(producer.failures.by_name)
+        if failed:
+            log.warning("at_most_once: records given up: %s", failed)
+            warm.retire(producer)
+        else:
+            warm.give_back(self._config, producer)
+        return {"given_up": sum(failed.values()), "reasons": failed} if failed else {}
+
+    def abort(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            warm.retire(producer)
+
+
+def _account(by_name: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(by_name.items()))
+
+
+def _partition_column(batch: pa.RecordBatch) -> Any | None:
+    if "partition" not in batch.schema.names:
+        return None
+    column = batch.column(batch.schema.get_field_index("partition"))
+    lowest = pc.min(column).as_py()
+    if lowest is not None and lowest < 0:
+        raise BadRecord(
+            "PARTITION_UNKNOWN",
+            f"A row asks for partition {lowest}; partitions count from 0.",
+            next_step="correct the column 'partition'; null spreads by key",
+        )
+    return np.asarray(column.cast(pa.int32()).fill_null(-1))
