@@ -85,6 +85,8 @@ def _position(owner: str, name: str, value: str) -> Position:
         return value.strip().lower()
     try:
         raw = json.loads(value)
+        # What the driver's `initial` returned is understood too: it is kept as text beside a checkpoint.
+        raw = raw["offsets"] if set(raw) == {"version", "offsets"} else raw
         position = {int(partition): int(offset) for partition, offset in raw.items()}
     except (ValueError, AttributeError, TypeError):
         raise UsageError(

@@ -50,9 +50,10 @@ def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
     return connection
 
 
-def begin(connection: sqlite3.Connection, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-    """Become the one writer; wait at most `timeout_s` for another one to end."""
-    connection.execute(f"PRAGMA busy_timeout={int(timeout_s * 1000)}")
+def begin(connection: sqlite3.Connection, timeout_s: float | None = None) -> None:
+    """Become the one writer; wait at most `timeout_s`, by default 30 s, for another one to end."""
+    wait_s = REQUEST_TIMEOUT_S if timeout_s is None else timeout_s
+    connection.execute(f"PRAGMA busy_timeout={int(wait_s * 1000)}")
     connection.execute("BEGIN IMMEDIATE")
 
 
@@ -67,7 +68,7 @@ def rollback(connection: sqlite3.Connection) -> None:
 
 
 @contextlib.contextmanager
-def writing(connection: sqlite3.Connection, path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> Iterator[None]:
+def writing(connection: sqlite3.Connection, path: str, timeout_s: float | None = None) -> Iterator[None]:
     """One transaction: committed at the end, or undone.
 
     Raises:

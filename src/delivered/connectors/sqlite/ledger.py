@@ -77,6 +77,16 @@ class SqliteLedger:
         self._claimed = (owner_id, state.epoch)
         return state
 
+    def look(self) -> LedgerState:
+        if not Path(self._options.path).exists():
+            return LedgerState()
+        connection = connect(self._options.path, mode="ro")
+        try:
+            with self._reading(connection):
+                return self._state(connection) if version_of(connection) else LedgerState()
+        finally:
+            connection.close()
+
     def begin(self, begun: Begun) -> Outcome[None]:
         def write(connection: sqlite3.Connection) -> None:
             connection.execute(

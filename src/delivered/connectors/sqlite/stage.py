@@ -65,6 +65,13 @@ class StagedFile:
             self._file.close()
             self._part.rename(self._final)
             sync_folder(self._folder)
+        except FileNotFoundError:
+            raise InvariantBroken(
+                "STAGED_FILE_GONE",
+                f"The file {str(self._part)!r} was taken away while the task wrote it: a later start of the pipeline "
+                "swept what this one left. Nothing of the shard is visible.",
+                next_step="nothing, if the later start is running; else start the pipeline again",
+            ) from None
         except OSError as error:
             raise _failed(self._part, error) from error
         return {"path": self._final.name, "rows": self.rows, "bytes": self._sink.size, "crc32": self._sink.crc}

@@ -1,0 +1,138 @@
+"""A whole pipeline without Spark, in a process of its own: a log, the engine, SQLite, a checkpoint as Spark keeps it.
+
+    python embedded_pipeline.py '{"log": ..., "database": ..., "checkpoint": ..., "guarantee": ..., "owner": ...}'
+
+Before a batch its offsets are written, after it a file in `commits/`. Crash points come from DELIVERED_CRASH. With
+"stop_at" the process stops itself (SIGSTOP) at that point, once: a zombie to be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.commit.context import Context
+from delivered.commit.decide import commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.connectors.log import CONNECTOR as LOG
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.model.errors import DeliveredError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.step import Moment, StepId, install, reach
+from delivered.model.work import CheckpointView, Owner
+from delivered.testing.crash import install_from_environment
+from delivered.write.shard import write_shard
+
+ROWS_PER_BATCH = 400
+TABLE = "events"
+PIPELINE = "embedded"
+
+
+def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(
+        [
+            batch.column("key").cast(pa.string()),
+            batch.column("value"),
+            batch.column("offset"),
+            batch.column("timestamp"),
+        ],
+        names=["id", "payload", "position", "at"],
+    )
+
+
+class Checkpoint:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("offsets", "commits"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        metadata = folder / "metadata"
+        if not metadata.exists():
+            write(metadata, str(uuid.uuid4()))
+        self.incarnation = metadata.read_text()
+
+    def newest(self, name: str) -> int | None:
+        return max((int(p.name) for p in (self.folder / name).iterdir() if p.name.isdigit()), default=None)
+
+    def offsets(self, batch: int) -> dict[str, Any]:
+        return json.loads((self.folder / "offsets" / str(batch)).read_text())
+
+
+def write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.rename(path)
+
+
+def run(spec: dict[str, Any]) -> None:
+    source = LOG.source({"path": spec["log"]})
+    sink = SQLITE.sink({"path": spec["database"], "table": TABLE})
+    checkpoint = Checkpoint(Path(spec["checkpoint"]))
+    scope = Scope(PIPELINE, sink.name, checkpoint.incarnation)
+    owner, guarantee = Owner(spec["owner"], process=os.getpid()), Guarantee(spec["guarantee"])
+    schema = transform(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
+    sink.check_schema(schema)
+    # As under Spark: one process plans, another one commits. Here each has its own ledger and resource.
+    planning, committing = (
+        Context(scope, guarantee, owner, sink.ledger(scope), sink.resource(scope)) for _ in range(2)
+    )
+    driver = source.driver()
+    for turn in itertools.count():
+        planned, logged = checkpoint.newest("offsets"), checkpoint.newest("commits")
+        if planned is None or planned == logged:
+            batch = 0 if planned is None else planned + 1
+            start = driver.initial() if planned is None else checkpoint.offsets(planned)["end"]
+            end = driver.latest(start, ROWS_PER_BATCH)
+            if end == start:
+                return
+            write(checkpoint.folder / "offsets" / str(batch), json.dumps({"start": start, "end": end}))
+        else:
+            batch, entry = planned, checkpoint.offsets(planned)
+            start, end = entry["start"], entry["end"]
+        text = json.dumps(end)
+        plan = plan_batch(planning, CheckpointView(scope.incarnation, batch, text, logged), first=turn == 0)
+        pieces = driver.slices(start, end)
+
+        def rows(piece: Any) -> Iterator[pa.RecordBatch]:
+            for read in source.read(piece):
+                for at in range(0, read.num_rows, 64):
+                    yield transform(read.slice(at, 64))
+
+        messages = [write_shard(sink, plan, i, 0, rows(piece), schema) for i, piece in enumerate(pieces)]
+        commit_batch(committing, batch, text, messages)
+        reach(StepId.LOG, Moment.BEFORE, batch=batch)
+        write(checkpoint.folder / "commits" / str(batch), "{}")
+        reach(StepId.LOG, Moment.AFTER, batch=batch)
+
+
+def stop_once(at: str) -> None:
+    left = [at]
+
+    def handler(point: str, facts: dict[str, Any]) -> None:
+        if left and point == left[0] and facts.get("batch", 0) in (0, 1):
+            left.clear()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    install(handler)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    if given.get("stop_at"):
+        stop_once(given["stop_at"])
+    else:
+        install_from_environment()
+    try:
+        run(given)
+    except DeliveredError as error:
+        print(error, file=sys.stderr)
+        sys.exit(3)
