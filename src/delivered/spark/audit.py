@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -24,12 +24,13 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from delivered.audit.classes import Counts
 from delivered.audit.history import History, check_history
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
-from delivered.contract import Offsets, Resource, Sink, Source
+from delivered.contract import Offsets, Resource, Sink, Slice, Source
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.work import CheckpointView, Decision
+from delivered.spark import first_offsets
 from delivered.spark.checkpoint import read_view
 from delivered.spark.frames import keeps_partitions, slice_frame
 from delivered.spark.reconcile import Result, hashed, reconcile
@@ -55,7 +56,7 @@ class AuditSpec:
             None: the whole record does, and an altered record shows as one lost and one unexpected.
         key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
         samples_max: damaged records listed, per class.
-        source_from: where the pipeline started, if its source no longer says so (`startingOffsets` "latest").
+        source_from: where the pipeline started, if neither its checkpoint nor its source says so any more.
         sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
     """
 
@@ -80,6 +81,10 @@ class AuditSpec:
 Progress = Callable[[str], None]
 
 
+class _BadExpression(UsageError):
+    """The id or the key is no SQL over the sink's columns."""
+
+
 def audit(spark: SparkSession, spec: AuditSpec, progress: Progress | None = None) -> AuditReport:
     """Reconcile source and sink; never raises because something cannot be read: that is the verdict `unknown`.
 
@@ -93,7 +98,7 @@ def audit(spark: SparkSession, spec: AuditSpec, progress: Progress | None = None
     say = progress or (lambda _: None)
     try:
         report = _audit(spark, spec, say)
-    except UsageError:
+    except _BadExpression:
         raise
     except Exception as error:
         # Whatever went wrong in the checker, it saw no proof.
@@ -132,7 +137,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     ledger = _read_ledger(spec, scope)
     say("reading the sink back")
     with _sent_range(spec) as read:
-        probe = read.frame(spark, None, None)
+        probe = read.frame(spark, ())
         found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
@@ -198,9 +203,8 @@ class _SentRange:
     def close(self) -> None:
         self._driver.close()
 
-    def frame(self, spark: SparkSession, start: Offsets | None, end: Offsets | None) -> DataFrame:
-        """What the sink was given of a range; None: nothing, for the columns alone."""
-        slices = self._driver.slices(start, end) if start is not None and end is not None else []
+    def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
+        """What the sink was given of a range; no slices: for the columns alone."""
         read = slice_frame(spark, self._spec.source, slices)
         return read if self._spec.transform is None else self._spec.transform(read)
 
@@ -209,8 +213,8 @@ class _SentRange:
     ) -> tuple[DataFrame, bool]:
         """Rows for `reconcile`, and whether their partition and order are known."""
         spec = self._spec
-        frame = self.frame(spark, start, end)
         slices = self._driver.slices(start, end) if end is not None else []
+        frame = self.frame(spark, slices)
         ordered = keeps_partitions(frame) if slices else True
         names = [s.lane or f"slice {i}" for i, s in enumerate(slices)] if ordered else None
         lane: Column = F.spark_partition_id() if ordered else F.lit("all")
@@ -285,7 +289,9 @@ def _range(
     spec: AuditSpec, read: _SentRange, ledger: _Ledger, view: CheckpointView
 ) -> tuple[Offsets, Offsets | None, Offsets]:
     """Where the pipeline started, where the last visible batch ends, and where the batch about to run ends."""
-    start = spec.source_from if spec.source_from is not None else read.initial()
+    start = spec.source_from if spec.source_from is not None else first_offsets.kept(spec.checkpoint)
+    if start is None:
+        start = read.initial()
     end = _offsets(ledger.visible.offsets) if ledger.visible is not None else None
     return start, end, _offsets(view.offsets)
 
@@ -310,7 +316,7 @@ def _expressions(spec: AuditSpec) -> Iterator[None]:
     except (AnalysisException, ParseException) as error:
         if spec.id is None and spec.key is None:
             raise
-        raise UsageError(
+        raise _BadExpression(
             "AUDIT_EXPRESSION",
             f"The audit's id is {spec.id!r} and its key {spec.key!r}; Spark says: {str(error).splitlines()[0]}",
             next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",

@@ -1,0 +1,194 @@
+"""Audits of several pipelines as one HTML file: a table and a chart, nothing fetched from a network.
+
+Colours are of the Okabe-Ito palette, told apart by the colour-blind, on a light and on a dark page; every number stands
+in the table as well, and every bar carries its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.model.errors import MissingExtra
+
+MEASURES = ("lost", "duplicated", "given_up")
+_COLOURS = {"lost": "#D55E00", "duplicated": "#0072B2", "given_up": "#E69F00"}
+_COLOURS_DARK = {"lost": "#F0804A", "duplicated": "#56B4E9", "given_up": "#F0C04A"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One guarantee's outcome; numbers of records.
+
+    Attributes:
+        kills: how often the pipeline was killed, and where, in words.
+    """
+
+    guarantee: str
+    sent: int
+    delivered: int
+    lost: int
+    duplicated: int
+    given_up: int
+    verdict: str
+    kills: tuple[str, ...] = ()
+
+
+def page(title: str, intro: str, rows: Sequence[Row], details: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole file.
+
+    Args:
+        intro: one paragraph, plain text.
+        details: heading and plain text of blocks that open on a click, for instance whole audit reports.
+
+    Raises:
+        MissingExtra: the chart needs the extra `report`.
+    """
+    try:
+        import jinja2
+        import vl_convert
+    except ImportError:
+        raise MissingExtra("report") from None
+    environment = jinja2.Environment(autoescape=True)
+    return environment.from_string(_TEMPLATE).render(
+        title=title,
+        intro=intro,
+        rows=rows,
+        details=details,
+        # Both stand in script elements: no end tag may stand in them.
+        spec=json.dumps({"light": _chart(rows, dark=False), "dark": _chart(rows, dark=True)}).replace("<", "\\u003c"),
+        script=_script_safe(vl_convert.javascript_bundle(_DRAW)),
+    )
+
+
+def _script_safe(text: str) -> str:
+    return re.sub(r"<(?=/script|!--)", r"\\x3c", text, flags=re.IGNORECASE)
+
+
+def _chart(rows: Sequence[Row], dark: bool) -> dict[str, Any]:
+    try:
+        import altair as alt
+    except ImportError:
+        raise MissingExtra("report") from None
+    colours = _COLOURS_DARK if dark else _COLOURS
+    ink, faint = ("#e8e8ea", "#5a5f68") if dark else ("#1c1e21", "#c8ccd2")
+    guarantees = [r.guarantee for r in rows]
+    values: list[dict[str, Any]] = [
+        {"guarantee": r.guarantee, "what": m.replace("_", " "), "records": int(getattr(r, m)), "sent": r.sent}
+        for r in rows
+        for m in MEASURES
+    ]
+    most = max((int(v["records"]) for v in values), default=0)
+    base = alt.Chart(alt.InlineData(values)).encode(
+        y=alt.Y("guarantee:N", sort=guarantees, title=None, axis=alt.Axis(labelFontSize=13, ticks=False, domain=False)),
+        x=alt.X(
+            "records:Q",
+            title="records",
+            scale=alt.Scale(domain=[0, max(1, most) * 1.4]),
+            axis=alt.Axis(format="~s", tickCount=4, grid=False, labelFontSize=12, titleFontSize=12),
+        ),
+    )
+    bars = base.mark_bar(height=18, cornerRadiusEnd=2).encode(
+        color=alt.Color(
+            "what:N",
+            scale=alt.Scale(domain=[m.replace("_", " ") for m in MEASURES], range=[colours[m] for m in MEASURES]),
+            legend=None,
+        ),
+        tooltip=[
+            alt.Tooltip("guarantee:N"),
+            alt.Tooltip("what:N"),
+            alt.Tooltip("records:Q", format=","),
+            alt.Tooltip("sent:Q", format=","),
+        ],
+    )
+    labels = base.mark_text(align="left", dx=5, fontSize=13, color=ink).encode(text=alt.Text("records:Q", format=","))
+    chart = (
+        alt.layer(bars, labels)
+        .properties(width=230, height=120)
+        .facet(
+            column=alt.Column(
+                "what:N",
+                sort=[m.replace("_", " ") for m in MEASURES],
+                title=None,
+                header=alt.Header(labelFontSize=14, labelFontWeight="bold", labelColor=ink),
+            )
+        )
+        .configure(background="transparent")
+        .configure_axis(labelColor=ink, titleColor=ink, gridColor=faint, domainColor=faint, tickColor=faint)
+        .configure_view(stroke=None)
+    )
+    found: dict[str, Any] = chart.to_dict()
+    return found
+
+
+_DRAW = """
+const specs = JSON.parse(document.getElementById("chart-data").textContent);
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+function draw() {
+  vegaEmbed("#chart", dark.matches ? specs.dark : specs.light, {actions: false, renderer: "svg"})
+    .then(() => document.getElementById("chart").setAttribute("data-drawn", "true"));
+}
+dark.addEventListener("change", draw);
+draw();
+"""
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+  :root { color-scheme: light dark; --ink: #1c1e21; --page: #ffffff; --line: #d5d9df; --soft: #5b616b;
+    --held: #00684a; --broken: #a83f00; --unknown: #7a5c00; }
+  @media (prefers-color-scheme: dark) {
+    :root { --ink: #e8e8ea; --page: #16181c; --line: #3a3f47; --soft: #a6adb8;
+      --held: #4fd1a5; --broken: #ff9a63; --unknown: #f0c04a; } }
+  body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 2rem auto;
+    max-width: 64rem; padding: 0 1rem; }
+  h1 { font-size: 1.5rem; margin: 0 0 .5rem; }
+  p, figcaption { color: var(--soft); max-width: 46rem; }
+  table { border-collapse: collapse; margin: 1.5rem 0; width: 100%; }
+  th, td { padding: .45rem .75rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+  th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
+  td { font-variant-numeric: tabular-nums; }
+  .held { color: var(--held); } .broken { color: var(--broken); } .unknown { color: var(--unknown); }
+  .verdict { font-weight: 600; }
+  .kills { color: var(--soft); font-size: .85rem; white-space: nowrap; }
+  figure { margin: 2rem 0; overflow-x: auto; }
+  details { margin: .5rem 0; } summary { cursor: pointer; }
+  pre { overflow-x: auto; font-size: .8rem; line-height: 1.25; }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p>{{ intro }}</p>
+<table>
+<thead><tr><th>guarantee</th><th>sent</th><th>delivered</th><th>lost</th><th>duplicated</th><th>given up</th>
+<th>verdict</th><th>killed at</th></tr></thead>
+<tbody>
+{% for r in rows -%}
+<tr><td>{{ r.guarantee }}</td><td>{{ "{:,}".format(r.sent) }}</td><td>{{ "{:,}".format(r.delivered) }}</td>
+<td>{{ "{:,}".format(r.lost) }}</td><td>{{ "{:,}".format(r.duplicated) }}</td><td>{{ "{:,}".format(r.given_up) }}</td>
+<td class="verdict {{ r.verdict }}">{{ r.verdict }}</td>
+<td class="kills">{% for k in r.kills %}{{ k }}{% if not loop.last %}<br>{% endif %}{% endfor %}</td></tr>
+{% endfor -%}
+</tbody>
+</table>
+<figure>
+<div id="chart" role="img" aria-label="Bars of records lost, duplicated and given up, by guarantee; the same numbers
+ stand in the table above"></div>
+<figcaption>Records lost and duplicated, by reading the sink back; given up, by the ledger. Given up is the upper bound
+of what at_most_once may lose.</figcaption>
+</figure>
+{% for heading, text in details -%}
+<details><summary>{{ heading }}</summary><pre>{{ text }}</pre></details>
+{% endfor -%}
+<script type="application/json" id="chart-data">{{ spec|safe }}</script>
+<script type="module">{{ script|safe }}</script>
+</body>
+</html>
+"""
