@@ -1,0 +1,139 @@
+"""Options with the prefix `kafka.`: the names that Spark's users know from the Java client, as librdkafka has them.
+
+Source and sink share this. Nothing here touches a client library; secrets stay references until `resolved`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from delivered.model.errors import UsageError
+from delivered.model.options import resolve_secret
+
+PREFIX = "kafka."
+
+_RENAMED = {
+    "fetch.max.wait.ms": "fetch.wait.max.ms",
+    "receive.buffer.bytes": "socket.receive.buffer.bytes",
+    "send.buffer.bytes": "socket.send.buffer.bytes",
+    "request.timeout.ms": "socket.timeout.ms",
+    "ssl.truststore.certificates": "ssl.ca.pem",
+    "ssl.keystore.certificate.chain": "ssl.certificate.pem",
+    "ssl.keystore.key": "ssl.key.pem",
+    "max.request.size": "message.max.bytes",
+    "metadata.max.age.ms": "topic.metadata.refresh.interval.ms",
+}
+_JAVA_ONLY = {
+    "max.poll.records": "batches have their own size",
+    "default.api.timeout.ms": "write kafka.socket.timeout.ms",
+    "sasl.login.callback.handler.class": "it names Java code",
+    "sasl.client.callback.handler.class": "it names Java code",
+    "ssl.truststore.password": "a PEM file of certificates needs no password",
+    "security.providers": "it names Java code",
+}
+_JAAS_LOGIN = re.compile(
+    r"\s*org\.apache\.kafka\.common\.security\.(?:scram\.ScramLoginModule|plain\.PlainLoginModule)\s+required\s+(.*);\s*",
+    re.DOTALL,
+)
+_JAAS_PAIR = re.compile(r"""(\w+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s;"']+))\s*""")
+_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+
+
+def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, str]) -> None:
+    """Refuse what the connector sets itself, and what only a Java client can do.
+
+    Args:
+        values: all options; those with the prefix are looked at.
+        reserved: name without the prefix -> why it cannot be set.
+
+    Raises:
+        UsageError: with the way out.
+    """
+    given = {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)}
+    for name in given:
+        why = reserved.get(name) or _JAVA_ONLY.get(name)
+        if why:
+            raise UsageError(
+                "OPTION_RESERVED",
+                f"{owner}: option '{PREFIX}{name}' cannot be set: {why}.",
+                next_step=f"take '{PREFIX}{name}' out",
+            )
+    if not given["bootstrap.servers"].strip():
+        raise UsageError("OPTION_VALUE", f"{owner}: option 'kafka.bootstrap.servers' is empty.")
+    _check_store(owner, given, "truststore", "write kafka.ssl.ca.location with a PEM file: keytool -exportcert -rfc")
+    _check_store(
+        owner, given, "keystore", "give a PKCS12 file with kafka.ssl.keystore.type=PKCS12: keytool -importkeystore"
+    )
+    mechanism = given.get("sasl.mechanism", given.get("sasl.mechanisms"))
+    if "sasl.jaas.config" in given and mechanism is not None and mechanism.upper() not in _MECHANISMS:
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: option 'kafka.sasl.jaas.config' is understood for {', '.join(_MECHANISMS)}; the mechanism is "
+            f"{mechanism!r}.",
+            next_step="write librdkafka's own options: kafka.sasl.kerberos.* or kafka.sasl.oauthbearer.*",
+        )
+    level = given.get("isolation.level")
+    if level is not None and level not in ("read_committed", "read_uncommitted"):
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: option 'kafka.isolation.level' is {level!r}; it must be read_committed or read_uncommitted.",
+        )
+
+
+def _check_store(owner: str, given: Mapping[str, str], store: str, way_out: str) -> None:
+    location = given.get(f"ssl.{store}.location")
+    kind = given.get(f"ssl.{store}.type", "JKS").upper()
+    fits = kind == "PEM" or (store == "keystore" and kind == "PKCS12")
+    if location is not None and not fits:
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: option 'kafka.ssl.{store}.location' is {location!r}, a store of type {kind}, which only a Java "
+            "client can read.",
+            next_step=way_out,
+        )
+
+
+def client_options(values: Mapping[str, str]) -> dict[str, str]:
+    """librdkafka's settings, without the prefix; references to secrets are not followed yet.
+
+    Args:
+        values: options that `check_client` let pass.
+    """
+    given = {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)}
+    settings: dict[str, str] = {}
+    for name, value in given.items():
+        if name == "ssl.truststore.location":
+            settings["ssl.ca.location"] = value
+        elif name == "ssl.keystore.location" and given.get("ssl.keystore.type", "").upper() == "PEM":
+            settings["ssl.certificate.location"] = settings["ssl.key.location"] = value
+        elif name in ("ssl.truststore.type", "ssl.keystore.type"):
+            continue
+        elif name == "ssl.endpoint.identification.algorithm":
+            settings[name] = value or "none"
+        else:
+            settings[_RENAMED.get(name, name)] = value
+    return settings
+
+
+def resolved(client: Mapping[str, str]) -> dict[str, str]:
+    """Settings with references to secrets followed, fit for a client. Call it where the client is made, no earlier."""
+    settings = {k: resolve_secret(PREFIX + k, v) for k, v in client.items()}
+    jaas = settings.pop("sasl.jaas.config", None)
+    if jaas is not None:
+        login = _JAAS_LOGIN.fullmatch(jaas)
+        pairs = {m[1]: _unescaped(m[2] or m[3] or m[4] or "") for m in _JAAS_PAIR.finditer(login[1])} if login else {}
+        if "username" not in pairs or "password" not in pairs:
+            # The value holds a password: it is not shown.
+            raise UsageError(
+                "OPTION_VALUE",
+                "Option 'kafka.sasl.jaas.config' is not understood. It must be "
+                'org.apache.kafka.common.security.scram.ScramLoginModule required username="..." password="...";',
+                next_step="write kafka.sasl.username and kafka.sasl.password instead",
+            )
+        settings["sasl.username"], settings["sasl.password"] = pairs["username"], pairs["password"]
+    return settings
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text)

@@ -1,0 +1,189 @@
+"""Offsets as Spark's Kafka source spells them, and as they stand in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from delivered.contract import Offsets
+from delivered.model.errors import InvariantBroken, UsageError
+
+Partition = tuple[str, int]
+"""Topic and number."""
+
+EARLIEST, LATEST = -2, -1
+"""Stand for an offset in the options' JSON."""
+
+_IDS = "#topic ids"
+_FROM = "#from"
+# No topic can have these names: Kafka allows no "#" in one.
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where a stream stands: what Spark keeps in its offset log.
+
+    Attributes:
+        at: partition -> next offset.
+        ids: topic -> Kafka's id of it, which is another one after the topic was deleted and made again.
+        begins: partition -> first offset of the batch that ends here, where that is not where the batch before ended:
+            a partition that is new, or one that had lost records.
+    """
+
+    at: Mapping[Partition, int]
+    ids: Mapping[str, str] = field(default_factory=dict)
+    begins: Mapping[Partition, int] = field(default_factory=dict)
+
+    def to_json(self) -> Offsets:
+        """`{"orders": {"0": 12}, "#topic ids": {...}}`: as Spark writes it, and two names that no topic can have."""
+        told: Offsets = _nested(self.at)
+        if self.ids:
+            told[_IDS] = dict(sorted(self.ids.items()))
+        if self.begins:
+            told[_FROM] = _nested(self.begins)
+        return told
+
+    @classmethod
+    def from_json(cls, told: Offsets) -> Positions:
+        """Raise InvariantBroken if a checkpoint holds something else."""
+        try:
+            topics = {t: p for t, p in told.items() if not t.startswith("#")}
+            return cls(_flat(topics), dict(told.get(_IDS, {})), _flat(told.get(_FROM, {})))
+        except (AttributeError, TypeError, ValueError):
+            raise InvariantBroken(
+                "CHECKPOINT_OFFSETS",
+                f"The checkpoint holds offsets that are not of a Kafka source: {json.dumps(told)[:200]}.",
+                next_step="start from the checkpoint that belongs to this source, or from a new one",
+            ) from None
+
+
+@dataclass(frozen=True)
+class Timestamp:
+    """The first record at or after a time.
+
+    Attributes:
+        ms: since 1970.
+    """
+
+    ms: int
+
+
+Place = int | Timestamp
+"""An offset, EARLIEST, LATEST, or a time."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where to start or to end.
+
+    Attributes:
+        everywhere: for all partitions; None: each has its own.
+        each: partition -> place.
+        option: that said so, for errors.
+    """
+
+    option: str
+    everywhere: Place | None = None
+    each: Mapping[Partition, Place] = field(default_factory=dict)
+
+    def place(self, partition: Partition) -> Place | None:
+        """None: nothing was said about this partition."""
+        return self.each.get(partition) if self.everywhere is None else self.everywhere
+
+
+def parse_offsets(owner: str, option: str, text: str) -> Where:
+    """Read "earliest", "latest" or JSON like {"orders": {"0": 23, "1": -1}}."""
+    word = text.strip().lower()
+    if word in ("earliest", "latest"):
+        return Where(option, EARLIEST if word == "earliest" else LATEST)
+    each = parse_partitions(owner, option, text, '"earliest", "latest" or {"topic": {"0": 23, "1": -1}}')
+    for (topic, number), offset in each.items():
+        if offset < EARLIEST:
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{owner}: option {option!r} has offset {offset} for {topic}-{number}; it must be at least 0, or -1 "
+                "for the latest, or -2 for the earliest.",
+            )
+    return Where(option, each=dict(each))
+
+
+def parse_timestamps(owner: str, option: str, text: str) -> Where:
+    """Read JSON like {"orders": {"0": 1700000000000}}: milliseconds since 1970."""
+    each = parse_partitions(owner, option, text, '{"topic": {"0": 1700000000000}}')
+    return Where(option, each={p: Timestamp(_at_least_0(owner, option, ms)) for p, ms in each.items()})
+
+
+def parse_timestamp(owner: str, option: str, text: str) -> Where:
+    """Read milliseconds since 1970, for all partitions."""
+    try:
+        return Where(option, Timestamp(_at_least_0(owner, option, int(text))))
+    except ValueError:
+        raise UsageError(
+            "OPTION_VALUE", f"{owner}: option {option!r} is {text!r}; it must be milliseconds since 1970."
+        ) from None
+
+
+def parse_assign(owner: str, option: str, text: str) -> tuple[Partition, ...]:
+    """Read JSON like {"orders": [0, 1]}."""
+    example = '{"topic": [0, 1]}'
+    data = _json_object(owner, option, text, example)
+    found: list[Partition] = []
+    for topic, numbers in data.items():
+        if not isinstance(numbers, list) or not numbers or any(not _is_whole(n) or n < 0 for n in numbers):
+            raise _bad_json(owner, option, text, example)
+        found += [(topic, n) for n in numbers]
+    if not found:
+        raise _bad_json(owner, option, text, example)
+    return tuple(sorted(set(found)))
+
+
+def parse_partitions(owner: str, option: str, text: str, example: str) -> dict[Partition, int]:
+    """Read JSON like {"orders": {"0": 23}}."""
+    found: dict[Partition, int] = {}
+    for topic, partitions in _json_object(owner, option, text, example).items():
+        if not isinstance(partitions, dict):
+            raise _bad_json(owner, option, text, example)
+        for number, value in partitions.items():
+            if not number.isascii() or not number.isdigit() or not _is_whole(value):
+                raise _bad_json(owner, option, text, example)
+            found[topic, int(number)] = value
+    if not found:
+        raise _bad_json(owner, option, text, example)
+    return found
+
+
+def _json_object(owner: str, option: str, text: str, example: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        raise _bad_json(owner, option, text, example) from None
+    if not isinstance(data, dict):
+        raise _bad_json(owner, option, text, example)
+    return data
+
+
+def _bad_json(owner: str, option: str, text: str, example: str) -> UsageError:
+    return UsageError("OPTION_VALUE", f"{owner}: option {option!r} is {text!r}; it must be {example}.")
+
+
+def _at_least_0(owner: str, option: str, ms: int) -> int:
+    if ms < 0:
+        raise UsageError("OPTION_VALUE", f"{owner}: option {option!r} has the time {ms}; it must be at least 0.")
+    return ms
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _nested(flat: Mapping[Partition, int]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for (topic, number), offset in sorted(flat.items()):
+        told.setdefault(topic, {})[str(number)] = offset
+    return told
+
+
+def _flat(nested: Mapping[str, Mapping[str, int]]) -> dict[Partition, int]:
+    return {(t, int(n)): int(o) for t, numbers in nested.items() for n, o in numbers.items()}

@@ -1,0 +1,162 @@
+"""Reads one slice: the records of a range of offsets of one partition, on an executor.
+
+A range ends when the consumer has got to its end, whether or not the last offsets hold records: markers of
+transactions and aborted records take offsets too. Records are never counted by subtracting offsets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pyarrow as pa
+
+from delivered.connectors.kafka.consume import Fetched, PartitionConsumer, new_consumer
+from delivered.connectors.kafka.offsets import Partition
+from delivered.connectors.kafka.options import OWNER, SourceOptions
+from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.limits import SOURCE_PATIENCE_S
+from delivered.source.ranges import Range
+
+log = logging.getLogger("delivered.kafka")
+
+_POLL_S = 0.5
+_CONFIRM_S = 10.0
+"""A broker that just restarted may say for a moment that it has less than it has."""
+_STALL_LOOK_S = 5.0
+_IDLE_MAX = 2
+
+_idle: list[tuple[tuple[int, str], PartitionConsumer]] = []
+"""Consumers that earlier slices left warm in this process, oldest first."""
+
+
+@contextmanager
+def warm_consumer(options: SourceOptions) -> Iterator[PartitionConsumer]:
+    """A consumer that is connected already, if one with the same options is idle here."""
+    name = (
+        os.getpid(),
+        repr((sorted(options.client.items()), options.headers, os.environ.get("DELIVERED_KAFKA_CONSUMER"))),
+    )
+    found = next((i for i, (n, _) in enumerate(_idle) if n == name), None)
+    consumer = new_consumer(options) if found is None else _idle.pop(found)[1]
+    try:
+        yield consumer
+        consumer.release()
+    except BaseException:  # what state it is in is not known; a slice that is not read to its end comes here too
+        with suppress(Exception):
+            consumer.close()
+        raise
+    _idle.append((name, consumer))
+    while len(_idle) > _IDLE_MAX:
+        _idle.pop(0)[1].close()
+
+
+def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.RecordBatch]:
+    """Records of a range, in the order of offsets.
+
+    Bounded memory: what the consumer holds ready, and one batch. An empty range asks nothing.
+
+    Raises:
+        InvariantBroken: records of the range are gone, and `failOnDataLoss` is true.
+        Unreachable: the brokers did not answer for two minutes, or refuse the connection.
+        UsageError: reading is not permitted.
+    """
+    if wanted.start >= wanted.end:
+        return
+    with warm_consumer(options) as consumer:
+        yield from _Reading(options, wanted, consumer).batches()
+
+
+class _Reading:
+    def __init__(self, options: SourceOptions, wanted: Range[Partition], consumer: PartitionConsumer) -> None:
+        self._options = options
+        self._wanted = wanted
+        self._consumer = consumer
+        self._position = wanted.start
+        self._where = f"{wanted.key[0]}-{wanted.key[1]}"
+        self._waited_s = 0.0
+        self._fetcher = -1
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        end = self._wanted.end
+        self._consumer.assign(self._wanted.key, self._position)
+        while self._position < end:
+            asked = time.monotonic()
+            fetched = self._consumer.fetch(end, _POLL_S)
+            # Only time in which the broker owes something counts: not the time that the task takes for the records.
+            self._waited_s += time.monotonic() - asked
+            if fetched.batch is not None:
+                yield fetched.batch
+            if fetched.position > self._position:
+                self._position = fetched.position
+                self._waited_s = 0.0
+            if self._position >= end:
+                return
+            if fetched.out_of_range or fetched.gone or fetched.end_of_log:
+                self._confirm(fetched)
+            elif self._waited_s > _STALL_LOOK_S:
+                self._look_for_progress()
+
+    def _confirm(self, fetched: Fetched) -> None:
+        """The log seems not to have the rest of the range: ask until that is certain."""
+        end = self._wanted.end
+        deadline = time.monotonic() + _CONFIRM_S
+        while True:
+            bounds = self._consumer.bounds(_POLL_S)
+            if bounds is None:
+                if not fetched.out_of_range and not fetched.gone:
+                    return  # the log's end was an opinion; reading goes on and will see
+                if self._waited_s > SOURCE_PATIENCE_S:
+                    raise self._unreachable()
+                self._waited_s += _POLL_S
+                deadline = time.monotonic() + _CONFIRM_S
+                continue
+            low, high = bounds
+            if low > self._position:
+                self._lost(self._position, min(low, end))
+                self._position = max(self._position, min(low, end))
+                if self._position < end:
+                    self._consumer.assign(self._wanted.key, self._position)
+                return
+            if high >= end:
+                if fetched.out_of_range or fetched.gone:
+                    self._consumer.assign(self._wanted.key, self._position)
+                return
+            if time.monotonic() > deadline:
+                self._lost(max(self._position, high), end)
+                self._position = end
+                return
+            time.sleep(_POLL_S / 5)
+
+    def _lost(self, start: int, end: int) -> None:
+        text = (
+            f"Offsets {start} to {end - 1} of {self._where} are gone before they were read: deleted by retention or by "
+            "somebody, or the topic was deleted and made again."
+        )
+        if self._options.fail_on_data_loss:
+            raise InvariantBroken(
+                "DATA_LOST",
+                f"{OWNER}: {text}",
+                next_step='find out why; to go on without them, restart with .option("failOnDataLoss", "false")',
+            )
+        log.warning(text, extra={"topic": self._wanted.key[0], "partition": self._wanted.key[1]})
+
+    def _look_for_progress(self) -> None:
+        """No record for a while: over aborted records the fetcher moves all the same."""
+        stands = self._consumer.fetch_position()
+        if stands > self._fetcher:
+            self._fetcher = stands
+            self._waited_s = 0.0
+        elif self._waited_s > SOURCE_PATIENCE_S:
+            raise self._unreachable()
+
+    def _unreachable(self) -> Unreachable:
+        return Unreachable(
+            "KAFKA_STALLED",
+            f"{OWNER}: nothing came from {self._where} at {self._options.servers} for {SOURCE_PATIENCE_S:.0f} s; "
+            f"the slice stands at offset {self._position} of {self._wanted.start} to {self._wanted.end}.",
+            next_step="look at the brokers; the batch will be read again",
+        )

@@ -1,0 +1,271 @@
+"""The Kafka source: which offsets a batch takes, and what happened to those that it wanted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from delivered.connectors.kafka.client import KafkaDriverClient, joined
+from delivered.connectors.kafka.consume import COLUMNS, HEADERS
+from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Partition, Place, Positions, Timestamp, Where
+from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
+from delivered.contract import Finding, Offsets, Slice
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.source.ranges import Range, admit, split
+
+log = logging.getLogger("delivered.kafka")
+
+
+@dataclass(frozen=True)
+class KafkaSource:
+    """`delivered_kafka` as a source. Holds options, no connection."""
+
+    options: SourceOptions
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        return self.options.rows_max
+
+    def capability(self) -> SourceCapability:
+        assumes = [
+            f"Kafka keeps the records of {self.options.what} until their batch is logged (retention, compaction)"
+        ]
+        if not self.options.fail_on_data_loss:
+            assumes.append(
+                "failOnDataLoss is false: records that Kafka deletes before they are read are lost, with a warning"
+            )
+        if not self.options.committed_only:
+            assumes.append("read_uncommitted: records of transactions that abort later count")
+        return SourceCapability(system="kafka", replayable=True, assumes=tuple(assumes))
+
+    def preflight(self) -> Sequence[Finding]:
+        client = KafkaDriverClient(self.options)
+        try:
+            client.offsets(dict.fromkeys(client.partitions()[0], LATEST))
+            group = self.options.group
+            if group is not None and (members := client.group_members(group)):
+                return [
+                    Finding(
+                        "GROUP_IN_USE",
+                        f"The consumer group {group!r} of commitOffsetsToGroup has {members} members: Kafka takes its "
+                        "progress from them alone.",
+                        True,
+                        "name a group that no consumer uses",
+                    )
+                ]
+        except DeliveredError as error:
+            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+        finally:
+            client.close()
+        return []
+
+    def schema(self) -> pa.Schema:
+        return COLUMNS.append(HEADERS) if self.options.headers else COLUMNS
+
+    def driver(self) -> KafkaDriver:
+        return KafkaDriver(self.options)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        from delivered.connectors.kafka.reader import read_range
+
+        topic, partition, start, end = piece.data
+        return read_range(self.options, Range((topic, partition), start, end))
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What Kafka had at one moment."""
+
+    ends: Mapping[Partition, int]
+    ids: Mapping[str, str]
+
+
+class KafkaDriver:
+    """The driver's hand on the source."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._client = KafkaDriverClient(options)
+        self._frozen: _Look | None = None
+        self._looked = False
+        self._acknowledged: dict[Partition, int] = {}
+
+    def initial(self) -> Offsets:
+        options = self._options
+        if options.ending is not None:
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{OWNER}: option {options.ending.option!r} is for a batch read; a stream has no end.",
+                next_step="take it out, or use spark.read",
+            )
+        look = self._frozen or self._look()
+        where = options.starting or Where("startingOffsets", LATEST)
+        at = self._resolve(where, look, missing=None if options.timestamp_strict else LATEST)
+        return Positions(at, look.ids).to_json()
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
+        at = Positions.from_json(start)
+        look = self._frozen or self._look()
+        begin, jumps = self._begin(at, look)
+        taken = admit({p: look.ends[p] - o for p, o in begin.items()}, rows_max)
+        ends = {p: o + taken[p] for p, o in begin.items()}
+        if ends == at.at and look.ids == at.ids:
+            return start  # word for word: other words for the same place would make an empty batch
+        return Positions(ends, look.ids, jumps).to_json()
+
+    def newest(self) -> Offsets | None:
+        look = self._look()
+        return Positions(look.ends, look.ids).to_json()
+
+    def freeze(self) -> None:
+        self._frozen = self._look()
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        first, last = Positions.from_json(start), Positions.from_json(end)
+        if not self._looked:
+            self._check_ids(last)
+        ranges = []
+        for partition, stop in sorted(last.at.items()):
+            begin = last.begins.get(partition, first.at.get(partition))
+            if begin is None:
+                raise InvariantBroken(
+                    "CHECKPOINT_OFFSETS",
+                    f"{OWNER}: the checkpoint does not say where {joined([partition])} begins.",
+                    next_step="start from a new checkpoint",
+                )
+            ranges.append(Range(partition, begin, stop))
+        pieces = split(ranges, self._options.pieces_min)
+        return [Slice((*r.key, r.start, r.end), lane=f"{r.key[0]}-{r.key[1]}") for r in pieces]
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        options = self._options
+        starting = options.starting or Where("startingOffsets", EARLIEST)
+        refuse_latest_start(starting)
+        look = self._look()
+        start = self._resolve(starting, look, missing=None if options.timestamp_strict else LATEST)
+        end = self._resolve(options.ending or Where("endingOffsets", LATEST), look, missing=LATEST)
+        for partition, offset in start.items():
+            if offset > end[partition]:
+                raise UsageError(
+                    "OPTION_VALUE",
+                    f"{OWNER}: {joined([partition])} would be read from offset {offset} to {end[partition]}, which is "
+                    "before its start.",
+                    next_step="correct the starting and ending offsets",
+                )
+        return Positions(start, look.ids).to_json(), Positions(end, look.ids).to_json()
+
+    def acknowledge(self, end: Offsets) -> None:
+        group = self._options.group
+        if group is None:
+            return
+        at = dict(Positions.from_json(end).at)
+        if at == self._acknowledged:
+            return
+        try:
+            self._client.commit(group, at)
+            self._acknowledged = at
+        except DeliveredError as error:
+            # The checkpoint is what counts; the group is for people who look. The next batch tells it again.
+            log.warning("the consumer group %r was not told: %s", group, error, extra={"group": group})
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _look(self) -> _Look:
+        partitions, ids = self._client.partitions()
+        ends = self._client.offsets(dict.fromkeys(partitions, LATEST))
+        self._looked = True
+        return _Look({p: o or 0 for p, o in ends.items()}, ids)
+
+    def _resolve(self, where: Where, look: _Look, missing: int | None) -> dict[Partition, int]:
+        """Offsets of a place in each partition.
+
+        Args:
+            missing: what stands for a time after the last record; None: that is an error.
+        """
+        places: dict[Partition, Place] = {}
+        silent = [p for p in look.ends if where.place(p) is None]
+        foreign = [p for p in where.each if p not in look.ends]
+        if silent or foreign:
+            problem = f"says nothing of {joined(silent)}" if silent else f"names {joined(foreign)}, not read here"
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{OWNER}: option {where.option!r} {problem}; it must name every partition that is read, and no other.",
+                next_step="name them all; -2 stands for the earliest offset, -1 for the latest",
+            )
+        for partition, end in look.ends.items():
+            place = where.place(partition)
+            # The end is that of one look, so that start and end of a batch, and a frozen stream, agree.
+            places[partition] = end if place == LATEST or place is None else place
+        found = self._client.offsets(places)
+        late = [p for p, offset in found.items() if offset is None]
+        if late and missing is None:
+            ms = where.place(late[0])
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{OWNER}: option {where.option!r}: {joined(late)} has no record at or after "
+                f"{ms.ms if isinstance(ms, Timestamp) else ms} ms.",
+                next_step='take an earlier time, or .option("startingOffsetsByTimestampStrategy", "latest")',
+            )
+        # Never beyond the end of the look: a record may have come since.
+        at = {p: look.ends[p] if o is None else o for p, o in found.items()}
+        self._check_range(where, at, look)
+        return {p: min(o, look.ends[p]) for p, o in at.items()}
+
+    def _check_range(self, where: Where, at: Mapping[Partition, int], look: _Look) -> None:
+        """Offsets that the user named must exist."""
+        named = {p: o for p, o in at.items() if where.place(p) == o}
+        if not named or not self._options.fail_on_data_loss:
+            return
+        low = self._client.offsets(dict.fromkeys(named, EARLIEST))
+        for partition, offset in named.items():
+            first, last = low[partition] or 0, look.ends[partition]
+            if not first <= offset <= last:
+                raise UsageError(
+                    "OFFSET_OUT_OF_RANGE",
+                    f"{OWNER}: option {where.option!r} names offset {offset} of {joined([partition])}, which has "
+                    f"offsets {first} to {last}.",
+                    next_step='name an offset that exists, or .option("failOnDataLoss", "false")',
+                )
+
+    def _begin(self, at: Positions, look: _Look) -> tuple[dict[Partition, int], dict[Partition, int]]:
+        """Where each partition's batch begins, and where that is not where the batch before ended."""
+        remade = {t for t, i in look.ids.items() if at.ids.get(t, i) != i}
+        gone = [p for p in at.at if p not in look.ends]
+        again = [p for p in at.at if p in look.ends and p[0] in remade]
+        back = [p for p, o in at.at.items() if p in look.ends and p[0] not in remade and look.ends[p] < o]
+        if gone:
+            self._lost(f"{joined(gone)} is not there any more, or not subscribed to any more")
+        if again:
+            self._lost(f"the topic of {joined(again)} was deleted and made again")
+        if back:
+            self._lost(f"{joined(back)} ends before offset {at.at[back[0]]}, where this stream stands already")
+        begin = {p: o for p, o in at.at.items() if p in look.ends and p not in again and p not in back}
+        # Going on at the new end repeats nothing: what is left below it was read before.
+        jumps = {p: look.ends[p] for p in back}
+        fresh = [p for p in look.ends if p not in at.at or p in again]
+        if fresh:
+            first = self._client.offsets(dict.fromkeys(fresh, EARLIEST))
+            jumps |= {p: min(first[p] or 0, look.ends[p]) for p in fresh}
+        return {**begin, **jumps}, jumps
+
+    def _check_ids(self, last: Positions) -> None:
+        """A batch planned by an earlier process: are these still the same topics?"""
+        _, ids = self._client.partitions()
+        self._looked = True
+        remade = [t for t, i in last.ids.items() if t in ids and ids[t] != i]
+        if remade:
+            self._lost(f"the topic {remade[0]} was deleted and made again")
+
+    def _lost(self, what: str) -> None:
+        if self._options.fail_on_data_loss:
+            raise InvariantBroken(
+                "DATA_LOST",
+                f"{OWNER}: {what}; records may be lost.",
+                next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
+            )
+        log.warning("%s; records may be lost, and failOnDataLoss is false", what)

@@ -1,0 +1,86 @@
+"""Ranges of offsets: how much of a backlog one batch takes, and into which pieces it is cut.
+
+All of it is a function of its arguments alone, so that a batch that runs again, perhaps in another process, is cut
+the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Range(Generic[Key]):
+    """Offsets `start` (inclusive) to `end` (exclusive) of one partition.
+
+    Attributes:
+        key: names the partition.
+    """
+
+    key: Key
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Offsets, not records: transaction markers and aborted records leave gaps."""
+        return self.end - self.start
+
+
+def admit(sizes: Mapping[Key, int], limit: int | None) -> dict[Key, int]:
+    """How many offsets of each partition the next batch takes.
+
+    Shares are in proportion to the backlog; the sum is `limit` or the whole backlog, whichever is smaller. Every
+    partition with a backlog gets at least one, so that none starves behind a busy one: with more such partitions
+    than `limit`, the sum is their number.
+
+    Args:
+        sizes: backlog per partition, in offsets, at least 0. Ties are broken by the order of this mapping.
+        limit: at least 1; None: no bound.
+    """
+    waiting = {k: n for k, n in sizes.items() if n > 0}
+    total = sum(waiting.values())
+    if limit is None or total <= limit:
+        return dict(sizes)
+    rest = max(0, limit - len(waiting))
+    extra = total - len(waiting)  # one each is given already
+    shares = _apportion({k: n - 1 for k, n in waiting.items()}, rest, extra)
+    return {k: (1 + shares[k] if k in waiting else 0) for k in sizes}
+
+
+def split(ranges: Sequence[Range[Key]], pieces_min: int | None) -> list[Range[Key]]:
+    """Cut ranges into at least `pieces_min` pieces, if there are that many offsets; large ranges first.
+
+    Empty ranges give no piece. The pieces of a range follow each other and cover it; their sizes differ by one at
+    most.
+    """
+    wanted = [r for r in ranges if r.size > 0]
+    if pieces_min is None or pieces_min <= len(wanted):
+        return wanted
+    total = sum(r.size for r in wanted)
+    more = min(pieces_min, total) - len(wanted)
+    extra = _apportion(dict(enumerate(r.size - 1 for r in wanted)), more, total - len(wanted))
+    pieces: list[Range[Key]] = []
+    for i, r in enumerate(wanted):
+        count = 1 + extra[i]
+        bounds = [r.start + r.size * n // count for n in range(count + 1)]
+        pieces += [Range(r.key, a, b) for a, b in pairwise(bounds)]
+    return pieces
+
+
+def _apportion(weights: Mapping[Key, int], seats: int, total: int) -> dict[Key, int]:
+    """Distribute `seats` (at most `total`, the sum of `weights`) by largest remainder; nobody gets more than its
+    weight."""
+    if total == 0:
+        return dict.fromkeys(weights, 0)
+    shares = {k: seats * w // total for k, w in weights.items()}
+    left = seats - sum(shares.values())
+    by_remainder = sorted(weights, key=lambda k: -(seats * weights[k] % total))
+    for k in by_remainder[:left]:
+        shares[k] += 1
+    return shares
