@@ -1,0 +1,115 @@
+"""Delivery guarantees for PySpark Structured Streaming: named, explained, and proved afterwards.
+
+    delivered.register(spark)                   # df.writeStream.format("delivered_kafka").option("guarantee", ...)
+    pipeline = delivered.Pipeline(name=..., guarantee="exactly_once", checkpoint=..., source=..., sinks=[...])
+    print(pipeline.plan()); query = pipeline.start(spark); print(pipeline.audit(spark))
+
+Importing this imports neither Spark nor a client library; names are loaded when they are used.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from delivered.audit.report import AuditReport
+    from delivered.model.errors import (
+        BadRecord,
+        DeliveredError,
+        Fenced,
+        InvariantBroken,
+        LedgerAhead,
+        LedgerBehind,
+        MissingExtra,
+        OutcomeUnknown,
+        PromiseBroken,
+        Refused,
+        ReplayDiffers,
+        Unreachable,
+        UsageError,
+    )
+    from delivered.model.guarantee import Guarantee
+    from delivered.pipeline.endpoint import Endpoint, endpoint, kafka, log, sqlite
+    from delivered.pipeline.transform import Transform, arrow, transform
+    from delivered.plan.planner import Plan, Refusal
+    from delivered.spark.formats import register
+    from delivered.spark.pipeline import Pipeline
+    from delivered.spark.session import session
+
+_WHERE = {
+    "AuditReport": "delivered.audit.report",
+    "BadRecord": "delivered.model.errors",
+    "DeliveredError": "delivered.model.errors",
+    "Endpoint": "delivered.pipeline.endpoint",
+    "Fenced": "delivered.model.errors",
+    "Guarantee": "delivered.model.guarantee",
+    "InvariantBroken": "delivered.model.errors",
+    "LedgerAhead": "delivered.model.errors",
+    "LedgerBehind": "delivered.model.errors",
+    "MissingExtra": "delivered.model.errors",
+    "OutcomeUnknown": "delivered.model.errors",
+    "Pipeline": "delivered.spark.pipeline",
+    "Plan": "delivered.plan.planner",
+    "PromiseBroken": "delivered.model.errors",
+    "Refusal": "delivered.plan.planner",
+    "Refused": "delivered.model.errors",
+    "ReplayDiffers": "delivered.model.errors",
+    "Transform": "delivered.pipeline.transform",
+    "Unreachable": "delivered.model.errors",
+    "UsageError": "delivered.model.errors",
+    "arrow": "delivered.pipeline.transform",
+    "endpoint": "delivered.pipeline.endpoint",
+    "kafka": "delivered.pipeline.endpoint",
+    "log": "delivered.pipeline.endpoint",
+    "register": "delivered.spark.formats",
+    "session": "delivered.spark.session",
+    "sqlite": "delivered.pipeline.endpoint",
+    "transform": "delivered.pipeline.transform",
+}
+
+__all__ = [
+    "AuditReport",
+    "BadRecord",
+    "DeliveredError",
+    "Endpoint",
+    "Fenced",
+    "Guarantee",
+    "InvariantBroken",
+    "LedgerAhead",
+    "LedgerBehind",
+    "MissingExtra",
+    "OutcomeUnknown",
+    "Pipeline",
+    "Plan",
+    "PromiseBroken",
+    "Refusal",
+    "Refused",
+    "ReplayDiffers",
+    "Transform",
+    "Unreachable",
+    "UsageError",
+    "arrow",
+    "endpoint",
+    "kafka",
+    "log",
+    "register",
+    "session",
+    "sqlite",
+    "transform",
+]
+
+logging.getLogger("delivered").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'delivered' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

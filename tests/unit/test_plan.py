@@ -18,6 +18,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
 from delivered.plan import (
     CheckpointFacts,
+    EarlierFacts,
     Execution,
     OwnerFacts,
     Plan,
@@ -122,6 +123,10 @@ REFUSALS = {
     "refused_timeout_below_batch": replace(ASKED, execution=Execution(batch_s_max=600)),
     "refused_owner_alive": replace(ASKED, checkpoint=replace(USED, owner=OwnerFacts("here", 4711))),
     "refused_ledger_ahead": replace(ASKED, checkpoint=replace(USED, newest=6)),
+    "refused_new_checkpoint": replace(
+        ASKED,
+        checkpoint=CheckpointFacts("/data/checkpoints/new", earlier=EarlierFacts("0f3c", 7, '{"orders":{"0":9}}')),
+    ),
     "refused_sink_cannot_commit": replace(ASKED, sinks=(TO_HTTP,)),
     "refused_two_sinks": replace(ASKED, sinks=(TO_KAFKA, TO_SQLITE)),
     "refused_local_source": replace(ASKED, source=LOG, execution=Execution(cluster=True)),

@@ -11,6 +11,7 @@ from delivered.plan.explain import to_json, to_text
 from delivered.plan.planner import Plan, Refusal, make_plan
 from delivered.plan.request import (
     CheckpointFacts,
+    EarlierFacts,
     Execution,
     OwnerFacts,
     Request,
@@ -22,6 +23,7 @@ from delivered.plan.request import (
 
 __all__ = [
     "CheckpointFacts",
+    "EarlierFacts",
     "Execution",
     "OwnerFacts",
     "Plan",

@@ -88,6 +88,15 @@ class OwnerFacts:
 
 
 @dataclass(frozen=True)
+class EarlierFacts:
+    """What another checkpoint of the same pipeline wrote to this sink, up to `batch`."""
+
+    incarnation: str
+    batch: int
+    offsets: str
+
+
+@dataclass(frozen=True)
 class CheckpointFacts:
     """
     Attributes:
@@ -96,6 +105,8 @@ class CheckpointFacts:
         ledger_newest: the newest batch that the ledger holds for this incarnation; None: none, or nobody looked.
         owner: another driver that owns the ledger and lives; None: there is none.
         takeover: the user wants that driver fenced.
+        earlier: the ledger knows nothing of this checkpoint, and this of another one; None: it does not.
+        accepts_new: the user knows that this checkpoint starts over.
     """
 
     location: str
@@ -104,6 +115,8 @@ class CheckpointFacts:
     ledger_newest: int | None = None
     owner: OwnerFacts | None = None
     takeover: bool = False
+    earlier: EarlierFacts | None = None
+    accepts_new: bool = False
 
 
 @dataclass(frozen=True)

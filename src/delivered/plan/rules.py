@@ -176,6 +176,22 @@ def ledger_not_ahead(request: Request) -> Reason | None:
     )
 
 
+def checkpoint_known(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    earlier = facts.earlier
+    if earlier is None or facts.accepts_new or request.guarantee is Guarantee.AT_LEAST_ONCE:
+        return None
+    return Reason(
+        "CHECKPOINT_NEW",
+        f"The checkpoint {facts.location!r} holds nothing yet, and pipeline {request.pipeline!r} already wrote batch "
+        f"{earlier.batch} to sink {request.sinks[0].name!r} from another checkpoint (incarnation "
+        f"{earlier.incarnation}). Reading the source again from the start would write records twice. The earlier one "
+        f"ended at the offsets {earlier.offsets[:500]}",
+        "restore the earlier checkpoint, or start the source at those offsets and accept the new checkpoint "
+        "(new_checkpoint: accept), or give the pipeline another name",
+    )
+
+
 def preflight_passed(request: Request) -> Reason | None:
     for finding in [*request.source.findings, *request.sinks[0].findings]:
         if finding.refuses:
@@ -196,6 +212,7 @@ RULES: tuple[Rule, ...] = (
     promise_outlives_batch,
     owner_gone,
     ledger_not_ahead,
+    checkpoint_known,
     preflight_passed,
 )
 

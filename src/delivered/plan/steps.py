@@ -83,7 +83,11 @@ def _one_transaction(request: Request, sink: SinkCapability) -> tuple[Step, ...]
         _read(request, _AGAIN),
         Step(StepId.WRITE_STAGE, sink.stage, _AGAIN),
         Step(StepId.WRITE_PREPARE, sink.prepare, _AGAIN),
-        Step(StepId.COMMIT_APPLY, sink.apply, "the open transaction rolls back; the batch runs again"),
+        Step(
+            StepId.COMMIT_APPLY,
+            "rows of each shard into the open transaction",
+            "the transaction rolls back; the batch runs again",
+        ),
         Step(
             StepId.COMMIT_DECIDE,
             sink.decide,

@@ -20,6 +20,7 @@ from delivered.model.errors import Refused
 from delivered.pipeline.registry import connectors, find_sink, find_source
 from delivered.spark.batch_writer import BatchWriter
 from delivered.spark.direct import is_direct, read_direct, without_direct
+from delivered.spark.drain import drain_of, without_drain
 from delivered.spark.readers import BatchReader, StreamReader
 from delivered.spark.settings import PipelineSettings, split_options
 from delivered.spark.stream_writer import StreamWriter
@@ -41,7 +42,7 @@ class DeliveredDataSource(DataSource):
         return f"delivered_{cls.system}"
 
     def _source(self) -> Source:
-        return find_source(self.system, without_direct(self.options))
+        return find_source(self.system, without_drain(without_direct(self.options)))
 
     @property
     def _direct(self) -> bool:
@@ -68,7 +69,7 @@ class DeliveredDataSource(DataSource):
         return BatchReader(self._source())
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: ARG002, N802
-        return StreamReader(self._source(), self._direct)
+        return StreamReader(self._source(), self._direct, drain_of(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         rows = to_arrow_schema(schema, timezone="UTC")

@@ -11,6 +11,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from delivered.contract import Slice, Source, SourceDriver
 from delivered.model.step import Moment, StepId, reach
 from delivered.spark.crash import arm
+from delivered.spark.drain import is_drained
 from delivered.write.direct import pack
 
 if TYPE_CHECKING:
@@ -37,13 +38,14 @@ def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordB
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Lives on the driver in one process per query; copies without a connection go to the tasks."""
 
-    def __init__(self, source: Source, direct: bool) -> None:
+    def __init__(self, source: Source, direct: bool, drain: str | None = None) -> None:
         self._source = source
         self._direct = direct
+        self._drain = drain
         self._opened: SourceDriver | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_source": self._source, "_direct": self._direct, "_opened": None}
+        return {"_source": self._source, "_direct": self._direct, "_drain": self._drain, "_opened": None}
 
     @property
     def _driver(self) -> SourceDriver:
@@ -59,6 +61,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if rows is None else ReadMaxRows(rows)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        if is_drained(self._drain):
+            return start
         return self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802

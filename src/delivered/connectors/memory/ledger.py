@@ -44,6 +44,11 @@ class MemoryLedger:
             self._epoch = self._room.epoch
             return self._state()
 
+    def look(self) -> LedgerState:
+        self._world.gate()
+        with self._world.lock:
+            return self._state()
+
     def begin(self, begun: Begun) -> Outcome[None]:
         def write() -> Failed | None:
             self._room.begun[self._scope.incarnation] = begun

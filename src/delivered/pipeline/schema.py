@@ -1,0 +1,79 @@
+"""The JSON Schema of a pipeline file, from the model and the connectors' option tables.
+
+`python -m delivered.pipeline.schema docs/pipeline.schema.json` writes it; a test holds the file up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from delivered.model.options import OptionTable
+from delivered.pipeline.endpoint import SPARK_OWN
+from delivered.pipeline.registry import connectors
+from delivered.pipeline.spec import PipelineSpec
+
+_OPTION = {"type": ["string", "number", "boolean", "object"]}
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema, draft 2020-12."""
+    made = PipelineSpec.model_json_schema()
+    found = connectors()
+    sources = {n: c.source_options for n, c in found.items() if c.source_options is not None}
+    sinks = {n: c.sink_options for n, c in found.items() if c.sink_options is not None}
+    definitions = made["$defs"]
+    definitions["SourceSpec"] = _endpoint(definitions["SourceSpec"], sources, own=True)
+    definitions["SinkSpec"] = _endpoint(definitions["SinkSpec"], sinks, own=False)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+
+
+def _endpoint(model: dict[str, Any], tables: dict[str, OptionTable], *, own: bool) -> dict[str, Any]:
+    """One shape per connector: its options and no others."""
+    common = {k: v for k, v in model["properties"].items() if k != "format"}
+    shapes: list[dict[str, Any]] = [
+        {
+            "type": "object",
+            "title": name,
+            "properties": {
+                "format": {"enum": [name, f"delivered_{name}"]},
+                **common,
+                **{o.name: {**_OPTION, "description": o.doc} for o in table.options},
+            },
+            "patternProperties": {f"^{re.escape(p)}": _OPTION for p in table.passthrough},
+            "required": ["format", *(o.name for o in table.options if o.required)],
+            "additionalProperties": False,
+        }
+        for name, table in tables.items()
+    ]
+    if own:
+        pattern = {"format": {"type": "string", "pattern": f"^{SPARK_OWN}"}}
+        shapes.append(
+            {
+                "type": "object",
+                "title": "a source of Spark's own",
+                "properties": {**pattern, **common},
+                "required": ["format"],
+                "additionalProperties": _OPTION,
+            }
+        )
+    return {"description": model["description"], "oneOf": shapes}
+
+
+def as_text() -> str:
+    return json.dumps(schema(), indent=2, sort_keys=True) + "\n"
+
+
+def main() -> None:
+    """Write the schema to the file named on the command line, else to standard output."""
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(as_text(), encoding="utf-8")
+    else:
+        sys.stdout.write(as_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A whole pipeline as a pydantic model: what a YAML file may hold, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Scalar = str | int | float | bool
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+_ENDPOINT = ConfigDict(strict=True, extra="allow", frozen=True)
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+"""It becomes part of transactional ids and topic names."""
+
+
+class SourceSpec(BaseModel):
+    """Where records come from; every other key is an option of the format."""
+
+    model_config = _ENDPOINT
+    __pydantic_extra__: dict[str, Scalar | dict[str, Any]]
+
+    format: str = Field(description='Name of the connector ("kafka", "log"), or "spark:kafka" for a source of Spark.')
+
+
+class SinkSpec(BaseModel):
+    """Where records go; every other key is an option of the format."""
+
+    model_config = _ENDPOINT
+    __pydantic_extra__: dict[str, Scalar | dict[str, Any]]
+
+    format: str = Field(description='Name of the connector: "kafka", "sqlite".')
+    name: Name | None = Field(None, description="Name of this sink in its pipeline. Default: made from its target.")
+
+
+class TransformSpec(BaseModel):
+    """What happens between source and sink. One of sql, python, arrow, select."""
+
+    model_config = _STRICT
+
+    sql: str | None = Field(None, description="A query over the view `source`.")
+    python: str | None = Field(None, description='A function DataFrame -> DataFrame, as "module:function".')
+    arrow: str | None = Field(
+        None, description='A function from Arrow record batch to Arrow record batch, row-wise, as "module:function".'
+    )
+    select: list[str] | None = Field(None, description="Columns to keep; alone, or before `arrow`.")
+    stateful: bool = Field(False, description="It keeps state between batches.")
+    deterministic: bool | None = Field(None, description="The same rows in, the same rows out, in any run.")
+
+    @model_validator(mode="after")
+    def _one(self) -> TransformSpec:
+        ways = [n for n in ("sql", "python", "arrow") if getattr(self, n) is not None]
+        if len(ways) > 1 or (ways and ways != ["arrow"] and self.select) or not (ways or self.select):
+            raise ValueError("a transform is one of: sql, python, arrow (with or without select), select")
+        return self
+
+
+class AuditSpec(BaseModel):
+    """How the audit tells records apart."""
+
+    model_config = _STRICT
+
+    id: str | None = Field(None, description="SQL over the sink's columns that names a record. Default: all of it.")
+    key: str | None = Field(
+        None,
+        description="SQL over the sink's columns; records of one key have an order. Default: key, if there is one.",
+    )
+
+
+class PipelineSpec(BaseModel):
+    """A delivered pipeline."""
+
+    model_config = ConfigDict(**_STRICT, title="delivered pipeline")
+
+    pipeline: Name = Field(description="Name; two pipelines that share a sink need two names.")
+    guarantee: Literal["at_most_once", "at_least_once", "exactly_once"] = Field(
+        description="What is promised to a reader of the sink. There is no default."
+    )
+    checkpoint: str = Field(
+        min_length=1, description="Folder or URL where Spark keeps the query's progress; one per pipeline."
+    )
+    source: SourceSpec
+    transform: TransformSpec | None = None
+    sinks: list[SinkSpec] = Field(min_length=1)
+    trigger: str | dict[Literal["processing_time", "continuous", "real_time"], str] = Field(
+        "0 seconds",
+        description='available_now: end when all is delivered that was there at the start; "10 seconds": a batch '
+        "every so often, until stopped.",
+    )
+    batch_s_max: float | None = Field(
+        None, gt=0, description="Seconds a batch may take; checked against the transaction time-out."
+    )
+    new_checkpoint: Literal["refuse", "accept"] = Field(
+        "refuse", description="accept: start over although an earlier checkpoint wrote to this sink."
+    )
+    missing_ledger: Literal["refuse", "accept"] = Field(
+        "refuse", description="accept: go on although the ledger lacks batches of this checkpoint."
+    )
+    master: str | None = Field(None, description="Spark master. Default: what spark-submit set, else local[*].")
+    spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")
+    audit: AuditSpec | None = None

@@ -1,0 +1,193 @@
+"""Gathers what the planner wants to know: from the pipeline as named, its checkpoint, its ledger, the live systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from pyarrow import fs
+
+from delivered.contract import Finding, Sink
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import Refused, Unreachable
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.work import LedgerState, Owner
+from delivered.pipeline.endpoint import Endpoint
+from delivered.plan import (
+    CheckpointFacts,
+    EarlierFacts,
+    Execution,
+    OwnerFacts,
+    Request,
+    SinkFacts,
+    SourceFacts,
+)
+from delivered.spark.checkpoint import open_folder
+
+if TYPE_CHECKING:
+    from delivered.spark.pipeline import Pipeline
+
+ASYNC_PROGRESS = "asyncprogresstrackingenabled"
+_ASYNC_CONF = f"spark.sql.streaming.{ASYNC_PROGRESS}"
+_OWNER_START_TOLERANCE_MS = 2_000
+_NO_INCARNATION = "new"
+
+_SPARK_SOURCES_REPLAYABLE = frozenset(
+    {"kafka", "delta", "iceberg", "parquet", "json", "csv", "text", "orc", "avro", "rate", "rate-micro-batch"}
+)
+"""Sources of Spark and its neighbours whose offsets can be read again."""
+
+
+def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> Request:
+    """Everything about a pipeline, for `make_plan`.
+
+    Args:
+        spark: a session, or None: there is none yet.
+        offline: ask no server and no checkpoint; the plan is then of the names alone.
+
+    Raises:
+        UsageError: bad options.
+        Unreachable: the checkpoint or the ledger cannot be read.
+    """
+    source = _source(pipeline.source, offline)
+    made = [(e, without_async(e).sink()) for e in pipeline.sinks]
+    sinks = tuple(_sink(e, s, pipeline.guarantee, offline) for e, s in made)
+    checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
+    findings = [*source.findings, *(f for s in sinks for f in s.findings)]
+    blocked = any(f.refuses for f in findings)
+    if not offline and not blocked and len(made) == 1:
+        checkpoint = _checkpoint(pipeline, made[0][1], sinks[0].name, spark, takeover)
+    return Request(
+        pipeline=pipeline.name,
+        guarantee=pipeline.guarantee,
+        source=source,
+        sinks=sinks,
+        checkpoint=checkpoint,
+        transform=pipeline.transform.facts(),
+        execution=_execution(pipeline, spark),
+    )
+
+
+def without_async(endpoint: Endpoint) -> Endpoint:
+    """Options of Spark's asynchronous progress stand beside the sink's, and are not the connector's."""
+    kept = {k: v for k, v in endpoint.options.items() if not k.lower().startswith("asyncprogress")}
+    return Endpoint(endpoint.format, kept, endpoint.name)
+
+
+def _source(endpoint: Endpoint, offline: bool) -> SourceFacts:
+    if endpoint.is_spark_own:
+        known = endpoint.system.lower() in _SPARK_SOURCES_REPLAYABLE
+        capability = SourceCapability(
+            system=endpoint.system,
+            replayable=known,
+            why_not="" if known else "nothing is known of this format",
+            assumes=(f"Spark's source {endpoint.system!r} gives the same records for the same offsets",),
+        )
+        return SourceFacts(endpoint.label, capability)
+    source = endpoint.source()
+    findings = () if offline else _asked(source.preflight)
+    return SourceFacts(endpoint.label, source.capability(), findings)
+
+
+def _sink(endpoint: Endpoint, sink: Sink, guarantee: Guarantee, offline: bool) -> SinkFacts:
+    findings = () if offline else _asked(lambda: sink.preflight(guarantee))
+    return SinkFacts(endpoint.name or sink.name, endpoint.label, sink.capability(), findings)
+
+
+def _asked(preflight: Any) -> tuple[Finding, ...]:
+    """A preflight that raises refuses: a server that is down is not a reason to show a traceback."""
+    try:
+        return tuple(preflight())
+    except Refused as error:
+        return (Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step),)
+
+
+def _execution(pipeline: Pipeline, spark: Any) -> Execution:
+    options = {k.lower(): v.lower() for e in pipeline.sinks for k, v in e.options.items()}
+    conf = {k.lower(): str(v).lower() for k, v in pipeline.conf.items()}
+    asynchronous = "true" in (options.get(ASYNC_PROGRESS), conf.get(_ASYNC_CONF))
+    master = pipeline.master or "local"
+    if spark is not None:
+        asynchronous = asynchronous or spark.conf.get(_ASYNC_CONF, "false").lower() == "true"
+        master = spark.conf.get("spark.master", "local")
+    return Execution(
+        trigger=pipeline.trigger.kind,
+        async_progress=asynchronous,
+        cluster=not master.startswith("local"),
+        batch_s_max=pipeline.batch_s_max,
+    )
+
+
+def _checkpoint(pipeline: Pipeline, sink: Sink, sink_name: str, spark: Any, takeover: bool) -> CheckpointFacts:
+    incarnation, newest = _logged(pipeline.checkpoint)
+    ledger = sink.ledger(Scope(pipeline.name, sink_name, incarnation or _NO_INCARNATION))
+    try:
+        state = ledger.look()
+    finally:
+        ledger.close()
+    # Over Spark Connect the owner's process is the server, which lives on after the query.
+    connect = spark is not None and not hasattr(spark, "_jvm")
+    return CheckpointFacts(
+        location=pipeline.checkpoint,
+        incarnation=incarnation,
+        newest=newest,
+        ledger_newest=_newest(state),
+        owner=None if connect else living(state.owner),
+        takeover=takeover,
+        earlier=_earlier(state),
+        accepts_new=pipeline.new_checkpoint,
+    )
+
+
+def _newest(state: LedgerState) -> int | None:
+    return max((r.batch for r in (state.last, state.begun) if r is not None), default=None)
+
+
+def _earlier(state: LedgerState) -> EarlierFacts | None:
+    if state.last is not None or state.begun is not None or not state.earlier:
+        return None
+    earlier = state.earlier[0]
+    return EarlierFacts(earlier.scope.incarnation, earlier.batch, earlier.offsets)
+
+
+def _logged(location: str) -> tuple[str | None, int | None]:
+    """Incarnation and newest batch of a checkpoint whose query does not run; None, None for a new one."""
+    filesystem, folder = open_folder(location)
+    try:
+        if filesystem.get_file_info(f"{folder}/metadata").type is not fs.FileType.File:
+            return None, None
+        with filesystem.open_input_stream(f"{folder}/metadata") as stream:
+            incarnation = str(json.loads(bytes(stream.read()))["id"])
+        infos = filesystem.get_file_info(fs.FileSelector(f"{folder}/offsets", allow_not_found=True))
+    except (OSError, ValueError, KeyError) as error:
+        raise Unreachable(
+            "CHECKPOINT_UNREADABLE",
+            f"The checkpoint {location!r} cannot be read from Python on the driver: {error}.",
+            next_step="make the folder readable for the driver's user",
+        ) from error
+    return incarnation, max((int(i.base_name) for i in infos if i.base_name.isdigit()), default=None)
+
+
+def living(owner: Owner | None) -> OwnerFacts | None:
+    """The owner, if it is another driver on this machine and its process lives. Of other machines nothing is known;
+    the ledger fences them."""
+    if owner is None or owner.host != socket.gethostname() or owner.process in _own_processes():
+        return None
+    try:
+        process = psutil.Process(owner.process)
+        same = abs(process.create_time() * 1000 - owner.started_ms) < _OWNER_START_TOLERANCE_MS
+        if not same or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+    except psutil.Error:
+        return None
+    return OwnerFacts(owner.host, owner.process)
+
+
+def _own_processes() -> set[int]:
+    """This process, the JVM it started, and the JVM that started it (spark-submit)."""
+    own = psutil.Process(os.getpid())
+    return {own.pid, *(p.pid for p in own.children(recursive=True)), *(p.pid for p in own.parents())}

@@ -1,0 +1,32 @@
+"""Our errors as Spark shows them: it knows a worker's exception only as text, deep in a trace. Here they come back."""
+
+from __future__ import annotations
+
+import re
+
+from delivered.model import errors
+from delivered.model.errors import DeliveredError
+
+_OURS = re.compile(r"\[DELIVERED_([A-Z0-9_]+)\] (.*?)(?: Next: (.*?))?\s*(?=\n|$)", re.DOTALL)
+_LENGTH_MAX = 4_000
+_KNOWN_TYPES = {
+    "OUTCOME_UNKNOWN": errors.OutcomeUnknown,
+    "DECISION_UNKNOWN": errors.OutcomeUnknown,
+    "APPLY_UNKNOWN": errors.OutcomeUnknown,
+    "BEGIN_UNKNOWN": errors.OutcomeUnknown,
+    "SWEEP_INCOMPLETE": errors.OutcomeUnknown,
+}
+_REFUSED = ("OPTION_", "GUARANTEE_", "NAME_", "CHECKPOINT_NEW", "ASYNC_", "EXTRA_", "SECRET_", "FORMAT_", "SCHEMA")
+
+
+def translated(error: BaseException) -> DeliveredError | None:
+    """The error of ours inside an exception of Spark's, or None: there is none."""
+    if isinstance(error, DeliveredError):
+        return error
+    found = _OURS.search(str(error))
+    if found is None:
+        return None
+    code, message, next_step = found.group(1), found.group(2).strip(), found.group(3)
+    # A message may hold line breaks only by accident; the trace of Spark follows on the next line.
+    kind = _KNOWN_TYPES.get(code, errors.UsageError if code.startswith(_REFUSED) else DeliveredError)
+    return kind(code, message[:_LENGTH_MAX], next_step.strip() if next_step else None)

@@ -1,0 +1,213 @@
+"""`delivered.Pipeline`: the whole chain, so that the whole chain can be checked. Imports pyspark only when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import checked_name
+from delivered.pipeline.endpoint import Endpoint, as_text
+from delivered.pipeline.load import load_file
+from delivered.pipeline.spec import AuditSpec, PipelineSpec, SinkSpec, SourceSpec, TransformSpec
+from delivered.pipeline.transform import NO_TRANSFORM, Transform, arrow, as_transform, load_function
+from delivered.pipeline.transform import transform as declare
+from delivered.pipeline.trigger import When, parse_trigger
+from delivered.plan import Plan, Refusal, make_plan
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+    from delivered.audit.report import AuditReport
+
+
+class Pipeline:
+    """A source, a transform, a sink, and the guarantee between them. Making one asks nobody and imports nothing heavy.
+
+    Args:
+        name: 1 to 64 letters, digits, '.', '_' or '-'; two pipelines that share a sink need two names.
+        guarantee: "at_most_once", "at_least_once" or "exactly_once". There is no default.
+        checkpoint: folder or URL where Spark keeps the query's progress.
+        source, sinks: from `delivered.kafka`, `delivered.log`, `delivered.sqlite`, `delivered.endpoint`.
+        transform: SQL over the view `source`; or a function DataFrame -> DataFrame; or `delivered.arrow(...)`, the
+            fast way; or `delivered.transform(...)`, to declare what is known of it; None: records go through.
+        trigger: "available_now", "10 seconds", or {"processing_time": "10 seconds"}; None: batch after batch.
+        batch_s_max: how long a batch may take, in seconds; checked against the transaction time-out.
+        audit: how the audit tells records apart: {"id": SQL, "key": SQL} over the sink's columns.
+        conf, master: of the Spark session, if the pipeline makes one.
+        new_checkpoint: start over although an earlier checkpoint wrote to this sink.
+        missing_ledger: go on although the ledger lacks batches of this checkpoint.
+
+    Raises:
+        UsageError: a name, guarantee, trigger or transform that is not allowed.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        guarantee: str | Guarantee,
+        checkpoint: str | Path,
+        source: Endpoint,
+        sinks: Sequence[Endpoint],
+        transform: str | Callable[[DataFrame], DataFrame] | Transform | None = None,
+        trigger: str | Mapping[Any, str] | When | None = None,
+        batch_s_max: float | None = None,
+        audit: Mapping[str, str] | None = None,
+        conf: Mapping[str, Any] | None = None,
+        master: str | None = None,
+        new_checkpoint: bool = False,
+        missing_ledger: bool = False,
+    ) -> None:
+        self.name = checked_name("pipeline", name)
+        self.guarantee = Guarantee.parse(guarantee)
+        self.checkpoint = _absolute(str(checkpoint))
+        self.source = _endpoint("source", source)
+        self.sinks = tuple(_endpoint("sinks", s) for s in sinks)
+        self.transform = as_transform(transform)
+        self.trigger = parse_trigger(trigger)
+        self.batch_s_max = batch_s_max
+        self.audit_by = dict(audit or {})
+        self.conf = {k: as_text(k, v) for k, v in (conf or {}).items()}
+        self.master = master
+        self.new_checkpoint = new_checkpoint
+        self.missing_ledger = missing_ledger
+        if unknown := set(self.audit_by) - set(AuditSpec.model_fields):
+            raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key.")
+        self._drains: dict[str, Path] = {}
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Pipeline:
+        """Read a YAML file. What `overrides` names ("source.maxOffsetsPerTrigger") stands above environment and file.
+
+        Raises:
+            UsageError: every fault of the file, with its line and key.
+        """
+        return cls.from_spec(load_file(path, overrides), Path(path).parent)
+
+    @classmethod
+    def from_spec(cls, spec: PipelineSpec, folder: Path) -> Pipeline:
+        """A pipeline as a file describes it; modules of its transform may lie in `folder`."""
+        return cls(
+            name=spec.pipeline,
+            guarantee=spec.guarantee,
+            checkpoint=spec.checkpoint,
+            source=_from_spec(spec.source),
+            sinks=[_from_spec(s) for s in spec.sinks],
+            transform=_transform(spec.transform, folder.resolve()),
+            trigger=spec.trigger,
+            batch_s_max=spec.batch_s_max,
+            audit=spec.audit.model_dump(exclude_none=True) if spec.audit else None,
+            conf=spec.spark,
+            master=spec.master,
+            new_checkpoint=spec.new_checkpoint == "accept",
+            missing_ledger=spec.missing_ledger == "accept",
+        )
+
+    def plan(
+        self, spark: SparkSession | None = None, *, offline: bool = False, takeover: bool = False
+    ) -> Plan | Refusal:
+        """What the pipeline will do and what its guarantee rests on; or why it cannot be had, and what can.
+
+        Starts no Spark. Changes nothing in source, sink and checkpoint; a connector may set up its own ledger.
+
+        Args:
+            offline: ask neither servers nor checkpoint.
+            takeover: plan for fencing another driver that lives.
+
+        Raises:
+            UsageError: bad options.
+            Unreachable: a server or the checkpoint gave no answer.
+        """
+        from delivered.spark.facts import gather
+
+        return make_plan(gather(self, spark, offline=offline, takeover=takeover))
+
+    def start(self, spark: SparkSession | None = None, *, takeover: bool = False) -> StreamingQuery:
+        """Plan, then start the query.
+
+        Args:
+            spark: None: the active session, or a new one.
+            takeover: fence another driver that runs this pipeline.
+
+        Raises:
+            Refused: the plan is a refusal.
+            UsageError, Unreachable: as `plan`.
+        """
+        from delivered.spark.start import start
+
+        query, drain = start(self, spark, takeover)
+        self._drains[str(query.runId)] = drain
+        return query
+
+    def stop(self, query: StreamingQuery, timeout_s: float = 120.0, waiting: Callable[[], None] | None = None) -> bool:
+        """Let the running batch finish, then stop the query. Returns whether it stopped between two batches.
+
+        Args:
+            query: from `start`.
+            timeout_s: after so long the query is stopped in mid-batch, which recovery bears.
+            waiting: called about every 50 ms.
+        """
+        from delivered.spark.drain import stop_between_batches
+
+        return stop_between_batches(query, self._drains.pop(str(query.runId), None), timeout_s, waiting)
+
+    def audit(
+        self,
+        spark: SparkSession | None = None,
+        *,
+        samples_max: int = 20,
+        progress: Callable[[str], None] | None = None,
+    ) -> AuditReport:
+        """Read the source range and the sink back as a Spark job, and say what became of every record.
+
+        Args:
+            samples_max: damaged records listed, per class.
+            progress: called with what is being done, a few times.
+
+        Raises:
+            UsageError: bad options, more than one sink, or a source of Spark's own.
+        """
+        from delivered.spark.start import audit
+
+        return audit(self, spark, samples_max, progress)
+
+    def __repr__(self) -> str:
+        return (
+            f"Pipeline(name={self.name!r}, guarantee={self.guarantee.value!r}, checkpoint={self.checkpoint!r}, "
+            f"source={self.source!r}, sinks={list(self.sinks)!r})"
+        )
+
+
+def _absolute(location: str) -> str:
+    """Spark's driver and our workers may stand in other folders: make a local path absolute."""
+    if not location:
+        raise UsageError("CHECKPOINT_MISSING", "checkpoint is empty; it must name a folder or a URL.")
+    return location if ":" in location.split("/", 1)[0] else str(Path(location).expanduser().absolute())
+
+
+def _endpoint(what: str, given: object) -> Endpoint:
+    if not isinstance(given, Endpoint):
+        raise UsageError(
+            "ENDPOINT_VALUE",
+            f"{what} is {given!r} ({type(given).__name__}); it must be an endpoint.",
+            next_step='write it as in delivered.kafka("localhost:9092", topic="orders")',
+        )
+    return given
+
+
+def _from_spec(spec: SourceSpec | SinkSpec) -> Endpoint:
+    options = {k: as_text(k, v) for k, v in (spec.__pydantic_extra__ or {}).items()}
+    return Endpoint(spec.format, options, spec.name if isinstance(spec, SinkSpec) else None)
+
+
+def _transform(spec: TransformSpec | None, folder: Path) -> Transform:
+    if spec is None:
+        return NO_TRANSFORM
+    if spec.sql is None and spec.python is None:
+        return arrow(load_function(spec.arrow, folder) if spec.arrow else None, select=spec.select or ())
+    what = spec.sql if spec.sql is not None else load_function(str(spec.python), folder)
+    return declare(what, stateful=spec.stateful, deterministic=spec.deterministic)
