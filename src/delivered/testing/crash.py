@@ -10,6 +10,7 @@
     halt   (default) write the hit, then block for ever: a supervisor outside kills the whole process tree
     kill   write the hit, then SIGKILL this process
     raise  write the hit, then raise `Crashed`: Spark runs the task again
+    wait   write the hit, then block until `release(hit's path)`: whoever stands outside does harm meanwhile
 
 A point is hit once per folder over all processes and restarts, so that a pipeline started again goes on.
 """
@@ -34,6 +35,8 @@ from delivered.model.step import Moment, StepId, install
 CRASH = "DELIVERED_CRASH"
 CRASH_DIR = "DELIVERED_CRASH_DIR"
 HIT_SUFFIX = ".hit.json"
+_RELEASED_SUFFIX = ".released"
+_POLL_S = 0.02
 
 _SPEC = re.compile(
     r"(?P<step>[a-z.]+):(?P<moment>[a-z]+)(?:#(?P<nth>[1-9][0-9]*))?"
@@ -49,6 +52,7 @@ class CrashAction(StrEnum):
     HALT = "halt"
     KILL = "kill"
     RAISE = "raise"
+    WAIT = "wait"
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,12 @@ def _parse_one(text: str) -> CrashPoint:
                 f"{CRASH} holds {text!r}: there is no {part} {value!r}.",
                 next_step=f"write one of: {', '.join(values)}",
             )
-    conditions = [c.split("=", 1) for c in found["conditions"].split("@") if c]
+    conditions = [c.partition("=") for c in found["conditions"].split("@") if c]
     return CrashPoint(
         StepId(found["step"]),
         Moment(found["moment"]),
         int(found["nth"] or 1),
-        {k: v for k, v in conditions},
+        {key: value for key, _, value in conditions},
         CrashAction(found["action"] or CrashAction.HALT),
     )
 
@@ -156,13 +160,13 @@ class Handler:
             with self._lock:
                 self._seen[i] += 1
                 due = self._seen[i] == spec.nth
-            if due and self._claim(i, spec, facts):
-                _act(spec)
+            path = self._folder / f"{i:02d}-{spec.step}-{spec.moment}{HIT_SUFFIX}"
+            if due and self._claim(path, spec, facts):
+                _act(spec, path)
 
-    def _claim(self, index: int, spec: CrashPoint, facts: Mapping[str, Any]) -> bool:
+    def _claim(self, path: Path, spec: CrashPoint, facts: Mapping[str, Any]) -> bool:
         """Write the hit; False if any process did so before. The file appears whole or not at all."""
         hit = {"point": str(spec), "pid": os.getpid(), "facts": facts, "at_ms": time.time_ns() // 1_000_000}
-        path = self._folder / f"{index:02d}-{spec.step}-{spec.moment}{HIT_SUFFIX}"
         draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         draft.write_text(json.dumps(hit, default=str), encoding="utf-8")
         try:
@@ -174,8 +178,11 @@ class Handler:
         return True
 
 
-def _act(spec: CrashPoint) -> None:
+def _act(spec: CrashPoint, hit: Path) -> None:
     match spec.action:
+        case CrashAction.WAIT:
+            while not hit.with_suffix(_RELEASED_SUFFIX).exists():
+                time.sleep(_POLL_S)
         case CrashAction.HALT:
             _halt()
         case CrashAction.KILL:
@@ -188,6 +195,11 @@ def _act(spec: CrashPoint) -> None:
 def _halt() -> NoReturn:
     while True:
         threading.Event().wait()
+
+
+def release(hit: Path) -> None:
+    """Let the process go on that waits at a point with `!wait`."""
+    hit.with_suffix(_RELEASED_SUFFIX).touch()
 
 
 def install_from_environment() -> bool:

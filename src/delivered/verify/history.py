@@ -112,7 +112,7 @@ def fired(history: Iterable[Operation]) -> list[str]:
 
 
 def sends(history: Iterable[Operation]) -> dict[str, End]:
-    """Record id -> how its send ended. A send that never ended is unknown; of several, ok beats unknown beats failed."""
+    """Record id -> how its send ended. One that never ended is unknown; of several, ok beats unknown beats failed."""
     rank = {End.OK: 3, End.UNKNOWN: 2, End.BEGUN: 2, End.FAILED: 1}
     best: dict[str, End] = {}
     for o in history:

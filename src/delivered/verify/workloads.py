@@ -146,7 +146,8 @@ def _fan_out(value: str) -> list[str]:
 _FAN_OUT_SQL = """
 SELECT key, concat(value, '#', part) AS value FROM (
   SELECT key, CAST(value AS STRING) AS value,
-         explode(CASE WHEN get_json_object(CAST(value AS STRING), '$.n') % 2 = 0 THEN array('0', '1') ELSE array('0') END) AS part
+         explode(CASE WHEN get_json_object(CAST(value AS STRING), '$.n') % 2 = 0
+                      THEN array('0', '1') ELSE array('0') END) AS part
   FROM source
   WHERE get_json_object(CAST(value AS STRING), '$.n') % 3 <> 0)
 """

@@ -1,0 +1,7 @@
+"""Clients of the judge's own: they share no code with the product's connectors, so that one mistake is not made twice.
+
+base.py    what a system must offer to be written to and read by the judge
+kafka.py   topics, with confluent-kafka; read-committed
+sqlite.py  tables, with the standard library
+log.py     logs; read with deltalake, written as every producer writes them
+"""

@@ -1,0 +1,199 @@
+"""Topics, written and read with confluent-kafka, by settings of the judge's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from delivered.verify.clients.base import Look, Row
+from delivered.verify.workloads import PARTITIONS, Record
+
+ANSWER_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 30.0
+
+
+class Topic:
+    """A topic as feed or drain.
+
+    Args:
+        bootstrap: of the broker itself, for the judge.
+        seen_by_pipeline: the address that the pipeline is given: the broker's, or a proxy's.
+        extra: more options of the source or sink in the pipeline file.
+    """
+
+    system = "kafka"
+    batch_atomic = False
+
+    def __init__(
+        self,
+        bootstrap: str,
+        name: str,
+        seen_by_pipeline: str | None = None,
+        partitions: int = PARTITIONS,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.bootstrap = bootstrap
+        self.name = name
+        self.partitions = partitions
+        self._given = seen_by_pipeline or bootstrap
+        self._extra = extra or {}
+        self._role = "sink"
+        self._client: Any = None
+
+    def as_feed(self) -> Topic:
+        self._role = "source"
+        return self
+
+    def create(self) -> None:
+        from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
+
+        made = self._admin().create_topics([NewTopic(self.name, self.partitions, 1)])
+        made[self.name].result(ANSWER_TIMEOUT_S)
+
+    def remove(self) -> None:
+        self._admin().delete_topics([self.name])[self.name].result(ANSWER_TIMEOUT_S)
+
+    def options(self) -> dict[str, Any]:
+        common = {"format": "kafka", "kafka.bootstrap.servers": self._given, **self._extra}
+        if self._role == "source":
+            return {**common, "subscribe": self.name, "startingOffsets": "earliest"}
+        return {**common, "topic": self.name}
+
+    def send(self, records: Sequence[Record]) -> None:
+        from confluent_kafka import Producer
+
+        producer = Producer(
+            {"bootstrap.servers": self.bootstrap, "acks": "all", "enable.idempotence": True, "linger.ms": 5}
+        )
+        failed: list[str] = []
+        for r in records:
+            while True:
+                try:
+                    producer.produce(
+                        self.name,
+                        key=r.key,
+                        value=r.value,
+                        partition=r.partition % self.partitions,
+                        on_delivery=lambda e, _: failed.append(str(e)) if e else None,
+                    )
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+        left = producer.flush(ANSWER_TIMEOUT_S)
+        if left or failed:
+            raise RuntimeError(
+                f"{left} records of {self.name} were not acknowledged, {len(failed)} failed: {failed[:2]}"
+            )
+
+    def read(self) -> list[Row]:
+        """To the last stable offset of every partition, as it is now.
+
+        Raises:
+            TimeoutError: the end was not reached within 60 s.
+        """
+        ends = self.ends()
+        consumer = self._consumer(ends)
+        found: list[Row] = []
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        try:
+            while not self._reached(consumer, ends):
+                found.extend(self._rows(consumer.consume(1_000, 0.2)))
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the end of {self.name} was not reached within {ANSWER_TIMEOUT_S:.0f} s")
+        finally:
+            consumer.close()
+        return found
+
+    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+        consumer = self._consumer(range(self.partitions))
+        try:
+            while not stop.is_set():
+                rows = self._rows(consumer.consume(1_000, 0.05))
+                if rows:
+                    seen(Look(rows, whole=False))
+            ends, deadline = self.ends(), time.monotonic() + _END_TIMEOUT_S
+            while not self._reached(consumer, ends) and time.monotonic() < deadline:
+                rows = self._rows(consumer.consume(1_000, 0.2))
+                if rows:
+                    seen(Look(rows, whole=False))
+        finally:
+            consumer.close()
+
+    def offsets(self, logged: Any) -> dict[str, int]:
+        return {f"{self.name}-{p}": int(at) for p, at in logged[self.name].items()}
+
+    def ends(self, committed: bool = True) -> dict[int, int]:
+        """Partition -> last stable offset, or the end of the log."""
+        from confluent_kafka import IsolationLevel, TopicPartition
+        from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+
+        level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        newest: Any = OffsetSpec.latest
+        asked = {TopicPartition(self.name, p): newest() for p in range(self.partitions)}
+        answers = self._admin().list_offsets(asked, isolation_level=level, request_timeout=ANSWER_TIMEOUT_S)
+        return {tp.partition: f.result().offset for tp, f in answers.items()}
+
+    def open_transactions(self, pipeline: str) -> list[str]:
+        """Partitions where committed readers cannot get to the end, and transactions of the pipeline that are open."""
+        from kafka.admin import KafkaAdminClient
+
+        stable, high = self.ends(), self.ends(committed=False)
+        blocked = [f"{self.name}-{p}: readers stop at {stable[p]} of {high[p]}" for p in stable if stable[p] < high[p]]
+        admin = KafkaAdminClient(bootstrap_servers=self.bootstrap)
+        try:
+            listed = admin.list_transactions(state_filters=["Ongoing"])
+        finally:
+            admin.close()
+        return blocked + [str(t) for t in _flat(listed) if f".{pipeline}." in str(t)]
+
+    def _admin(self) -> Any:
+        from confluent_kafka.admin import AdminClient
+
+        if self._client is None:  # kept: its requests end with it
+            self._client = AdminClient({"bootstrap.servers": self.bootstrap})
+        return self._client
+
+    def _consumer(self, partitions: Any) -> Any:
+        from confluent_kafka import Consumer, TopicPartition
+
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "group.id": f"judge-{uuid.uuid4().hex}",
+                "isolation.level": "read_committed",
+                "auto.offset.reset": "error",
+                "enable.auto.commit": False,
+                "fetch.wait.max.ms": 100,
+                "reconnect.backoff.max.ms": 500,
+            }
+        )
+        consumer.assign([TopicPartition(self.name, p, 0) for p in partitions])
+        return consumer
+
+    def _reached(self, consumer: Any, ends: dict[int, int]) -> bool:
+        """Positions move past markers and aborted records too, so they get to the end; counts would not."""
+        from confluent_kafka import TopicPartition
+
+        at = consumer.position([TopicPartition(self.name, p) for p in ends])
+        return all(max(tp.offset, 0) >= ends[tp.partition] for tp in at)
+
+    def _rows(self, messages: list[Any]) -> list[Row]:
+        # Errors are the client's own trouble with a broker that is down; it goes on by itself.
+        return [
+            Row(f"{m.topic()}-{m.partition()}", m.offset(), _text(m.key()), _text(m.value()) or "")
+            for m in messages
+            if m.error() is None
+        ]
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "replace")
+
+
+def _flat(listed: Any) -> list[Any]:
+    if isinstance(listed, dict):
+        return [item for part in listed.values() for item in _flat(part)]
+    return list(listed) if isinstance(listed, list | tuple) else [listed]

@@ -1,0 +1,95 @@
+"""A table of a SQLite file, read with the standard library."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from delivered.verify.clients.base import Look, Row
+
+_POLL_S = 0.05
+_BUSY_S = 30.0
+
+
+class Table:
+    """
+    Args:
+        extra: more options of the sink in the pipeline file; `format` may name another connector of the same tables.
+    """
+
+    system = "sqlite"
+    batch_atomic = True
+
+    def __init__(self, path: Path, name: str = "effects", extra: dict[str, Any] | None = None) -> None:
+        self.path = path
+        self.name = name
+        self._extra = extra or {}
+
+    def create(self) -> None:
+        """The pipeline makes the table."""
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def options(self) -> dict[str, Any]:
+        return {"format": "sqlite", "path": str(self.path), "table": self.name, **self._extra}
+
+    def read(self) -> list[Row]:
+        return self._after(-1)[0]
+
+    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+        newest, count = -1, 0
+        while True:
+            last = stop.is_set()
+            rows, total = self._after(newest)
+            if total != count + len(rows):
+                # Rows that were seen are gone: read all of it again, and let the checkers compare.
+                rows, total = self._after(-1)
+                count = 0
+            if rows:
+                newest, count = max(newest, rows[-1].position), count + len(rows)
+                seen(Look(rows, whole=True))
+            if last:
+                return
+            stop.wait(_POLL_S)
+
+    def open_transactions(self, pipeline: str) -> list[str]:
+        """Whoever still holds the write lock when everything has ended."""
+        del pipeline
+        if not self.path.exists():
+            return []
+        with closing(sqlite3.connect(self.path, timeout=5, isolation_level=None)) as connection:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError as error:
+                return [f"{self.path.name}: {error}"]
+            connection.execute("ROLLBACK")
+        return []
+
+    def _after(self, position: int) -> tuple[list[Row], int]:
+        """Rows behind `position` and the number of all rows, in one transaction."""
+        if not self.path.exists():
+            return [], 0
+        uri = f"{self.path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as connection:
+            connection.execute("BEGIN")
+            there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (self.name,)).fetchone()
+            if there is None:
+                return [], 0
+            table = '"' + self.name.replace('"', '""') + '"'
+            (total,) = connection.execute(f"SELECT count(*) FROM {table}").fetchone()  # noqa: S608
+            found = connection.execute(
+                f"SELECT rowid, key, value FROM {table} WHERE rowid > ? ORDER BY rowid",  # noqa: S608
+                (position,),
+            ).fetchall()
+        return [Row(self.name, rowid, _text(key), _text(value) or "") for rowid, key, value in found], total
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
