@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 from delivered.connectors.kafka import native
-from delivered.connectors.kafka.produce import STATISTICS_MS, Producer, ProducerError
+from delivered.connectors.kafka.produce import Producer, ProducerError
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.guarantee import Guarantee
@@ -53,7 +53,6 @@ def producer_config(options: SinkOptions, guarantee: Guarantee, transactional_id
                 "transactional.id": transactional_id or "",
                 "transaction.timeout.ms": str(options.transaction_timeout_s * 1000),
                 "enable.idempotence": "true",
-                "statistics.interval.ms": str(STATISTICS_MS),
             }
             config.setdefault("message.timeout.ms", str(options.transaction_timeout_s * 1000))
         case Guarantee.AT_LEAST_ONCE:

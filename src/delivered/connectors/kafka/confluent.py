@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +11,8 @@ from delivered.connectors.kafka.produce import (
     Failures,
     Headers,
     ProducerError,
-    ProducerId,
     Rows,
+    flush_pauses,
     spread,
     timeout_error,
 )
@@ -27,12 +26,10 @@ class ConfluentProducer:
 
         self._errors = confluent_kafka.KafkaException
         self.failures = Failures()
-        self.id: ProducerId | None = None
         self._fatal: Any = None
-        settings: dict[str, Any] = dict(config)
+        settings: dict[str, Any] = {k: v == "true" if v in ("true", "false") else v for k, v in config.items()}
         settings |= {
             "on_delivery": self._on_delivery,
-            "stats_cb": self._on_stats,
             "error_cb": self._on_error,
             "logger": _Silent(),
         }
@@ -46,22 +43,13 @@ class ConfluentProducer:
             size = len(message.key() or b"") + len(message.value() or b"")
             self.failures.add(error.code(), error.name(), size)
 
-    def _on_stats(self, text: str) -> None:
-        if self.id is None:
-            self.id = ProducerId.from_statistics(json.loads(text))
-
     def _on_error(self, error: Any) -> None:
         self.failures.last_error = f"{error.name()}: {error.str()}"
         if error.fatal():
             self._fatal = error
 
     def start(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
         self._call(self._producer.init_transactions, timeout_s)
-        while self.id is None:
-            if time.monotonic() > deadline:
-                raise timeout_error("its statistics did not tell the producer id", self.failures)
-            self._producer.poll(POLL_MS / 1000)
 
     def begin(self) -> None:
         self._call(self._producer.begin_transaction)
@@ -102,7 +90,8 @@ class ConfluentProducer:
 
     def flush(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while (waiting := self._producer.flush(0.2)) > 0:
+        pauses = flush_pauses()
+        while (waiting := self._producer.flush(next(pauses) / 1000)) > 0:
             self._raise_fatal()
             if time.monotonic() > deadline:
                 raise timeout_error(f"{waiting} records were not acknowledged in {timeout_s:.0f} s", self.failures)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import itertools
-import json
 import time
 from collections.abc import Mapping
 from functools import lru_cache
@@ -25,8 +24,8 @@ from delivered.connectors.kafka.produce import (
     POLL_MS,
     Failures,
     ProducerError,
-    ProducerId,
     Rows,
+    flush_pauses,
     spread,
     timeout_error,
 )
@@ -57,7 +56,6 @@ _SYMBOLS = (
     "rd_kafka_conf_set",
     "rd_kafka_conf_destroy",
     "rd_kafka_conf_set_dr_msg_cb",
-    "rd_kafka_conf_set_stats_cb",
     "rd_kafka_conf_set_error_cb",
     "rd_kafka_conf_set_log_cb",
     "rd_kafka_conf_set_opaque",
@@ -143,7 +141,6 @@ class _Metadata(ctypes.Structure):
 
 
 _DR_CB = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Message), ctypes.c_void_p)
-_STATS_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _ERROR_CB = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
 
@@ -180,7 +177,6 @@ def _typed(lib: Any) -> Any:
     declare("rd_kafka_conf_destroy", None, pointer)
     declare("rd_kafka_conf_set", number, pointer, text, text, text, size)
     declare("rd_kafka_conf_set_dr_msg_cb", None, pointer, _DR_CB)
-    declare("rd_kafka_conf_set_stats_cb", None, pointer, _STATS_CB)
     declare("rd_kafka_conf_set_error_cb", None, pointer, _ERROR_CB)
     declare("rd_kafka_conf_set_log_cb", None, pointer, pointer)
     declare("rd_kafka_conf_set_opaque", None, pointer, pointer)
@@ -227,14 +223,6 @@ def _on_failed(_rk: int, message: Any, opaque: int) -> None:
         producer.failures.add(m.err, producer.name_of(m.err), m.len + m.key_len)
 
 
-@_STATS_CB  # type: ignore[untyped-decorator]
-def _on_stats(_rk: int, text: int, length: int, opaque: int) -> int:
-    producer = _producers.get(opaque)
-    if producer is not None and producer.id is None:
-        producer.id = ProducerId.from_statistics(json.loads(ctypes.string_at(text, length)))
-    return 0
-
-
 @_ERROR_CB  # type: ignore[untyped-decorator]
 def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
     producer = _producers.get(opaque)
@@ -247,7 +235,6 @@ class NativeProducer:
 
     Attributes:
         failures: what could not be delivered since the last `flush`.
-        id: producer id and epoch, once they are known.
     """
 
     def __init__(self, config: Mapping[str, str]) -> None:
@@ -258,7 +245,6 @@ class NativeProducer:
         self._topics: dict[str, int] = {}
         self._structs = np.zeros(0, dtype=_MESSAGE)
         self.failures = Failures()
-        self.id: ProducerId | None = None
         self._number = next(_numbers)
         self._rk: int | None = self._make(config)
         _producers[self._number] = self
@@ -271,7 +257,6 @@ class NativeProducer:
                 lib.rd_kafka_conf_destroy(conf)
                 raise ProducerError("CONFIG", said.value.decode(errors="replace"), config=True)
         lib.rd_kafka_conf_set_dr_msg_cb(conf, _on_failed)
-        lib.rd_kafka_conf_set_stats_cb(conf, _on_stats)
         lib.rd_kafka_conf_set_error_cb(conf, _on_error)
         lib.rd_kafka_conf_set_log_cb(conf, None)  # what matters comes back as errors
         lib.rd_kafka_conf_set_opaque(conf, self._number)
@@ -284,13 +269,15 @@ class NativeProducer:
     # -- transactions ------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> None:
-        """Fence earlier holders of the transactional id, get producer id and epoch."""
-        deadline = time.monotonic() + timeout_s
+        """Take the transactional id; whoever held it is fenced."""
+        self._connect(timeout_s)
         self._check(self._lib.rd_kafka_init_transactions(self._rk, int(timeout_s * 1000)))
-        while self.id is None:
-            if time.monotonic() > deadline:
-                raise timeout_error("its statistics did not tell the producer id", self.failures)
-            self._lib.rd_kafka_poll(self._rk, POLL_MS)
+
+    def _connect(self, timeout_s: float) -> None:
+        # librdkafka asks for an id at once, finds no connection yet, and asks again 500 ms later: connect first.
+        result = ctypes.POINTER(_Metadata)()
+        if self._lib.rd_kafka_metadata(self._rk, 0, None, ctypes.byref(result), int(timeout_s * 1000)) == 0:
+            self._lib.rd_kafka_metadata_destroy(result)
 
     def begin(self) -> None:
         self._check(self._lib.rd_kafka_begin_transaction(self._rk))
@@ -412,7 +399,8 @@ class NativeProducer:
             ProducerError: a fatal error, or records were still on their way after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
-        while self._lib.rd_kafka_flush(self._rk, 200) != 0:
+        pauses = flush_pauses()
+        while self._lib.rd_kafka_flush(self._rk, next(pauses)) != 0:
             self._raise_fatal()
             if time.monotonic() > deadline:
                 waiting = self._lib.rd_kafka_outq_len(self._rk)

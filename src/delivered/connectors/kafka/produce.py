@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,6 @@ import pyarrow as pa
 
 POLL_MS = 5
 """How long a writer sleeps while the queue is full."""
-
-STATISTICS_MS = 50
-"""librdkafka tells producer id and epoch in its statistics, this often."""
 
 TOO_LARGE = 10
 """MSG_SIZE_TOO_LARGE: the broker's code, which librdkafka uses for its own limit as well."""
@@ -58,14 +55,6 @@ class ProducerId:
 
     id: int
     epoch: int
-
-    @classmethod
-    def from_statistics(cls, statistics: Mapping[str, Any]) -> ProducerId | None:
-        """Read librdkafka's statistics; None as long as the producer has no id."""
-        eos = statistics.get("eos") or {}
-        if eos.get("producer_id", -1) < 0 or eos.get("producer_epoch", -1) < 0:
-            return None
-        return cls(int(eos["producer_id"]), int(eos["producer_epoch"]))
 
 
 @dataclass
@@ -136,7 +125,6 @@ class Producer(Protocol):
     """Used by one thread at a time. Failures of single records are counted in `failures`, not raised."""
 
     failures: Failures
-    id: ProducerId | None
 
     def start(self, timeout_s: float) -> None: ...
     def begin(self) -> None: ...
@@ -164,6 +152,13 @@ def spread(rows: Rows) -> Iterator[tuple[str, int | None, bytes | None, bytes | 
     for key, value, header, partition in zip(keys, values, headers, partitions, strict=True):
         pairs = None if header is None else [(h["key"], h["value"]) for h in header]
         yield rows.topic, (None if partition < 0 else partition), key, value, pairs
+
+
+def flush_pauses() -> Iterator[int]:
+    """Milliseconds to wait in one call of flush: librdkafka notices an empty queue only when a call ends."""
+    yield from (1,) * 100
+    while True:
+        yield 20
 
 
 def timeout_error(what: str, failures: Failures) -> ProducerError:

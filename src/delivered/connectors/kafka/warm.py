@@ -14,14 +14,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from delivered.connectors.kafka.clients import make_producer
+from delivered.connectors.kafka.clients import make_producer, producer_config
 from delivered.connectors.kafka.produce import Producer, ProducerError, ProducerId
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
-from delivered.connectors.kafka.transactions import describe
+from delivered.connectors.kafka.transactions import describe, transactional_id
 from delivered.model.errors import DeliveredError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Work
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ READY_MAX = 16
 """Ready transactional producers per process: each holds a few threads and connections."""
 
 READY_AGE_S_MAX = 300.0
+START_TIMEOUT_S = 60.0
 IDLE_MAX = 8
 
 _lock = threading.Lock()
@@ -37,12 +41,26 @@ _idle: dict[tuple[str, ...], list[Producer]] = {}
 _wires: dict[tuple[str, ...], Wire] = {}
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A transactional producer that holds its id.
+
+    Attributes:
+        id: as the coordinator told it after the id was taken. If somebody else took the id in between, it is his, and
+            then nothing that this producer writes is accepted any more: a transaction that could be written in full
+            is always this id's.
+    """
+
+    producer: Producer
+    id: ProducerId
+
+
 class Ready:
     """A transactional producer, or the promise of one."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        self.producer: Producer | None = None
+        self.taken: Taken | None = None
         self.made_at = time.monotonic()
         self.thrown_away = False
 
@@ -51,48 +69,63 @@ def key_of(config: Mapping[str, str], *more: str) -> tuple[str, ...]:
     return (*more, *(f"{k}={v}" for k, v in sorted(config.items())))
 
 
-def take(config: Mapping[str, str], work: str, timeout_s: float) -> tuple[Producer, bool]:
+def take(options: SinkOptions, work: Work) -> Taken:
     """A transactional producer for one attempt of one shard of one batch; it is the caller's alone.
-
-    Args:
-        work: names the attempt; a producer made ready for another is not given.
-
-    Returns:
-        The producer, and whether it was made ready before: then somebody may have fenced it since.
 
     Raises:
         ProducerError: its transactional id could not be taken.
     """
+    name = transactional_id(work)
     with _lock:
-        ready = _ready.pop(key_of(config, work), None)
+        ready = _ready.pop(_key(options, work), None)
     if ready is not None:
-        ready.done.wait(timeout_s)
+        ready.done.wait(START_TIMEOUT_S)
         with _lock:
-            producer = ready.producer
-            ready.thrown_away = producer is None
-        if producer is not None:
-            return producer, True
-    return started(config, timeout_s), False
+            taken = ready.taken
+            ready.thrown_away = taken is None
+        if taken is not None:
+            # The same batch may have run elsewhere since: then the id is not ours any more.
+            if _holder(options, name) == taken.id:
+                return taken
+            taken.producer.close()
+    return _start(options, name)
 
 
-def started(config: Mapping[str, str], timeout_s: float) -> Producer:
-    """Make a transactional producer and take its id."""
-    producer = make_producer(config)
+def _start(options: SinkOptions, name: str) -> Taken:
+    producer = make_producer(producer_config(options, Guarantee.EXACTLY_ONCE, name))
     try:
-        producer.start(timeout_s)
+        producer.start(START_TIMEOUT_S)
+        return Taken(producer, _holder(options, name))
     except BaseException:
         producer.close()
         raise
-    return producer
 
 
-def prepare_next(config: Mapping[str, str], work: str, timeout_s: float, also: Callable[[], object]) -> None:
-    """Make the producer for a coming attempt ready in the background. Failing is no harm: it is made when needed.
+def _holder(options: SinkOptions, name: str) -> ProducerId:
+    """Who holds a transactional id now, as its coordinator says."""
+    client = options.resolved()
+    with _lock:
+        wire = _wires.setdefault(key_of(client), Wire(client))
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            found = describe(wire, name)
+            if found is None:
+                raise ProducerError("_STATE", f"the coordinator does not know {name!r}")
+            return ProducerId(found.producer_id, found.epoch)
+        except NoAnswer as error:
+            if time.monotonic() > deadline:
+                raise ProducerError("_TIMED_OUT", f"who holds {name!r} is not known: {error}") from None
+            time.sleep(0.05)
 
-    Args:
-        also: run in the same background, for what else the next attempt wants warm.
-    """
-    key = key_of(config, work)
+
+def _key(options: SinkOptions, work: Work) -> tuple[str, ...]:
+    return key_of(options.client, repr(options), repr(work))
+
+
+def prepare_next(options: SinkOptions, work: Work) -> None:
+    """Make the producer of a coming attempt ready in the background. Failing is no harm: it is made when needed."""
+    key = _key(options, work)
     old: list[Ready] = []
     with _lock:
         if key in _ready:
@@ -100,30 +133,25 @@ def prepare_next(config: Mapping[str, str], work: str, timeout_s: float, also: C
         limit = time.monotonic() - READY_AGE_S_MAX
         for k in [k for k, r in _ready.items() if r.made_at < limit]:
             old.append(_ready.pop(k))
-        if len(_ready) >= READY_MAX:
-            ready = None
-        else:
-            ready = _ready[key] = Ready()
-    for entry in old:
-        _drop(entry)
-    if ready is not None:
-        threading.Thread(
-            target=_make, args=(config, ready, timeout_s, also), daemon=True, name="delivered-ready"
-        ).start()
+        while len(_ready) >= READY_MAX:
+            old.append(_ready.popitem(last=False)[1])
+        ready = _ready[key] = Ready()
+    threading.Thread(target=_make, args=(options, work, ready, old), daemon=True, name="delivered-ready").start()
 
 
-def _make(config: Mapping[str, str], ready: Ready, timeout_s: float, also: Callable[[], object]) -> None:
+def _make(options: SinkOptions, work: Work, ready: Ready, old: list[Ready]) -> None:
     try:
-        producer = started(config, timeout_s)
-    except ProducerError as error:
+        for entry in old:
+            _drop(entry)
+        taken = _start(options, transactional_id(work))
+    except (ProducerError, DeliveredError) as error:
         log.debug("a producer could not be made ready: %s", error)
     else:
         with _lock:
             if not ready.thrown_away:
-                ready.producer = producer
-        if ready.producer is None:
-            producer.close()
-        also()
+                ready.taken = taken
+        if ready.taken is None:
+            taken.producer.close()
     finally:
         ready.done.set()
 
@@ -131,27 +159,14 @@ def _make(config: Mapping[str, str], ready: Ready, timeout_s: float, also: Calla
 def _drop(ready: Ready) -> None:
     with _lock:
         ready.thrown_away = True
-        producer, ready.producer = ready.producer, None
-    if producer is not None:
-        producer.close()
+        taken, ready.taken = ready.taken, None
+    if taken is not None:
+        taken.producer.close()
 
 
 def retire(producer: Producer) -> None:
     """Free a producer whose transaction is somebody else's now, out of the way of the task."""
     threading.Thread(target=producer.close, daemon=True, name="delivered-retire").start()
-
-
-def holder_of(options: SinkOptions, transactional_id: str) -> ProducerId | None:
-    """Who holds a transactional id now, as its coordinator says; None: nobody, or it did not tell."""
-    client = options.resolved()
-    with _lock:
-        wire = _wires.setdefault(key_of(client), Wire(client))
-    try:
-        found = describe(wire, transactional_id)
-    except (NoAnswer, DeliveredError) as error:
-        log.debug("who holds %s is not known: %s", transactional_id, error)
-        return None
-    return None if found is None else ProducerId(found.producer_id, found.epoch)
 
 
 def borrow(config: Mapping[str, str]) -> Producer:

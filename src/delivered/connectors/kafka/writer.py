@@ -20,7 +20,8 @@ from delivered.connectors.kafka.markers import ledger_topic, marker_key, marker_
 from delivered.connectors.kafka.produce import Producer, ProducerError, Rows
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.transactions import Handle
-from delivered.model.errors import BadRecord, InvariantBroken
+from delivered.connectors.kafka.warm import Taken
+from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
@@ -106,7 +107,7 @@ class TransactionalWriter:
         self._work = work
         self._id = transactions.transactional_id(work)
         self._sender = _Sender(options)
-        self._producer: Producer | None = None
+        self._taken: Taken | None = None
 
     def stage(self, batch: pa.RecordBatch) -> None:
         """Send rows inside the transaction; the first rows open it."""
@@ -122,10 +123,10 @@ class TransactionalWriter:
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Every row and the marker are acknowledged; the transaction stays open. No rows: no transaction."""
-        producer = self._producer
-        if producer is None:
+        taken = self._taken
+        if taken is None:
             return {}
-        scope = self._work.scope
+        producer, scope = taken.producer, self._work.scope
         try:
             producer.send_one(
                 ledger_topic(scope, self._options.ledger_topic),
@@ -138,57 +139,26 @@ class TransactionalWriter:
             raise producer_error(error, self._options.topic, self._options) from None
         if producer.failures.count:
             raise delivery_error(producer.failures, self._options)
-        if producer.id is None:
-            raise InvariantBroken("PRODUCER_UNKNOWN", f"The producer of {self._id} does not know its id and epoch.")
-        handle = Handle(self._id, producer.id).to_json()
-        self._producer = None
         # From here on the transaction belongs to the driver; the client that opened it has no more say.
+        self._taken = None
         warm.retire(producer)
-        self._prepare_next()
-        return handle
+        return Handle(self._id, taken.id).to_json()
 
     def abort(self) -> None:
         """Abort the transaction if it is still this task's. Once prepared it is left to the sweep."""
-        producer, self._producer = self._producer, None
-        if producer is not None:
+        taken, self._taken = self._taken, None
+        if taken is not None:
             with suppress(ProducerError):
-                producer.abort(REQUEST_TIMEOUT_S)
-            producer.close()
+                taken.producer.abort(REQUEST_TIMEOUT_S)
+            taken.producer.close()
 
     def _begun(self) -> Producer:
-        if self._producer is None:
-            self._producer = self._taken()
-            self._producer.begin()
-        return self._producer
-
-    def _taken(self) -> Producer:
-        config = producer_config(self._options, Guarantee.EXACTLY_ONCE, self._id)
-        producer, was_ready = warm.take(config, _name(self._work), _START_TIMEOUT_S)
-        if was_ready and not self._still_holds(producer):
-            producer.close()
-            producer = warm.started(config, _START_TIMEOUT_S)
-        return producer
-
-    def _still_holds(self, producer: Producer) -> bool:
-        """Whether the id was not taken by another process since this producer was made ready."""
-        holder = warm.holder_of(self._options, self._id)
-        return holder is None or holder == producer.id
-
-    def _prepare_next(self) -> None:
-        following = replace(self._work, batch=self._work.batch + 1, attempt=0)
-        following_id = transactions.transactional_id(following)
-        config = producer_config(self._options, Guarantee.EXACTLY_ONCE, following_id)
-        options = self._options
-        warm.prepare_next(
-            config, _name(following), _START_TIMEOUT_S, also=lambda: warm.holder_of(options, following_id)
-        )
-
-
-_START_TIMEOUT_S = 60.0
-
-
-def _name(work: Work) -> str:
-    return f"{work.scope.incarnation}/{work.batch}/{work.shard}/{work.attempt}"
+        if self._taken is None:
+            self._taken = warm.take(self._options, self._work)
+            self._taken.producer.begin()
+            # The other slot belonged to the batch before this one, which is over.
+            warm.prepare_next(self._options, replace(self._work, batch=self._work.batch + 1, attempt=0))
+        return self._taken.producer
 
 
 class PlainWriter:
