@@ -112,17 +112,16 @@ class SqliteLedger:
         text = decision.to_json()
 
         def there(connection: sqlite3.Connection) -> bool:
-            found = self._decision(connection, decision.batch)
-            if found is not None and found != text:
+            return self._decision(connection, decision.batch) == text
+
+        def write(connection: sqlite3.Connection) -> None:
+            if self._decision(connection, decision.batch) is not None:
                 raise InvariantBroken(
                     "DECIDED_OTHERWISE",
                     f"Batch {decision.batch} of {self._scope} is decided already, for other rows. They are visible and "
                     "stay; nothing was added.",
                     next_step="stop every other driver on this checkpoint, then start the pipeline again",
                 )
-            return found is not None
-
-        def write(connection: sqlite3.Connection) -> None:
             participants = [p for p in decision.participants if p.handle]
             if participants:
                 schema = staged_schema(self._options, self._scope, participants[0].handle)

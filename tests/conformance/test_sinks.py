@@ -1,0 +1,315 @@
+"""What every sink does that the contract promises, driven by what it declares. One suite, all sinks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from delivered.commit.context import Context
+from delivered.commit.decide import commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.connectors.memory import CONNECTOR as MEMORY
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.contract import Sink
+from delivered.model.capability import Commit
+from delivered.model.errors import Fenced
+from delivered.model.fingerprint import Fingerprint, fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Failed, Ok
+from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, ShardMessage
+from delivered.write.shard import fingerprint_seed, write_shard
+
+SHARDS = 2
+ROWS = 50
+SCHEMA = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
+EXACT = Guarantee.EXACTLY_ONCE
+_names = itertools.count()
+
+
+@dataclass
+class Rig:
+    """A sink and how to drive it as Spark would: each call of `context` is a process of its own."""
+
+    sink: Sink
+    pipeline: str = field(default_factory=lambda: f"p{next(_names)}")
+    incarnation: str = "i0"
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.pipeline, self.sink.name, self.incarnation)
+
+    def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
+        sink = pickle.loads(pickle.dumps(self.sink))
+        return Context(self.scope, guarantee, Owner(owner), sink.ledger(self.scope), sink.resource(self.scope))
+
+    def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
+        view = CheckpointView(self.incarnation, batch, offsets(batch), batch - 1 if batch else None)
+        return plan_batch(context, view, first=first)
+
+    def write(self, plan: BatchPlan, attempt: int = 0) -> list[ShardMessage]:
+        messages = [
+            write_shard(self.sink, plan, shard, attempt, iter([rows(plan.batch, shard)]), SCHEMA)
+            for shard in range(SHARDS)
+        ]
+        return pickle.loads(pickle.dumps(messages))
+
+    def run(self, batch: int, context: Context | None = None) -> Decision | None:
+        context = context or self.context()
+        messages = self.write(self.plan(context, batch))
+        return commit_batch(context, batch, offsets(batch), messages)
+
+    def visible(self) -> Fingerprint:
+        """Of all that a reader of the sink sees now."""
+        source = self.sink.read_back()
+        names = self.sink.records(rows(0, 0)).schema.names
+        driver = source.driver()
+        total = Fingerprint()
+        for piece in driver.slices(*driver.batch()):
+            for batch in source.read(piece):
+                total += fingerprint(batch, fingerprint_seed(self.scope), names)
+        driver.close()
+        return total
+
+    def expected(self, *batches: int) -> Fingerprint:
+        seed = fingerprint_seed(self.scope)
+        return sum(
+            (fingerprint(self.sink.records(rows(b, s)), seed) for b in batches for s in range(SHARDS)), Fingerprint()
+        )
+
+
+def rows(batch: int, shard: int) -> pa.RecordBatch:
+    keys = [f"{batch}-{shard}-{i}".encode() if i % 10 else None for i in range(ROWS)]
+    return pa.record_batch([pa.array(keys, pa.binary()), pa.array([b"v" * i for i in range(ROWS)])], schema=SCHEMA)
+
+
+def offsets(batch: int) -> str:
+    return json.dumps({"0": (batch + 1) * ROWS})
+
+
+def _memory(request: pytest.FixtureRequest, commit: str) -> Sink:
+    from delivered.connectors.memory.world import make_world
+
+    make_world(request.node.nodeid)
+    return MEMORY.sink({"world": request.node.nodeid, "commit": commit})
+
+
+def _sqlite(request: pytest.FixtureRequest) -> Sink:
+    folder: Path = request.getfixturevalue("tmp_path")
+    return SQLITE.sink({"path": str(folder / "sink.db"), "table": "orders"})
+
+
+def _kafka(request: pytest.FixtureRequest) -> Sink:
+    from delivered.connectors.kafka import CONNECTOR as KAFKA
+
+    kafka: Any = request.getfixturevalue("kafka")
+    return KAFKA.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": kafka.topic()})
+
+
+SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
+    "memory-two-phase": lambda request: _memory(request, "two_phase"),
+    "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
+    "sqlite": _sqlite,
+    "kafka": _kafka,
+}
+
+
+@pytest.fixture(params=list(SINKS))
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(SINKS[request.param](request))
+
+
+def test_says_what_it_does(rig: Rig) -> None:
+    can = rig.sink.capability()
+    texts = (can.system, can.mechanism, can.stage, can.prepare, can.decide, can.apply, can.send)
+    assert all(text.strip() for text in texts)
+    assert can.commit in (Commit.TWO_PHASE, Commit.ONE_TRANSACTION)
+    assert not [f for f in rig.sink.preflight(EXACT) if f.refuses]
+    rig.sink.check_schema(SCHEMA)
+
+
+def test_batches_are_visible_once_and_add_up(rig: Rig) -> None:
+    context = rig.context()
+    for batch in range(3):
+        plan = rig.plan(context, batch, first=batch == 0)
+        commit_batch(context, batch, offsets(batch), rig.write(plan))
+    state = rig.context().ledger.look()
+    assert state.last is not None
+    assert state.last.total == rig.visible() == rig.expected(0, 1, 2)
+
+
+def test_nothing_is_visible_before_the_decision(rig: Rig) -> None:
+    rig.run(0)
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 1))
+    assert all(m.prepared is not None and m.prepared.handle for m in messages)
+    state = context.ledger.look()
+    assert state.last is not None
+    assert state.last.batch == 0
+    for m in messages:
+        assert m.prepared is not None
+        assert isinstance(context.resource.abort(m.prepared), Ok)
+    assert rig.visible() == rig.expected(0)
+
+
+def test_p16_commit_and_apply_again_change_nothing(rig: Rig) -> None:
+    """P16: commit may be called several times for one epoch."""
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    decision = commit_batch(context, 0, offsets(0), messages)
+    assert decision is not None
+    assert commit_batch(rig.context(), 0, offsets(0), messages) == decision
+    for _ in range(2):
+        for p in decision.participants:
+            work = Work(rig.scope, 0, p.shard, p.attempt)
+            assert isinstance(context.resource.apply(work, p), Ok)
+            assert context.resource.applied(work)
+    assert rig.visible() == rig.expected(0)
+
+
+def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
+    context = rig.context("dies")
+    plan = rig.plan(context, 0)
+    prepared = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
+    total = sum((p.fingerprint for p in prepared), Fingerprint())
+    decision = Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, total, Fingerprint(), 1)
+    assert context.ledger.decide(decision) == Ok(None)  # and the process dies before it applies
+    again = rig.context("second")
+    assert rig.plan(again, 0).action is Action.SKIP
+    assert rig.visible() == rig.expected(0)
+    assert all(again.resource.applied(Work(rig.scope, 0, p.shard, p.attempt)) for p in prepared)
+    assert not again.resource.applied(Work(rig.scope, 1, 0))
+
+
+def test_batch_prepared_by_a_dead_driver_runs_again(rig: Rig) -> None:
+    rig.run(0)
+    rig.write(rig.plan(rig.context(), 1))  # prepared; then driver and tasks die
+    context = rig.context("second")
+    plan = rig.plan(context, 1)
+    assert plan.action is Action.WRITE
+    commit_batch(context, 1, offsets(1), rig.write(plan))
+    assert rig.visible() == rig.expected(0, 1)
+
+
+def test_sweep_leaves_others_and_the_decided_alone(rig: Rig) -> None:
+    other = Rig(rig.sink, pipeline=f"{rig.pipeline}.more")  # a name that starts with ours
+    theirs = other.context()
+    their_messages = other.write(other.plan(theirs, 0))
+    context = rig.context()
+    mine = rig.write(rig.plan(context, 0))
+    keep, drop = (m.prepared for m in mine)
+    assert keep is not None
+    assert drop is not None
+    assert context.resource.sweep([keep]) == Ok(1)
+    assert context.resource.sweep([keep]) == Ok(0)
+    assert commit_batch(theirs, 0, offsets(0), their_messages) is not None
+    assert context.resource.sweep(()) == Ok(1)
+    their_seed_total = other.expected(0)
+    assert other.visible() == their_seed_total
+
+
+def test_sweep_reaches_earlier_incarnations(rig: Rig) -> None:
+    rig.write(rig.plan(rig.context(), 0))
+    later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
+    assert later.context().resource.sweep(()) == Ok(SHARDS)
+
+
+def test_a_decision_whose_rows_are_gone_is_not_taken_for_visible(rig: Rig) -> None:
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    assert isinstance(context.resource.sweep(()), Ok)
+    before = rig.visible() if rig.sink.capability().commit is Commit.TWO_PHASE else None
+    with pytest.raises(Exception, match="DELIVERED_") as caught:
+        commit_batch(context, 0, offsets(0), messages)
+    one = rig.sink.capability().commit is Commit.ONE_TRANSACTION
+    assert ("DECISION_FAILED" if one else "PROMISE_EXPIRED") in str(caught.value)
+    assert before is None or rig.visible() == before
+    again = rig.context("second")
+    commit_batch(again, 0, offsets(0), rig.write(rig.plan(again, 0)))
+    assert rig.visible() == rig.expected(0)
+
+
+def test_claim_fences_every_earlier_owner(rig: Rig) -> None:
+    old, new = rig.context("old"), rig.context("new")
+    plan = rig.plan(old, 0)
+    messages = rig.write(plan)
+    assert new.ledger.claim(new.owner).owner is not None
+    with pytest.raises(Fenced):
+        old.ledger.resume("old")
+    with pytest.raises(Fenced):
+        old.ledger.claim(old.owner)
+    prepared = tuple(m.prepared for m in messages if m.prepared is not None)
+    decision = Decision(rig.scope, "old", EXACT, 0, plan.offsets, prepared, Fingerprint(), Fingerprint(), 1)
+    assert isinstance(old.ledger.decide(decision), Failed)
+    state = new.ledger.resume("new")
+    assert state.last is None
+    assert state.owner is not None
+    assert state.owner.id == "new"
+
+
+def test_a_later_claim_of_the_same_owner_voids_the_earlier(rig: Rig) -> None:
+    earlier, later = rig.context("one"), rig.context("one")
+    plan = rig.plan(earlier, 0)
+    messages = rig.write(plan)
+    first = earlier.ledger.resume("one").epoch
+    assert later.ledger.claim(later.owner).epoch > first
+    with pytest.raises(Fenced):
+        commit_batch(rig.context("one"), 0, offsets(0), messages)
+    assert later.ledger.look().last is None
+
+
+def test_history_is_in_order_and_of_this_incarnation(rig: Rig) -> None:
+    for batch in range(4):
+        rig.run(batch)
+    assert [d.batch for d in rig.context().ledger.history()] == [0, 1, 2, 3]
+    later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
+    assert list(later.context().ledger.history()) == []
+    state = later.context().ledger.claim(Owner("later"))
+    assert [(d.scope.incarnation, d.batch) for d in state.earlier] == [("i0", 3)]
+    assert state.last is None
+
+
+@pytest.mark.parametrize("guarantee", [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE])
+def test_direct_rows_are_visible_before_the_record(rig: Rig, guarantee: Guarantee) -> None:
+    context = rig.context(guarantee=guarantee)
+    messages = rig.write(rig.plan(context, 0))
+    assert all(m.prepared is not None and not m.prepared.handle for m in messages)
+    assert rig.visible() == rig.expected(0)
+    decision = commit_batch(context, 0, offsets(0), messages)
+    assert decision is not None
+    assert decision.total == rig.visible()
+
+
+def test_at_most_once_batch_begun_and_not_recorded_is_given_up(rig: Rig) -> None:
+    guarantee = Guarantee.AT_MOST_ONCE
+    rig.write(rig.plan(rig.context(guarantee=guarantee), 0))  # sent; then the driver dies
+    sent = rig.visible()
+    context = rig.context("second", guarantee)
+    plan = rig.plan(context, 0)
+    assert plan.action is Action.GIVE_UP
+    decision = commit_batch(context, 0, offsets(0), rig.write(plan))
+    assert decision is not None
+    assert decision.given_up == rig.expected(0)
+    assert rig.visible() == sent
+
+
+def test_empty_batch_and_empty_shards(rig: Rig) -> None:
+    rig.run(0)
+    context = rig.context()
+    plan = rig.plan(context, 1)
+    messages = [write_shard(rig.sink, plan, s, 0, iter(()), SCHEMA) for s in range(SHARDS)]
+    decision = commit_batch(context, 1, offsets(1), messages)
+    assert decision is not None
+    assert decision.fingerprint == Fingerprint()
+    context = rig.context()
+    rig.plan(context, 2)
+    assert commit_batch(context, 2, offsets(2), []) is not None
+    assert rig.visible() == rig.expected(0)
