@@ -64,6 +64,8 @@ class SqliteSink:
             try:
                 migrate(connection, self.options.path)
                 begin(connection, CONNECT_TIMEOUT_S)
+                # BEGIN IMMEDIATE alone succeeds on a read-only file. This writes, and is rolled back.
+                connection.execute("UPDATE _delivered_migration SET applied_at_ms = applied_at_ms")
                 if not target.table_columns(connection, self.options.table) and not self.options.create:
                     raise target.missing_table(self.options)
                 journal = str(connection.execute("PRAGMA journal_mode").fetchone()[0])
