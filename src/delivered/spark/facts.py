@@ -123,7 +123,7 @@ def _execution(pipeline: Pipeline, spark: Any) -> Execution:
 
 
 def _checkpoint(pipeline: Pipeline, sink: Sink, sink_name: str, spark: Any, takeover: bool) -> CheckpointFacts:
-    incarnation, newest = _logged(pipeline.checkpoint)
+    incarnation, newest = logged(pipeline.checkpoint)
     ledger = sink.ledger(Scope(pipeline.name, sink_name, incarnation or _NO_INCARNATION))
     try:
         state = ledger.look()
@@ -154,7 +154,7 @@ def _earlier(state: LedgerState) -> EarlierFacts | None:
     return EarlierFacts(earlier.scope.incarnation, earlier.batch, earlier.offsets)
 
 
-def _logged(location: str) -> tuple[str | None, int | None]:
+def logged(location: str) -> tuple[str | None, int | None]:
     """Incarnation and newest batch of a checkpoint whose query does not run; None, None for a new one."""
     filesystem, folder = open_folder(location)
     try:

@@ -90,13 +90,14 @@ class Pipeline:
 
     @classmethod
     def from_spec(cls, spec: PipelineSpec, folder: Path) -> Pipeline:
-        """A pipeline as a file describes it; modules of its transform may lie in `folder`."""
+        """A pipeline as a file in `folder` describes it: relative paths and the transform's modules are looked for
+        there."""
         return cls(
             name=spec.pipeline,
             guarantee=spec.guarantee,
-            checkpoint=spec.checkpoint,
-            source=_from_spec(spec.source),
-            sinks=[_from_spec(s) for s in spec.sinks],
+            checkpoint=_beside(folder, spec.checkpoint),
+            source=_from_spec(spec.source, folder),
+            sinks=[_from_spec(s, folder) for s in spec.sinks],
             transform=_transform(spec.transform, folder.resolve()),
             trigger=spec.trigger,
             batch_s_max=spec.batch_s_max,
@@ -199,8 +200,16 @@ def _endpoint(what: str, given: object) -> Endpoint:
     return given
 
 
-def _from_spec(spec: SourceSpec | SinkSpec) -> Endpoint:
+def _beside(folder: Path, location: str) -> str:
+    """A relative path in a file means: relative to the file."""
+    plain = "://" not in location and not location.startswith(("env:", "file:", "~"))
+    return str((folder / location).absolute()) if plain else location
+
+
+def _from_spec(spec: SourceSpec | SinkSpec, folder: Path) -> Endpoint:
     options = {k: as_text(k, v) for k, v in (spec.__pydantic_extra__ or {}).items()}
+    for key in [k for k in options if k.lower() == "path"]:
+        options[key] = _beside(folder, options[key])
     return Endpoint(spec.format, options, spec.name if isinstance(spec, SinkSpec) else None)
 
 

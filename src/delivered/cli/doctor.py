@@ -1,0 +1,188 @@
+"""What `delivered doctor` looks at. Each finding says what to do next."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from delivered.cli.output import console
+from delivered.model.errors import DeliveredError
+
+if TYPE_CHECKING:
+    from delivered.spark.pipeline import Pipeline
+
+_DISK_FREE_MIN = 1 << 30
+_LIBRARIES = (
+    ("confluent-kafka", "confluent_kafka", "kafka"),
+    ("kafka-python", "kafka", "kafka"),
+    ("deltalake", "deltalake", "log"),
+    ("altair", "altair", "report"),
+)
+
+
+class Health(StrEnum):
+    GOOD = "good"
+    MISSING = "missing"
+    """Something optional is not there."""
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    health: Health
+    says: str
+    next_step: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"check": self.name, "health": self.health.value, "says": self.says, "next": self.next_step}
+
+
+def examine(pipeline: Pipeline | None) -> list[Check]:
+    """Look at this machine, and at a pipeline's source and sink. Never raises for what it finds."""
+    looks: list[Callable[[], Check]] = [_python, _java, _pyspark, _worker_python]
+    looks += [_library(*names) for names in _LIBRARIES]
+    looks += [_disk(tempfile.gettempdir()), _disk(str(Path.cwd())), _ports, _host_name]
+    found = [look() for look in looks]
+    if pipeline is not None:
+        found.extend(_pipeline(pipeline))
+    return found
+
+
+def show(checks: list[Check]) -> None:
+    marks = {Health.GOOD: "[green]ok[/]", Health.MISSING: "[yellow]--[/]", Health.BAD: "[bold red]BAD[/]"}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(width=3)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        says = check.says if check.next_step is None else f"{check.says}\nNext: {check.next_step}"
+        table.add_row(marks[check.health], check.name, says)
+    console().print(table)
+
+
+def _python() -> Check:
+    return Check("Python", Health.GOOD, f"{platform.python_version()}, {sys.executable}")
+
+
+def _java() -> Check:
+    from delivered.brokers import java_home
+
+    try:
+        home = java_home()
+    except DeliveredError as error:
+        return Check("Java", Health.BAD, error.message, error.next_step)
+    told = subprocess.run([str(home / "bin" / "java"), "-version"], capture_output=True, text=True, check=False)
+    first = (told.stderr or told.stdout).splitlines()
+    return Check("Java", Health.GOOD, f"{first[0] if first else 'unknown version'}, {home}")
+
+
+def _pyspark() -> Check:
+    try:
+        found = importlib.metadata.version("pyspark")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("pyspark", Health.BAD, "not installed", 'pip install "delivered[spark]"')
+    if tuple(int(n) for n in found.split(".")[:2] if n.isdigit()) < (4, 2):
+        return Check("pyspark", Health.BAD, f"{found}; 4.2 or later is needed", 'pip install -U "delivered[spark]"')
+    return Check("pyspark", Health.GOOD, found)
+
+
+def _worker_python() -> Check:
+    """Spark's workers run PYSPARK_PYTHON; another minor version cannot unpickle what the driver sends."""
+    named = os.environ.get("PYSPARK_PYTHON")
+    if named is None:
+        return Check("PYSPARK_PYTHON", Health.GOOD, "not set; delivered runs its workers with this Python")
+    path = shutil.which(named)
+    if path is None:
+        return Check(
+            "PYSPARK_PYTHON", Health.BAD, f"{named!r} cannot be run", f"export PYSPARK_PYTHON={sys.executable}"
+        )
+    code = "import sys, importlib.util as u; print('%d.%d' % sys.version_info[:2], bool(u.find_spec('delivered')))"
+    told = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False).stdout.split()
+    own = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if told != [own, "True"]:
+        says = f"{path} is Python {told[0]}, this is {own}" if told and told[0] != own else f"{path} has no delivered"
+        return Check("PYSPARK_PYTHON", Health.BAD, says, f"export PYSPARK_PYTHON={sys.executable}")
+    return Check("PYSPARK_PYTHON", Health.GOOD, path)
+
+
+def _library(distribution: str, module: str, extra: str) -> Callable[[], Check]:
+    def look() -> Check:
+        if importlib.util.find_spec(module) is None:
+            return Check(distribution, Health.MISSING, "not installed", f'pip install "delivered[{extra}]"')
+        return Check(distribution, Health.GOOD, importlib.metadata.version(distribution))
+
+    return look
+
+
+def _disk(folder: str) -> Callable[[], Check]:
+    def look() -> Check:
+        name = f"disk {folder}"
+        free = shutil.disk_usage(folder).free
+        says = f"{free / (1 << 30):.1f} GiB free"
+        if free < _DISK_FREE_MIN:
+            return Check(name, Health.BAD, f"{says}; 1 GiB is needed", "make room, or set TMPDIR to another disk")
+        if not os.access(folder, os.W_OK):
+            return Check(name, Health.MISSING, f"{says}, not writable", "run from a folder that can be written to")
+        return Check(name, Health.GOOD, says)
+
+    return look
+
+
+def _ports() -> Check:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+            probe.listen(1)
+            with socket.create_connection(("127.0.0.1", port), timeout=2):
+                pass
+    except OSError as error:
+        return Check(
+            "127.0.0.1", Health.BAD, f"a local port cannot be used: {error}", "look at firewall and sandbox rules"
+        )
+    return Check("127.0.0.1", Health.GOOD, "local ports can be opened and reached")
+
+
+def _host_name() -> Check:
+    """Spark binds to what the host's name resolves to."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return Check(
+            "host name",
+            Health.MISSING,
+            f"{name!r} does not resolve; Spark may not start",
+            "export SPARK_LOCAL_IP=127.0.0.1",
+        )
+    return Check("host name", Health.GOOD, f"{name} is {address}")
+
+
+def _pipeline(pipeline: Pipeline) -> Iterator[Check]:
+    from delivered.plan import Refusal
+
+    try:
+        answer = pipeline.plan()
+    except DeliveredError as error:
+        yield Check(f"pipeline {pipeline.name}", Health.BAD, error.message, error.next_step)
+        return
+    if isinstance(answer, Refusal):
+        yield Check(f"pipeline {pipeline.name}", Health.BAD, answer.reason, answer.next_step)
+    else:
+        says = f"{answer.guarantee.value} by {answer.mechanism}"
+        yield Check(f"pipeline {pipeline.name}", Health.GOOD, "; ".join([says, *answer.warnings]))

@@ -1,0 +1,77 @@
+"""What `delivered init` writes: a pipeline that runs as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from delivered.model.errors import UsageError
+
+RECORDS = 1_000
+FILE = "orders.yaml"
+
+_TEXT = """\
+# A log of orders into a table of SQLite: runs as it is, with no server.
+#   delivered plan {file}     what it will do, and what its guarantee rests on
+#   delivered run {file}      kill it as you like, and start it again
+#   delivered audit {file}    whether every order is in the table, once
+# Paths are relative to this file.
+
+pipeline: orders
+guarantee: exactly_once          # or at_least_once, at_most_once
+checkpoint: checkpoint
+trigger: available_now           # or an interval, "10 seconds": run until stopped
+
+source:
+  format: log
+  path: orders-log
+  maxOffsetsPerTrigger: 250
+
+transform:
+  sql: >-
+    SELECT CAST(key AS STRING) AS customer,
+           get_json_object(CAST(value AS STRING), '$.id') AS id,
+           CAST(get_json_object(CAST(value AS STRING), '$.amount') AS DOUBLE) AS amount
+    FROM source
+  deterministic: true            # the same records in, the same rows out
+
+sinks:
+  - format: sqlite
+    path: orders.db
+    table: orders
+
+audit:
+  id: id                         # what tells records apart
+"""
+
+
+def write_example(folder: Path) -> tuple[Path, int]:
+    """Write file and input into `folder`; return the file and how many records there are.
+
+    Raises:
+        UsageError: there is such a file already.
+        MissingExtra: the log needs `pip install "delivered[log]"`.
+    """
+    import pyarrow as pa
+
+    from delivered.connectors.log.produce import append
+
+    file = folder / FILE
+    if file.exists():
+        raise UsageError(
+            "EXAMPLE_EXISTS",
+            f"There is a file {str(file)!r} already; nothing was written.",
+            next_step="delivered init another-folder",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    orders = [{"id": f"order-{i:04}", "amount": (i * 37) % 1000 / 10} for i in range(RECORDS)]
+    rows = pa.table(
+        {
+            "key": pa.array([f"customer-{i % 17}".encode() for i in range(RECORDS)], pa.binary()),
+            "value": pa.array([json.dumps(o).encode() for o in orders], pa.binary()),
+        }
+    )
+    append(str(folder / "orders-log"), rows, partition_by=4, idempotence=("delivered-example", 1))
+    # Last: a folder with the file is complete.
+    file.write_text(_TEXT.format(file=file), encoding="utf-8")
+    return file, RECORDS

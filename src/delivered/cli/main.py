@@ -1,0 +1,176 @@
+"""The commands."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from delivered.cli import open as open_
+from delivered.cli import servers
+from delivered.cli.output import Output, OutputOption, command, console, say, say_json, working
+from delivered.pipeline.load import parse_override
+from delivered.spark.pipeline import Pipeline
+
+app = typer.Typer(
+    help="Delivery guarantees for PySpark Structured Streaming: named, explained, proved afterwards.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(open_.app, name="transactions")
+app.add_typer(servers.app, name="brokers")
+
+FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
+SetOption = Annotated[
+    list[str],
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Put a value over the file's, as source.path=/in."),
+]
+GuaranteeOption = Annotated[str | None, typer.Option(help="at_most_once, at_least_once or exactly_once.")]
+CheckpointOption = Annotated[str | None, typer.Option(help="Another checkpoint than the file's.")]
+MasterOption = Annotated[str | None, typer.Option(help="Spark master, for instance local[4].")]
+TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that runs this pipeline.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        say(f"delivered {installed_version('delivered')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command()
+@command
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("delivered-example"),
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write an example that runs as it is: a log of orders into SQLite, no server needed."""
+    from delivered.cli.example import write_example
+
+    file, records = write_example(folder)
+    if output is Output.JSON:
+        say_json({"file": str(file), "records": records})
+        return
+    say(f"{file}: a pipeline, and {records} records for it to deliver")
+    say(f"Next: delivered plan {file}; delivered run {file}; delivered audit {file}")
+
+
+@app.command()
+@command
+def plan(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006 - typer copies it
+    guarantee: GuaranteeOption = None,
+    checkpoint: CheckpointOption = None,
+    master: MasterOption = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask neither servers nor checkpoint.")] = False,
+    takeover: TakeoverOption = False,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Show what a pipeline will do and what its guarantee rests on; or why it is refused (exit 2)."""
+    from delivered.plan import Refusal, to_json
+
+    pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
+    with working(f"asking source and sink of {pipeline.name}"):
+        answer = pipeline.plan(offline=offline, takeover=takeover)
+    if output is Output.JSON:
+        say_json(to_json(answer))
+    else:
+        say(str(answer))
+    return 2 if isinstance(answer, Refusal) else 0
+
+
+@app.command()
+@command
+def run(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006
+    guarantee: GuaranteeOption = None,
+    checkpoint: CheckpointOption = None,
+    master: MasterOption = None,
+    available_now: Annotated[
+        bool, typer.Option("--available-now", help="End when all is delivered that is there at the start.")
+    ] = False,
+    takeover: TakeoverOption = False,
+    stop_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that a stop (SIGTERM, Ctrl-C) waits for the running batch.")
+    ] = 120.0,
+    spark_log: Annotated[
+        str | None, typer.Option(help="File for Spark's own log; - for standard error. Default: a temporary file.")
+    ] = None,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Run a pipeline until it is stopped; SIGTERM or Ctrl-C lets the running batch finish."""
+    from delivered.cli.run import run_pipeline
+
+    trigger = "available_now" if available_now else None
+    pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master, trigger=trigger)
+    return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output)
+
+
+@app.command()
+@command
+def audit(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006
+    guarantee: GuaranteeOption = None,
+    checkpoint: CheckpointOption = None,
+    master: MasterOption = None,
+    samples: Annotated[int, typer.Option(min=0, max=10_000, help="Damaged records to list, per class.")] = 20,
+    spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Read source and sink back and list what was lost, doubled or altered; exit 1 if the guarantee was broken, 3 if it
+    cannot be told."""
+    from delivered.audit.table import render
+    from delivered.cli.run import quiet_spark
+
+    pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
+    with working("starting Spark") as progress, quiet_spark(pipeline, spark_log) as spark:
+        report = pipeline.audit(spark, samples_max=samples, progress=progress)
+    if output is Output.JSON:
+        say(report.to_json())
+    else:
+        console().print(render(report))
+    return report.exit_code
+
+
+@app.command()
+@command
+def doctor(
+    file: Annotated[Path | None, typer.Argument(help="Also ask this pipeline's source and sink.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Check what a pipeline needs on this machine; every finding says what to do next."""
+    from delivered.cli.doctor import Health, examine, show
+
+    with working("looking around"):
+        checks = examine(read(file, []) if file is not None else None)
+    if output is Output.JSON:
+        say_json([c.to_json() for c in checks])
+    else:
+        show(checks)
+    return 1 if any(c.health is Health.BAD for c in checks) else 0
+
+
+def read(file: Path, sets: list[str], **named: Any) -> Pipeline:
+    """A pipeline file with what the command line puts over it. Raises UsageError."""
+    overrides = dict(parse_override(s) for s in sets)
+    overrides.update({k: v for k, v in named.items() if v is not None})
+    return Pipeline.from_file(file, overrides)
+
+
+if __name__ == "__main__":
+    app()

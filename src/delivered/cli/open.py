@@ -1,0 +1,66 @@
+"""`delivered transactions`: what a pipeline left open at its sink, and ending it by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from delivered.cli.output import Output, OutputOption, command, console, say, say_json, working
+from delivered.spark.pipeline import Pipeline
+
+app = typer.Typer(help="See and end what a pipeline left open at its sink.", no_args_is_help=True)
+
+FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
+IdArgument = Annotated[str, typer.Argument(help="As `list` shows it.", show_default=False)]
+ForceOption = Annotated[bool, typer.Option("--force", help="Also against what the ledger says.")]
+
+
+@app.command("list")
+@command
+def list_(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
+    """Open transactions of this pipeline, oldest first, and whether the ledger decided them."""
+    from delivered.spark.transactions import open_transactions
+
+    with working("asking the sink"):
+        found = open_transactions(Pipeline.from_file(file))
+    if output is Output.JSON:
+        say_json([t.to_json() for t in found])
+        return
+    if not found:
+        say("no open transactions")
+        return
+    table = Table("id", "state", "age", "decided", "rows go to", box=None, pad_edge=False)
+    for t in found:
+        age = "" if t.age_s is None else f"{t.age_s:.0f} s"
+        table.add_row(t.id, t.state, age, "yes" if t.decided else "no", ", ".join(t.targets))
+    console().print(table)
+
+
+@app.command()
+@command
+def abort(file: FileArgument, id: IdArgument, force: ForceOption = False, output: OutputOption = Output.TEXT) -> int:  # noqa: A002
+    """Give an undecided transaction back. Refused for one that the ledger decided: its rows would be lost."""
+    return _end(file, id, False, force, output)
+
+
+@app.command()
+@command
+def apply(file: FileArgument, id: IdArgument, force: ForceOption = False, output: OutputOption = Output.TEXT) -> int:  # noqa: A002
+    """Make a decided transaction visible. Refused for one that nobody decided: its rows would come twice."""
+    return _end(file, id, True, force, output)
+
+
+def _end(file: Path, transaction: str, commit: bool, force: bool, output: Output) -> int:
+    from delivered.spark.transactions import end_transaction
+
+    with working("asking the sink"):
+        end_transaction(Pipeline.from_file(file), transaction, commit=commit, force=force)
+    did = "applied" if commit else "aborted"
+    if output is Output.JSON:
+        say_json({"id": transaction, "did": did})
+    else:
+        say(f"{transaction}: {did}")
+    return 0

@@ -1,0 +1,137 @@
+"""Text and JSON, errors and exit codes: 0 ok, 1 failed, 2 usage, 3 unknown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from functools import wraps
+from typing import Annotated, Any, ParamSpec
+
+import click
+import typer
+from rich.console import Console
+
+from delivered.model.errors import DeliveredError
+
+P = ParamSpec("P")
+
+
+class Output(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for people, json for programs.")]
+
+_SECRET = re.compile(r"(?i)((?:password|secret|token|credential)[\w.]*[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;)}]+)")
+_REFERENCE = re.compile(r"[\"']?(?:env:|file:)")
+_MESSAGE_LENGTH_MAX = 4_000
+
+
+def console() -> Console:
+    """Where results go. Wide when nobody looks, so that lines of a log are not broken."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
+
+
+def messages() -> Console:
+    """Where progress and errors go."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """One line of a result."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def say_json(data: Any, *, one_line: bool = False) -> None:
+    say(json.dumps(data, indent=None if one_line else 2, default=str))
+
+
+def note(text: str) -> None:
+    """One line about what is going on; never part of the result."""
+    messages().print(text, style="dim", markup=False)
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Show that something takes time: a spinner on a terminal, else one line per change."""
+    shown = messages()
+    if not shown.is_terminal:
+        yield note
+        return
+    with shown.status(text) as status:
+        yield lambda now: status.update(now)
+
+
+def redact(text: str) -> str:
+    """Take values out of a text whose name says that they are secret; references stay."""
+
+    def hide(found: re.Match[str]) -> str:
+        return found.group(0) if _REFERENCE.match(found.group(2)) else f"{found.group(1)}*****"
+
+    return _SECRET.sub(hide, text)
+
+
+def command(function: Callable[P, int | None]) -> Callable[P, None]:
+    """Make a function a command: its result is the exit code, its errors are one clear message."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        as_json = kwargs.get("output") is Output.JSON
+        try:
+            code = function(*args, **kwargs) or 0
+            sys.stdout.flush()
+        except (typer.Exit, typer.Abort, click.ClickException):
+            raise
+        except BrokenPipeError:
+            # Who read our output has enough; anything written from now on, at exit too, goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 141
+        except KeyboardInterrupt:
+            messages().print("interrupted")
+            code = 130
+        except Exception as error:
+            code = fail(error, as_json)
+        raise typer.Exit(code)
+
+    return run
+
+
+def fail(error: Exception, as_json: bool) -> int:
+    """Show an error; return the exit code it means."""
+    if os.environ.get("DELIVERED_TRACEBACK"):
+        messages().print_exception()
+    found = _ours(error)
+    message = redact(found.message)[:_MESSAGE_LENGTH_MAX]
+    next_step = redact(found.next_step) if found.next_step else None
+    if as_json:
+        say_json({"error": {"code": found.code, "message": message, "next": next_step}})
+    else:
+        shown = messages()
+        shown.print(f"[{found.code}]", style="bold red", end=" ", markup=False)
+        shown.print(message, markup=False)
+        if next_step:
+            shown.print("Next:", style="bold", end=" ")
+            shown.print(next_step, markup=False)
+    return found.exit_code
+
+
+def _ours(error: Exception) -> DeliveredError:
+    from delivered.spark.messages import translated
+
+    found = translated(error)
+    if found is not None:
+        return found
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else ""
+    return DeliveredError(
+        "UNEXPECTED",
+        f"{type(error).__name__}: {first}",
+        next_step="set DELIVERED_TRACEBACK=1 to see where it happened",
+    )

@@ -1,0 +1,217 @@
+"""`delivered run`: a pipeline in the foreground, with progress, until it ends or is told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from delivered.cli.output import Output, messages, note, say, say_json, working
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from delivered.spark.pipeline import Pipeline
+    from delivered.spark.progress import Progress
+
+_POLL_S = 0.2
+_LINE_EVERY_S = 2.0
+_LEDGER_EVERY_S = 1.0
+
+
+@dataclass
+class Asked:
+    """What signals asked for: the first one a stop between batches, the second one a stop now."""
+
+    stop: threading.Event
+    now: threading.Event
+
+    def signalled(self, *_: object) -> None:
+        (self.now if self.stop.is_set() else self.stop).set()
+
+
+def run_pipeline(pipeline: Pipeline, takeover: bool, stop_timeout: float, spark_log: str | None, output: Output) -> int:
+    """Run it; returns the exit code. Raises what made the query fail, as an error of ours."""
+    from delivered.plan import Refusal
+    from delivered.spark.progress import watch
+
+    asked = Asked(threading.Event(), threading.Event())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, asked.signalled)
+    with working(f"asking source and sink of {pipeline.name}"):
+        plan = pipeline.plan(takeover=takeover)
+    if isinstance(plan, Refusal):
+        raise plan.error
+    if output is Output.TEXT:
+        say(f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}")
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        with working("starting Spark"):
+            spark = stack.enter_context(quiet_spark(pipeline, spark_log))
+        if asked.stop.is_set():
+            return 0
+        query = pipeline.start(spark, takeover=takeover)
+        with watch(pipeline, query) as progress:
+            show = _Shown(output)
+            idle = _until_done(pipeline, query, progress, show, asked, stop_timeout)
+            progress.refresh()
+            failure = query.exception()
+            show.end()
+    if failure is not None:
+        raise _said(failure, spark_log)
+    _summary(pipeline, progress, time.monotonic() - began, idle, output)
+    return 0
+
+
+def _until_done(
+    pipeline: Pipeline, query: Any, progress: Progress, show: _Shown, asked: Asked, stop_timeout: float
+) -> bool:
+    """Watch until the query ends, or until it was asked to stop and did. Returns whether a batch was cut off: False."""
+    while query.isActive:
+        if asked.stop.wait(_POLL_S):
+            note("stopping after the running batch; once more to stop now")
+            deadline = time.monotonic() + stop_timeout
+
+            def waiting() -> None:
+                show.line(progress)
+                if asked.now.is_set():
+                    raise _StopNow
+
+            try:
+                return pipeline.stop(query, max(0.0, deadline - time.monotonic()), waiting)
+            except _StopNow:
+                query.stop()
+                return False
+        progress.refresh(every_s=_LEDGER_EVERY_S)
+        show.line(progress)
+    return True
+
+
+class _StopNow(Exception):
+    """A second signal."""
+
+
+class _Shown:
+    """Progress: one line that changes on a terminal, else a line every two seconds; JSON lines for programs."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._console: Console = messages()
+        self._status = None
+        self._last: tuple[Any, ...] = ()
+        self._at = 0.0
+        if output is Output.TEXT and self._console.is_terminal:
+            self._status = self._console.status("waiting for records")
+            self._status.start()
+
+    def line(self, progress: Progress) -> None:
+        now = progress.shown
+        if now == self._last:
+            return
+        if self._status is not None:
+            self._last = now
+            self._status.update(progress.text)
+        elif time.monotonic() - self._at >= _LINE_EVERY_S:
+            self._last, self._at = now, time.monotonic()
+            if self._output is Output.JSON:
+                say_json(progress.to_json(), one_line=True)
+            else:
+                note(progress.text)
+
+    def end(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool, output: Output) -> None:
+    if output is Output.JSON:
+        say_json({**progress.to_json(), "event": "stopped", "between_batches": idle, "seconds": round(seconds, 3)})
+        return
+    say(f"{pipeline.name}: {progress.totals} in {seconds:.1f} s")
+    if not idle:
+        say("The running batch was cut off; the next start finishes or repeats it.")
+
+
+def _said(failure: Any, spark_log: str | None) -> Exception:
+    """A failed query's own words, with where Spark says more."""
+    from delivered.model.errors import DeliveredError
+    from delivered.spark.messages import translated
+
+    found = translated(failure)
+    if found is not None:
+        return found
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    cause = next((line for line in reversed(lines) if "Error" in line and not line.startswith("at ")), lines[0])
+    where = spark_log or f"the file named above, or {tempfile.gettempdir()}/delivered-*.log"
+    return DeliveredError("QUERY_FAILED", cause[:2_000], next_step=f"read Spark's log in {where}; then run again")
+
+
+@contextlib.contextmanager
+def quiet_spark(pipeline: Pipeline, spark_log: str | None) -> Iterator[SparkSession]:
+    """A session whose log goes to a file, and that Ctrl-C on this terminal does not reach.
+
+    Args:
+        spark_log: the file; "-": standard error; None: a temporary file, taken away when all went well.
+    """
+    from delivered.spark.session import session
+
+    path: Path | None = None
+    if spark_log is None:
+        handle, name = tempfile.mkstemp(prefix=f"delivered-{pipeline.name}-", suffix=".log")
+        os.close(handle)
+        path = Path(name)
+    elif spark_log != "-":
+        path = Path(spark_log)
+    # Processes started from here on inherit the mask: the JVM and its workers finish their batch when a person
+    # presses Ctrl-C, which the terminal sends to all of them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with _stderr_to(path):
+            spark = session(pipeline.name, pipeline.master, pipeline.conf)
+    except BaseException:
+        if path is not None:
+            note(f"Spark's log: {path}")
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        yield spark
+    except BaseException:
+        if path is not None:
+            note(f"Spark's log: {path}")
+        raise
+    else:
+        if spark_log is None and path is not None:
+            path.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(Exception):
+            spark.stop()
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path | None) -> Iterator[None]:
+    """Send this process's standard error, and that of children started meanwhile, to a file."""
+    if path is None:
+        yield
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.dup2(file, 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(file)

@@ -1,0 +1,76 @@
+"""`delivered brokers`: real servers for development, on 127.0.0.1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from delivered import brokers
+from delivered.cli.output import Output, OutputOption, command, say, say_json, working
+
+app = typer.Typer(help="Start and stop real servers for development, on 127.0.0.1.", no_args_is_help=True)
+
+KindArgument = Annotated[str, typer.Argument(help=f"One of: {', '.join(brokers.KINDS)}.")]
+FolderOption = Annotated[Path | None, typer.Option(help="Its data. Default: a folder in the user's cache.")]
+
+
+@app.command()
+@command
+def start(
+    kind: KindArgument = "kafka",
+    folder: FolderOption = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Also listen with TLS.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Start a server and wait until it answers; fetches it the first time."""
+    with working(f"starting {kind}") as progress:
+        broker = brokers.start(kind, folder, tls=tls, say=progress)
+    _show(brokers.status(broker.folder), output)
+
+
+@app.command()
+@command
+def stop(kind: KindArgument = "kafka", folder: FolderOption = None, output: OutputOption = Output.TEXT) -> None:
+    """Stop the server of a folder; its data stays."""
+    place = _place(kind, folder)
+    with working(f"stopping {kind}"):
+        stopped = brokers.stop(place)
+    if output is Output.JSON:
+        say_json({"kind": kind, "folder": str(place), "stopped": stopped})
+    else:
+        say(f"{kind} in {place}: {'stopped' if stopped else 'was not running'}")
+
+
+@app.command()
+@command
+def status(kind: KindArgument = "kafka", folder: FolderOption = None, output: OutputOption = Output.TEXT) -> int:
+    """Whether a server runs and answers, and where (exit 1 if it does not)."""
+    with working(f"asking {kind}"):
+        found = brokers.status(_place(kind, folder))
+    _show(found, output)
+    return 0 if found.answering else 1
+
+
+def _place(kind: str, folder: Path | None) -> Path:
+    from delivered.model.errors import UsageError
+
+    if kind not in brokers.KINDS:
+        raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(brokers.KINDS)}.")
+    return folder if folder is not None else brokers.default_folder(kind)
+
+
+def _show(status: Any, output: Output) -> None:
+    if output is Output.JSON:
+        say_json({k: (str(v) if isinstance(v, Path) else v) for k, v in status.__dict__.items()})
+        return
+    if status.bootstrap is None:
+        say(f"no server was ever started in {status.folder}")
+        return
+    state = "answers" if status.answering else "runs and does not answer" if status.running else "is stopped"
+    process = f" (process {status.pid})" if status.pid else ""
+    say(f"{status.kind} {state}: {status.bootstrap}{process}, data in {status.folder}")
+    for protocol, address in status.listeners.items():
+        if address != status.bootstrap:
+            say(f"  {protocol} {address}")

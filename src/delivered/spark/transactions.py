@@ -1,0 +1,131 @@
+"""Open transactions of a pipeline, for a person: seen, aborted, applied by hand. Connectors that have such things offer
+`open_transactions` and `end_by_id` on their resource."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
+from delivered.model.identity import Scope
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.spark.facts import logged, without_async
+
+if TYPE_CHECKING:
+    from delivered.model.work import LedgerState
+    from delivered.spark.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Open:
+    """
+    Attributes:
+        decided: the ledger's newest decision names it: it must be applied, never aborted.
+        targets: where its rows go.
+    """
+
+    id: str
+    state: str
+    age_s: float | None
+    decided: bool
+    targets: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "targets": list(self.targets)}
+
+
+def open_transactions(pipeline: Pipeline) -> list[Open]:
+    """What this pipeline has open at its sinks, oldest first per sink. Takes nothing and fences nobody.
+
+    Raises:
+        UsageError: no sink of it has transactions that stay open.
+        Unreachable: a server did not answer.
+    """
+    found: list[Open] = []
+    for resource, state in _sinks(pipeline):
+        decided = _decided(state)
+        found.extend(
+            Open(t.transactional_id, t.state, t.age_s(), t.handle.to_json() in decided, tuple(t.partitions))
+            for t in resource.open_transactions()
+        )
+        resource.close()
+    return found
+
+
+def end_transaction(pipeline: Pipeline, transaction: str, *, commit: bool, force: bool = False) -> None:
+    """Commit or abort one by hand.
+
+    Raises:
+        Refused: the ledger says otherwise, and `force` was not asked for.
+        UsageError: no such transaction.
+        OutcomeUnknown: the server did not say whether it did.
+    """
+    for resource, state in _sinks(pipeline):
+        try:
+            found = next((t for t in resource.open_transactions() if t.transactional_id == transaction), None)
+            if found is None:
+                continue
+            # Ids come back batch after batch: only the whole handle tells one transaction from another.
+            decided = found.handle.to_json() in _decided(state)
+            if decided != commit and not force:
+                raise _against_the_ledger(transaction, commit)
+            match resource.end_by_id(transaction, commit):
+                case Ok():
+                    return
+                case Failed(reason):
+                    raise DeliveredError("TRANSACTION_NOT_ENDED", f"{transaction!r} was not ended: {reason}.")
+                case Unknown(reason):
+                    raise OutcomeUnknown(
+                        "TRANSACTION_UNKNOWN",
+                        f"Whether {transaction!r} was ended cannot be told: {reason}.",
+                        next_step="`delivered transactions list` shows whether it is still open",
+                    )
+        finally:
+            resource.close()
+    raise UsageError(
+        "TRANSACTION_NOT_OPEN",
+        f"Pipeline {pipeline.name!r} has no open transaction {transaction!r}.",
+        next_step="`delivered transactions list` shows those that are open",
+    )
+
+
+def _against_the_ledger(transaction: str, commit: bool) -> Refused:
+    if commit:
+        return Refused(
+            "TRANSACTION_UNDECIDED",
+            f"{transaction!r} was not decided: its batch runs again, and applying it now would bring its rows twice.",
+            next_step="abort it, or start the pipeline, which sweeps it; --force applies it all the same",
+        )
+    return Refused(
+        "TRANSACTION_DECIDED",
+        f"{transaction!r} was decided: its batch counts, and aborting it now would lose its rows.",
+        next_step="apply it, or start the pipeline, which does; --force aborts it all the same",
+    )
+
+
+def _sinks(pipeline: Pipeline) -> list[tuple[Any, LedgerState]]:
+    found: list[tuple[Any, LedgerState]] = []
+    incarnation, _ = logged(pipeline.checkpoint)
+    for endpoint in map(without_async, pipeline.sinks):
+        sink = endpoint.sink()
+        scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or "new")
+        resource = sink.resource(scope)
+        if not hasattr(resource, "open_transactions"):
+            continue
+        ledger = sink.ledger(scope)
+        try:
+            found.append((resource, ledger.look()))
+        finally:
+            ledger.close()
+    if not found:
+        systems = ", ".join(e.system for e in pipeline.sinks)
+        raise UsageError(
+            "NO_TRANSACTIONS", f"The sinks of pipeline {pipeline.name!r} ({systems}) keep no transactions open."
+        )
+    return found
+
+
+def _decided(state: LedgerState) -> list[dict[str, Any]]:
+    """Handles that decisions name."""
+    decisions = [d for d in (state.last, *state.earlier) if d is not None]
+    return [dict(p.handle) for d in decisions for p in d.participants if p.handle]
