@@ -86,16 +86,18 @@ def append(
             _sync_data(path, files)
             try:
                 _commit(table, files, idempotence)
-            except deltalake.exceptions.CommitFailedError as error:
-                # Another producer was first: read again, move our offsets behind its records.
-                if "oncurrent" not in str(error) and "already exists" not in str(error):
-                    raise
+            except deltalake.exceptions.CommitFailedError:
+                # Somebody else was first: read again, move our offsets behind their records. If it was another error,
+                # and our commit is in after all, our files are there: their names nobody else has.
                 time.sleep(layout.jitter_s(attempt))
                 table = layout.open_table(path, options)
+                now = layout.snapshot(table, path, options)
+                if {f.path for f in files} <= {f.path for f in now.files}:
+                    return _finish(path, options, files)
                 if (done := _repeated(table, idempotence)) is not None:
                     _remove(path, options, files)
                     return done
-                files = _shifted(path, options, files, layout.snapshot(table, path, options).ends())
+                files = _shifted(path, options, files, now.ends())
                 continue
             return _finish(path, options, files)
     except (deltalake.exceptions.DeltaError, OSError) as error:

@@ -21,6 +21,8 @@ from delivered.connectors.log.table import STORED, LogFile, damaged
 
 BATCH_ROWS = 16_384
 """Rows in one batch given out, at most."""
+BATCH_BYTES = 8 << 20
+"""Bytes in one batch given out, about; fewer rows then."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class _Group:
     index: int
     low: int
     high: int
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Its rows as they are stored, a bounded number at a time."""
+        metadata = self.file.metadata.row_group(self.index)
+        row_bytes = max(1, metadata.total_byte_size // max(1, metadata.num_rows))
+        rows = max(64, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+        yield from self.file.iter_batches(rows, row_groups=[self.index], columns=columns)
 
 
 class RangeReader:
@@ -57,7 +66,7 @@ class RangeReader:
                 groups: list[_Group] = []
                 for file in cluster:
                     opened.append(fs.open_input_file(file.path))
-                    groups += _groups(pq.ParquetFile(opened[-1]), self.position, self._end)
+                    groups += _groups(pq.ParquetFile(opened[-1], pre_buffer=False), self.position, self._end)
                 for together in _clusters(sorted(groups, key=lambda g: g.low)):
                     yield from self._cluster(together)
             finally:
@@ -70,7 +79,7 @@ class RangeReader:
         """Row groups whose ranges overlap: stream a single one while it is in order, else load and sort."""
         if len(groups) == 1:
             group = groups[0]
-            for raw in group.file.iter_batches(BATCH_ROWS, row_groups=[group.index], columns=self._columns):
+            for raw in group.batches(self._columns):
                 batch = self._within(raw)
                 if not batch.num_rows:
                     continue
@@ -81,7 +90,7 @@ class RangeReader:
                 return
         parts = []
         for group in groups:
-            for raw in group.file.iter_batches(BATCH_ROWS, row_groups=[group.index], columns=self._columns):
+            for raw in group.batches(self._columns):
                 batch = self._within(raw)
                 if batch.num_rows:
                     parts.append(batch)
@@ -93,8 +102,9 @@ class RangeReader:
         for batch in rows.to_batches(max_chunksize=BATCH_ROWS):
             if not self._follows(batch):
                 offsets = np.asarray(batch.column("offset"))
-                wrong = offsets[offsets != np.arange(self.position, self.position + len(offsets))]
-                raise damaged(self._name, self._partition, self.position, f"offset {int(wrong[0])} in its place")
+                expected = np.arange(self.position, self.position + len(offsets))
+                at = int(np.flatnonzero(offsets != expected)[0])
+                raise damaged(self._name, self._partition, int(expected[at]), f"offset {int(offsets[at])} in its place")
             yield self._given(batch)
 
     def _within(self, raw: pa.RecordBatch) -> pa.RecordBatch:
