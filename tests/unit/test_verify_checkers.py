@@ -72,12 +72,12 @@ def test_a_good_run_is_held_under_every_guarantee() -> None:
         ("aborted_read", evidence(seen=rows("b", "a", "c"))),
         ("order", evidence("a/k/0", "c/k/2", "b/k/1", ordered=True)),
         ("hanging", evidence(open_transactions=("delivered.orders.0",))),
-        ("accounts", evidence(ledger_count=4)),
-        ("accounts", evidence("a", "b", "c", "c", ledger_count=3, guarantee=AT_MOST)),
+        ("accounts", evidence(audit_verdict="broken")),
+        ("accounts", evidence("a", "b", "c", "c", audit_verdict="held")),
         ("accounts", evidence("a", guarantee=AT_MOST, given_up=1)),
-        ("stopped_right", evidence(stop=Stop(None, "BROKEN"))),
-        ("stopped_right", evidence(stop=Stop("LEDGER_AHEAD", None))),
-        ("stopped_right", evidence(stop=Stop("LEDGER_AHEAD", "LEDGER_BEHIND"))),
+        ("stopped_right", evidence(stops=(Stop((), "?"),))),
+        ("stopped_right", evidence(stops=(Stop(("LEDGER_AHEAD",), None), Stop()))),
+        ("stopped_right", evidence(stops=(Stop(("LEDGER_AHEAD",), "LEDGER_BEHIND"),))),
         ("recovery", evidence(plain_s=5.0, recovery_s=(6.0, 10.5))),
     ],
 )
@@ -154,7 +154,7 @@ def test_nobody_looking_for_open_transactions_is_unknown() -> None:
 
 
 def test_what_a_stopped_pipeline_did_not_get_to_is_not_lost() -> None:
-    stopped = evidence("a", "b", stop=Stop("REPLAY_DIFFERS", "REPLAY_DIFFERS"))
+    stopped = evidence("a", "b", stops=(Stop(("REPLAY_DIFFERS",), "REPLAY_DIFFERS"),), stays_down=True)
     assert judge(stopped).verdict is Verdict.HELD
     assert judge(replace(stopped, final=rows("a", "b", "b"))).verdict is Verdict.BROKEN
 

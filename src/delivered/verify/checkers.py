@@ -128,31 +128,32 @@ def hanging(evidence: Evidence) -> Finding:
 
 
 def accounts(evidence: Evidence) -> Finding:
-    """What the product says of itself is what the sink holds; and what it gave up covers what is missing."""
+    """What the product says of itself is true: its audit agrees, and what it gave up covers what is missing."""
     missing = (evidence.expected - evidence.found).total()
+    more = (evidence.found - evidence.expected).total()
     wrong: list[str] = []
-    if evidence.ledger_count is not None and not evidence.guarantee.may_duplicate:
-        held = evidence.found.total()
-        # What was given up may have left before the crash, so it may be in the sink beyond what the ledger counts.
-        surplus = (evidence.given_up or 0) if evidence.guarantee.may_lose else 0
-        if not evidence.ledger_count <= held <= evidence.ledger_count + surplus:
-            wrong.append(f"the ledger counts {evidence.ledger_count} records, the sink holds {held}")
+    damaged = (missing and not evidence.guarantee.may_lose) or (more and not evidence.guarantee.may_duplicate)
+    if evidence.audit_verdict == "held" and damaged:
+        wrong.append(f"the audit says held; {missing} records are missing and {more} too many")
+    if evidence.audit_verdict == "broken" and not damaged:
+        wrong.append("the audit says broken; nothing was found that the guarantee forbids")
     if evidence.guarantee.may_lose and missing:
         if evidence.given_up is None:
-            return Finding(
-                "accounts", Verdict.UNKNOWN, missing, note=f"{missing} records are missing; no count was given"
-            )
+            return Finding("accounts", Verdict.UNKNOWN, missing, note=f"{missing} records are missing, and not counted")
         if evidence.given_up < missing:
             wrong.append(f"{missing} records are missing, and only {evidence.given_up} were said to be given up")
-    return _found("accounts", wrong)
+    return _found("accounts", wrong, f"audit: {evidence.audit_verdict or 'not asked'}")
 
 
 def stopped_right(evidence: Evidence) -> Finding:
     """The pipeline went on where it had to, and stopped with the right error where going on would have been wrong."""
-    wanted, got = evidence.stop.wanted, evidence.stop.got
-    if wanted == got:
-        return Finding("stopped_right", Verdict.HELD, note=f"stopped with {got}" if got else "")
-    return _found("stopped_right", [f"it had to end with {wanted or 'no error'}, it ended with {got or 'no error'}"])
+    wrong = [
+        f"{s.when}: it had to end with {' or '.join(s.wanted) or 'no error'}, it ended with {s.got or 'no error'}"
+        for s in evidence.stops
+        if not s.right
+    ]
+    said = ", ".join(s.got for s in evidence.stops if s.got and s.right)
+    return _found("stopped_right", wrong, f"stopped with {said}" if said else "")
 
 
 def recovery(evidence: Evidence) -> Finding:

@@ -31,15 +31,21 @@ class Seen:
 
 @dataclass(frozen=True)
 class Stop:
-    """How the pipeline had to end, and how it did.
+    """How a run of the pipeline had to end, and how it did.
 
     Attributes:
-        wanted: code of the error that is right here, without prefix; None: it had to go on to the end.
-        got: code of the last run's error; None: it ended well. "?" when it ended badly and named no code.
+        wanted: codes of errors that are right here, without prefix; empty: it had to go on to the end.
+        got: code of the run's error; None: it ended well. "?" when it ended badly and named no code.
+        when: at which moment of the cell.
     """
 
-    wanted: str | None = None
+    wanted: tuple[str, ...] = ()
     got: str | None = None
+    when: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.got in self.wanted if self.wanted else self.got is None
 
 
 @dataclass
@@ -58,9 +64,11 @@ class Evidence:
         batch_atomic: whether the sink claims that a batch is visible whole or not at all.
         ordered: whether effects of one key must become visible in the order in which they were sent.
         given_up: records that the product said it gave up; None: it said nothing.
-        ledger_count: records that the product's ledger counts as delivered; None: nobody asked.
+        audit_verdict: what the product's own audit says, "held" or "broken" or "unknown"; None: nobody asked.
         open_transactions: what blocks readers after the end; None: nobody looked.
         required, fired: names of faults.
+        stops: ends of runs on which something depends; the last one is the end of the cell.
+        stays_down: the pipeline is right not to go on any more: what it did not get to is not lost.
         recovery_s: seconds from each restart to the first new effect; plain_s: the same without a fault.
     """
 
@@ -76,11 +84,12 @@ class Evidence:
     batch_atomic: bool = False
     ordered: bool = False
     given_up: int | None = None
-    ledger_count: int | None = None
+    audit_verdict: str | None = None
     open_transactions: Sequence[str] | None = None
     required: Sequence[str] = ()
     fired: Sequence[str] = ()
-    stop: Stop = Stop()
+    stops: Sequence[Stop] = ()
+    stays_down: bool = False
     recovery_s: Sequence[float] = ()
     plain_s: float | None = None
 

@@ -43,7 +43,7 @@ def judge(evidence: Evidence) -> Judgement:
     """
     findings = tuple(run(name, checker, evidence) for name, checker in CHECKERS.items())
     forbidden = set(FORBIDDEN[evidence.guarantee])
-    if evidence.stop.wanted is not None:
+    if evidence.stays_down:
         forbidden -= {"lost"}
     verdicts, reasons = [Verdict.HELD], list[str]()
     for f in findings:

@@ -1,0 +1,387 @@
+"""One cell while it runs: the pipeline file, its runs, the workload, the reader, and what a fault's script may do."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from delivered import brokers
+from delivered.model.guarantee import Guarantee
+from delivered.verify.clients.base import Drain, Feed, Look, Row
+from delivered.verify.evidence import Evidence, Seen, Stop
+from delivered.verify.history import End, History, fired, sends
+from delivered.verify.producer import read_notes, write_records
+from delivered.verify.proxy import Fired, Proxy
+from delivered.verify.services import Run, Trouble, audit, last_words, start, wait_for
+from delivered.verify.workloads import Record, Workload, records, source_id
+
+HIT_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 240.0
+_DRAIN_RUNS_MAX = 4
+_SETTLE_S = 15.0
+
+
+@dataclass
+class Setting:
+    """What a bench is given.
+
+    Attributes:
+        extra: more keys of the pipeline file.
+        proxy, broker: None without Kafka.
+        plain_s: time to the first effect of a start without a fault; None: not known.
+        environment: of the pipeline's processes.
+    """
+
+    name: str
+    folder: Path
+    guarantee: Guarantee
+    workload: Workload
+    seed: int
+    feed: Feed
+    drain: Drain
+    extra: dict[str, Any] = field(default_factory=dict)
+    proxy: Proxy | None = None
+    broker: brokers.Broker | None = None
+    plain_s: float | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Bench:
+    """See the module. Used by one thread; the reader has its own."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.random = random.Random(f"{setting.name}-{setting.seed}")  # noqa: S311
+        self.folder = setting.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.history = History(self.folder / "history.jsonl")
+        self.checkpoint = self.folder / "checkpoint"
+        self.sql: str | None = setting.workload.sql
+        self.extra = dict(setting.extra)
+        self.runs: list[Run] = []
+        self.stops: list[Stop] = []
+        self.stays_down = False
+        self.audited: dict[str, Any] | None = None
+        self._records = records(setting.workload, setting.seed)
+        self._sent = 0
+        self._seen: list[Seen] = []
+        self._snapshots: list[tuple[float, frozenset[str]]] = []
+        self._visible: set[str] = set()
+        self._reader_error: str | None = None
+        self._stop_reading = threading.Event()
+        self._reader = threading.Thread(target=self._read_all_along, name=f"reader {setting.name}", daemon=True)
+        self._restarts: list[float] = []
+
+    # -- before and after -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self.setting.feed.create()
+        self.setting.drain.create()
+        self._reader.start()
+
+    def close(self) -> None:
+        """End everything that this bench started. May be called again."""
+        for run in self.runs:
+            if run.lives:
+                run.kill()
+        self._stop_reading.set()
+        if self._reader.is_alive():
+            self._reader.join(60)
+        self.history.close()
+
+    # -- the workload -----------------------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> list[Record]:
+        """Records that were not sent yet."""
+        return self._records[self._sent :]
+
+    def send(self, share: float = 1.0) -> None:
+        """Send a share of all records, or what is left of them, and wait until they are acknowledged."""
+        part = self.left[: max(1, round(share * len(self._records)))]
+        ids = [r.id for r in part]
+        self._sent += len(part)
+        self.history.add("producer", "send", End.BEGUN, {"ids": ids})
+        self.setting.feed.send(part)
+        self.history.add("producer", "send", End.OK, {"ids": ids})
+
+    def produce_aside(self, portion: int, pause_s: float) -> Producer:
+        """A producer application for all that is left, as a process that can be killed."""
+        producer = Producer(self, self.left, portion, pause_s)
+        self._sent = len(self._records)
+        return producer
+
+    # -- the pipeline -----------------------------------------------------------------------------------------------
+
+    def pipeline_file(self) -> Path:
+        """The pipeline as a user would write it down."""
+        s = self.setting
+        source = s.feed.options()
+        if s.workload.rows_per_batch is not None or "rows_per_batch" in self.extra:
+            source["maxOffsetsPerTrigger"] = self.extra.get("rows_per_batch", s.workload.rows_per_batch)
+        else:
+            source["maxOffsetsPerTrigger"] = max(1, len(self._records) // 6)
+        source |= self.extra.get("source", {})
+        data: dict[str, Any] = {
+            "pipeline": s.name,
+            "guarantee": s.guarantee.value,
+            "checkpoint": str(self.checkpoint),
+            "source": source,
+            "transform": {"sql": self.sql} if self.sql else {"select": ["key", "value"]},
+            "sinks": [s.drain.options() | self.extra.get("sink", {})],
+            "trigger": self.extra.get("trigger", "available_now"),
+            "master": self.extra.get("master", "local[2]"),
+        }
+        path = self.folder / "pipeline.yaml"
+        path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+        return path
+
+    def start(self, crash: str = "", *arguments: str) -> Run:
+        """Start the pipeline, to stop at these points."""
+        number = len(self.runs) + 1
+        run = start(number, self.pipeline_file(), self.folder, crash, arguments, self.setting.environment)
+        run.started_s = self.history.now_s
+        self.runs.append(run)
+        self._restarts.append(run.started_s)
+        self.history.add(run.name, "run", End.BEGUN, {"crash": crash, "arguments": arguments})
+        return run
+
+    def end(self, run: Run, timeout_s: float = END_TIMEOUT_S) -> str | None:
+        """Wait until a run ends by itself; return the code of its error, None if it ended well."""
+        try:
+            run.wait_end(timeout_s)
+        except TimeoutError:
+            run.kill()
+            self.history.add(run.name, "run", End.UNKNOWN, {"said": last_words(run)})
+            raise
+        value = {"code": run.code} if run.code is None else {"code": run.code, "said": last_words(run)}
+        self.history.add(run.name, "run", End.OK if run.code is None else End.FAILED, value)
+        return run.code
+
+    def kill(self, run: Run) -> None:
+        """SIGKILL a run and all its processes."""
+        processes = run.kill()
+        self.history.add(run.name, "run", End.UNKNOWN, {"killed": processes})
+
+    def must_stop(self, *codes: str, arguments: Sequence[str] = (), when: str) -> str | None:
+        """Start the pipeline where it is right to stop with one of these errors."""
+        code = self.end(self.start("", *arguments))
+        self.stops.append(Stop(codes, code, when))
+        return code
+
+    def drain(self) -> None:
+        """Start the pipeline without a fault until it ends well, at most four times; then everything is through."""
+        code: str | None = "?"
+        for _ in range(_DRAIN_RUNS_MAX):
+            code = self.end(self.start())
+            if code is None:
+                break
+        self.stops.append(Stop((), code, "at the end"))
+
+    def fire(self, name: str, **facts: Any) -> None:
+        """Note that a fault did happen."""
+        self.history.add("fault", name, End.OK, facts)
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    def batches_logged(self) -> list[int]:
+        """Batches that Spark logged as done."""
+        folder = self.checkpoint / "commits"
+        return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.exists() else []
+
+    def batches_planned(self) -> list[int]:
+        folder = self.checkpoint / "offsets"
+        return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.exists() else []
+
+    def wait(self, what: Callable[[], bool], text: str, timeout_s: float = HIT_TIMEOUT_S) -> None:
+        wait_for(what, timeout_s, text)
+
+    @property
+    def effects_seen(self) -> int:
+        """How many effects the reader saw until now."""
+        return len(self._seen)
+
+    def on_network_fault(self, hit: Fired) -> None:
+        self.fire(hit.rule, api=hit.api, version=hit.version, client=hit.client)
+
+    # -- evidence ---------------------------------------------------------------------------------------------------
+
+    def evidence(self, required: Sequence[str], ordered: bool) -> Evidence:
+        """Read source and sink at the end, stop the reader, and put together what there is to judge."""
+        s = self.setting
+        hanging: list[str] | None = None
+        with suppress(TimeoutError):
+            # The markers of transactions that were just ended arrive a moment later.
+            self.wait(lambda: not s.drain.open_transactions(s.name), "open transactions end", _SETTLE_S)
+        hanging = s.drain.open_transactions(s.name)
+        source = s.feed.read()
+        final = [self._as_seen(r) for r in s.drain.read()]
+        self.history.add("final reader", "read", End.OK, {"effects": len(final)})
+        self._stop_reading.set()
+        self._reader.join(60)
+        if self._reader_error is not None:
+            raise Trouble("READER_DIED", f"The reader of cell {s.name} ended early: {self._reader_error}")
+        ends = sends(self.history)
+        return Evidence(
+            guarantee=s.guarantee,
+            expected=Counter(e for r in source for e in self._effects(r)),
+            acknowledged=frozenset(i for i, end in ends.items() if end is End.OK),
+            in_source=Counter(source_id(r.value) for r in source),
+            offered=frozenset(ends),
+            seen=self._seen,
+            final=final,
+            snapshots=self._snapshots,
+            batches=self._batches(source),
+            batch_atomic=s.drain.batch_atomic,
+            ordered=ordered,
+            given_up=self._audited("counts", "given_up"),
+            audit_verdict=self.audited["verdict"] if self.audited else None,
+            open_transactions=hanging,
+            required=required,
+            fired=fired(self.history),
+            stops=self.stops,
+            stays_down=self.stays_down,
+            recovery_s=self._recoveries(),
+            plain_s=s.plain_s,
+        )
+
+    def audit(self) -> None:
+        """Ask the product itself, by `delivered audit`: a second opinion, and the count of what was given up."""
+        self.audited = audit(self.pipeline_file(), self.folder, self.setting.environment)
+        self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
+
+    def _audited(self, *path: str) -> int | None:
+        found: Any = self.audited
+        for part in path:
+            found = found.get(part) if isinstance(found, dict) else None
+        return found if isinstance(found, int) else None
+
+    def first_effect_s(self) -> float | None:
+        """Seconds from the first start to the first effect that the reader saw."""
+        return round(self._seen[0].at_s - self._restarts[0], 2) if self._seen and self._restarts else None
+
+    def _recoveries(self) -> list[float]:
+        """From each start after a kill to the first effect seen after it, if that came before the next start."""
+        found = []
+        for at, until in zip(self._restarts[1:], [*self._restarts[2:], float("inf")], strict=True):
+            first = next((s.at_s for s in self._seen if s.at_s > at), None)
+            if first is not None and first <= until:
+                found.append(round(first - at, 2))
+        return found
+
+    def _effects(self, row: Row) -> list[str]:
+        workload = self.setting.workload
+        return [workload.told_by(v).id for v in workload.effects(row.value)]
+
+    def _as_seen(self, row: Row) -> Seen:
+        effect = self.setting.workload.told_by(row.value)
+        return Seen(effect.id, row.lane, row.position, effect.key, effect.number, self.history.now_s)
+
+    def _read_all_along(self) -> None:
+        def seen(look: Look) -> None:
+            found = [self._as_seen(r) for r in look.rows]
+            self._seen.extend(found)
+            if look.whole:
+                self._visible |= {s.effect for s in found}
+                self._snapshots.append((self.history.now_s, frozenset(self._visible)))
+            self.history.add("reader", "read", End.OK, {"effects": len(found), "all": len(self._seen)})
+
+        try:
+            self.setting.drain.follow(seen, self._stop_reading)
+        except Exception as error:
+            self._reader_error = f"{type(error).__name__}: {error}"
+
+    def _batches(self, source: Sequence[Row]) -> dict[int, frozenset[str]] | None:
+        """Effects of each batch that the checkpoint still knows; None if it has a gap."""
+        ends: dict[int, dict[str, int]] = {}
+        for number in self.batches_planned():
+            lines = (self.checkpoint / "offsets" / str(number)).read_text(encoding="utf-8").splitlines()
+            ends[number] = self.setting.feed.offsets(json.loads(lines[2]))
+        if not ends or list(ends) != list(range(len(ends))):
+            return None
+        found: dict[int, set[str]] = {n: set() for n in ends}
+        for row in source:
+            batch = next((n for n, end in ends.items() if row.position < end.get(row.lane, 0)), None)
+            if batch is not None:
+                found[batch] |= set(self._effects(row))
+        return {n: frozenset(effects) for n, effects in found.items()}
+
+
+class Producer:
+    """A producer application that can be killed and started again."""
+
+    def __init__(self, bench: Bench, left: Sequence[Record], portion: int, pause_s: float) -> None:
+        self._bench = bench
+        self._notes = bench.folder / "producer.notes"
+        records_file = bench.folder / "producer.records"
+        write_records(records_file, list(left))
+        feed = bench.setting.feed
+        where = (
+            {"system": "log", "path": str(feed.path)}  # type: ignore[attr-defined]
+            if feed.system == "log"
+            else {"system": "kafka", "bootstrap": feed.bootstrap, "name": feed.name}  # type: ignore[attr-defined]
+        )
+        self._order = json.dumps(
+            {
+                "feed": where,
+                "records": str(records_file),
+                "notes": str(self._notes),
+                "portion": portion,
+                "pause_s": pause_s,
+            }
+        )
+        self._told = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self._bench.folder / "producer.log").open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "delivered.verify.producer", self._order], stdout=out, stderr=out
+            )
+
+    @property
+    def acknowledged(self) -> int:
+        """Portions that were acknowledged."""
+        return sum(n["end"] == "ok" for n in read_notes(self._notes))
+
+    def kill(self) -> None:
+        """SIGKILL, wherever it is: before it sends, or while it waits for the acknowledgement."""
+        if self._process is not None:
+            psutil.Process(self._process.pid).kill()
+            self._process.wait()
+        self._note()
+
+    def finish(self, timeout_s: float = END_TIMEOUT_S) -> None:
+        """Wait until it has sent everything.
+
+        Raises:
+            Trouble: it failed.
+        """
+        if self._process is not None and self._process.wait(timeout_s) != 0:
+            raise Trouble("PRODUCER_FAILED", f"The producer of {self._bench.folder.name} failed; see producer.log.")
+        self._note()
+
+    def _note(self) -> None:
+        notes = read_notes(self._notes)
+        for n in notes[self._told :]:
+            self._bench.history.add("producer", "send", End.OK if n["end"] == "ok" else End.BEGUN, {"ids": n["ids"]})
+        self._told = len(notes)
+
+
+def empty(folder: Path) -> None:
+    """Take a cell's earlier files away."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)

@@ -1,0 +1,283 @@
+"""The catalogue: which fault at which failure point, for which guarantee and sink, and what must fire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from delivered.model.guarantee import Guarantee
+from delivered.verify import scripts
+from delivered.verify.proxy import Api, Mischief, Rule
+from delivered.verify.scripts import Script, kills
+
+PLACES = {
+    "none": "nothing is done",
+    "F1": "the producer dies",
+    "F2": "the network between sink and server loses, delays, repeats",
+    "F3": "the server dies after it stored and before it answered",
+    "F4": "memory is gone, the disk is full",
+    "F5": "the network between server and reader loses and delays",
+    "F6a": "the consumer dies before processing",
+    "F6b": "the consumer dies after processing, before recording",
+    "F6c": "the consumer dies after recording, before acknowledging",
+    "F7": "zombies: paused past every time-out, two drivers",
+    "F8": "state is put back or changed",
+}
+SQLITE, KAFKA = "sqlite", "kafka"
+EXACTLY, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
+
+PROXY, BROKER, MOUNT = "proxy", "broker", "mount"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """
+    Attributes:
+        place: one of `PLACES`.
+        requires: names that must fire, each as often as it stands here.
+        workload: the one that this fault needs; None: the cell's.
+        extra: more keys of the pipeline file.
+        needs: PROXY: the pipeline reaches its server through one; BROKER: a server that may be killed; MOUNT: a small
+            disk of its own.
+        quick: part of the quick subset.
+    """
+
+    name: str
+    place: str
+    text: str
+    script: Script
+    requires: tuple[str, ...] = ()
+    workload: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
+    quick: bool = False
+
+
+def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
+    """Every fault of a guarantee and a sink, in the order of failure points; the undisturbed run first."""
+    found = [
+        Fault("none", "none", "an undisturbed run", scripts.nothing),
+        *_producer(),
+        *(_kafka_network(guarantee) if sink == KAFKA else _sqlite_contention()),
+        *_server(guarantee, sink),
+        *_memory(guarantee),
+        *_reader(sink),
+        *_consumer(guarantee, sink),
+        *_zombies(guarantee, sink),
+        *_state(guarantee),
+    ]
+    names = [f.name for f in found]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two faults of one name: {names}")
+    return found
+
+
+def _producer() -> Iterator[Fault]:
+    yield Fault(
+        "producer-killed",
+        "F1",
+        "the producing application is killed twice, and sends again what it was not told about",
+        scripts.producer_killed,
+        ("producer killed",) * 2,
+    )
+
+
+def _kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
+    if guarantee is EXACTLY:
+        for name, text, rules in (
+            (
+                "replies-lost",
+                "the reply of one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
+                [
+                    Rule(Api.INIT_PRODUCER_ID, Mischief.LOSE_REPLY),
+                    Rule(Api.ADD_PARTITIONS_TO_TXN, Mischief.LOSE_REPLY, skip=2),
+                    Rule(Api.PRODUCE, Mischief.LOSE_REPLY, skip=6),
+                    Rule(Api.END_TXN, Mischief.LOSE_REPLY, skip=2),
+                ],
+            ),
+            (
+                "requests-lost",
+                "one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
+                [
+                    Rule(Api.INIT_PRODUCER_ID, Mischief.LOSE_REQUEST, skip=1),
+                    Rule(Api.ADD_PARTITIONS_TO_TXN, Mischief.LOSE_REQUEST, skip=3),
+                    Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=8),
+                    Rule(Api.END_TXN, Mischief.LOSE_REQUEST, skip=3),
+                ],
+            ),
+            (
+                "late-end-txn",
+                "an EndTxn arrives two seconds after its sender gave up on it, another is delayed",
+                [
+                    Rule(Api.END_TXN, Mischief.LATE_REQUEST, skip=1, times=2, seconds=2.0),
+                    Rule(Api.END_TXN, Mischief.DELAY_REPLY, skip=2, seconds=2.0),
+                ],
+            ),
+        ):
+            script, requires = scripts.network(*rules)
+            yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}), quick=name == "replies-lost")
+        return
+    script, requires = scripts.network(
+        Rule(Api.PRODUCE, Mischief.LOSE_REPLY, skip=4), Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=6)
+    )
+    text = "the reply of one Produce never arrives, and one Produce never arrives"
+    yield Fault("produce-lost", "F2", text, script, requires, needs=frozenset({PROXY}))
+
+
+def _sqlite_contention() -> Iterator[Fault]:
+    yield Fault(
+        "lock-held",
+        "F2",
+        "another program holds the write lock for 3 s when a batch is decided",
+        scripts.lock_held,
+        ("lock held",),
+    )
+
+
+def _server(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
+    prepare, decide = (scripts.point(guarantee, s) for s in ("prepare", "decide"))
+    if sink == KAFKA:
+        script, requires = scripts.broker_killed(f"{prepare}:before", f"{decide}:after")
+        yield Fault(
+            "broker-killed",
+            "F3",
+            "the broker is killed while a shard is sent, and after a batch is decided",
+            script,
+            requires,
+            needs=frozenset({BROKER}),
+        )
+        return
+    inside = "commit.apply:after#2" if guarantee is EXACTLY else f"{prepare}:before"
+    script, requires = kills(inside, f"{decide}:after")
+    text = "killed inside the table's own transaction, and right after it"
+    yield Fault("killed-in-transaction", "F3", text, script, requires, quick=guarantee is EXACTLY)
+
+
+def _memory(guarantee: Guarantee) -> Iterator[Fault]:
+    write, prepare = (scripts.point(guarantee, s) for s in ("write", "prepare"))
+    script, requires = scripts.worker_killed(f"{write}:after", f"{prepare}:before@batch=1")
+    yield Fault("worker-killed", "F4", "one Python worker is killed with what it held", script, requires)
+    yield Fault(
+        "disk-full",
+        "F4",
+        "no byte is left on the disk of checkpoint and table",
+        scripts.disk_full,
+        ("disk full",),
+        needs=frozenset({MOUNT}),
+    )
+
+
+def _reader(sink: str) -> Iterator[Fault]:
+    if sink == SQLITE:
+        text = "a reader keeps the table for 3 s while a batch commits"
+        yield Fault("slow-reader", "F5", text, scripts.slow_reader, ("reader slow",))
+        return
+    script, requires = scripts.network(
+        Rule(Api.FETCH, Mischief.LOSE_REPLY, skip=3, times=2),
+        Rule(Api.FETCH, Mischief.LOSE_REQUEST, skip=5),
+        Rule(Api.FETCH, Mischief.DELAY_REPLY, skip=6, seconds=2.0),
+    )
+    text = "replies of Fetch are lost and delayed between broker and source"
+    yield Fault("fetch-lost", "F5", text, script, requires, needs=frozenset({PROXY}))
+    yield Fault(
+        "black-hole",
+        "F5",
+        "for 3 s nothing arrives anywhere, then every connection is reset; twice",
+        scripts.black_hole,
+        ("black hole", "reset") * 2,
+        needs=frozenset({PROXY}),
+    )
+
+
+def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
+    write, prepare, decide = (scripts.point(guarantee, s) for s in ("write", "prepare", "decide"))
+    before = ["recover.claim:after", f"{write}:before", "recover.sweep:after"]
+    if guarantee is AT_MOST:
+        before.insert(1, "batch.begin:after")
+    between = [f"{write}:after", f"{prepare}:after", f"{decide}:before", f"{decide}:after"]
+    if guarantee is EXACTLY:
+        # The batch decided by the kill before is finished by recovery, which is killed too.
+        between += ["recover.apply:before", "recover.apply:after@batch=0"] if sink == KAFKA else []
+        between += ["commit.apply:before", "commit.apply:after"]
+    for name, place, text, points in (
+        ("killed-before", "F6a", "killed before a record is processed", before),
+        ("killed-between", "F6b", "killed at every step between processing and recording", between),
+        ("killed-after", "F6c", "killed before and after Spark's own commit log", ["log:before", "log:after"]),
+    ):
+        script, requires = kills(*points)
+        yield Fault(name, place, text, script, requires, quick=name == "killed-between" and sink == KAFKA)
+    script, requires = kills("source.read:before", "source.read:after")
+    text = "killed while records are read, through the JVM"
+    yield Fault("killed-reading", "F6a", text, script, requires, workload="sql")
+    script, requires = scripts.random_kills(3)
+    yield Fault("killed-at-random", "F6b", "killed three times at random moments", script, requires)
+
+
+def _zombies(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
+    for step in ("decide", "prepare"):
+        yield Fault(
+            f"zombie-{step}",
+            "F7",
+            f"a driver is paused before {scripts.point(guarantee, step)}, another takes over, the first wakes up",
+            scripts.zombie(step),
+            ("paused", "woken up"),
+            quick=guarantee is EXACTLY and sink == SQLITE and step == "decide",
+        )
+    yield Fault(
+        "second-driver",
+        "F7",
+        "a second driver starts on the checkpoint of a living one",
+        scripts.second_driver,
+        ("second driver",),
+    )
+    if guarantee is EXACTLY and sink == KAFKA:
+        short = {"sink": {"transactionTimeout": scripts.TRANSACTION_TIMEOUT_S}}
+        for name, text, moment, workload in (
+            ("expired-before-decide", "prepared transactions expire before the decision", "before", None),
+            ("expired-after-decide", "prepared transactions expire after the decision", "after", None),
+            ("expired-random", "they expire, and the transform gives other rows the second time", "after", "random"),
+        ):
+            yield Fault(
+                name,
+                "F7",
+                text,
+                scripts.expired(moment, workload is None),
+                ("transactions expired",),
+                workload=workload,
+                extra=short,
+            )
+
+
+def _state(guarantee: Guarantee) -> Iterator[Fault]:
+    yield Fault(
+        "log-entry-removed",
+        "F8",
+        "the last file of commits/ is removed",
+        scripts.log_entry_removed,
+        ("last commit removed",),
+        quick=guarantee is EXACTLY,
+    )
+    yield Fault(
+        "older-checkpoint",
+        "F8",
+        "an older copy of the checkpoint is put back",
+        scripts.older_checkpoint,
+        ("older checkpoint put back",),
+    )
+    yield Fault(
+        "checkpoint-deleted",
+        "F8",
+        "the checkpoint is deleted",
+        scripts.checkpoint_deleted,
+        ("checkpoint deleted",),
+    )
+    prepare, decide = (scripts.point(guarantee, s) for s in ("prepare", "decide"))
+    yield Fault(
+        "shards-changed",
+        "F8",
+        "the number of shards changes over two kills",
+        scripts.shards_changed,
+        (f"kill@{prepare}:after", f"kill@{decide}:after"),
+        workload="sql",
+    )

@@ -1,0 +1,77 @@
+"""A producer application, to be killed: sends the records of a file in small portions and notes what was acknowledged.
+
+    python -m delivered.verify.producer '{"feed": ..., "records": file, "notes": file, "portion": 20, "pause_s": 0.1}'
+
+A note is written before a portion leaves and after it was acknowledged, each on disk before it goes on. Started again,
+it sends again what it had begun and was not told about: the source may then hold these twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from delivered.verify.clients.base import Feed
+from delivered.verify.workloads import Record
+
+
+def feed_from(data: dict[str, Any]) -> Feed:
+    if data["system"] == "kafka":
+        from delivered.verify.clients.kafka import Topic
+
+        return Topic(data["bootstrap"], data["name"]).as_feed()
+    from delivered.verify.clients.log import Log
+
+    return Log(Path(data["path"]))
+
+
+def write_records(path: Path, records: list[Record]) -> None:
+    path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records), encoding="utf-8")
+
+
+def read_notes(path: Path) -> list[dict[str, Any]]:
+    """What a producer noted: {"at": portion, "end": "begun" | "ok", "ids": [...]}."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue  # killed while it wrote
+    return found
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    feed = feed_from(order["feed"])
+    records = [Record(**json.loads(line)) for line in Path(order["records"]).read_text(encoding="utf-8").splitlines()]
+    notes = Path(order["notes"])
+    done = {n["at"] for n in read_notes(notes) if n["end"] == "ok"}
+    portion = int(order["portion"])
+    with notes.open("a", encoding="utf-8") as file:
+        file.write("\n")  # a line that was cut off by a kill stays alone
+
+        def note(at: int, end: str, ids: list[str]) -> None:
+            file.write(json.dumps({"at": at, "end": end, "ids": ids}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+        for at in range(0, len(records), portion):
+            if at in done:
+                continue
+            part = records[at : at + portion]
+            ids = [r.id for r in part]
+            note(at, "begun", ids)
+            feed.send(part)
+            note(at, "ok", ids)
+            time.sleep(float(order["pause_s"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""What is done to a pipeline: each fault is a script over a bench, and notes what it did.
+
+A script may be started with the same seed again: it does the same. What it cannot cause it does not note, and the
+cell is then invalid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from delivered.model.guarantee import Guarantee
+from delivered.verify.bench import HIT_TIMEOUT_S, Bench
+from delivered.verify.evidence import Stop
+from delivered.verify.proxy import Rule
+from delivered.verify.services import Run
+
+TRANSACTION_TIMEOUT_S = 10
+"""Of cells in which transactions must expire. Longer than a batch on a busy machine, its first imports included."""
+
+Script = Callable[[Bench], None]
+
+
+# -- pieces of scripts -----------------------------------------------------------------------------------
+
+
+def _waits(bench: Bench, run: Run) -> Path | None:
+    """Until the run stands at its point; None: it ended before."""
+    found = run.wait_hit(HIT_TIMEOUT_S)
+    if found is None:
+        bench.end(run)
+        return None
+    return found[0]
+
+
+def _kill_at(bench: Bench, point: str) -> None:
+    """Start the pipeline, and kill all of it where it stands at a named point."""
+    run = bench.start(point)
+    found = run.wait_hit(HIT_TIMEOUT_S)
+    if found is None:
+        bench.end(run)
+        return
+    _, hit = found
+    bench.kill(run)
+    bench.fire(f"kill@{point}", pid=hit.pid, facts=dict(hit.facts))
+
+
+def kills(*points: str) -> tuple[Script, tuple[str, ...]]:
+    """One kill after the other, each in a start of its own; then a start that ends."""
+
+    def script(bench: Bench) -> None:
+        bench.send()
+        for point in points:
+            _kill_at(bench, point)
+        bench.drain()
+
+    return script, tuple(f"kill@{p}" for p in points)
+
+
+def nothing(bench: Bench) -> None:
+    bench.send()
+    bench.drain()
+
+
+# -- F1 --------------------------------------------------------------------------------------------------
+
+
+def producer_killed(bench: Bench) -> None:
+    """The producing application is killed twice; it sends again what it was not told about."""
+    bench.send(0.2)
+    producer = bench.produce_aside(portion=40, pause_s=0.05)
+    producer.start()
+    run = bench.start()
+    for acknowledged in (3, 9):
+        bench.wait(lambda n=acknowledged: producer.acknowledged >= n, "portions are acknowledged")  # type: ignore[misc]
+        bench.wait(lambda: True, "now")
+        producer.kill()
+        bench.fire("producer killed", acknowledged=producer.acknowledged)
+        producer.start()
+    producer.finish()
+    bench.end(run)
+    bench.drain()
+
+
+# -- F2 and F5: the network ------------------------------------------------------------------------------
+
+
+def network(*rules: Rule) -> tuple[Script, tuple[str, ...]]:
+    """Rules of the proxy, while one start goes through all batches."""
+    names = tuple(r.name for r in rules for _ in range(r.times))
+
+    def script(bench: Bench) -> None:
+        assert bench.setting.proxy is not None  # noqa: S101 - the cell gave it one
+        bench.send()
+        bench.setting.proxy.add(*(Rule(r.api, r.mischief, r.skip, r.times, r.seconds, r.client) for r in rules))
+        bench.drain()
+        bench.setting.proxy.clear()
+
+    return script, names
+
+
+def black_hole(bench: Bench) -> None:
+    """For some seconds nothing arrives anywhere; then every connection is reset."""
+    proxy = bench.setting.proxy
+    assert proxy is not None  # noqa: S101
+    bench.send()
+    run = bench.start()
+    for _ in range(2):
+        seen = len(bench.batches_planned())
+        bench.wait(lambda n=seen: len(bench.batches_planned()) > n or not run.lives, "the next batch begins")  # type: ignore[misc]
+        if not run.lives:
+            break
+        with proxy.black_hole():
+            bench.fire("black hole", seconds=3)
+            bench.wait(_after(3.0), "the hole lasts")
+        bench.fire("reset", connections=proxy.reset_all())
+    bench.end(run)
+    bench.drain()
+
+
+def lock_held(bench: Bench) -> None:
+    """Another program holds the table's write lock when a batch is decided."""
+    bench.send()
+    run = bench.start(f"{_point(bench, 'decide')}:before!wait")
+    hit = _waits(bench, run)
+    if hit is not None:
+        with contextlib.closing(sqlite3.connect(_database(bench), timeout=20, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            run.go_on(hit)
+            bench.fire("lock held", seconds=3)
+            bench.wait(_after(3.0), "the lock is held")
+            other.execute("ROLLBACK")
+        bench.end(run)
+    bench.drain()
+
+
+def slow_reader(bench: Bench) -> None:
+    """A reader holds its transaction open while a batch commits."""
+    bench.send()
+    run = bench.start(f"{_point(bench, 'decide')}:before@batch=1!wait")
+    hit = _waits(bench, run)
+    if hit is not None:
+        with contextlib.closing(sqlite3.connect(_database(bench), timeout=20, isolation_level=None)) as other:
+            other.execute("BEGIN")
+            other.execute("SELECT count(*) FROM effects").fetchone()
+            run.go_on(hit)
+            bench.fire("reader slow", seconds=3)
+            bench.wait(_after(3.0), "the reader reads")
+            other.execute("COMMIT")
+        bench.end(run)
+    bench.drain()
+
+
+# -- F3: the server dies ---------------------------------------------------------------------------------
+
+
+def broker_killed(*points: str) -> tuple[Script, tuple[str, ...]]:
+    """At each point the broker is killed and started again, while the pipeline goes on or fails as it likes."""
+
+    def script(bench: Bench) -> None:
+        broker = bench.setting.broker
+        assert broker is not None  # noqa: S101
+        bench.send()
+        for point in points:
+            run = bench.start(f"{point}!wait")
+            hit = _waits(bench, run)
+            if hit is None:
+                continue
+            broker.kill()
+            run.go_on(hit)
+            bench.fire(f"broker killed@{point}", pid=broker.pid)
+            bench.wait(_after(1.0), "the broker is down")
+            broker.restart()
+            bench.end(run)
+        bench.drain()
+
+    return script, tuple(f"broker killed@{p}" for p in points)
+
+
+# -- F4: memory and storage ------------------------------------------------------------------------------
+
+
+def worker_killed(*points: str) -> tuple[Script, tuple[str, ...]]:
+    """At each point the one Python worker that stands there is killed, and nothing else."""
+
+    def script(bench: Bench) -> None:
+        bench.send()
+        for point in points:
+            run = bench.start(point)
+            found = run.wait_hit(HIT_TIMEOUT_S)
+            if found is not None and run.kill_one(found[1].pid):
+                bench.fire(f"worker killed@{point}", pid=found[1].pid)
+            bench.end(run)
+        bench.drain()
+
+    return script, tuple(f"worker killed@{p}" for p in points)
+
+
+def disk_full(bench: Bench) -> None:
+    """The disk of checkpoint, staging and table has no byte left for a while."""
+    bench.send()
+    run = bench.start(f"{_point(bench, 'write')}:before!wait")
+    hit = _waits(bench, run)
+    if hit is not None:
+        filler = bench.checkpoint.parent / "filler"
+        with filler.open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 65_536)
+                file.flush()
+        free = os.statvfs(bench.checkpoint.parent).f_bavail
+        if free == 0:
+            bench.fire("disk full", free_blocks=free)
+        run.go_on(hit)
+        with contextlib.suppress(TimeoutError):
+            bench.end(run, 60)
+        filler.unlink()
+    bench.drain()
+
+
+# -- F6: random moments ----------------------------------------------------------------------------------
+
+
+def random_kills(times: int) -> tuple[Script, tuple[str, ...]]:
+    """The tree is killed at moments that only the seed knows, after a batch began."""
+
+    def script(bench: Bench) -> None:
+        bench.send()
+        for _ in range(times):
+            planned = len(bench.batches_planned())
+            run = bench.start()
+            # A batch that is run again has its file already: what is logged next shows that work goes on.
+            logged = len(bench.batches_logged())
+            bench.wait(
+                lambda r=run, p=planned, n=logged: (  # type: ignore[misc]
+                    not r.lives or len(bench.batches_planned()) > p or len(bench.batches_logged()) > n
+                ),
+                "a batch begins",
+            )
+            bench.wait(_after(bench.random.uniform(0, 0.7)), "the moment comes")
+            if run.lives:
+                bench.kill(run)
+                bench.fire("kill at random", logged=len(bench.batches_logged()))
+            else:
+                bench.end(run)
+        bench.drain()
+
+    return script, ("kill at random",) * times
+
+
+# -- F7: zombies -----------------------------------------------------------------------------------------
+
+
+def zombie(step: str) -> Script:
+    """A driver is paused before a step; another takes over and finishes; the first one wakes up and goes on."""
+
+    def script(bench: Bench) -> None:
+        bench.send()
+        first = bench.start(f"{_point(bench, step)}:before@batch=1!wait")
+        hit = _waits(bench, first)
+        if hit is None:
+            return
+        first.pause()
+        bench.fire("paused", processes=len(first.workers()))
+        code = bench.end(bench.start("", "--takeover"))
+        bench.stops.append(Stop((), code, "the second driver, which takes over"))
+        first.go_on(hit)
+        first.resume()
+        bench.fire("woken up")
+        code = bench.end(first)
+        bench.stops.append(Stop((code or "an error",), code, "the zombie"))
+        bench.drain()
+
+    return script
+
+
+def second_driver(bench: Bench) -> None:
+    """A second driver starts while the first one is in the middle of a batch; nobody asked it to take over."""
+    bench.send()
+    first = bench.start(f"{_point(bench, 'decide')}:before@batch=1!wait")
+    hit = _waits(bench, first)
+    if hit is None:
+        return
+    code = bench.must_stop("CHECKPOINT_OWNED", when="the second driver")
+    bench.fire("second driver", code=code)
+    first.go_on(hit)
+    code = bench.end(first)
+    bench.stops.append(Stop((), code, "the first driver, which nobody may disturb"))
+    bench.drain()
+
+
+def expired(moment: str, deterministic: bool) -> Script:
+    """The broker aborts prepared transactions before, or after, their batch is decided."""
+
+    def script(bench: Bench) -> None:
+        bench.send()
+        run = bench.start(f"commit.decide:{moment}!wait")
+        hit = _waits(bench, run)
+        if hit is None:
+            return
+        opened = bench.setting.drain.open_transactions(bench.setting.name)
+        bench.wait(lambda: not bench.setting.drain.open_transactions(bench.setting.name), "transactions expire", 60)
+        if opened:
+            bench.fire("transactions expired", opened=opened)
+        if moment == "before":
+            run.go_on(hit)
+            bench.end(run)
+        else:
+            bench.kill(run)
+        if deterministic:
+            bench.drain()
+            return
+        bench.stays_down = True
+        bench.must_stop("REPLAY_DIFFERS", when="the batch runs again and gives other rows")
+
+    return script
+
+
+# -- F8: state put back ----------------------------------------------------------------------------------
+
+
+def log_entry_removed(bench: Bench) -> None:
+    """The last file of commits/ is gone: Spark runs the last batch again."""
+    bench.send(0.5)
+    bench.stops.append(Stop((), bench.end(bench.start()), "the first half"))
+    newest = bench.batches_logged()[-1]
+    for name in (str(newest), f".{newest}.crc"):
+        (bench.checkpoint / "commits" / name).unlink(missing_ok=True)
+    bench.fire("last commit removed", batch=newest)
+    bench.send(0.5)
+    bench.drain()
+
+
+def older_checkpoint(bench: Bench) -> None:
+    """An older copy of the checkpoint is put back: going on would skip or repeat records, so it must not."""
+    kept, newest = bench.folder / "checkpoint.older", bench.folder / "checkpoint.newest"
+    bench.send(0.3)
+    bench.stops.append(Stop((), bench.end(bench.start()), "the first third"))
+    shutil.copytree(bench.checkpoint, kept)
+    bench.send(0.3)
+    bench.stops.append(Stop((), bench.end(bench.start()), "the second third"))
+    bench.checkpoint.rename(newest)
+    shutil.copytree(kept, bench.checkpoint)
+    bench.fire("older checkpoint put back")
+    bench.send(0.1)
+    bench.must_stop("LEDGER_AHEAD", when="the older checkpoint")
+    shutil.rmtree(bench.checkpoint)
+    newest.rename(bench.checkpoint)
+    bench.send()
+    bench.drain()
+
+
+def checkpoint_deleted(bench: Bench) -> None:
+    """The checkpoint is gone: reading from the start again would write everything twice."""
+    bench.send(0.5)
+    bench.stops.append(Stop((), bench.end(bench.start()), "the first half"))
+    kept = bench.folder / "checkpoint.kept"
+    bench.checkpoint.rename(kept)
+    bench.fire("checkpoint deleted")
+    bench.send(0.2)
+    if bench.setting.guarantee is not Guarantee.AT_LEAST_ONCE:
+        bench.must_stop("CHECKPOINT_NEW", when="the empty checkpoint")
+        shutil.rmtree(bench.checkpoint, ignore_errors=True)
+        kept.rename(bench.checkpoint)
+    bench.send()
+    bench.drain()
+
+
+def shards_changed(bench: Bench) -> None:
+    """A batch runs again with another number of shards than it was staged, and decided, with."""
+    sql = "SELECT /*+ REPARTITION({n}, key) */ key, value FROM source"
+    bench.send()
+    for shards, point in ((3, f"{_point(bench, 'prepare')}:after"), (5, f"{_point(bench, 'decide')}:after")):
+        bench.sql = sql.format(n=shards)
+        _kill_at(bench, point)
+    bench.sql = sql.format(n=2)
+    bench.drain()
+
+
+# -- names of steps --------------------------------------------------------------------------------------
+
+_POINTS = {
+    Guarantee.EXACTLY_ONCE: {"write": "write.stage", "prepare": "write.prepare", "decide": "commit.decide"},
+    Guarantee.AT_LEAST_ONCE: {"write": "write.send", "prepare": "write.flush", "decide": "commit.record"},
+    Guarantee.AT_MOST_ONCE: {"write": "write.send", "prepare": "write.flush", "decide": "commit.record"},
+}
+
+
+def point(guarantee: Guarantee, step: str) -> str:
+    """What a step is called under a guarantee."""
+    return _POINTS[guarantee][step]
+
+
+def _point(bench: Bench, step: str) -> str:
+    return point(bench.setting.guarantee, step)
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() >= until
+
+
+def _database(bench: Bench) -> str:
+    return str(bench.setting.drain.options()["path"])
+
+
+def can_mount() -> bool:
+    """Whether this process may mount a small disk."""
+    return os.geteuid() == 0 and shutil.which("mount") is not None
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int) -> Any:
+    """A disk of its own for a folder, while it lasts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)

@@ -1,0 +1,229 @@
+"""What a run starts, stops, pauses and kills: the pipeline, as a user starts it, and its broker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from delivered.model.errors import DeliveredError
+from delivered.testing.crash import CRASH, CRASH_DIR, Hit, hits, release
+from delivered.testing.supervisor import kill_tree
+
+_POLL_S = 0.02
+AUDIT_TIMEOUT_S = 240.0
+_CODE = re.compile(r"\[DELIVERED_([A-Z0-9_]+)\]")
+DELIVERED = (sys.executable, "-m", "delivered.cli.main")
+"""`delivered`, as a user types it, but for the interpreter's path."""
+
+QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
+"""A JVM that lives for seconds starts faster without its second compiler."""
+
+
+def wait_for(what: Callable[[], bool], timeout_s: float, text: str) -> None:
+    """Until a fact is true.
+
+    Raises:
+        TimeoutError: it did not become true in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{text}: not within {timeout_s:.0f} s")
+        time.sleep(_POLL_S)
+
+
+@dataclass
+class Run:
+    """One start of `delivered run`, in a session of its own.
+
+    Attributes:
+        number: 1 for the first of a cell.
+        output: file with what it said.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    crash_folder: Path
+    output: Path
+    started_s: float = 0.0
+    _known: set[Path] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return f"driver {self.number}"
+
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_hit(self, timeout_s: float) -> tuple[Path, Hit] | None:
+        """The next crash point that is reached; None: the run ended before.
+
+        Raises:
+            TimeoutError: neither happened in time. The run goes on.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            lives = self.lives
+            for path, hit in hits(self.crash_folder):
+                if path not in self._known:
+                    self._known.add(path)
+                    return path, hit
+            if not lives:
+                return None
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} reached no crash point within {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def wait_end(self, timeout_s: float) -> int:
+        """Its exit code.
+
+        Raises:
+            TimeoutError: it did not end in time. It goes on.
+        """
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.name} did not end within {timeout_s:.0f} s") from None
+
+    @property
+    def code(self) -> str | None:
+        """None: it ended well. Else the code of its last error, "?" if it named none."""
+        if self.process.poll() == 0:
+            return None
+        found = _CODE.findall(self.output.read_text(encoding="utf-8", errors="replace"))
+        return found[-1] if found else "?"
+
+    def go_on(self, hit: Path) -> None:
+        """Release it from a point at which it waits."""
+        release(hit)
+
+    def kill(self) -> int:
+        """SIGKILL the driver, its JVM and its workers; return how many processes. May be called again."""
+        killed = kill_tree(self.process.pid)
+        self.process.wait()
+        return killed
+
+    def pause(self) -> int:
+        """SIGSTOP the whole tree; return how many processes."""
+        return self._signal(signal.SIGSTOP)
+
+    def resume(self) -> int:
+        return self._signal(signal.SIGCONT)
+
+    def kill_one(self, pid: int) -> bool:
+        """SIGKILL one process of the tree; False if it is gone or not of this tree."""
+        for p in self._tree():
+            if p.pid == pid:
+                p.kill()
+                psutil.wait_procs([p], timeout=10)
+                return True
+        return False
+
+    def workers(self) -> list[psutil.Process]:
+        """Spark's Python workers: what the daemon below the JVM forked."""
+        found = []
+        for p in self._tree():
+            with contextlib.suppress(psutil.Error):
+                parent = p.parent()
+                if parent is not None and "pyspark.daemon" in " ".join(parent.cmdline()) and p.pid != parent.pid:
+                    found.append(p)
+        return found
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _signal(self, number: signal.Signals) -> int:
+        count = 0
+        for p in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.send_signal(number)
+                count += 1
+        return count
+
+
+def start(
+    number: int,
+    pipeline: Path,
+    folder: Path,
+    crash: str = "",
+    arguments: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Run:
+    """Start `delivered run`.
+
+    Args:
+        folder: of the cell; the run's output and crash points get into it.
+        crash: points to stop at, as in DELIVERED_CRASH.
+        arguments: more of the command line.
+    """
+    crash_folder = folder / f"run{number}.hits"
+    crash_folder.mkdir(exist_ok=True)
+    output = folder / f"run{number}.log"
+    told = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    told.pop(CRASH, None)
+    if crash:
+        told |= {CRASH: crash, CRASH_DIR: str(crash_folder)}
+    with output.open("wb") as out:
+        process = subprocess.Popen(
+            [*DELIVERED, "run", str(pipeline), "--spark-log", str(folder / f"run{number}.spark.log"), *arguments],
+            env=told,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Run(number, process, crash_folder, output)
+
+
+def audit(pipeline: Path, folder: Path, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What `delivered audit` says of the pipeline.
+
+    Raises:
+        Trouble: it gave no report.
+    """
+    output = folder / "audit.json"
+    with output.open("wb") as out, (folder / "audit.log").open("wb") as errors:
+        done = subprocess.run(
+            [*DELIVERED, "audit", str(pipeline), "--output", "json", "--spark-log", str(folder / "audit.spark.log")],
+            env={**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            timeout=AUDIT_TIMEOUT_S,
+            check=False,
+        )
+    try:
+        report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    except ValueError:
+        said = (folder / "audit.log").read_text(encoding="utf-8", errors="replace")[-500:]
+        raise Trouble("AUDIT_FAILED", f"`delivered audit` ended with {done.returncode} and no report: {said}") from None
+    return report
+
+
+def last_words(run: Run) -> str:
+    """The end of what a run said, for errors of the judge."""
+    lines = [x for x in run.output.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
+    return " | ".join(lines[-5:])[-800:]
+
+
+class Trouble(DeliveredError):
+    """The verifier itself could not go on; the cell is unknown, not broken."""
+
+    exit_code = 3
