@@ -19,7 +19,7 @@ from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decis
 log = logging.getLogger(__name__)
 
 
-def plan_batch(context: Context, view: CheckpointView, *, first: bool) -> BatchPlan:
+def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: int | None = None) -> BatchPlan:
     """Recover, and plan the batch that Spark is about to run.
 
     Runs on the driver, before every batch. May be called again for the same batch, after a crash anywhere.
@@ -36,12 +36,16 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool) -> BatchP
     Args:
         first: this process did not plan the batch before this one, or that batch failed: claim and sweep. Else the
             ledger is only read again, to see whether this driver still owns it.
+        since: epoch of this process's plan before. If the ledger was claimed since, this is a first batch too:
+            the same session may have started the query again, or have fenced a decision without an answer.
 
     Raises:
         Fenced, LedgerAhead, LedgerBehind, PromiseBroken, Refused, OutcomeUnknown: nothing was changed that a new
             start cannot go on from.
     """
-    state = _own(context, first)
+    state = None if first else context.ledger.resume(context.owner.id)
+    if state is None or since not in (None, state.epoch):
+        first, state = True, _claim(context)
     reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
     verdict = judge(state, view, context.guarantee, context.tolerance)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
@@ -63,9 +67,7 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool) -> BatchP
     return BatchPlan(context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch)
 
 
-def _own(context: Context, first: bool) -> LedgerState:
-    if not first:
-        return context.ledger.resume(context.owner.id)
+def _claim(context: Context) -> LedgerState:
     reach(StepId.RECOVER_CLAIM, Moment.BEFORE)
     state = context.ledger.claim(context.owner)
     reach(StepId.RECOVER_CLAIM, Moment.AFTER)

@@ -23,7 +23,8 @@ from delivered.spark.settings import PipelineSettings
 _CONTEXTS_MAX = 8
 
 _contexts: OrderedDict[tuple[Scope, str, str], Context] = OrderedDict()
-_planned: dict[tuple[Scope, str], int] = {}
+_planned: dict[tuple[Scope, str], tuple[int, int]] = {}
+"""The batch planned last, and the epoch of its plan."""
 
 
 def owner(driver_id: str) -> Owner:
@@ -59,12 +60,17 @@ def context(
 
 def is_first(scope: Scope, driver_id: str, view: CheckpointView) -> bool:
     """Whether recovery must claim and sweep: unless this process planned the batch before, and Spark logged it."""
-    before = _planned.get((scope, driver_id))
+    before, _ = _planned.get((scope, driver_id), (None, None))
     return before is None or before != view.batch - 1 or view.logged != before
 
 
-def remember(scope: Scope, driver_id: str, batch: int) -> None:
-    _planned[(scope, driver_id)] = batch
+def epoch(scope: Scope, driver_id: str) -> int | None:
+    """The ledger's epoch that the plan before rested on, if it was made in this process."""
+    return _planned.get((scope, driver_id), (None, None))[1]
+
+
+def remember(scope: Scope, driver_id: str, batch: int, epoch: int) -> None:
+    _planned[(scope, driver_id)] = (batch, epoch)
 
 
 def forget(scope: Scope, driver_id: str) -> None:

@@ -88,9 +88,10 @@ class StreamWriter(DataSourceStreamArrowWriter):
         first = engine.is_first(context.scope, self._driver_id, view)
         if not first:
             reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
+        since = engine.epoch(context.scope, self._driver_id)
         engine.forget(context.scope, self._driver_id)
-        plan = plan_batch(context, view, first=first)
-        engine.remember(context.scope, self._driver_id, view.batch)
+        plan = plan_batch(context, view, first=first, since=since)
+        engine.remember(context.scope, self._driver_id, view.batch, plan.epoch)
         return plan
 
     @property

@@ -1,0 +1,121 @@
+"""Every way to stop every process at every crash point, generated from the steps themselves."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tests.crash.sim import END, Crash, Sim, points, role
+
+from delivered.model.capability import Commit
+from delivered.model.guarantee import Guarantee
+from delivered.model.step import Role
+
+NTH_MAX = 40
+"""Never reached: the search for the n-th time ends with the first one that is not hit."""
+ZOMBIE_NTH_MAX = 2
+RESUMES = (
+    "recover.claim:after",
+    "recover.sweep:after",
+    "write.{prepare}:after",
+    "commit.{decide}:before",
+    "commit.{decide}:after",
+    END,
+)
+CASES = [(g, c) for g in Guarantee for c in (Commit.TWO_PHASE, Commit.ONE_TRANSACTION)]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """
+    Attributes:
+        decided_first: the first batch was decided before, and its driver died then: the crash meets a recovery.
+        expired: every promise is gone by the time of each restart.
+    """
+
+    guarantee: Guarantee
+    commit: Commit
+    crashes: tuple[tuple[str, int, str, str, bool], ...]
+    decided_first: bool = False
+    expired: bool = False
+
+    def run(self) -> Sim:
+        crashes = [Crash(*c) for c in self.crashes]
+        if self.decided_first:
+            step = "commit.decide" if self.guarantee is Guarantee.EXACTLY_ONCE else "commit.record"
+            crashes.insert(0, Crash(f"{step}:after", 1, "tree"))
+        return Sim(self.guarantee, self.commit, tuple(crashes), expire_on_start=self.expired).run()
+
+    def __str__(self) -> str:
+        stops = " + ".join(
+            f"{how} at {point}#{nth}" + (f" until {resume}{' (same session)' if same else ''}" if "z" in how else "")
+            for point, nth, how, resume, same in self.crashes
+        )
+        flags = (" after a decided batch" * self.decided_first) + (" promises expire" * self.expired)
+        return f"{self.guarantee}, {self.commit}: {stops}{flags}"
+
+
+def single(guarantee: Guarantee, commit: Commit, how: str) -> Iterator[tuple[Scenario, Sim]]:
+    """Run one crash at each point and occurrence; only runs in which it was hit are given."""
+    for point in points():
+        if how == "zombie_task" and role(point) is not Role.TASK:
+            continue
+        for decided_first, expired in _beginnings(guarantee, commit, how.startswith("zombie")):
+            yield from _occurrences(Scenario(guarantee, commit, (), decided_first, expired), point, how)
+
+
+def _beginnings(guarantee: Guarantee, commit: Commit, zombie: bool) -> list[tuple[bool, bool]]:
+    if guarantee is Guarantee.EXACTLY_ONCE and commit is Commit.TWO_PHASE:
+        if zombie:
+            return [(False, False), (True, True)]
+        return [(False, False), (False, True), (True, False), (True, True)]
+    return [(False, False), (True, False)]
+
+
+def resumes(guarantee: Guarantee) -> list[str]:
+    """Where the others stand when a zombie goes on, in this guarantee's steps."""
+    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+    return [
+        r.format(prepare="prepare" if exactly_once else "flush", decide="decide" if exactly_once else "record")
+        for r in RESUMES
+    ]
+
+
+def _occurrences(base: Scenario, point: str, how: str) -> Iterator[tuple[Scenario, Sim]]:
+    zombie = how.startswith("zombie")
+    for nth in range(1, (ZOMBIE_NTH_MAX if zombie else NTH_MAX) + 1):
+        hit = False
+        for resume, same in itertools.product(resumes(base.guarantee), (False, True)) if zombie else [(END, False)]:
+            if same and (how == "zombie_task" or nth > 1 or base.decided_first):
+                continue
+            scenario = replace(base, crashes=((point, nth, how, resume, same),))
+            run = scenario.run()
+            if run.crashes[-1].hit:
+                hit = True
+                yield scenario, run
+            else:
+                break
+        if not hit:
+            return
+
+
+def pairs(guarantee: Guarantee, commit: Commit, count: int, seed: int) -> Iterator[tuple[Scenario, Sim]]:
+    """A seeded sample of two crashes in one history."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        stops = tuple(
+            (
+                dice.choice(points()),
+                dice.randint(1, 4),
+                dice.choice(("kill", "tree", "fail", "zombie", "zombie_task")),
+                dice.choice(resumes(guarantee)),
+                dice.random() < 0.5,
+            )
+            for _ in range(2)
+        )
+        stops = tuple(s for s in stops if s[2] != "zombie_task" or role(s[0]) is Role.TASK)
+        expired = commit is Commit.TWO_PHASE and dice.random() < 0.3
+        scenario = Scenario(guarantee, commit, stops, dice.random() < 0.3, expired)
+        yield scenario, scenario.run()

@@ -1,0 +1,476 @@
+"""Spark without Spark: logs of offsets and commits, tasks, drivers that die, are paused, or start twice.
+
+One `Sim` is one pipeline over one in-memory world. A driver is two processes, one that plans and one that commits, as
+on Spark; what travels between them and the tasks is pickled. A crash point stops a process in one of these ways:
+
+    kill        the process dies there: a task (Spark runs it again) or the driver (somebody starts it again)
+    tree        the driver dies with all its tasks
+    fail        an exception: a task runs again, a query stops and is started again in the same session
+    zombie      the driver with all its tasks is paused; another driver runs; the first goes on at a chosen moment
+    zombie_task the task is paused and given up by Spark; it goes on at a chosen moment
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import pyarrow as pa
+
+from delivered.commit.context import Context
+from delivered.commit.decide import abort_batch, commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.connectors.memory import CONNECTOR
+from delivered.connectors.memory.world import ROWS, Answer, State, make_world
+from delivered.model import step
+from delivered.model.capability import Commit
+from delivered.model.fingerprint import Fingerprint, fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
+from delivered.model.work import BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
+from delivered.write.shard import fingerprint_seed, write_shard
+
+T = TypeVar("T")
+HOWS = ("kill", "tree", "fail", "zombie", "zombie_task")
+END = "end"
+STARTS_MAX = 8
+ATTEMPTS_MAX = 4
+WAIT_S = 20.0
+
+
+class Dead(BaseException):
+    """This process was killed: not an Exception, nothing of ours handles it."""
+
+
+class Failure(Exception):
+    """An exception at a crash point."""
+
+
+@dataclass
+class Crash:
+    """One stop of one process.
+
+    Attributes:
+        point: "commit.decide:after".
+        nth: counted over all processes of the simulation that are not zombies yet.
+        resume: for zombies: the point at which the others stand when the zombie goes on, or END.
+        same_owner: for zombies: the other driver is the same session, started again.
+    """
+
+    point: str
+    nth: int = 1
+    how: str = "tree"
+    resume: str = END
+    same_owner: bool = False
+    seen: int = 0
+    hit: bool = False
+
+
+@dataclass
+class Checkpoint:
+    incarnation: str = "inc-1"
+    offsets: dict[int, dict[str, int]] = field(default_factory=dict)
+    commits: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Process:
+    """A driver with its tasks, or a task alone."""
+
+    name: str
+    dead: bool = False
+
+
+class Pause:
+    """A process that waits to go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+        self.thread: threading.Thread | None = None
+
+
+class Driver:
+    """One session: contexts stay when a query is started again in it."""
+
+    def __init__(self, sim: Sim, owner: str) -> None:
+        self.sim = sim
+        self.process = Process(owner)
+        scope = Scope("p", "memory", sim.checkpoint.incarnation)
+        self.planner, self.committer = (
+            Context(scope, sim.guarantee, Owner(owner), sim.sink.ledger(scope), sim.sink.resource(scope), sim.tolerance)
+            for _ in range(2)
+        )
+        self.before: int | None = None
+        self.epoch: int | None = None
+
+    def run(self) -> None:
+        """One start of the query: batches until the source has no more."""
+        while (view := self.sim.next_batch()) is not None:
+            first = self.before is None or self.before != view.batch - 1 or view.logged != self.before
+            if not first:
+                step.reach(StepId.LOG, Moment.AFTER, batch=self.before)
+            self.before = None
+            plan = _travel(plan_batch(self.planner, view, first=first, since=self.epoch))
+            self.before, self.epoch = view.batch, plan.epoch
+            messages = self.sim.tasks(self, plan)
+            self._commit(view, messages)
+            step.reach(StepId.LOG, Moment.BEFORE, batch=view.batch)
+            self.sim.gate()
+            self.sim.checkpoint.commits.add(view.batch)
+        if self.before is not None:
+            step.reach(StepId.LOG, Moment.AFTER, batch=self.before)
+
+    def _commit(self, view: CheckpointView, messages: list[ShardMessage | None]) -> None:
+        if any(m is None for m in messages):
+            abort_batch(self.committer, messages)
+            raise Failure("a task failed too often")
+        for _ in range(1 + self.sim.commit_again):
+            try:
+                commit_batch(self.committer, view.batch, view.offsets, messages)
+            except Exception:
+                abort_batch(self.committer, messages)
+                raise
+
+
+def _travel(value: T) -> T:
+    copy: T = pickle.loads(pickle.dumps(value))
+    return copy
+
+
+@dataclass
+class Sim:
+    """
+    Attributes:
+        crashes: happen in any order, each once.
+        change: (batch of rows, number of the run) -> rows: a transform that is not deterministic.
+        commit_again: how many times more Spark asks to commit each batch.
+        on_start: called before each start of a driver, with its number from 0.
+    """
+
+    guarantee: Guarantee
+    commit: Commit = Commit.TWO_PHASE
+    crashes: tuple[Crash, ...] = ()
+    batches: int = 2
+    shards: int = 2
+    rows: int = 4
+    rows_per_read: int = 2
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    change: Callable[[pa.RecordBatch, int], pa.RecordBatch] | None = None
+    commit_again: int = 0
+    expire_on_start: bool = False
+    on_start: Callable[[Sim, int], None] | None = None
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    problems: list[str] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+    reached: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+
+    def __post_init__(self) -> None:
+        self.name = f"sim-{id(self)}"
+        self.world = make_world(self.name)
+        self.world.gate = self.gate
+        self.world.inputs = [
+            [(b"k", f"{p}-{i}".encode()) for i in range(self.batches * self.rows)] for p in range(self.shards)
+        ]
+        self.sink = CONNECTOR.sink({"world": self.name, "commit": self.commit.value})
+        self.source = CONNECTOR.source({"world": self.name})
+        self._local = threading.local()
+        self._pauses: list[tuple[Crash, Pause]] = []
+        self._stop = False
+        self._decided: tuple[int, list[Decision]] = (0, [])
+
+    # -- the world's side --------------------------------------------------------------------------------------
+
+    def gate(self) -> None:
+        """A dead process changes nothing."""
+        for process in self._mine():
+            if process.dead:
+                raise Dead(process.name)
+
+    def _mine(self) -> Iterator[Process]:
+        for name in ("driver", "task"):
+            process = getattr(self._local, name, None)
+            if process is not None:
+                yield process
+
+    def reach(self, point: str, facts: dict[str, object]) -> None:
+        self.gate()
+        self.reached[point] += 1
+        self.watch(point)
+        for crash, pause in self._pauses:
+            if crash.resume == point and not getattr(self._local, "zombie", False):
+                self._resume(crash, pause)
+        if getattr(self._local, "zombie", False):
+            return
+        for crash in self.crashes:
+            if crash.point == point and not crash.hit:
+                crash.seen += 1
+                if crash.seen == crash.nth:
+                    crash.hit = True
+                    self._crash(crash, point)
+
+    def _crash(self, crash: Crash, point: str) -> None:
+        task: Process | None = getattr(self._local, "task", None)
+        driver: Process = self._local.driver
+        match crash.how:
+            case "fail":
+                raise Failure(point)
+            case "kill" if task is not None:
+                task.dead = True
+                raise Dead(point)
+            case "kill" | "tree":
+                driver.dead = True
+                raise Dead(point)
+            case "zombie" | "zombie_task":
+                pause: Pause = self._local.pause
+                self._local.zombie = True
+                self._pauses.append((crash, pause))
+                pause.reached.set()
+                if not pause.go_on.wait(WAIT_S):
+                    self.problems.append(f"a zombie at {point} was never resumed")
+                if self._stop:
+                    raise Dead(point)
+            case _:
+                raise AssertionError(crash.how)
+
+    def _resume(self, crash: Crash, pause: Pause) -> None:
+        if (crash, pause) not in self._pauses:
+            return
+        self._pauses.remove((crash, pause))
+        pause.go_on.set()
+        assert pause.thread is not None
+        pause.thread.join(WAIT_S)
+        if pause.thread.is_alive():
+            self.problems.append(f"a zombie of {crash.point} did not end")
+
+    # -- Spark's side ------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> CheckpointView | None:
+        """Log the offsets of the next batch, unless one is logged and not committed."""
+        self.gate()
+        log = self.checkpoint
+        newest = max(log.offsets, default=None)
+        if newest is None or newest in log.commits:
+            start = log.offsets[newest] if newest is not None else self.source.driver().initial()
+            end = {p: min(at + self.rows, len(self.world.inputs[int(p)])) for p, at in start.items()}
+            if end == start:
+                return None
+            newest = 0 if newest is None else newest + 1
+            log.offsets[newest] = end
+        logged = max(log.commits, default=None)
+        return CheckpointView(log.incarnation, newest, json.dumps(log.offsets[newest]), logged)
+
+    def tasks(self, driver: Driver, plan: BatchPlan) -> list[ShardMessage | None]:
+        log = self.checkpoint
+        source = self.source.driver()
+        start = log.offsets[plan.batch - 1] if plan.batch else source.initial()
+        slices = source.slices(start, log.offsets[plan.batch])
+        return [self._shard(driver, plan, shard, piece) for shard, piece in enumerate(slices)]
+
+    def _shard(self, driver: Driver, plan: BatchPlan, shard: int, piece: object) -> ShardMessage | None:
+        for attempt in range(ATTEMPTS_MAX):
+            found: list[ShardMessage] = []
+            if any(c.how == "zombie_task" and not c.hit for c in self.crashes):
+                pause = Pause()
+                self._in_thread(driver.process, pause, partial(self._task, plan, shard, attempt, piece, found))
+            else:
+                self._task(plan, shard, attempt, piece, found)
+            self.gate()
+            if found:
+                return _travel(found[0])
+        return None
+
+    def _task(self, plan: BatchPlan, shard: int, attempt: int, piece: object, found: list[ShardMessage]) -> None:
+        self._local.task = task = Process(f"task {shard}.{attempt}")
+        try:
+            found.append(write_shard(self.sink, plan, shard, attempt, self._read(piece), ROWS))
+        except Dead:
+            if not task.dead:
+                raise
+        except Exception as error:
+            self.errors.append(error)
+        finally:
+            self._local.task = None
+
+    def _read(self, piece: object) -> Iterator[pa.RecordBatch]:
+        partition, start, end = piece.data  # type: ignore[attr-defined]
+        for at in range(start, end, self.rows_per_read):
+            part = type(piece)((partition, at, min(at + self.rows_per_read, end)))
+            for batch in self.source.read(part):
+                yield self.change(batch, self.starts) if self.change else batch
+
+    def _in_thread(self, driver: Process, pause: Pause, run: Callable[[], None]) -> None:
+        """Run something that may be paused; return when it ended or was paused."""
+
+        def body() -> None:
+            self._local.driver = driver
+            self._local.pause = pause
+            try:
+                run()
+            except BaseException as error:
+                self.errors.append(error)
+            finally:
+                pause.reached.set()
+
+        pause.thread = threading.Thread(target=body, daemon=True)
+        pause.thread.start()
+        if not pause.reached.wait(WAIT_S):
+            self.problems.append("a process hangs")
+
+    # -- the whole ---------------------------------------------------------------------------------------------
+
+    def run(self) -> Sim:
+        """Start drivers until one comes to the end of the source; then let every zombie go on."""
+        step.install(self.reach)
+        try:
+            self._run()
+            for crash, pause in list(self._pauses):
+                self._resume(crash, pause)
+            if not self._done():
+                self._run()
+        finally:
+            step.install(None)
+            self._stop = True
+            for _, pause in self._pauses:
+                pause.go_on.set()
+        return self
+
+    def _done(self) -> bool:
+        log = self.checkpoint
+        ends = {str(p): len(rows) for p, rows in enumerate(self.world.inputs)}
+        return bool(log.commits) and log.offsets.get(max(log.commits)) == ends and max(log.offsets) in log.commits
+
+    def _run(self) -> None:
+        driver: Driver | None = None
+        for _ in range(STARTS_MAX):
+            if self.on_start is not None:
+                self.on_start(self, self.starts)
+            if self.expire_on_start and self.starts:
+                self.world.expire()
+            if driver is None:
+                driver = Driver(self, f"driver-{self.starts}")
+            self.starts += 1
+            again = driver
+            ended: list[bool] = []
+
+            def start(driver: Driver = driver, ended: list[bool] = ended) -> None:
+                driver.run()
+                ended.append(True)
+
+            zombies = [c for c in self.crashes if c.how == "zombie" and not c.hit]
+            pause = Pause()
+            if zombies:
+                self._in_thread(driver.process, pause, start)
+                paused = [c for c, p in self._pauses if p is pause]
+                if paused:
+                    name = again.process.name if paused[0].same_owner else f"driver-{self.starts}"
+                    driver = Driver(self, name)
+                    continue
+            else:
+                self._local.driver = driver.process
+                try:
+                    start()
+                except BaseException as error:
+                    if not isinstance(error, Dead | Exception):
+                        raise
+                    self.errors.append(error)
+            if ended:
+                return
+            if driver.process.dead or (isinstance(self.errors[-1], Exception) and self._fenced(self.errors[-1])):
+                driver = None
+        self.problems.append(f"not done after {self.starts} starts; last error: {self.errors[-1:]!r}")
+
+    @staticmethod
+    def _fenced(error: BaseException) -> bool:
+        return type(error).__name__ == "Fenced"
+
+    # -- what a reader sees ------------------------------------------------------------------------------------
+
+    def decisions(self) -> list[Decision]:
+        texts = [t for room in self.world.rooms.values() for t in room.decisions]
+        if self._decided[0] != len(texts):
+            self._decided = (len(texts), [Decision.from_json(t) for t in texts])
+        return self._decided[1]
+
+    def watch(self, point: str) -> None:
+        """What must hold at every moment."""
+        if self.guarantee is not Guarantee.EXACTLY_ONCE or self.change or self.tolerance != Tolerance():
+            return
+        decided = {(d.scope.incarnation, d.batch): d for d in self.decisions()}
+        seen: Counter[tuple[str, int]] = Counter()
+        with self.world.lock:
+            for work, batch in self.world.visible:
+                seen[(work.scope.incarnation, work.batch)] += batch.num_rows
+        for key, count in seen.items():
+            if key not in decided:
+                self.problems.append(f"at {point}: batch {key} is visible and not decided")
+            elif self.commit is Commit.ONE_TRANSACTION and count != decided[key].fingerprint.count:
+                self.problems.append(f"at {point}: batch {key} is torn: {count} rows")
+
+    def visible(self) -> Counter[bytes]:
+        return Counter(v for _, batch in self.world.visible for v in batch.column("value").to_pylist())
+
+    def expected(self) -> Counter[bytes]:
+        return Counter(v for rows in self.world.inputs for _, v in rows if v is not None)
+
+    def lost(self) -> int:
+        return sum((self.expected() - self.visible()).values())
+
+    def duplicated(self) -> int:
+        return sum((self.visible() - self.expected()).values())
+
+    def last(self) -> Decision:
+        return self.decisions()[-1]
+
+    def verdict(self) -> list[str]:
+        """What is wrong in the end. The oracle belongs to the guarantee."""
+        found = list(self.problems)
+        lost, duplicated = self.lost(), self.duplicated()
+        match self.guarantee:
+            case Guarantee.EXACTLY_ONCE:
+                if lost or duplicated:
+                    found.append(f"lost {lost}, duplicated {duplicated}")
+                found += self._account()
+            case Guarantee.AT_LEAST_ONCE:
+                if lost:
+                    found.append(f"lost {lost}")
+            case Guarantee.AT_MOST_ONCE:
+                given_up = self.last().given_up.count if self.decisions() else 0
+                if duplicated:
+                    found.append(f"duplicated {duplicated}")
+                if lost > given_up:
+                    found.append(f"lost {lost}, counted as given up {given_up}")
+        return found
+
+    def _account(self) -> Iterable[str]:
+        seed = fingerprint_seed(Scope("p", "memory", "any"))
+        seen = sum((fingerprint(b, seed) for _, b in self.world.visible), Fingerprint())
+        if self.decisions() and self.last().total != seen:
+            yield f"the ledger accounts for {self.last().total}, readers see {seen}"
+        decided = Counter((d.scope.incarnation, d.batch, d.revision) for d in self.decisions())
+        if any(n > 1 for n in decided.values()):
+            yield f"a batch was decided twice: {decided}"
+        zombies = any(c.how.startswith("zombie") for c in self.crashes)
+        left = [p for p in self.world.unsettled() if p.state in (State.OPEN, State.PREPARED)]
+        if left and not zombies:
+            yield f"{len(left)} participants outlived their batch"
+
+
+def role(point: str) -> Role:
+    return ROLE_OF_STEP[StepId(point.split(":")[0])]
+
+
+def points() -> list[str]:
+    """Every crash point there is."""
+    return [f"{s}:{m}" for s in StepId for m in Moment]
+
+
+__all__ = ["END", "HOWS", "Answer", "Checkpoint", "Crash", "Driver", "Failure", "Sim", "points", "role"]

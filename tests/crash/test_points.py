@@ -1,0 +1,69 @@
+"""Every named crash point x {task, driver, zombie} x guarantee x way to commit. The oracle belongs to the guarantee."""
+
+from __future__ import annotations
+
+import pytest
+from tests.crash.scenarios import CASES, Scenario, pairs, single
+from tests.crash.sim import HOWS, Sim, points, role
+
+from delivered.model.capability import Commit
+from delivered.model.guarantee import Guarantee
+from delivered.model.step import Role
+
+
+def expected_points(guarantee: Guarantee, how: str) -> set[str]:
+    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+    foreign = (
+        ("write.send", "write.flush", "commit.record", "batch.begin")
+        if exactly_once
+        else ("write.stage", "write.prepare", "commit.decide", "commit.apply", "recover.apply")
+    )
+    found = {p for p in points() if not p.startswith(foreign)}
+    return {p for p in found if role(p) is Role.TASK} if how == "zombie_task" else found
+
+
+def judge(run: tuple[Scenario, Sim]) -> list[str]:
+    scenario, sim = run
+    return [f"{scenario}: {problem}; errors {sim.errors!r}" for problem in sim.verdict()]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(("guarantee", "commit"), CASES)
+def test_one_crash_at_every_point(guarantee: Guarantee, commit: Commit, how: str) -> None:
+    hit: set[str] = set()
+    wrong: list[str] = []
+    for scenario, sim in single(guarantee, commit, how):
+        hit.add(scenario.crashes[0][0])
+        wrong += judge((scenario, sim))
+    assert wrong == []
+    assert hit == expected_points(guarantee, how)
+
+
+def test_every_crash_point_belongs_to_a_guarantee() -> None:
+    reachable = set().union(*(expected_points(g, "tree") for g in Guarantee))
+    assert reachable == set(points())
+
+
+@pytest.mark.parametrize(("guarantee", "commit"), CASES)
+def test_two_crashes(guarantee: Guarantee, commit: Commit) -> None:
+    runs = list(pairs(guarantee, commit, count=250, seed=20))
+    assert [w for run in runs for w in judge(run)] == []
+    both = sum(1 for _, sim in runs if all(c.hit for c in sim.crashes))
+    assert both >= 20, "the sample must hold histories in which both crashes happened"
+
+
+@pytest.mark.parametrize(
+    ("guarantee", "commit", "at"),
+    [
+        (Guarantee.AT_LEAST_ONCE, Commit.TWO_PHASE, "write.send:after"),
+        (Guarantee.AT_MOST_ONCE, Commit.TWO_PHASE, "batch.begin:after"),
+    ],
+)
+def test_weaker_guarantees_cost_what_they_say(guarantee: Guarantee, commit: Commit, at: str) -> None:
+    """Else the oracles above would pass for a reason that is not theirs."""
+    sim = Scenario(guarantee, commit, ((at, 1, "tree", "end", False),)).run()
+    assert sim.verdict() == []
+    if guarantee is Guarantee.AT_LEAST_ONCE:
+        assert sim.duplicated() > 0
+    else:
+        assert sim.lost() == sim.last().given_up.count > 0
