@@ -174,7 +174,7 @@ def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> P
         faults = list(_faults(error, name, lines))
     texts, steps = [t for t, _ in faults[:_ERRORS_SHOWN]], [s for _, s in faults if s]
     more = f" (and {len(faults) - _ERRORS_SHOWN} more)" if len(faults) > _ERRORS_SHOWN else ""
-    raise UsageError("FILE_INVALID", "; ".join(texts) + more + ".", next_step=steps[0] if steps else None)
+    raise UsageError("FILE_INVALID", "; ".join(texts) + more + ".", next_step="; ".join(steps[:_ERRORS_SHOWN]) or None)
 
 
 def _faults(error: pydantic.ValidationError, name: str, lines: Mapping[Path_, int]) -> Iterable[tuple[str, str | None]]:

@@ -1,0 +1,212 @@
+"""Pipeline files: what they may hold, what stands above what, and how faults are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from delivered.cli.example import FILE, write_example
+from delivered.model.errors import UsageError
+from delivered.pipeline.load import load_file, load_text, parse_override
+from delivered.pipeline.schema import as_text, schema
+from delivered.pipeline.transform import load_function, transform
+from delivered.pipeline.trigger import parse_trigger
+from delivered.plan import Trigger
+from delivered.spark.pipeline import Pipeline
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "pipeline.schema.json"
+
+GOOD = """\
+pipeline: orders
+guarantee: exactly_once
+checkpoint: /data/checkpoints/orders
+source: {format: kafka, kafka.bootstrap.servers: "localhost:9092", subscribe: orders, maxOffsetsPerTrigger: 1000}
+transform: {sql: "SELECT key, value FROM source"}
+sinks:
+  - format: kafka
+    kafka.bootstrap.servers: "localhost:9092"
+    kafka.sasl.password: ${env:KAFKA_PASSWORD}
+    topic: orders-clean
+"""
+
+
+def refused(text: str, **overrides: object) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        load_text(text, "orders.yaml", overrides or None)
+    return caught.value
+
+
+def test_a_file_becomes_a_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "orders.yaml"
+    path.write_text(GOOD)
+    pipeline = Pipeline.from_file(path)
+    assert pipeline.name == "orders"
+    assert pipeline.source.options["maxOffsetsPerTrigger"] == "1000"
+    assert pipeline.transform.sql == "SELECT key, value FROM source"
+    assert pipeline.sinks[0].label == "kafka orders-clean"
+
+
+def test_a_reference_stays_a_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KAFKA_PASSWORD", "hunter2")
+    path = tmp_path / "orders.yaml"
+    path.write_text(GOOD)
+    pipeline = Pipeline.from_file(path)
+    assert pipeline.sinks[0].options["kafka.sasl.password"] == "env:KAFKA_PASSWORD"
+    assert "hunter2" not in repr(pipeline)
+
+
+def test_a_secret_in_clear_is_not_shown() -> None:
+    pipeline = Pipeline.from_spec(load_text(GOOD.replace("${env:KAFKA_PASSWORD}", "hunter2")), Path())
+    assert pipeline.sinks[0].options["kafka.sasl.password"] == "hunter2"
+    assert "hunter2" not in repr(pipeline)
+
+
+def test_a_reference_in_the_middle_of_a_value_is_refused() -> None:
+    error = refused(GOOD.replace('"localhost:9092", subscribe', '"${env:HOST}:9092", subscribe'))
+    assert error.code == "DELIVERED_REFERENCE_INVALID"
+    assert "line 4" in error.message
+    assert "source.kafka.bootstrap.servers" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words", "next_step"),
+    [
+        (GOOD.replace("guarantee:", "guarante:"), "FILE_INVALID", ["line 2", "'guarante'"], "'guarantee'"),
+        (GOOD.replace("exactly_once", "exactly_one"), "FILE_INVALID", ["line 2", "exactly_one", "at_most_once"], None),
+        (GOOD.replace("guarantee: exactly_once\n", ""), "FILE_INVALID", ["'guarantee' is missing"], "guarantee"),
+        (GOOD.replace("pipeline: orders", "pipeline: my orders"), "FILE_INVALID", ["line 1", "my orders"], None),
+        (GOOD.replace("{sql:", "{sqll:"), "FILE_INVALID", ["line 5", "transform.sqll"], "'sql'"),
+        (GOOD.replace('{sql: "', '{python: "a:b", sql: "'), "FILE_INVALID", ["line 5", "one of"], None),
+        (GOOD + "pipeline: again\n", "FILE_INVALID", ["line 11", "line 1"], None),
+        ("pipeline: [orders\n", "FILE_NOT_YAML", ["line"], None),
+        ("", "FILE_INVALID", ["empty"], "init"),
+        ("- a\n", "FILE_INVALID", ["list"], "init"),
+    ],
+)
+def test_faults_name_line_key_and_way_out(text: str, code: str, words: list[str], next_step: str | None) -> None:
+    error = refused(text)
+    assert error.code == f"DELIVERED_{code}"
+    assert error.exit_code == 2
+    for word in [*words, "orders.yaml"]:
+        assert word in error.message
+    if next_step is not None:
+        assert error.next_step is not None
+        assert next_step in error.next_step
+
+
+def test_every_fault_of_a_file_is_told_at_once() -> None:
+    message = refused(GOOD.replace("guarantee:", "guarante:").replace("checkpoint:", "chekpoint:")).message
+    assert "'guarante'" in message
+    assert "'chekpoint'" in message
+
+
+def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
+    spec = load_text(GOOD.replace("maxOffsetsPerTrigger", "maxOffsetPerTrigger"))
+    with pytest.raises(UsageError) as caught:
+        Pipeline.from_spec(spec, Path()).plan(offline=True)
+    assert caught.value.code == "DELIVERED_OPTION_UNKNOWN"
+    assert "maxOffsetsPerTrigger" in str(caught.value.next_step)
+
+
+def test_an_unknown_format_is_refused_with_a_suggestion() -> None:
+    spec = load_text(GOOD.replace("format: kafka, ", "format: kafak, "))
+    with pytest.raises(UsageError) as caught:
+        Pipeline.from_spec(spec, Path()).plan(offline=True)
+    assert caught.value.code == "DELIVERED_FORMAT_UNKNOWN"
+    assert "kafka" in str(caught.value.next_step)
+
+
+def test_call_stands_above_environment_stands_above_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_text(GOOD).guarantee == "exactly_once"
+    assert load_text(GOOD).trigger == "0 seconds"
+    monkeypatch.setenv("DELIVERED_GUARANTEE", "at_least_once")
+    monkeypatch.setenv("DELIVERED_TRIGGER", "available_now")
+    assert load_text(GOOD).guarantee == "at_least_once"
+    assert load_text(GOOD).trigger == "available_now"
+    assert load_text(GOOD, overrides={"guarantee": "at_most_once"}).guarantee == "at_most_once"
+
+
+def test_overrides_reach_options() -> None:
+    spec = load_text(
+        GOOD, overrides=dict([parse_override("source.subscribe=other"), parse_override("sinks.0.topic=t")])
+    )
+    pipeline = Pipeline.from_spec(spec, Path())
+    assert pipeline.source.options["subscribe"] == "other"
+    assert pipeline.sinks[0].options["topic"] == "t"
+    assert refused(GOOD, **{"sinks.1.topic": "t"}).code == "DELIVERED_OVERRIDE_VALUE"
+    with pytest.raises(UsageError):
+        parse_override("trigger")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "interval"),
+    [
+        (None, Trigger.PROCESSING_TIME, "0 seconds"),
+        ("available_now", Trigger.AVAILABLE_NOW, None),
+        ("available-now", Trigger.AVAILABLE_NOW, None),
+        ("10 seconds", Trigger.PROCESSING_TIME, "10 seconds"),
+        ({"continuous": "1 second"}, Trigger.CONTINUOUS, "1 second"),
+        ({"real_time": "1 minute"}, Trigger.REAL_TIME, "1 minute"),
+    ],
+)
+def test_triggers(given: object, kind: Trigger, interval: str | None) -> None:
+    found = parse_trigger(given)  # type: ignore[arg-type]
+    assert (found.kind, found.interval) == (kind, interval)
+
+
+@pytest.mark.parametrize("given", ["sometimes", {"a": "b"}, {"processing_time": 10}, {}])
+def test_bad_triggers(given: object) -> None:
+    with pytest.raises(UsageError, match="TRIGGER_VALUE"):
+        parse_trigger(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sql", "deterministic", "stateful"),
+    [
+        ("SELECT value, rand() AS r FROM source", False, False),
+        ("SELECT uuid() AS id, value FROM source", False, False),
+        ("SELECT key, count(*) FROM source GROUP BY key", None, True),
+        ("SELECT operand FROM source", None, False),
+    ],
+)
+def test_what_sql_says_of_itself(sql: str, deterministic: bool | None, stateful: bool) -> None:
+    facts = transform(sql).facts()
+    assert (facts.deterministic, facts.stateful) == (deterministic, stateful)
+    assert transform(sql, deterministic=True).facts().deterministic is True
+
+
+def test_a_function_of_a_module_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_file.py").write_text("def clean(frame):\n    return frame\n")
+    assert load_function("beside_the_file:clean", tmp_path)(3) == 3
+    for reference in ("beside_the_file", "beside_the_file:missing", "no_such_module_here:clean"):
+        with pytest.raises(UsageError):
+            load_function(reference, tmp_path)
+
+
+def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
+    file, records = write_example(tmp_path / "example")
+    assert (file.name, records) == (FILE, 1000)
+    pipeline = Pipeline.from_file(file)
+    assert pipeline.checkpoint == str(tmp_path / "example" / "checkpoint")
+    assert pipeline.source.options["path"] == str(tmp_path / "example" / "orders-log")
+    with pytest.raises(UsageError, match="EXAMPLE_EXISTS"):
+        write_example(tmp_path / "example")
+
+
+def test_a_missing_file_is_one_clear_error() -> None:
+    with pytest.raises(UsageError, match="FILE_UNREADABLE"):
+        load_file("/nowhere/orders.yaml")
+
+
+def test_the_published_schema_is_up_to_date() -> None:
+    assert SCHEMA.read_text(encoding="utf-8") == as_text(), "run: python -m delivered.pipeline.schema " + str(SCHEMA)
+
+
+def test_the_schema_knows_every_option_and_no_other() -> None:
+    shapes = {s["title"]: s for s in schema()["$defs"]["SourceSpec"]["oneOf"]}
+    assert shapes["kafka"]["additionalProperties"] is False
+    assert {"format", "subscribe", "maxOffsetsPerTrigger"} <= set(shapes["kafka"]["properties"])
+    assert "^kafka\\." in shapes["kafka"]["patternProperties"]
+    assert json.loads(as_text()) == schema()

@@ -1,0 +1,121 @@
+"""A plan's steps stand in the order in which the engine meets them: the real engine runs, and is asked."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from delivered.commit.context import Context
+from delivered.commit.decide import commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.connectors.memory import CONNECTOR as MEMORY
+from delivered.connectors.memory.world import ROWS, make_world
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.contract import Sink
+from delivered.model import step
+from delivered.model.capability import SourceCapability
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.step import StepId
+from delivered.model.work import CheckpointView, Owner
+from delivered.plan import CheckpointFacts, Plan, Request, SinkFacts, SourceFacts, make_plan
+from delivered.write.shard import write_shard
+
+SPARK_OWN = {StepId.SOURCE_READ, StepId.LOG}
+"""Reached by the Spark glue, around the engine."""
+
+
+@pytest.fixture
+def reached() -> Iterator[list[str]]:
+    seen: list[str] = []
+
+    def record(point: str, facts: dict[str, Any]) -> None:
+        seen.append(point)
+
+    step.install(record)
+    yield seen
+    step.install(None)
+
+
+def memory(tmp_path: Path, commit: str) -> Sink:
+    world = f"order-{uuid.uuid4().hex}"
+    make_world(world)
+    return MEMORY.sink({"world": world, "commit": commit})
+
+
+SINKS = {
+    "memory two_phase": lambda tmp: memory(tmp, "two_phase"),
+    "memory one_transaction": lambda tmp: memory(tmp, "one_transaction"),
+    "sqlite": lambda tmp: SQLITE.sink({"path": str(tmp / "out.db"), "table": "orders"}),
+}
+
+
+def run_one_batch(sink: Sink, guarantee: Guarantee, shards: int = 2) -> None:
+    scope = Scope("orders", sink.name, "incarnation-1")
+    context = Context(scope, guarantee, Owner("driver-1"), sink.ledger(scope), sink.resource(scope))
+    plan = plan_batch(context, CheckpointView("incarnation-1", 0, '{"0":2}', None), first=True)
+    messages = []
+    for shard in range(shards):
+        rows = pa.record_batch([pa.array([b"k"]), pa.array([f"v{shard}".encode()])], schema=ROWS)
+        messages.append(write_shard(sink, plan, shard, 0, iter([rows]), ROWS))
+    commit_batch(context, 0, '{"0":2}', messages)
+    context.ledger.close()
+    context.resource.close()
+
+
+def planned(sink: Sink, guarantee: Guarantee) -> Plan:
+    plan = make_plan(
+        Request(
+            pipeline="orders",
+            guarantee=guarantee,
+            source=SourceFacts("log in", SourceCapability("log", replayable=True)),
+            sinks=(SinkFacts(sink.name, "sink", sink.capability()),),
+            checkpoint=CheckpointFacts("/checkpoint"),
+        )
+    )
+    assert isinstance(plan, Plan)
+    return plan
+
+
+@pytest.mark.parametrize("guarantee", Guarantee)
+@pytest.mark.parametrize("name", SINKS)
+def test_the_engine_meets_the_steps_in_the_order_of_the_plan(
+    name: str, guarantee: Guarantee, tmp_path: Path, reached: list[str]
+) -> None:
+    sink = SINKS[name](tmp_path)
+    run_one_batch(sink, guarantee)
+    after = [point.removesuffix(":after") for point in reached if point.endswith(":after")]
+    first_time = list(dict.fromkeys(after))
+    plan = planned(sink, guarantee)
+    recovery = [s.id for s in plan.recovery if s.id is not StepId.RECOVER_APPLY]
+    batch = [s.id for s in plan.steps if s.id not in SPARK_OWN]
+    assert first_time == [*recovery, *batch]
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_the_deciding_step_is_the_one_after_which_the_ledger_knows_the_batch(name: str, tmp_path: Path) -> None:
+    sink = SINKS[name](tmp_path)
+    scope = Scope("orders", sink.name, "incarnation-1")
+    known: dict[str, bool] = {}
+
+    def look(point: str, facts: dict[str, Any]) -> None:
+        try:
+            ledger = sink.ledger(scope)
+            known.setdefault(point, ledger.look().last is not None)
+            ledger.close()
+        except Exception:  # a ledger that does not exist yet, or is being written, knows nothing
+            known.setdefault(point, False)
+
+    step.install(look)
+    try:
+        run_one_batch(sink, Guarantee.EXACTLY_ONCE)
+    finally:
+        step.install(None)
+    deciding = planned(sink, Guarantee.EXACTLY_ONCE).deciding.id
+    assert not known[f"{deciding}:before"]
+    assert known[f"{deciding}:after"]
