@@ -78,3 +78,65 @@ _QUICK = {
     # Expired transactions are looked for every ten seconds by default.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
 }
+
+
+class Postgres:
+    """A real PostgreSQL and what tests do with it.
+
+    `postgres.url` is its address, `postgres.sink(...)` a sink on a fresh table, `postgres.execute(...)` a client that
+    is not ours. `postgres.broker` can kill and restart it: do that only with a server from the fixture `new_postgres`.
+    """
+
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        self.broker = broker
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def execute(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run one statement by itself, and return its rows, if it has any."""
+        import psycopg
+
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            cursor = connection.execute(statement, values or None)
+            return cursor.fetchall() if cursor.description else []
+
+    def table(self, columns: str | None = "key bytea, value bytea") -> str:
+        """Name of a table nobody else uses; made, unless `columns` is None."""
+        name = f"t{next(self._names)}"
+        if columns is not None:
+            self.execute(f"CREATE TABLE {name} ({columns})")
+        return name
+
+    def sink(self, table: str | None = None, **options: str) -> Any:
+        from delivered.connectors.postgres import CONNECTOR
+
+        return CONNECTOR.sink({"url": self.url, "dbtable": table or self.table(), **options})
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+    """One server for the whole session. Do not stop it: other tests use it."""
+    folder = tmp_path_factory.mktemp("postgres")
+    broker = brokers.start("postgres", folder, dies_with_parent=True)
+    yield Postgres(broker)
+    broker.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_postgres(tmp_path: Path) -> Iterator[Callable[..., Postgres]]:
+    """`new_postgres(max_prepared_transactions="0", ...)`: a server of this test's own, to be killed at will."""
+    started: list[brokers.Broker] = []
+
+    def make(**settings: str) -> Postgres:
+        folder = tmp_path / f"postgres{len(started)}"
+        started.append(brokers.start("postgres", folder, dies_with_parent=True, properties=settings))
+        return Postgres(started[-1])
+
+    yield make
+    for broker in started:
+        broker.stop()

@@ -114,11 +114,19 @@ def _kafka(request: pytest.FixtureRequest) -> Sink:
     return KAFKA.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": kafka.topic()})
 
 
+def _postgres(request: pytest.FixtureRequest, mechanism: str) -> Sink:
+    postgres: Any = request.getfixturevalue("postgres")
+    sink: Sink = postgres.sink(mechanism=mechanism)
+    return sink
+
+
 SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "memory-two-phase": lambda request: _memory(request, "two_phase"),
     "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
     "sqlite": _sqlite,
     "kafka": _kafka,
+    "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),
+    "postgres-two-phase": lambda request: _postgres(request, "two_phase"),
 }
 
 

@@ -65,17 +65,25 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end(identity: Identity, kill: bool = False) -> bool:
-    """End a process: asked to (SIGTERM) and, if it does not, or if `kill`, without asking. Returns whether it lived."""
+def end(identity: Identity, kill: bool = False, ask: signal.Signals = signal.SIGTERM) -> bool:
+    """End a process: asked to and, if it does not, or if `kill`, without asking. Returns whether it lived.
+
+    With `kill` the processes below it go too: what a machine's crash would leave.
+    """
     process = identity.find()
     if process is not None:
         with suppress(psutil.NoSuchProcess):
-            (process.kill if kill else process.terminate)()
+            below = process.children(recursive=True) if kill else []
+            process.send_signal(signal.SIGKILL if kill else ask)
+            for child in below:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
             try:
                 process.wait(STOP_TIMEOUT_S)
             except psutil.TimeoutExpired:
                 process.kill()
                 process.wait(STOP_TIMEOUT_S)
+            psutil.wait_procs(below, STOP_TIMEOUT_S)
     with suppress(ChildProcessError):  # ours perhaps, and then a zombie until it is waited for
         os.waitpid(identity.pid, os.WNOHANG)
     return process is not None

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from delivered.brokers import kafka
 from delivered.brokers.fetch import Say, cache_folder
-from delivered.brokers.java import java_home
 from delivered.brokers.process import Identity, State, end, free_ports, launch, telling_lines
+from delivered.brokers.servers import SERVERS
 from delivered.model.errors import DeliveredError, UsageError
 
-KINDS = ("kafka",)
+KINDS = tuple(SERVERS)
 START_TIMEOUT_S = 90.0
 _POLL_S = 0.1
 _TRIES = 3
@@ -61,12 +60,18 @@ class Broker:
     @property
     def listeners(self) -> dict[str, str]:
         """Security protocol -> "127.0.0.1:port", for clients."""
-        return {k: v for k, v in self._state.listeners.items() if k != kafka.CONTROLLER}
+        hidden = SERVERS[self.kind].hidden
+        return {k: v for k, v in self._state.listeners.items() if k not in hidden}
 
     @property
     def bootstrap(self) -> str:
         """Of the listener without TLS and passwords. The same after a restart."""
-        return self._state.listeners[kafka.PLAINTEXT]
+        return self._state.listeners[SERVERS[self.kind].main]
+
+    @property
+    def url(self) -> str:
+        """What clients are given: for Kafka the same as `bootstrap`, for a database its URL."""
+        return SERVERS[self.kind].url(self.bootstrap)
 
     @property
     def certificate(self) -> Path:
@@ -78,8 +83,8 @@ class Broker:
         end(self._identity, kill=True)
 
     def stop(self) -> None:
-        """Ask the server to end (SIGTERM), and see that it does. May be called again."""
-        end(self._identity)
+        """Ask the server to end, and see that it does. May be called again."""
+        end(self._identity, ask=SERVERS[self.kind].stop)
 
     def restart(self) -> None:
         """Start the server again, on the same data and the same ports, after `kill` or `stop`. Returns when it answers.
@@ -120,17 +125,19 @@ def start(
     Args:
         kind: one of `KINDS`.
         folder: for data, logs and state; default: `default_folder(kind)`.
-        tls: also a listener SSL; `Broker.certificate` is what clients trust.
-        scram: user -> password: also a listener SASL_PLAINTEXT (and SASL_SSL with `tls`) with SCRAM-SHA-512. Access
-            rules are checked then: such a user may do nothing until an ACL says so; clients of PLAINTEXT may do all.
+        tls: Kafka alone: also a listener SSL; `Broker.certificate` is what clients trust.
+        scram: Kafka alone: user -> password: also a listener SASL_PLAINTEXT (and SASL_SSL with `tls`) with
+            SCRAM-SHA-512. Access rules are checked then: such a user may do nothing until an ACL says so; clients of
+            PLAINTEXT may do all.
         properties: more lines of the server's configuration, for instance {"transaction.max.timeout.ms": "900000"}.
-        heap_mb: of the Java heap.
+        heap_mb: of the Java heap, where there is one.
         dies_with_parent: the server ends with the process that started it, even if that is killed (Linux).
         say: called with a line of text when something takes long.
 
     Raises:
         UsageError: unknown kind.
-        DeliveredError: no Java, download failed, or the server did not come up; the message ends with its last words.
+        DeliveredError: no Java or no such server here, download failed, or the server did not come up; the message
+            ends with its last words.
     """
     if kind not in KINDS:
         raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.")
@@ -145,19 +152,20 @@ def start(
         return Broker(place, *_run(place, state, say))
     settings: dict[str, Any] = {
         "scram": dict(scram or {}),
+        "tls": tls,
         "properties": dict(properties or {}),
         "heap_mb": heap_mb,
         "dies_with_parent": dies_with_parent,
     }
     for attempt in range(_TRIES):
-        names = kafka.listeners_wanted(tls, bool(scram))
+        names = SERVERS[kind].listeners(settings)
         ports = free_ports(len(names))
         listeners = {n: f"127.0.0.1:{p}" for n, p in zip(names, ports, strict=True)}
         try:
             return Broker(place, *_run(place, State(kind, listeners, settings), say))
         except DeliveredError as error:
             # Between the look and the bind another program can take a port.
-            if "Address already in use" not in error.message or attempt == _TRIES - 1:
+            if "address already in use" not in error.message.lower() or attempt == _TRIES - 1:
                 raise
     raise AssertionError("not reached")
 
@@ -183,7 +191,9 @@ def stop(folder: Path | str) -> bool:
     """Stop the server of `folder`. Returns whether one was running."""
     place = Path(folder).resolve()
     state = State.load(place)
-    return state is not None and state.identity is not None and end(state.identity)
+    if state is None or state.identity is None:
+        return False
+    return end(state.identity, ask=SERVERS[state.kind].stop)
 
 
 def status(folder: Path | str) -> Status:
@@ -193,23 +203,23 @@ def status(folder: Path | str) -> Status:
     if state is None:
         return Status(None, place, False, False, None, None, {})
     running = state.identity is not None and state.identity.find() is not None
-    bootstrap = state.listeners[kafka.PLAINTEXT]
+    server = SERVERS[state.kind]
+    bootstrap = state.listeners[server.main]
     return Status(
         kind=state.kind,
         folder=place,
         running=running,
-        answering=running and kafka.answers(bootstrap),
+        answering=running and server.answers(bootstrap),
         pid=state.identity.pid if running and state.identity else None,
         bootstrap=bootstrap,
-        listeners={k: v for k, v in state.listeners.items() if k != kafka.CONTROLLER},
+        listeners={k: v for k, v in state.listeners.items() if k not in server.hidden},
     )
 
 
 def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
-    home = java_home()
-    settings = state.settings
-    kafka.prepare(home, folder, state.listeners, settings["scram"], settings["properties"], say)
-    command = kafka.command(home, folder, settings["heap_mb"], say)
+    server, settings = SERVERS[state.kind], state.settings
+    address = state.listeners[server.main]
+    command = server.prepare(folder, state, say)
     log = folder / "server.log"
     seen = log.stat().st_size if log.exists() else 0
     identity = launch(command, log, {}, settings["dies_with_parent"])
@@ -217,9 +227,9 @@ def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
     kept = {**settings, "scram": dict.fromkeys(settings["scram"], "")}
     started = replace(state, settings=kept, identity=identity)
     started.save(folder)
-    say(f"waiting for {state.kind} at {state.listeners[kafka.PLAINTEXT]}")
+    say(f"waiting for {state.kind} at {address}")
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not kafka.answers(state.listeners[kafka.PLAINTEXT]):
+    while not server.answers(address):
         dead = identity.find() is None
         if dead or time.monotonic() > deadline:
             end(identity, kill=True)

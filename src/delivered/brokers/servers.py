@@ -1,0 +1,68 @@
+"""What `run` needs to know of each kind of server."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from delivered.brokers import kafka, postgres
+from delivered.brokers.fetch import Say
+from delivered.brokers.java import java_home
+from delivered.brokers.process import State
+
+
+@dataclass(frozen=True)
+class Server:
+    """
+    Attributes:
+        listeners: settings -> names of its listeners, one port each.
+        main: the listener without TLS and passwords.
+        hidden: listeners that are not for clients.
+        prepare: writes configuration and storage, unless they are there; returns the command to run.
+        answers: whether the server at an address takes requests.
+        url: address -> what clients are given.
+        stop: signal that asks it to end, whoever is connected.
+    """
+
+    listeners: Callable[[Mapping[str, Any]], list[str]]
+    main: str
+    prepare: Callable[[Path, State, Say], list[str]]
+    answers: Callable[[str], bool]
+    url: Callable[[str], str]
+    hidden: frozenset[str] = frozenset()
+    stop: signal.Signals = signal.SIGTERM
+
+
+def _kafka(folder: Path, state: State, say: Say) -> list[str]:
+    home, settings = java_home(), state.settings
+    kafka.prepare(home, folder, state.listeners, settings["scram"], settings["properties"], say)
+    return kafka.command(home, folder, settings["heap_mb"], say)
+
+
+def _postgres(folder: Path, state: State, say: Say) -> list[str]:
+    say("preparing PostgreSQL")
+    postgres.prepare(folder, state.listeners[postgres.POSTGRESQL], state.settings["properties"])
+    return postgres.command(folder, state.settings["dies_with_parent"])
+
+
+SERVERS: Mapping[str, Server] = {
+    "kafka": Server(
+        listeners=lambda settings: kafka.listeners_wanted(settings["tls"], bool(settings["scram"])),
+        main=kafka.PLAINTEXT,
+        hidden=frozenset({kafka.CONTROLLER}),
+        prepare=_kafka,
+        answers=kafka.answers,
+        url=str,
+    ),
+    "postgres": Server(
+        listeners=lambda _: [postgres.POSTGRESQL],
+        main=postgres.POSTGRESQL,
+        prepare=_postgres,
+        answers=postgres.answers,
+        url=postgres.url,
+        stop=signal.SIGINT,  # SIGTERM would wait until every client has gone
+    ),
+}

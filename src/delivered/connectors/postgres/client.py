@@ -1,0 +1,200 @@
+"""Connections, and the server's errors in plain words."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from delivered.connectors.postgres.options import PostgresOptions
+from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.identity import Scope
+from delivered.model.limits import REQUEST_TIMEOUT_S
+
+if TYPE_CHECKING:
+    import psycopg
+
+CONNECT_TRY_S = 5
+"""One try; a name with two addresses gets two. One clear error within 15 s is the promise."""
+VERSION_MIN = 140_000
+"""Oldest server: 14, the first that reads a range of a table by its pages."""
+
+_SETTINGS = {
+    "client_min_messages": "error",
+    "DateStyle": "ISO, YMD",
+    "TimeZone": "UTC",
+    "extra_float_digits": "3",
+    "bytea_output": "hex",
+    "statement_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    # A machine that vanished must not hold locks for the two hours that are the system's default.
+    "tcp_keepalives_idle": "30",
+    "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "3",
+}
+
+
+def check_of(scope: Scope, ledger_schema: str) -> str:
+    """Tells apart sinks of pipelines whose written names are the same (names may hold dots), and their ledgers."""
+    text = f"{scope.pipeline}\0{scope.sink}\0{ledger_schema}"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[Any]:
+    """Open a connection. Transactions are begun and ended by hand.
+
+    What it commits is durable when the server says so, whatever the server's default for synchronous_commit.
+
+    Args:
+        role: shown by the server as the end of the application's name.
+
+    Raises:
+        Unreachable, UsageError: within 15 s.
+        MissingExtra: psycopg is not installed.
+    """
+    try:
+        import psycopg
+    except ImportError:
+        raise MissingExtra("postgres") from None
+    given: dict[str, Any] = {"user": options.user, "password": options.password_resolved()}
+    try:
+        connection = psycopg.connect(
+            options.url,
+            **{k: v for k, v in given.items() if v is not None},
+            autocommit=True,
+            prepare_threshold=None,
+            connect_timeout=CONNECT_TRY_S,
+            application_name=f"delivered {role}",
+            client_encoding="utf8",
+            keepalives_idle=10,
+            keepalives_interval=5,
+            keepalives_count=4,
+            tcp_user_timeout=int(REQUEST_TIMEOUT_S * 1000),
+        )
+    except psycopg.Error as error:
+        raise explained(error, options) from None
+    try:
+        settings = {**_SETTINGS, "lock_timeout": f"{options.lock_timeout_s}s"}
+        if connection.info.server_version < VERSION_MIN:
+            raise UsageError(
+                "SERVER_TOO_OLD",
+                f"PostgreSQL at {options.place} is version {connection.info.server_version // 10_000}; this sink "
+                f"needs {VERSION_MIN // 10_000} or newer.",
+            )
+        calls = ", ".join("set_config(%s, %s, false)" for _ in settings)
+        with connection.pipeline():
+            connection.execute(f"SELECT {calls}", [x for pair in settings.items() for x in pair])
+            connection.execute(
+                "SELECT set_config('synchronous_commit', 'on', false) "
+                "WHERE current_setting('synchronous_commit') = 'off'"
+            )
+    except psycopg.Error as error:
+        connection.close()
+        raise explained(error, options) from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def discard(connection: psycopg.Connection[Any] | None) -> None:
+    """Close a connection, which undoes what it has open. Never raises."""
+    if connection is not None:
+        with contextlib.suppress(Exception):
+            connection.close()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the connection is gone, so that the outcome of what was asked last is not known."""
+    state = getattr(error, "sqlstate", None)
+    return state is None or state.startswith(("08", "57P"))
+
+
+def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
+    """The error in plain words, with the next step. psycopg never puts a password into its messages."""
+    state = getattr(error, "sqlstate", None)
+    said, where = _said(error), f"PostgreSQL at {options.place}"
+    if state is None:
+        if "authentication" in said or "password" in said:
+            return _login(said, where)
+        return Unreachable(
+            "POSTGRES_UNREACHABLE",
+            f"{where} cannot be reached, or broke the connection: {said}",
+            next_step=f'see whether it runs: psql "{options.url}" -c "SELECT 1"',
+        )
+    if state.startswith("28"):
+        return _login(said, where)
+    if state.startswith(("08", "57P", "53300")):
+        return Unreachable(
+            "POSTGRES_UNREACHABLE",
+            f"{where} refused or ended the connection: {said}",
+            next_step="start the pipeline again when the server takes connections; see max_connections if it is full",
+        )
+    found = _BY_STATE.get(state) or _BY_CLASS.get(state[:2])
+    if found is None:
+        return DeliveredError("POSTGRES_ERROR", f"{where} said: {said} (SQLSTATE {state}).")
+    kind, code, next_step = found
+    return kind(code, f"{where} said: {said} (SQLSTATE {state}).", next_step.format(table=options.table_text))
+
+
+def _login(said: str, where: str) -> DeliveredError:
+    return Unreachable(
+        "POSTGRES_LOGIN",
+        f"{where} turned the login away: {said}",
+        next_step="check the options user and password (a reference as env:NAME is resolved where the task runs), "
+        "and pg_hba.conf",
+    )
+
+
+def _said(error: Exception) -> str:
+    """The server's words on one line: message, detail, hint, and where in the COPY."""
+    diagnosis = getattr(error, "diag", None)
+    parts = [getattr(diagnosis, f"message_{x}", None) for x in ("primary", "detail", "hint")]
+    parts.append(getattr(diagnosis, "context", None))
+    text = ". ".join(str(p).rstrip(".") for p in parts if p) or str(error)
+    return " ".join(text.split())[:1500]
+
+
+_PREPARED = (
+    "set max_prepared_transactions in postgresql.conf to at least twice the number of shards and restart the server, "
+    'or write .option("mechanism", "one_transaction")'
+)
+_FILTER = "filter or mend such rows, or change the table; nothing of this batch is visible under exactly_once"
+_BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
+    "3D000": (UsageError, "DATABASE_MISSING", "create the database, or mend the url"),
+    "3F000": (UsageError, "SCHEMA_MISSING", "CREATE SCHEMA ..., or mend the option dbtable"),
+    "42P01": (UsageError, "TABLE_MISSING", "create {table}, or mend the option dbtable"),
+    "42703": (UsageError, "COLUMN_MISSING", "ALTER TABLE {table} ADD COLUMN ..., or drop the column from the rows"),
+    "42501": (
+        UsageError,
+        "PERMISSION",
+        "GRANT INSERT ON {table}, and CREATE ON DATABASE for the ledger's schema, to the user",
+    ),
+    "25006": (Unreachable, "READ_ONLY", "point the url at the primary server"),
+    "53100": (DeliveredError, "DISK_FULL", "make room on the server, then start the pipeline again"),
+    "40P01": (
+        DeliveredError,
+        "DEADLOCK",
+        "start again; if it comes back, repartition the rows so that one key is in one shard",
+    ),
+    "55P03": (
+        DeliveredError,
+        "LOCK_TIMEOUT",
+        "see who holds the lock: SELECT * FROM pg_locks WHERE NOT granted; two shards of one batch that insert one "
+        "unique key wait for each other under two_phase: repartition by that key, or raise lockTimeout",
+    ),
+    "55000": (UsageError, "PREPARED_TRANSACTIONS_OFF", _PREPARED),
+    "53200": (DeliveredError, "PREPARED_TRANSACTIONS_FULL", _PREPARED),
+    "0A000": (
+        UsageError,
+        "NOT_PREPARABLE",
+        "a trigger that notifies or uses temporary tables cannot take part in a prepared transaction: write "
+        '.option("mechanism", "one_transaction")',
+    ),
+}
+_BY_CLASS: dict[str, tuple[type[DeliveredError], str, str]] = {
+    "22": (BadRecord, "ROW_REFUSED", _FILTER),
+    "23": (BadRecord, "ROW_REFUSED", _FILTER),
+    "42": (UsageError, "STATEMENT_REFUSED", "compare the rows' columns with the table: \\d {table}"),
+    "53": (DeliveredError, "SERVER_RESOURCES", "give the server what it lacks, then start the pipeline again"),
+}

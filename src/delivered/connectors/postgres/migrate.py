@@ -1,0 +1,95 @@
+"""The ledger's tables, versioned, in a schema of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from delivered.model.errors import UsageError
+
+if TYPE_CHECKING:
+    import psycopg
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE {s}.owner (
+            pipeline text NOT NULL, sink text NOT NULL, id text NOT NULL, epoch bigint NOT NULL,
+            host text NOT NULL, process bigint NOT NULL, started_ms bigint NOT NULL, superseded text[] NOT NULL,
+            PRIMARY KEY (pipeline, sink))""",
+        """CREATE TABLE {s}.decision (
+            pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
+            decision text NOT NULL, decided_at timestamptz NOT NULL DEFAULT now(),
+            PRIMARY KEY (pipeline, sink, incarnation, batch))""",
+        """CREATE TABLE {s}.begun (
+            pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
+            offsets text NOT NULL, begun_at timestamptz NOT NULL DEFAULT now(),
+            PRIMARY KEY (pipeline, sink, incarnation))""",
+        # Not unique by shard: two attempts may both have one open, and one would wait for the other for ever.
+        """CREATE TABLE {s}.marker (
+            pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
+            shard integer NOT NULL, gid text NOT NULL, fingerprint text NOT NULL)""",
+        "CREATE INDEX marker_of_shard ON {s}.marker (pipeline, sink, incarnation, batch, shard)",
+        "CREATE TABLE {s}.target (relation oid PRIMARY KEY, name text NOT NULL, arrow_schema bytea NOT NULL)",
+    ),
+)
+"""Statements that lead from version n to n + 1. Only ever appended to."""
+
+_LOCK = 0x64656C69
+"""Key of the advisory lock under which schemas and tables are made."""
+
+
+def quoted(name: str) -> str:
+    """An identifier, quoted for SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def version_of(connection: psycopg.Connection[Any], schema: str) -> int:
+    """The version of the ledger's tables; 0: there are none. Raises psycopg.Error."""
+    table = f"{quoted(schema)}.migration"
+    row = connection.execute("SELECT to_regclass(%s)", [table]).fetchone()
+    if row is None or row[0] is None:
+        return 0
+    row = connection.execute(f"SELECT coalesce(max(version), 0) FROM {table}").fetchone()  # noqa: S608
+    return int(row[0]) if row else 0
+
+
+def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
+    """Bring the ledger's tables to the newest version; do nothing if they are there. Outside of a transaction.
+
+    Raises:
+        UsageError: a newer version of this package wrote them.
+        psycopg.Error: the server said no.
+    """
+    if _checked(version_of(connection, schema), schema) == len(MIGRATIONS):
+        return
+    s = quoted(schema)
+    with connection.transaction():
+        alone(connection)
+        # IF NOT EXISTS alone asks for the right to create, even where everything is there.
+        if connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [schema]).fetchone() is None:
+            connection.execute(f"CREATE SCHEMA {s}")
+        if version_of(connection, schema) == 0:
+            connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {s}.migration "
+                "(version integer PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())"
+            )
+        # Looked at again: another process may have been faster.
+        for version in range(version_of(connection, schema), len(MIGRATIONS)):
+            for statement in MIGRATIONS[version]:
+                connection.execute(statement.format(s=s))
+            connection.execute(f"INSERT INTO {s}.migration (version) VALUES (%s)", [version + 1])  # noqa: S608
+
+
+def alone(connection: psycopg.Connection[Any]) -> None:
+    """Until the transaction's end, be the only one in this database that makes tables for us."""
+    connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
+
+
+def _checked(version: int, schema: str) -> int:
+    if version > len(MIGRATIONS):
+        raise UsageError(
+            "LEDGER_NEWER",
+            f"The ledger in schema {schema!r} has version {version}; this version of delivered knows "
+            f"{len(MIGRATIONS)}.",
+            next_step="pip install --upgrade delivered",
+        )
+    return version

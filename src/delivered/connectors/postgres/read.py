@@ -1,0 +1,249 @@
+"""The table as a source of all its rows, in ranges of pages, for the audit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.connectors.postgres import target, types
+from delivered.connectors.postgres.client import connect, explained
+from delivered.connectors.postgres.migrate import quoted, version_of
+from delivered.connectors.postgres.options import PostgresOptions
+from delivered.contract import Finding, Offsets, Slice
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import DeliveredError, UsageError
+
+if TYPE_CHECKING:
+    import psycopg
+
+SLICE_PAGES = 8_192
+"""Pages of 8 KiB in one slice, at least."""
+SLICES_MAX = 256
+BLOCK_BYTES = 1 << 20
+"""Text parsed at once."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PostgresTable:
+    """The rows of one table, with the Arrow types that they were written with."""
+
+    options: PostgresOptions
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        return None
+
+    def capability(self) -> SourceCapability:
+        return SourceCapability(
+            "postgres",
+            replayable=False,
+            why_not="a table's rows may change, and move between its pages",
+            assumes=("nobody changes, deletes or moves (VACUUM FULL) rows while the table is read",),
+        )
+
+    def preflight(self) -> Sequence[Finding]:
+        try:
+            self.schema()
+        except DeliveredError as error:
+            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+        return []
+
+    def schema(self) -> pa.Schema:
+        """
+        Raises:
+            UsageError: nothing was ever written to the table by this package.
+        """
+
+        def question(connection: psycopg.Connection[Any]) -> pa.Schema | None:
+            found = target.find(connection, self.options)
+            if found is None or version_of(connection, self.options.ledger_schema) == 0:
+                return None
+            return target.stored_schema(connection, self.options, found[0])
+
+        schema = self._ask(question)
+        if schema is None:
+            raise UsageError(
+                "TABLE_UNKNOWN",
+                f"Table {self.options.table_text!r} at {self.options.place} holds no row that a pipeline wrote.",
+                next_step="run the pipeline first, or check url, dbtable and ledgerSchema",
+            )
+        return schema
+
+    def driver(self) -> PostgresTableDriver:
+        return PostgresTableDriver(self)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        """COPY as CSV, which Arrow parses: numbers, times and texts come back as they went in."""
+        import psycopg
+        from pyarrow import csv
+
+        schema = self.schema()
+        columns = ", ".join(_selected(f) for f in schema)
+        statement = (
+            f"COPY (SELECT {columns} FROM {piece.data['relation']} WHERE ctid >= '({piece.data['start']},0)'::tid "  # noqa: S608
+            f"AND ctid < '({piece.data['end']},0)'::tid) TO STDOUT (FORMAT csv)"
+        )
+        read_options = csv.ReadOptions(column_names=schema.names, block_size=BLOCK_BYTES, use_threads=False)
+        convert_options = csv.ConvertOptions(
+            column_types={f.name: _parsed(f.type) for f in schema},
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+            true_values=["t"],
+            false_values=["f"],
+        )
+        connection = connect(self.options, "read")
+        try:
+            with connection.cursor().copy(statement) as copy:
+                text = _Text(copy)
+                if text.empty:
+                    return
+                reader = csv.open_csv(
+                    pa.PythonFile(text, "r"),
+                    read_options=read_options,
+                    parse_options=csv.ParseOptions(newlines_in_values=True),
+                    convert_options=convert_options,
+                )
+                for batch in reader:
+                    arrays = [_restored(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
+                    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        except psycopg.Error as error:
+            raise explained(error, self.options) from error
+        finally:
+            connection.close()
+
+    def pages(self) -> list[tuple[str, int]]:
+        """The table, or its partitions, quoted for SQL, with the number of their pages."""
+
+        def question(connection: psycopg.Connection[Any]) -> list[tuple[str, int]]:
+            found = target.find(connection, self.options)
+            if found is None:
+                return []
+            rows = connection.execute(
+                "SELECT n.nspname, c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int "
+                "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s AND relkind = 'r' "
+                "OR c.oid IN (SELECT relid FROM pg_partition_tree(%(oid)s::oid) WHERE isleaf) ORDER BY c.oid",
+                {"oid": found[0]},
+            ).fetchall()
+            return [(f"{quoted(schema)}.{quoted(name)}", int(count)) for schema, name, count in rows]
+
+        return self._ask(question)
+
+    def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
+        import psycopg
+
+        connection = connect(self.options, "read")
+        try:
+            return question(connection)
+        except psycopg.Error as error:
+            raise explained(error, self.options) from error
+        finally:
+            connection.close()
+
+
+class PostgresTableDriver:
+    """Offsets are `{"<partition>": n}`, the next page to read."""
+
+    def __init__(self, table: PostgresTable) -> None:
+        self._table = table
+
+    def initial(self) -> Offsets:
+        raise self._no_stream()
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:  # noqa: ARG002
+        raise self._no_stream()
+
+    def newest(self) -> Offsets | None:
+        return None
+
+    def freeze(self) -> None:
+        raise self._no_stream()
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        step = max(SLICE_PAGES, -(-sum(end.values()) // SLICES_MAX))
+        return [
+            Slice({"relation": relation, "start": at, "end": min(at + step, int(stop))}, lane=relation)
+            for relation, stop in end.items()
+            for at in range(int(start.get(relation, 0)), int(stop), step)
+        ]
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        found = self._table.pages()
+        return {name: 0 for name, _ in found}, dict(found)
+
+    def acknowledge(self, end: Offsets) -> None:
+        """A table needs no telling."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _no_stream(self) -> UsageError:
+        return UsageError(
+            "NO_STREAM", f"Table {self._table.options.table_text!r} can be read as a whole, not as a stream."
+        )
+
+
+class _Text(io.RawIOBase):
+    """What COPY sends, as a file."""
+
+    def __init__(self, copy: Any) -> None:
+        self._copy = copy
+        self._rest = memoryview(b"")
+        self._fill()
+        self.empty = not self._rest
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        if not self._rest:
+            self._fill()
+        wanted = len(self._rest) if size < 0 else min(size, len(self._rest))
+        taken, self._rest = self._rest[:wanted], self._rest[wanted:]
+        return bytes(taken)
+
+    def _fill(self) -> None:
+        """COPY gives a row at a time; Arrow wants more."""
+        parts, size = [], 0
+        while size < BLOCK_BYTES and (data := self._copy.read()):
+            parts.append(bytes(data))
+            size += len(data)
+        self._rest = memoryview(b"".join(parts))
+
+
+def _selected(f: pa.Field) -> str:
+    name = quoted(f.name)
+    if pa.types.is_timestamp(f.type):
+        # Whole microseconds: exact, and independent of time zones and formats.
+        return f"(extract(epoch FROM {name}) * 1000000)::bigint"
+    if pa.types.is_time(f.type):
+        return f"(extract(epoch FROM {name}) * 1000000)::bigint"
+    if pa.types.is_date32(f.type):
+        return f"({name} - DATE '1970-01-01')"
+    if pa.types.is_binary(f.type):
+        return f"encode({name}, 'hex')"
+    return f"{name}::text" if pa.types.is_string(f.type) else name
+
+
+def _parsed(kind: pa.DataType) -> pa.DataType:
+    t = pa.types
+    if t.is_timestamp(kind) or t.is_time(kind):
+        return pa.int64()
+    if t.is_date32(kind):
+        return pa.int32()
+    return kind if not t.is_binary(kind) else pa.string()
+
+
+def _restored(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    t = pa.types
+    if t.is_binary(kind):
+        return types.from_hex(column)
+    if t.is_timestamp(kind) or t.is_time(kind) or t.is_date32(kind):
+        return column.cast(kind)
+    return pc.cast(column, kind) if not column.type.equals(kind) else column

@@ -1,0 +1,227 @@
+"""The user's table: create it, check it, and what we know of its Arrow schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from delivered.connectors.postgres import types
+from delivered.connectors.postgres.migrate import alone, quoted
+from delivered.connectors.postgres.options import PostgresOptions
+from delivered.model.errors import UsageError
+
+if TYPE_CHECKING:
+    import psycopg
+
+
+@dataclass(frozen=True)
+class Column:
+    """
+    Attributes:
+        kind: name of the type as `types.fitting` uses it; of a domain, the type below it.
+        shown: the type as SQL writes it.
+        precision, scale: of numeric with bounds; else None.
+        required: no null, and no default.
+        computed: the server makes its values.
+    """
+
+    kind: str
+    shown: str
+    precision: int | None
+    scale: int | None
+    required: bool
+    computed: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """A table that rows of one schema fit.
+
+    Attributes:
+        name: with its schema, quoted for SQL.
+        relation: the server's id of it.
+        kinds: PostgreSQL's type of each column of the rows.
+        columns: names of the rows' columns, quoted, with commas.
+    """
+
+    name: str
+    relation: int
+    kinds: tuple[str, ...]
+    columns: str
+
+
+def text_of(options: PostgresOptions) -> str:
+    """The table as the user named it, quoted for SQL."""
+    return quoted(options.table) if options.schema is None else f"{quoted(options.schema)}.{quoted(options.table)}"
+
+
+def find(connection: psycopg.Connection[Any], options: PostgresOptions) -> tuple[int, str] | None:
+    """Id and full name of the table; None if there is none. Raises psycopg.Error."""
+    row = connection.execute(
+        "SELECT c.oid::bigint, n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE c.oid = to_regclass(%s)",
+        [text_of(options)],
+    ).fetchone()
+    return None if row is None else (int(row[0]), f"{quoted(row[1])}.{quoted(row[2])}")
+
+
+def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema: pa.Schema) -> Target:
+    """Make sure that rows of `schema` fit the table; create it if allowed. Outside of a transaction.
+
+    The Arrow schema is kept beside the ledger: it says which columns a pipeline writes, and their exact types.
+
+    Args:
+        schema: plain types.
+
+    Raises:
+        UsageError: the table is missing, a column is missing, of another type, or the rows changed their schema.
+        psycopg.Error: the server said no.
+    """
+    found = find(connection, options)
+    if found is None:
+        if not options.create:
+            raise missing_table(options)
+        body = ", ".join(f"{quoted(f.name)} {types.declared(f.type)}" for f in schema if not _untyped(f))
+        if any(_untyped(f) for f in schema):
+            raise UsageError(
+                "TYPE_UNKNOWN",
+                f"Columns {[f.name for f in schema if _untyped(f)]} hold nothing but nulls, and {options.table_text} "
+                "is to be created: their type is not known.",
+                next_step="cast them, or create the table",
+            )
+        with connection.transaction():
+            alone(connection)
+            connection.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} ({body})")
+        found = find(connection, options)
+        if found is None:
+            raise missing_table(options)
+    relation, name = found
+    kinds = compare(options, schema, table_columns(connection, relation))
+    _remember(connection, options, relation, schema)
+    return Target(name, relation, kinds, ", ".join(quoted(n) for n in schema.names))
+
+
+def table_columns(connection: psycopg.Connection[Any], relation: int) -> dict[str, Column]:
+    """Columns of a table by name. Raises psycopg.Error."""
+    rows = connection.execute(
+        """SELECT a.attname, coalesce(b.typname, t.typname), coalesce(b.typtype, t.typtype),
+                  CASE WHEN b.oid IS NULL THEN a.atttypmod ELSE t.typtypmod END,
+                  format_type(a.atttypid, a.atttypmod),
+                  (a.attnotnull OR t.typnotnull) AND NOT a.atthasdef AND a.attidentity = '' AND t.typdefault IS NULL,
+                  a.attgenerated <> '' OR a.attidentity = 'a'
+           FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+           LEFT JOIN pg_type b ON t.typtype = 'd' AND b.oid = t.typbasetype
+           WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum""",
+        [relation],
+    ).fetchall()
+    found = {}
+    for name, kind, category, modifier, shown, required, computed in rows:
+        bounded = kind == "numeric" and modifier >= 4
+        found[name] = Column(
+            kind=types.ENUM if category == "e" else kind,
+            shown=shown,
+            precision=((modifier - 4) >> 16) & 0xFFFF if bounded else None,
+            scale=(modifier - 4) & 0x7FF if bounded else None,
+            required=required,
+            computed=computed,
+        )
+    return found
+
+
+def compare(options: PostgresOptions, schema: pa.Schema, columns: dict[str, Column]) -> tuple[str, ...]:
+    """Check rows of `schema` against a table's columns; return the type of each.
+
+    Raises:
+        UsageError: a column is missing or of another type.
+    """
+    table, kinds = options.table_text, []
+    for f in schema:
+        column = columns.get(f.name)
+        if column is None:
+            wanted = "..." if _untyped(f) else types.declared(f.type)
+            raise UsageError(
+                "COLUMN_MISSING",
+                f"Table {table!r} at {options.place} has no column {f.name!r}; it has {', '.join(columns)}.",
+                next_step=f"ALTER TABLE {table} ADD COLUMN {quoted(f.name)} {wanted}; or drop the column from the rows",
+            )
+        if column.computed:
+            raise UsageError(
+                "COLUMN_COMPUTED",
+                f"The server makes the values of column {f.name!r} of {table!r} itself.",
+                next_step=f'df.drop("{f.name}")',
+            )
+        if not _fits(f.type, column):
+            raise UsageError(
+                "COLUMN_TYPE",
+                f"Column {f.name!r} of table {table!r} is {column.shown}, which cannot take every value of {f.type} as "
+                f"it is; it takes {'nothing else' if _untyped(f) else types.declared(f.type)}.",
+                next_step=f"cast the column of the rows, or ALTER TABLE {table} ALTER COLUMN {quoted(f.name)} TYPE ...",
+            )
+        kinds.append(column.kind)
+    absent = [n for n, c in columns.items() if c.required and n not in schema.names]
+    if absent:
+        raise UsageError(
+            "COLUMN_REQUIRED",
+            f"Columns {', '.join(map(repr, absent))} of table {table!r} allow no null and have no default, and the "
+            "rows do not have them.",
+            next_step="add them to the rows, or give them a default",
+        )
+    return tuple(kinds)
+
+
+def _fits(kind: pa.DataType, column: Column) -> bool:
+    if pa.types.is_null(kind):
+        return True
+    if column.kind not in types.fitting(kind):
+        return False
+    if column.precision is None or column.scale is None:
+        return True
+    # Another scale would come back as other digits, and perhaps rounded.
+    return bool(kind.scale == column.scale and kind.precision <= column.precision)
+
+
+def _untyped(f: pa.Field) -> bool:
+    return bool(pa.types.is_null(f.type))
+
+
+def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int, schema: pa.Schema) -> None:
+    known = stored_schema(connection, options, relation)
+    canonical = types.canonical_schema(schema)
+    if known is None:
+        connection.execute(
+            f"INSERT INTO {quoted(options.ledger_schema)}.target (relation, name, arrow_schema) VALUES (%s, %s, %s) "  # noqa: S608
+            "ON CONFLICT DO NOTHING",
+            [relation, options.table_text, canonical.serialize().to_pybytes()],
+        )
+        known = stored_schema(connection, options, relation)
+    if known is not None and not known.equals(canonical):
+        raise UsageError(
+            "SCHEMA_CHANGED",
+            f"Table {options.table_text!r} at {options.place} was written with the columns {_text(known)}, the rows "
+            f"now have {_text(canonical)}. Fingerprints of the two could not be added up.",
+            next_step="give the rows their former columns and types, or write to another table; to give up auditing "  # noqa: S608
+            f"what is in it: DELETE FROM {quoted(options.ledger_schema)}.target WHERE relation = {relation}",
+        )
+
+
+def stored_schema(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int) -> pa.Schema | None:
+    """The Arrow schema, canonical, that the table was written with; None if it never was. Raises psycopg.Error."""
+    row = connection.execute(
+        f"SELECT arrow_schema FROM {quoted(options.ledger_schema)}.target WHERE relation = %s",  # noqa: S608
+        [relation],
+    ).fetchone()
+    return None if row is None else pa.ipc.read_schema(pa.py_buffer(row[0]))
+
+
+def missing_table(options: PostgresOptions) -> UsageError:
+    return UsageError(
+        "TABLE_MISSING",
+        f"There is no table {options.table_text!r} at {options.place}, and ifNotExists is false.",
+        next_step='create the table, mend the option dbtable, or write .option("ifNotExists", "true")',
+    )
+
+
+def _text(schema: pa.Schema) -> str:
+    return ", ".join(f"{f.name} {f.type}" for f in schema)

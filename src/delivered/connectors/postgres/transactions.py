@@ -1,0 +1,90 @@
+"""mechanism two_phase: prepared transactions as the server sees them.
+
+An id is `delivered.<pipeline>.<sink>.<check>.<batch>.<shard>.<nonce>`, at most 191 of the 199 bytes that PostgreSQL
+takes. Names may hold dots, so two pairs of pipeline and sink can share their written form: the check, a hash of the
+pair and of the ledger's schema, tells them apart. The nonce is new for each attempt: no id is ever used twice.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from delivered.connectors.postgres.client import check_of
+from delivered.model.identity import Scope, Work
+
+if TYPE_CHECKING:
+    import psycopg
+
+KEY = "gid"
+"""Name of the transaction's id in a participant's handle."""
+GONE = "42704"
+"""SQLSTATE: no prepared transaction of that id. It was committed, or rolled back, or never there."""
+OLD_S = 3_600.0
+"""Age from which a prepared transaction is warned about: it holds locks and keeps VACUUM from cleaning up."""
+
+
+@dataclass(frozen=True)
+class OpenTransaction:
+    """One prepared transaction, for a person.
+
+    Attributes:
+        started_ms: when it was prepared, milliseconds since 1970, by the server's clock.
+        user: who prepared it; only they, or a superuser, can end it.
+    """
+
+    transactional_id: str
+    batch: int
+    shard: int
+    started_ms: int
+    user: str
+    database: str
+    state: str = "Prepared"
+
+    def age_s(self, now_s: float | None = None) -> float:
+        """Seconds since it was prepared, by this machine's clock."""
+        return max(0.0, (time.time() if now_s is None else now_s) - self.started_ms / 1000)
+
+
+def id_prefix(scope: Scope, ledger_schema: str) -> str:
+    """Start of all ids of this sink of this pipeline, in any incarnation, and of no other's."""
+    return f"{scope.prefix}{check_of(scope, ledger_schema)}."
+
+
+def new_id(work: Work, ledger_schema: str) -> str:
+    """An id that nobody else has, nor ever had."""
+    return f"{id_prefix(work.scope, ledger_schema)}{work.batch}.{work.shard}.{secrets.token_hex(8)}"
+
+
+def is_ours(scope: Scope, ledger_schema: str, candidate: str) -> bool:
+    """Whether an id names a shard of this sink of this pipeline."""
+    prefix = id_prefix(scope, ledger_schema)
+    return (
+        candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d+\.[0-9a-f]{16}", candidate[len(prefix) :]) is not None
+    )
+
+
+def listed(connection: psycopg.Connection[Any], scope: Scope, ledger_schema: str) -> list[OpenTransaction]:
+    """Every prepared transaction of this sink of this pipeline in this database, oldest first. Raises psycopg.Error."""
+    rows = connection.execute(
+        "SELECT gid, (extract(epoch FROM prepared) * 1000)::bigint, owner, database FROM pg_prepared_xacts "
+        "WHERE database = current_database() AND starts_with(gid, %s) ORDER BY prepared, gid",
+        [id_prefix(scope, ledger_schema)],
+    ).fetchall()
+    found = []
+    for gid, prepared_ms, user, database in rows:
+        if is_ours(scope, ledger_schema, gid):
+            batch, shard = gid.rsplit(".", 3)[1:3]
+            found.append(OpenTransaction(gid, int(batch), int(shard), prepared_ms, user, database))
+    return found
+
+
+def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> None:
+    """Commit or roll back a prepared transaction, from any session of this database. Raises psycopg.Error."""
+    from psycopg import sql
+
+    verb = "COMMIT PREPARED {}" if commit else "ROLLBACK PREPARED {}"
+    connection.execute(sql.SQL(verb).format(sql.Literal(gid)))

@@ -1,0 +1,142 @@
+"""A task's side: one shard, one COPY, one transaction."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from delivered.connectors.postgres import encode, stage, target, transactions, types, warm
+from delivered.connectors.postgres.client import discard, explained
+from delivered.connectors.postgres.migrate import migrate, quoted
+from delivered.connectors.postgres.options import Mechanism, PostgresOptions
+from delivered.model.errors import InvariantBroken
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Work
+
+if TYPE_CHECKING:
+    import psycopg
+
+
+class CopyWriter:
+    """See `delivered.contract.ShardWriter`.
+
+    exactly_once, two_phase: COPY into the target and a marker, in a transaction that `prepare` leaves prepared.
+    exactly_once, one_transaction: COPY into a staging table, which `prepare` commits.
+    at_least_once, at_most_once: COPY into the target, which `prepare` commits; no row is ever sent again from here.
+
+    The server reads rows as they come: a `stage` that is ahead of it waits. Nothing is sent, and nothing has to be
+    given back, for a shard without rows.
+    """
+
+    def __init__(self, options: PostgresOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
+        self._options = options
+        self._work = work
+        self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+        self._schema = types.plain_schema(schema)
+        self._connection: psycopg.Connection[Any] | None = None
+        self._target: target.Target | None = None
+        self._copying: Any = None
+        self._copy: Any = None
+        self._cursor: Any = None
+        self._staged = ""
+        self._rows = 0
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        import psycopg
+
+        if batch.num_rows == 0:
+            return
+        batch = types.with_schema(batch, self._schema)
+        try:
+            if self._copy is None:
+                self._begin()
+            for block in encode.blocks(batch, self._ready.kinds):
+                self._copy.write(block)
+            self._rows += batch.num_rows
+        except psycopg.Error as error:
+            raise explained(error, self._options) from error
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        import psycopg
+
+        connection = self._connection
+        if connection is None:
+            return {}
+        try:
+            self._end_copy(fingerprint)
+            handle: dict[str, Any] = {}
+            if not self._exactly_once:
+                connection.execute("COMMIT")
+            elif self._options.mechanism is Mechanism.ONE_TRANSACTION:
+                connection.execute("COMMIT")
+                handle = {stage.KEY: self._staged, "target": self._ready.name, "columns": self._ready.columns}
+            else:
+                handle = {transactions.KEY: self._prepare(connection, fingerprint)}
+        except psycopg.Error as error:
+            raise explained(error, self._options) from error
+        self._connection = None
+        warm.give(self._options, connection)
+        return handle
+
+    def abort(self) -> None:
+        connection, copying = self._connection, self._copying
+        self._connection = self._copying = self._copy = None
+        if copying is not None:
+            given_up = RuntimeError("this shard was given up")
+            with contextlib.suppress(Exception):
+                copying.__exit__(RuntimeError, given_up, None)
+        # The server undoes what an ended connection had open.
+        discard(connection)
+
+    @property
+    def _ready(self) -> target.Target:
+        if self._target is None:
+            raise InvariantBroken("NO_TARGET", "Rows are sent before the table was looked at.")
+        return self._target
+
+    def _begin(self) -> None:
+        self._connection = connection = warm.take(self._options)
+        migrate(connection, self._options.ledger_schema)
+        self._target = target.ready(connection, self._options, self._schema)
+        connection.execute("BEGIN")
+        into = self._target.name
+        if self._exactly_once and self._options.mechanism is Mechanism.ONE_TRANSACTION:
+            self._staged = stage.new_table(self._options, self._work)
+            stage.create(connection, self._options, self._staged, self._target)
+            into = f"{quoted(self._options.ledger_schema)}.{quoted(self._staged)}"
+        self._cursor = connection.cursor()
+        self._copying = self._cursor.copy(f"COPY {into} ({self._target.columns}) FROM STDIN (FORMAT binary)")
+        self._copy = self._copying.__enter__()
+        self._copy.write(encode.HEADER)
+
+    def _end_copy(self, fingerprint: Fingerprint) -> None:
+        self._copy.write(encode.TRAILER)
+        self._copying.__exit__(None, None, None)
+        self._copying = None
+        if self._cursor.rowcount != self._rows or self._rows != fingerprint.count:
+            raise InvariantBroken(
+                "ROWS_DIFFER",
+                f"Shard {self._work.shard} of batch {self._work.batch}: {self._rows} rows were sent, the server took "
+                f"{self._cursor.rowcount}, the fingerprint counts {fingerprint.count}. Does a trigger of "
+                f"{self._ready.name} take rows away?",
+                next_step="write to a table without such a trigger",
+            )
+
+    def _prepare(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> str:
+        """The marker lies in the same transaction as the rows: seen later, it tells that they are in."""
+        from psycopg import sql
+
+        work, gid = self._work, transactions.new_id(self._work, self._options.ledger_schema)
+        connection.execute(
+            f"INSERT INTO {quoted(self._options.ledger_schema)}.marker "  # noqa: S608
+            "(pipeline, sink, incarnation, batch, shard, gid, fingerprint) VALUES (%s, %s, %s, %s, %s, %s, %s)",
+            [
+                work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch, work.shard, gid,
+                str(fingerprint),
+            ],
+        )  # fmt: skip
+        connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
+        return gid
