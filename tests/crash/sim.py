@@ -458,6 +458,8 @@ class Sim:
         decided = Counter((d.scope.incarnation, d.batch, d.revision) for d in self.decisions())
         if any(n > 1 for n in decided.values()):
             yield f"a batch was decided twice: {decided}"
+        if not self.expire_on_start and any(d.revision for d in self.decisions()):
+            yield "a shard was written again although no promise expired"
         zombies = any(c.how.startswith("zombie") for c in self.crashes)
         left = [p for p in self.world.unsettled() if p.state in (State.OPEN, State.PREPARED)]
         if left and not zombies:

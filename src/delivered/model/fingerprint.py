@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 U64 = npt.NDArray[np.uint64]
 
@@ -71,6 +72,7 @@ def fingerprint(batch: pa.RecordBatch, seed: int, columns: Sequence[str] | None 
 
     Raises:
         TypeError: a column's type has no canonical bytes here.
+        KeyError: there is no column of that name.
     """
     if batch.num_rows == 0:
         return Fingerprint()
@@ -88,13 +90,14 @@ def lanes(hashes: U64) -> tuple[U64, U64]:
 
 def record_hashes(batch: pa.RecordBatch, seed: int, columns: Sequence[str] | None = None) -> U64:
     """One 64-bit hash per row. Arguments as for `fingerprint`."""
-    names = list(columns) if columns is not None else batch.schema.names
+    # By position: a schema may hold two columns of one name.
+    chosen = batch.columns if columns is None else [batch.column(name) for name in columns]
     key = np.uint64(seed & _MASK)
     with np.errstate(over="ignore"):
         total = np.full(batch.num_rows, key, dtype=np.uint64)
-        for name in names:
+        for array in chosen:
             total *= _COLUMN
-            total ^= _hash_array(batch.column(batch.schema.get_field_index(name)), key)
+            total ^= _hash_array(array, key)
             total ^= total >> _S32
         return _finish(total)
 
@@ -110,9 +113,8 @@ def _finish(h: U64) -> U64:
 
 def _hash_array(array: pa.Array, key: np.uint64) -> U64:
     """Hash of each value of an Arrow array, nulls included."""
+    array = _plain(array)
     kind = array.type
-    if pa.types.is_dictionary(kind):
-        return _hash_array(array.dictionary_decode(), key)
     if pa.types.is_null(kind):
         return np.full(len(array), _NULL, dtype=np.uint64)
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
@@ -134,6 +136,31 @@ def _hash_array(array: pa.Array, key: np.uint64) -> U64:
     return hashes
 
 
+def _plain(array: pa.Array) -> pa.Array:
+    """The same values without an encoding of their own: equal values hash equally, however they are laid out."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(array.storage)
+    if pa.types.is_dictionary(kind):
+        return _plain(array.dictionary_decode())
+    if pa.types.is_run_end_encoded(kind):
+        return _plain(pc.run_end_decode(array))
+    if pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    if pa.types.is_binary_view(kind):
+        return array.cast(pa.large_binary())
+    if pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind):
+        return array.cast(pa.binary())
+    if pa.types.is_fixed_size_list(kind):
+        return array.cast(pa.large_list(kind.value_type))
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        # Not by a cast: pyarrow's gives wrong offsets where a list view holds nulls.
+        lengths = np.asarray(pc.list_value_length(array).fill_null(0)).astype(np.int64)
+        offsets = pa.array(np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+        return pa.LargeListArray.from_arrays(offsets, array.flatten(), mask=array.is_null())
+    return array
+
+
 def _hash_fixed(array: pa.Array, key: np.uint64) -> U64:
     kind = array.type
     n = len(array)
@@ -141,9 +168,12 @@ def _hash_fixed(array: pa.Array, key: np.uint64) -> U64:
         words = np.asarray(array.cast(pa.uint8()).fill_null(0)).astype(np.uint64)
     elif pa.types.is_floating(kind):
         wide = np.asarray(array.cast(pa.float64()).fill_null(0.0)) + 0.0  # -0.0 becomes 0.0
+        wide[np.isnan(wide)] = np.nan  # one of many
         words = wide.view(np.uint64)
     elif pa.types.is_integer(kind):
         words = np.asarray(array.fill_null(0)).astype(np.int64).view(np.uint64)
+    elif n == 0:
+        return np.zeros(0, dtype=np.uint64)
     elif pa.types.is_decimal128(kind):
         pairs = np.frombuffer(array.buffers()[1], dtype=np.uint64)
         pairs = pairs[2 * array.offset : 2 * (array.offset + n)].reshape(n, 2)

@@ -12,6 +12,11 @@ from delivered.model.errors import UsageError
 
 REDACTED = "*****"
 
+_SECRET_WORDS = (
+    *("password", "passphrase", "secret", "jaas", "token", "credential", "private"),
+    *("key.pem", "keystore.key", "account_key", "access_key", "api.key", "api_key", "apikey"),
+)
+
 
 @dataclass(frozen=True)
 class Option:
@@ -145,4 +150,4 @@ def redacted(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _may_be_secret(key: str) -> bool:
-    return any(w in key.lower() for w in ("password", "secret", "jaas", "token", "key.pem", "credential"))
+    return any(w in key.lower() for w in _SECRET_WORDS)

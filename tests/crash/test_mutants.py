@@ -1,0 +1,250 @@
+"""The verifier verified: the engine is broken on purpose, one way at a time, and the crash runs must find it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.crash.scenarios import single
+from tests.crash.sim import Checkpoint, Crash, Sim
+from tests.crash.test_history import other_rows
+
+from delivered.commit import decide, recover, repair, rules
+from delivered.connectors.memory.ledger import MemoryLedger
+from delivered.connectors.memory.resource import MemoryResource
+from delivered.connectors.memory.world import Answer
+from delivered.model.capability import Commit
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.work import Action, BatchPlan
+from delivered.write import shard
+
+EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
+Patch = Callable[[pytest.MonkeyPatch], None]
+Runs = Callable[[], Iterator[list[str]]]
+
+
+def crashes(guarantee: Guarantee, how: str, commit: Commit = Commit.TWO_PHASE) -> Runs:
+    return lambda: (sim.verdict() for _, sim in single(guarantee, commit, how))
+
+
+def history(make: Callable[[], Sim], *, refused: str | None = None) -> Runs:
+    """One history; with `refused`, it must end in the error of this code."""
+
+    def run() -> Iterator[list[str]]:
+        sim = make().run()
+        if refused is None:
+            yield sim.verdict()
+        elif not any(getattr(e, "code", "") == f"DELIVERED_{refused}" for e in sim.errors):
+            yield ["went on"]
+
+    return run
+
+
+def answers(method: str, answer: Answer) -> Callable[[], Sim]:
+    def lose(sim: Sim, start: int) -> None:
+        if start == 0:
+            sim.world.answers[method] = deque([answer])
+
+    return lambda: Sim(EXACTLY, on_start=lose)
+
+
+def put_back(sim: Sim, start: int) -> None:
+    if start == 1:
+        sim.checkpoint.offsets[0] = {"0": 3, "1": 4}
+
+
+def new_checkpoint(sim: Sim, start: int) -> None:
+    if start == 1:
+        sim.checkpoint = Checkpoint("inc-2")
+
+
+def swap(target: Any, name: str, value: Any) -> Patch:
+    return lambda patch: patch.setattr(target, name, value)
+
+
+def apply_before_decide(patch: pytest.MonkeyPatch) -> None:
+    honest = decide._decide
+
+    def early(context: Any, decision: Any, new: Any) -> None:
+        decide._apply(context, decision)
+        honest(context, decision, new)
+
+    patch.setattr(decide, "_decide", early)
+
+
+def retry_decide(patch: pytest.MonkeyPatch) -> None:
+    def again(context: Any, decision: Any, unknown: Unknown) -> Any:
+        text = decision.to_json()
+        context.ledger._room.decisions.append(text)
+        return Ok(None)
+
+    patch.setattr(decide, "_look", again)
+
+
+def standing_decision_decided_again(patch: pytest.MonkeyPatch) -> None:
+    honest = decide._apply
+
+    def again(context: Any, decision: Any) -> None:
+        decide._decide(context, decision, decision.participants)
+        honest(context, decision)
+
+    patch.setattr(decide, "_apply", again)
+
+
+def xor(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Fingerprint,
+        "__add__",
+        lambda a, b: Fingerprint(a.count + b.count, a.low ^ b.low, a.high ^ b.high),
+    )
+
+
+def incarnation_left_out(patch: pytest.MonkeyPatch) -> None:
+    from delivered.connectors.memory.world import Room
+    from delivered.model.work import Decision
+
+    patch.setattr(Room, "of", lambda self, _: [Decision.from_json(t) for t in self.decisions])
+
+
+def skip_new_batches(patch: pytest.MonkeyPatch) -> None:
+    honest = BatchPlan.action_for
+    patch.setattr(
+        BatchPlan, "action_for", lambda self, s: Action.SKIP if self.batch == 1 and s == 0 else honest(self, s)
+    )
+    patch.setattr(decide, "complete", lambda batch, said: None)
+
+
+def never_give_up(patch: pytest.MonkeyPatch) -> None:
+    honest = recover.BatchPlan
+
+    def plan(*args: Any) -> BatchPlan:
+        made = honest(*args)
+        return replace(made, action=Action.WRITE) if made.action is Action.GIVE_UP else made
+
+    patch.setattr(recover, "BatchPlan", plan)
+
+
+def retried_task_sends_again(patch: pytest.MonkeyPatch) -> None:
+    honest = shard.write_shard
+
+    def as_first(sink: Any, plan: Any, number: int, attempt: int, *rest: Any) -> Any:
+        return honest(sink, plan, number, 0, *rest)
+
+    patch.setattr("tests.crash.sim.write_shard", as_first)
+
+
+def begin_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recover, "_begin", lambda context, view: None)
+
+
+def no_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryLedger, "resume", lambda self, owner_id: (setattr(self, "_epoch", 0), self._state())[1])
+    patch.setattr(MemoryLedger, "claim", lambda self, owner: self._state())
+    patch.setattr(decide, "_same_claim", lambda *args: None)
+
+
+def epoch_of_plan_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decide, "_same_claim", lambda *args: None)
+    honest = recover.plan_batch
+    patch.setattr("tests.crash.sim.plan_batch", lambda context, view, first, since: honest(context, view, first=first))
+
+
+def unknown_is_ok(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decide, "_look", lambda context, decision, unknown: Ok(None))
+
+
+def unknown_is_failed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decide, "_look", lambda context, decision, unknown: Failed(unknown.reason))
+
+
+def finish_by_the_pipelines_guarantee(patch: pytest.MonkeyPatch) -> None:
+    honest = recover._finish
+    patch.setattr(recover, "_finish", lambda context, d: honest(context, replace(d, guarantee=context.guarantee)))
+
+
+def changed_guarantee() -> Sim:
+    sim = Sim(EXACTLY, batches=1, crashes=(Crash("commit.decide:after"),))
+    sim.on_start = lambda sim, start: setattr(sim, "guarantee", LEAST) if start else None
+    return sim
+
+
+def differing_replay() -> Sim:
+    sim = Sim(EXACTLY, crashes=(Crash("commit.apply:after"),), expire_on_start=True)
+    sim.change = other_rows
+    return sim
+
+
+def asked_again() -> Sim:
+    return Sim(EXACTLY, crashes=(Crash("commit.apply:after", 1, "fail"),), commit_again=1)
+
+
+def old_checkpoint() -> Sim:
+    return Sim(EXACTLY, crashes=(Crash("commit.decide:after"),), on_start=put_back)
+
+
+def other_checkpoint() -> Sim:
+    return Sim(EXACTLY, batches=1, crashes=(Crash("log:after"),), on_start=new_checkpoint)
+
+
+def rows_seen_twice() -> Iterator[list[str]]:
+    """A pair that was doubled: its count may agree, its fingerprint must not cancel."""
+    one, two = Fingerprint(1, 5, 7), Fingerprint(1, 9, 2)
+    if one + one == two + two:
+        yield ["a doubled pair cancels"]
+
+
+MUTANTS: dict[str, tuple[Patch, Runs]] = {
+    "sweep left out": (swap(recover, "sweep", lambda context, keep: None), crashes(EXACTLY, "tree")),
+    "failed attempts left open": (swap(decide, "_tidy", lambda *args: None), crashes(EXACTLY, "kill")),
+    "offsets not compared": (
+        swap(rules, "_same_offsets", lambda *args: None),
+        history(old_checkpoint, refused="LEDGER_AHEAD"),
+    ),
+    "key without incarnation": (incarnation_left_out, history(other_checkpoint, refused="CHECKPOINT_NEW")),
+    "apply before decide": (apply_before_decide, crashes(EXACTLY, "tree")),
+    "no apply at recovery": (swap(recover, "_finish", lambda *args: {}), crashes(EXACTLY, "tree")),
+    "no apply after the decision": (swap(decide, "_apply", lambda *args: None), crashes(EXACTLY, "tree")),
+    "nobody is fenced": (no_fence, crashes(EXACTLY, "zombie")),
+    "plans of an older claim pass": (epoch_of_plan_ignored, crashes(MOST, "zombie")),
+    "decide sent again": (retry_decide, history(answers("decide", Answer.LOST))),
+    "unknown decision taken for made": (unknown_is_ok, history(answers("decide", Answer.NOT_SENT))),
+    "unknown decision taken for failed": (unknown_is_failed, history(answers("decide", Answer.LOST))),
+    "standing decision decided again": (standing_decision_decided_again, history(asked_again)),
+    "expired promise taken for kept": (
+        swap(MemoryResource, "applied", lambda *args: True),
+        crashes(EXACTLY, "tree"),
+    ),
+    "kept promise taken for expired": (
+        swap(MemoryResource, "apply", lambda self, work, p: Failed("gone") if self._world.marker(work) else Ok(None)),
+        crashes(EXACTLY, "tree"),
+    ),
+    "replay not compared": (
+        swap(repair, "_same_batch", lambda *args: None),
+        history(differing_replay, refused="REPLAY_DIFFERS"),
+    ),
+    "finished under the pipeline's guarantee": (finish_by_the_pipelines_guarantee, history(changed_guarantee)),
+    "a shard skipped in a new batch": (skip_new_batches, crashes(LEAST, "tree")),
+    "begun batch sent again": (never_give_up, crashes(MOST, "tree")),
+    "begin not recorded": (begin_not_recorded, crashes(MOST, "tree")),
+    "retried task sends again": (retried_task_sends_again, crashes(MOST, "kill")),
+    "XOR in place of addition": (xor, lambda: rows_seen_twice()),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_engine_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, runs = MUTANTS[name]
+    monkeypatch.setattr("tests.crash.sim.WAIT_S", 2.0)
+    patch(monkeypatch)
+    assert any(found for found in runs()), f"no run notices: {name}"
+
+
+@pytest.mark.parametrize("name", [n for n, (_, runs) in MUTANTS.items() if "history" in runs.__qualname__])
+def test_histories_are_clean_in_the_whole_engine(name: str) -> None:
+    """What finds a mutant finds nothing where nothing is wrong."""
+    assert not any(MUTANTS[name][1]())

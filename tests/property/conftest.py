@@ -1,0 +1,6 @@
+"""Examples are judged by what they show, not by how long they take: the machine may be busy."""
+
+from hypothesis import settings
+
+settings.register_profile("delivered", deadline=None, max_examples=50)
+settings.load_profile("delivered")
