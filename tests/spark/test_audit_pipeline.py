@@ -1,0 +1,201 @@
+"""An audit of a real pipeline, log to SQLite: clean, then damaged by hand, then with parts missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from delivered.audit.classes import Counts, Damage, Verdict
+from delivered.connectors.log import append
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.pipeline.registry import find_sink, find_source
+from delivered.spark.audit import AuditSpec, audit
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+ROWS = 90
+ID = "get_json_object(value, '$.id')"
+
+
+def clean(frame: DataFrame) -> DataFrame:
+    return frame.selectExpr("CAST(key AS STRING) AS key", "CAST(value AS STRING) AS value")
+
+
+@pytest.fixture(scope="module")
+def ran(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a pipeline delivered 90 records in three batches."""
+    folder = tmp_path_factory.mktemp("audited")
+    values = [json.dumps({"id": i, "n": i}).encode() for i in range(ROWS)]
+    keys = [f"k{i % 7}".encode() if i % 10 else None for i in range(ROWS)]
+    append(str(folder / "log"), pa.table({"key": pa.array(keys, pa.binary()), "value": values}), partition_by=2)
+    stream = spark.readStream.format("delivered_log").option("path", str(folder / "log"))
+    query = (
+        clean(stream.option("maxOffsetsPerTrigger", "30").load())
+        .writeStream.format("delivered_sqlite")
+        .options(guarantee="exactly_once", pipeline="audited", path=str(folder / "sink.db"), table="rows")
+        .option("checkpointLocation", str(folder / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(120)
+    return folder
+
+
+@pytest.fixture
+def copy(ran: Path, tmp_path: Path) -> Path:
+    shutil.copytree(ran, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def spec(folder: Path, **changes: Any) -> AuditSpec:
+    made = AuditSpec(
+        pipeline="audited",
+        guarantee=Guarantee.EXACTLY_ONCE,
+        checkpoint=str(folder / "checkpoint"),
+        source=find_source("log", {"path": str(folder / "log")}),
+        sink=find_sink("sqlite", {"path": str(folder / "sink.db"), "table": "rows"}),
+        transform=clean,
+        id=ID,
+    )
+    return replace(made, **changes)
+
+
+def change(folder: Path, *statements: str) -> None:
+    connection = sqlite3.connect(folder / "sink.db")
+    with connection:
+        for statement in statements:
+            assert connection.execute(statement).rowcount != 0
+    connection.close()
+
+
+def test_a_clean_sink_is_held_and_three_accounts_agree(spark: SparkSession, ran: Path) -> None:
+    report = audit(spark, spec(ran))
+    assert (report.verdict, report.exit_code) == (Verdict.HELD, 0)
+    assert report.counts == Counts(ROWS, ROWS)
+    assert report.fingerprints is not None
+    assert report.fingerprints.says == "source, ledger and sink agree"
+    assert [line.lane for line in report.lanes] == ["log-0", "log-1"]
+    assert sum(line.counts.sent for line in report.lanes) == ROWS
+    assert all(line.sent_fingerprint == line.delivered_fingerprint for line in report.lanes)
+    assert (report.history.batches, report.history.faults) == (3, ())
+    assert sum(line.records for line in report.history.lines) == ROWS
+    assert audit(spark, spec(ran, id=None)).verdict is Verdict.HELD
+
+
+COPY = "INSERT INTO rows SELECT * FROM rows WHERE json_extract(value, '$.id') = 5"
+DELETE = "DELETE FROM rows WHERE json_extract(value, '$.id') = 6"
+ALTER = "UPDATE rows SET value = '{\"id\": 7, \"n\": -1}' WHERE json_extract(value, '$.id') = 7"
+STRANGER = "INSERT INTO rows VALUES ('k1', '{\"id\": 999}')"
+
+
+@pytest.mark.parametrize(
+    ("statements", "counts", "breaks"),
+    [
+        ((COPY,), Counts(ROWS, ROWS + 1, duplicated=1), {"exactly_once", "at_most_once"}),
+        ((DELETE,), Counts(ROWS, ROWS - 1, lost=1), set(Guarantee)),
+        ((COPY, DELETE), Counts(ROWS, ROWS, lost=1, duplicated=1), set(Guarantee)),
+        ((ALTER,), Counts(ROWS, ROWS, altered=1), set(Guarantee)),
+        ((STRANGER,), Counts(ROWS, ROWS + 1, unexpected=1), set(Guarantee)),
+    ],
+    ids=["copy", "loss", "copy and loss", "alteration", "stranger"],
+)
+def test_a_damaged_sink_breaks_what_forbids_it(
+    spark: SparkSession, copy: Path, statements: tuple[str, ...], counts: Counts, breaks: set[str]
+) -> None:
+    change(copy, *statements)
+    report = audit(spark, spec(copy))
+    assert replace(report.counts, reordered=0) == counts
+    for guarantee in Guarantee:
+        assert (replace(report, guarantee=guarantee).verdict is Verdict.BROKEN) == (guarantee in breaks)
+    assert report.fingerprints is not None
+    assert report.fingerprints.says == "source and ledger agree, the sink differs"
+    ids = {d: [s.id for s in report.samples_of(d)] for d in Damage if counts.of(d)}
+    wanted = {Damage.DUPLICATED: "5", Damage.LOST: "6", Damage.ALTERED: "7", Damage.UNEXPECTED: "999"}
+    assert ids == {d: [wanted[d]] for d in ids}
+
+
+def test_rows_swapped_within_a_key_are_seen(spark: SparkSession, copy: Path) -> None:
+    """Records 1 and 8 have one key; the second copy of the first one stands last."""
+    change(
+        copy,
+        "INSERT INTO rows SELECT * FROM rows WHERE json_extract(value, '$.id') = 1",
+        "DELETE FROM rows WHERE rowid = (SELECT min(rowid) FROM rows WHERE json_extract(value, '$.id') = 1)",
+    )
+    report = audit(spark, spec(copy))
+    assert report.verdict is Verdict.HELD
+    assert report.counts == Counts(ROWS, ROWS, reordered=1)
+    assert [s.id for s in report.samples_of(Damage.REORDERED)] == ["1"]
+
+
+def test_records_of_a_batch_that_is_not_decided_are_in_progress(spark: SparkSession, copy: Path) -> None:
+    change(copy, "DELETE FROM _delivered_decision WHERE batch = 2")
+    report = audit(spark, spec(copy))
+    assert report.verdict is Verdict.HELD
+    assert (report.counts.sent, report.counts.in_progress, report.counts.delivered) == (60, 30, 90)
+    assert any("not decided" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("missing", ["log", "sink.db", "checkpoint"])
+def test_what_cannot_be_read_is_unknown_and_never_a_pass(spark: SparkSession, copy: Path, missing: str) -> None:
+    (copy / missing).rename(copy / "away")
+    report = audit(spark, spec(copy))
+    assert (report.verdict, report.exit_code) == (Verdict.UNKNOWN, 3)
+    assert report.unknowns
+    assert report.unknowns[0].startswith("[DELIVERED_")
+
+
+def test_a_ledger_without_decisions_is_unknown(spark: SparkSession, copy: Path) -> None:
+    change(copy, "DELETE FROM _delivered_decision")
+    report = audit(spark, spec(copy))
+    assert report.verdict is Verdict.UNKNOWN
+    assert "no decided batch" in report.unknowns[0]
+
+
+def test_a_transform_that_throws_is_unknown(spark: SparkSession, ran: Path) -> None:
+    report = audit(spark, spec(ran, transform=lambda f: clean(f).selectExpr("key", "raise_error('no') AS value")))
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.counts == Counts()
+
+
+def test_a_transform_that_is_not_deterministic_shows_as_the_sources_side(spark: SparkSession, ran: Path) -> None:
+    report = audit(spark, spec(ran, transform=lambda f: clean(f).selectExpr("key", "value || rand() AS value")))
+    assert report.verdict is Verdict.BROKEN
+    assert report.fingerprints is not None
+    assert report.fingerprints.says.startswith("ledger and sink agree, the source differs")
+
+
+def test_a_transform_that_moves_rows_is_audited_without_order(spark: SparkSession, ran: Path) -> None:
+    report = audit(spark, spec(ran, transform=lambda f: clean(f).repartition(3)))
+    assert report.verdict is Verdict.HELD
+    assert [line.lane for line in report.lanes] == ["all"]
+    assert any("moves rows" in note for note in report.notes)
+
+
+def test_a_wrong_id_is_the_users_error(spark: SparkSession, ran: Path) -> None:
+    with pytest.raises(UsageError, match="AUDIT_EXPRESSION"):
+        audit(spark, spec(ran, id="no_such_column"))
+    with pytest.raises(UsageError, match="AUDIT_EXPRESSION"):
+        audit(spark, spec(ran, key="((("))
+
+
+def test_the_sink_may_be_read_from_an_offset_on(spark: SparkSession, copy: Path) -> None:
+    """What stood in the sink before the pipeline is not its own."""
+    before = [("k", f'{{"id": {-i}}}') for i in range(1, 4)]
+    connection = sqlite3.connect(copy / "sink.db")
+    with connection:
+        connection.execute("UPDATE rows SET rowid = rowid + 1000")
+        connection.executemany(
+            "INSERT INTO rows (rowid, key, value) VALUES (?, ?, ?)", [(i, *r) for i, r in enumerate(before)]
+        )
+    connection.close()
+    assert audit(spark, spec(copy)).counts.unexpected == 3
+    assert audit(spark, spec(copy, sink_from={"rowid": 1000})).verdict is Verdict.HELD
