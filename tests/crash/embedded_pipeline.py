@@ -1,4 +1,4 @@
-"""A whole pipeline without Spark, in a process of its own: a log, the engine, SQLite, a checkpoint as Spark keeps it.
+"""A whole pipeline without Spark, in a process of its own: a log, the engine, a sink, a checkpoint as Spark keeps it.
 
     python embedded_pipeline.py '{"log": ..., "database": ..., "checkpoint": ..., "guarantee": ..., "owner": ...}'
 
@@ -24,6 +24,7 @@ from delivered.commit.context import Context
 from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
 from delivered.connectors.log import CONNECTOR as LOG
+from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -75,7 +76,10 @@ def write(path: Path, text: str) -> None:
 
 def run(spec: dict[str, Any]) -> None:
     source = LOG.source({"path": spec["log"]})
-    sink = SQLITE.sink({"path": spec["database"], "table": TABLE})
+    if "postgres" in spec:
+        sink = POSTGRES.sink(spec["postgres"])
+    else:
+        sink = SQLITE.sink({"path": spec["database"], "table": TABLE})
     checkpoint = Checkpoint(Path(spec["checkpoint"]))
     scope = Scope(PIPELINE, sink.name, checkpoint.incarnation)
     owner, guarantee = Owner(spec["owner"], process=os.getpid()), Guarantee(spec["guarantee"])

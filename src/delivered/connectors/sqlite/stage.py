@@ -107,7 +107,8 @@ def read_staged(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any])
             f"{crc}, prepared were {handle['bytes']} with {handle['crc32']}. Nothing of the batch is visible.",
             next_step="check the disk, then start the pipeline again; the batch runs again",
         )
-    with pa.memory_map(str(path)) as source:
+    # Not mapped into memory: a mapped file of any size would count as this process's memory.
+    with pa.OSFile(str(path)) as source:
         reader = pa.ipc.open_file(source)
         for index in range(reader.num_record_batches):
             yield reader.get_batch(index)
