@@ -59,6 +59,10 @@ class MemoryLedger:
     def decide(self, decision: Decision) -> Outcome[None]:
         text = decision.to_json()
         if self._commit is Commit.ONE_TRANSACTION and decision.guarantee is Guarantee.EXACTLY_ONCE:
+            for p in decision.participants:
+                # The transaction is open here and holds no lock: a driver that is paused in it blocks nobody.
+                reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=decision.batch, shard=p.shard)
+                reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=decision.batch, shard=p.shard)
             return self._write("decide", lambda: self._in_one_transaction(decision, text))
         return self._write("decide", lambda: self._append(decision, text))
 
@@ -96,16 +100,13 @@ class MemoryLedger:
         return None
 
     def _in_one_transaction(self, decision: Decision, text: str) -> Failed | None:
-        """Rows and record together: the crash points inside leave nothing behind."""
+        """Rows and record together, or neither."""
         staged = []
         for p in decision.participants:
-            reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=decision.batch, shard=p.shard)
             found = self._world.participants.get(int(p.handle["id"]))
             if found is None or found.state is not State.PREPARED:
                 return Failed(f"the staged rows of shard {p.shard} are gone")
             staged.append(found)
-            reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=decision.batch, shard=p.shard)
-        self._world.gate()
         failed = self._append(decision, text)
         if failed is None:
             for found in staged:
