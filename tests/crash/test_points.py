@@ -46,7 +46,7 @@ def test_every_crash_point_belongs_to_a_guarantee() -> None:
 
 @pytest.mark.parametrize(("guarantee", "commit"), CASES)
 def test_two_crashes(guarantee: Guarantee, commit: Commit) -> None:
-    runs = list(pairs(guarantee, commit, count=250, seed=20))
+    runs = list(pairs(guarantee, commit, count=150, seed=20))
     assert [w for run in runs for w in judge(run)] == []
     both = sum(1 for _, sim in runs if all(c.hit for c in sim.crashes))
     assert both >= 20, "the sample must hold histories in which both crashes happened"
