@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from examples.demo.systems import Embedded, Kafka, System
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+import delivered
 from delivered.audit.table import render
 
 if TYPE_CHECKING:
@@ -134,28 +136,9 @@ def _session(log: Path) -> SparkSession:
         os.close(kept)
 
 
-def _audit(spark: SparkSession, pipeline: Path, life: Life, say: Any) -> Result:
-    from delivered.model.guarantee import Guarantee
-    from delivered.pipeline.registry import find_sink, find_source
-    from delivered.spark.audit import AuditSpec, audit
-
-    file = yaml.safe_load(pipeline.read_text(encoding="utf-8"))
-
-    def transform(frame: Any) -> Any:
-        frame.createOrReplaceTempView("source")
-        return frame.sparkSession.sql(file["transform"]["sql"])
-
-    source, sink = dict(file["source"]), dict(file["sinks"][0])
-    spec = AuditSpec(
-        pipeline=file["pipeline"],
-        guarantee=Guarantee(file["guarantee"]),
-        checkpoint=file["checkpoint"],
-        source=find_source(source.pop("format"), {k: str(v) for k, v in source.items()}),
-        sink=find_sink(sink.pop("format"), {k: str(v) for k, v in sink.items()}),
-        transform=transform,
-        id=file["audit"]["id"],
-    )
-    return Result(audit(spark, spec, lambda text: say(f"{file['guarantee']}: {text}")), life)
+def _audit(spark: SparkSession, pipeline: Path, life: Life, say: Callable[[str], None]) -> Result:
+    made = delivered.Pipeline.from_file(pipeline)
+    return Result(made.audit(spark, progress=lambda text: say(f"{made.guarantee}: {text}")), life)
 
 
 if __name__ == "__main__":

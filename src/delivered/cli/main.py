@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ import typer
 from delivered.cli import open as open_
 from delivered.cli import servers
 from delivered.cli.output import Output, OutputOption, command, console, say, say_json, working
+from delivered.model.errors import UsageError
 from delivered.pipeline.load import parse_override
 from delivered.spark.pipeline import Pipeline
 
@@ -129,6 +131,10 @@ def audit(
     checkpoint: CheckpointOption = None,
     master: MasterOption = None,
     samples: Annotated[int, typer.Option(min=0, max=10_000, help="Damaged records to list, per class.")] = 20,
+    sink_from: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Offsets of the sink to read it from, where it holds records of others."),
+    ] = None,
     spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
@@ -138,8 +144,9 @@ def audit(
     from delivered.cli.run import quiet_spark
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
+    start = _offsets("--sink-from", sink_from)
     with working("starting Spark") as progress, quiet_spark(pipeline, spark_log) as spark:
-        report = pipeline.audit(spark, samples_max=samples, progress=progress)
+        report = pipeline.audit(spark, samples_max=samples, sink_from=start, progress=progress)
     if output is Output.JSON:
         say(report.to_json())
     else:
@@ -163,6 +170,22 @@ def doctor(
     else:
         show(checks)
     return 1 if any(c.health is Health.BAD for c in checks) else 0
+
+
+def _offsets(option: str, given: str | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    try:
+        found = json.loads(given)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(
+            "OFFSETS_VALUE",
+            f"{option} is {given!r}; it must be a JSON object.",
+            next_step="""write it as in '{"orders": {"0": 12}}' (Kafka) or '{"rowid": 12}' (SQLite)""",
+        )
+    return found
 
 
 def read(file: Path, sets: list[str], **named: Any) -> Pipeline:

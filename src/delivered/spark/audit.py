@@ -247,7 +247,7 @@ def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) 
     driver = source.driver()
     try:
         start, end = driver.batch()
-        slices = driver.slices(spec.sink_from if spec.sink_from is not None else start, end)
+        slices = driver.slices(_over(start, spec.sink_from or {}), end)
     finally:
         driver.close()
     frame = slice_frame(spark, source, slices)
@@ -267,6 +267,17 @@ def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) 
 
     with _expressions(spec):
         return hashed(frame, canonical, fingerprint_seed(scope), lane, position, None, spec.id, spec.key)
+
+
+def _over(start: Offsets, given: Offsets) -> Offsets:
+    """The offsets given, and the earliest ones for partitions that were not named."""
+    return {
+        **start,
+        **{
+            k: _over(start[k], v) if isinstance(v, dict) and isinstance(start.get(k), dict) else v
+            for k, v in given.items()
+        },
+    }
 
 
 def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:

@@ -161,12 +161,15 @@ class Pipeline:
         spark: SparkSession | None = None,
         *,
         samples_max: int = 20,
+        sink_from: Mapping[str, Any] | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> AuditReport:
         """Read the source range and the sink back as a Spark job, and say what became of every record.
 
         Args:
             samples_max: damaged records listed, per class.
+            sink_from: offsets of the sink to read it from; what stands before them belongs to others, or to an earlier
+                checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. None: all that the sink holds.
             progress: called with what is being done, a few times.
 
         Raises:
@@ -174,7 +177,7 @@ class Pipeline:
         """
         from delivered.spark.start import audit
 
-        return audit(self, spark, samples_max, progress)
+        return audit(self, spark, samples_max, sink_from, progress)
 
     def __repr__(self) -> str:
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,11 @@ def _travel_by_value(transform: Transform) -> None:
 
 
 def audit(
-    pipeline: Pipeline, given: SparkSession | None, samples_max: int, progress: Callable[[str], None] | None
+    pipeline: Pipeline,
+    given: SparkSession | None,
+    samples_max: int,
+    sink_from: Mapping[str, Any] | None,
+    progress: Callable[[str], None] | None,
 ) -> AuditReport:
     """Audit the one sink of a pipeline. Raises UsageError for more sinks, or a source that is Spark's own."""
     if len(pipeline.sinks) != 1:
@@ -203,6 +207,6 @@ def audit(
         id=pipeline.audit_by.get("id"),
         key=pipeline.audit_by.get("key"),
         samples_max=samples_max,
-        source_from=first_offsets.kept(pipeline.checkpoint),
+        sink_from=dict(sink_from) if sink_from is not None else None,
     )
     return run_audit(spark, spec, progress)
