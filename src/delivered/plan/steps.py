@@ -100,7 +100,11 @@ def _one_transaction(request: Request, sink: SinkCapability) -> tuple[Step, ...]
 
 def _at_least_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
     return (
-        Step(StepId.BATCH_BEGIN, "the batch is recorded as begun", "nothing was sent; the batch runs again"),
+        Step(
+            StepId.BATCH_BEGIN,
+            "a checkpoint's first batch is recorded as begun",
+            "nothing was sent; the batch runs again",
+        ),
         _read(request, "the batch runs again; nothing of this shard was sent"),
         Step(StepId.WRITE_SEND, sink.send, "what was sent stays visible, and is sent once more"),
         Step(StepId.WRITE_FLUSH, "every row acknowledged", "all of the batch is visible, and is sent once more"),

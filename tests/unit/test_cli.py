@@ -1,0 +1,169 @@
+"""The command line: results, errors, exit codes. What runs Spark is in tests/spark/test_cli_run.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from delivered.cli.main import app
+from delivered.cli.output import redact
+
+COMMANDS = [
+    ["init"],
+    ["plan"],
+    ["run"],
+    ["audit"],
+    ["doctor"],
+    ["transactions", "list"],
+    ["transactions", "abort"],
+    ["transactions", "apply"],
+    ["brokers", "start"],
+    ["brokers", "stop"],
+    ["brokers", "status"],
+]
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    code, out, err = call("init", tmp_path / "example")
+    assert (code, err) == (0, "")
+    assert "1000 records" in out
+    return tmp_path / "example" / "orders.yaml"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_and_both_outputs(command: list[str]) -> None:
+    code, out, _ = call(*command, "--help")
+    assert code == 0
+    assert "--output" in out
+
+
+def test_plan_as_text_and_json(example: Path) -> None:
+    code, out, _ = call("plan", example)
+    assert code == 0
+    assert "orders: exactly_once by" in out
+    assert "commit.decide" in out
+    code, out, _ = call("plan", example, "--output", "json")
+    assert code == 0
+    assert [s["id"] for s in json.loads(out)["steps"]][-1] == "log"
+
+
+def test_a_refusal_exits_2_and_says_the_way_out(example: Path) -> None:
+    code, out, _ = call("plan", example, "--set", "trigger={real_time: 1 minute}")
+    assert code == 2
+    assert "DELIVERED_TRIGGER_NOT_MICRO_BATCH" in out
+    assert "way out" in out
+    code, out, _ = call("plan", example, "--master", "spark://host:7077", "--output", "json")
+    assert code == 2
+    assert json.loads(out)["code"] == "DELIVERED_SOURCE_LOCAL"
+
+
+def test_an_option_stands_above_the_environment(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELIVERED_GUARANTEE", "at_least_once")
+    assert json.loads(call("plan", example, "-o", "json")[1])["guarantee"] == "at_least_once"
+    arguments = ("plan", example, "-o", "json", "--guarantee", "at_most_once")
+    assert json.loads(call(*arguments)[1])["guarantee"] == "at_most_once"
+
+
+def test_an_error_is_one_message_without_a_traceback(example: Path) -> None:
+    code, out, err = call("plan", example, "--set", "source.pathh=/x")
+    assert code == 2
+    assert out == ""
+    assert err.startswith("[DELIVERED_OPTION_UNKNOWN]")
+    assert "Next: write 'path'" in err
+    assert "Traceback" not in err
+
+
+def test_an_error_as_json(example: Path) -> None:
+    code, out, err = call("plan", example, "--set", "guarantee=twice", "-o", "json")
+    assert (code, err) == (2, "")
+    assert json.loads(out)["error"]["code"] == "DELIVERED_FILE_INVALID"
+
+
+def test_run_refuses_before_spark_starts(example: Path) -> None:
+    code, out, err = call("run", example, "--set", "source.path=/nowhere/log")
+    assert code == 2
+    assert "/nowhere/log" in err
+    assert out == ""
+
+
+def test_init_does_not_overwrite(example: Path) -> None:
+    code, _, err = call("init", example.parent)
+    assert code == 2
+    assert "DELIVERED_EXAMPLE_EXISTS" in err
+
+
+def test_transactions_of_a_sink_without_any(example: Path) -> None:
+    code, _, err = call("transactions", "list", example)
+    assert code == 2
+    assert "DELIVERED_NO_TRANSACTIONS" in err
+
+
+def test_doctor_is_content_here_and_names_what_is_wrong(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    code, out, _ = call("doctor", example)
+    assert code == 0, out
+    for word in ("Java", "pyspark", "deltalake", "pipeline orders", "127.0.0.1"):
+        assert word in out
+    monkeypatch.setenv("PYSPARK_PYTHON", "/nowhere/python")
+    code, out, _ = call("doctor", "-o", "json")
+    assert code == 1
+    bad = [c for c in json.loads(out) if c["health"] == "bad"]
+    assert [c["check"] for c in bad] == ["PYSPARK_PYTHON"]
+    assert bad[0]["next"].startswith("export PYSPARK_PYTHON=")
+
+
+def test_brokers_of_an_empty_folder(tmp_path: Path) -> None:
+    code, out, _ = call("brokers", "status", "kafka", "--folder", tmp_path)
+    assert code == 1
+    assert "no server was ever started" in out
+    code, out, _ = call("brokers", "stop", "kafka", "--folder", tmp_path, "-o", "json")
+    assert (code, json.loads(out)["stopped"]) == (0, False)
+    code, _, err = call("brokers", "start", "kafak")
+    assert code == 2
+    assert "kafka" in err
+
+
+def test_usage_errors_exit_2() -> None:
+    assert call("plan")[0] == 2
+    assert call("no-such-command")[0] == 2
+
+
+def test_a_reader_that_closes_early_is_no_error(example: Path) -> None:
+    """`delivered plan orders.yaml | head -1`: no traceback, no message."""
+    code = "from delivered.cli.main import app; app()"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, "plan", str(example)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert writer.stdout is not None
+    writer.stdout.close()
+    _, err = writer.communicate(timeout=60)
+    lines = [line for line in err.decode().splitlines() if "asking" not in line]
+    assert lines == []
+    assert writer.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("kafka.sasl.password=hunter2, next", "kafka.sasl.password=*****, next"),
+        ('{"kafka.ssl.key.password": "hunter2"}', '{"kafka.ssl.key.password": *****}'),
+        ("password='env:KAFKA_PASSWORD'", "password='env:KAFKA_PASSWORD'"),
+        ("token: file:/run/token", "token: file:/run/token"),
+        ("the password is wrong", "the password is wrong"),
+    ],
+)
+def test_secrets_are_taken_out_of_messages(text: str, shown: str) -> None:
+    assert redact(text) == shown

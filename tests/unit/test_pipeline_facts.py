@@ -1,0 +1,212 @@
+"""What is gathered before a start: owner, ledger, checkpoint, first offsets; and Spark's errors read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pytest
+
+import delivered
+from delivered.commit.context import Context
+from delivered.commit.decide import commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.connectors.log.produce import append
+from delivered.model.errors import InvariantBroken, OutcomeUnknown
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.work import CheckpointView, Owner
+from delivered.plan import Plan, Refusal
+from delivered.spark import first_offsets
+from delivered.spark.facts import living
+from delivered.spark.messages import translated
+from delivered.write.shard import write_shard
+
+ROWS = pa.schema([pa.field("value", pa.binary())])
+
+
+@pytest.fixture
+def neighbour() -> Iterator[psutil.Process]:
+    """Another living process of this machine that is no relative: started by one that ended (-3: DEVNULL)."""
+    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=0, stdout=-3).pid)"
+    read, write = os.pipe()
+    told = subprocess.run([sys.executable, "-c", code], stdin=read, stdout=subprocess.PIPE, text=True, check=True)
+    yield psutil.Process(int(told.stdout))
+    os.close(write)
+    os.close(read)
+
+
+def owner_of(process: psutil.Process, shift_ms: int = 0) -> Owner:
+    return Owner("other", socket.gethostname(), process.pid, int(process.create_time() * 1000) + shift_ms)
+
+
+def pipeline(tmp_path: Path, checkpoint: str = "checkpoint", **options: object) -> delivered.Pipeline:
+    append(str(tmp_path / "in"), pa.table({"value": [b"a"]}), idempotence=("test", 1))
+    settings: dict[str, object] = {"guarantee": "exactly_once", **options}
+    return delivered.Pipeline(
+        name="orders",
+        checkpoint=tmp_path / checkpoint,
+        source=delivered.log(str(tmp_path / "in")),
+        sinks=[delivered.sqlite(str(tmp_path / "out.db"), "orders")],
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def decide(made: delivered.Pipeline, batches: int, owner: Owner, incarnation: str = "incarnation-1") -> None:
+    sink = made.sinks[0].sink()
+    scope = Scope(made.name, sink.name, incarnation)
+    context = Context(scope, Guarantee.EXACTLY_ONCE, owner, sink.ledger(scope), sink.resource(scope))
+    for batch in range(batches):
+        offsets = f'{{"0":{batch}}}'
+        plan = plan_batch(context, CheckpointView(incarnation, batch, offsets, None), first=batch == 0)
+        rows = pa.record_batch([pa.array([b"v"])], schema=ROWS)
+        commit_batch(context, batch, offsets, [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
+    context.ledger.close()
+    context.resource.close()
+
+
+def checkpoint(made: delivered.Pipeline, batches: int, incarnation: str = "incarnation-1") -> None:
+    folder = Path(made.checkpoint)
+    (folder / "offsets").mkdir(parents=True)
+    (folder / "metadata").write_text(json.dumps({"id": incarnation}))
+    for batch in range(batches):
+        (folder / "offsets" / str(batch)).write_text("v1\n{}\n{}")
+
+
+def code_of(answer: Plan | Refusal) -> str:
+    return answer.code if isinstance(answer, Refusal) else "PLAN"
+
+
+def test_a_living_owner_is_seen(neighbour: psutil.Process) -> None:
+    found = living(owner_of(neighbour))
+    assert found is not None
+    assert found.process == neighbour.pid
+
+
+def test_who_is_no_living_owner(neighbour: psutil.Process) -> None:
+    assert living(None) is None
+    assert living(owner_of(psutil.Process())) is None, "this driver itself"
+    assert living(owner_of(neighbour, shift_ms=60_000)) is None, "another process that got the same id"
+    elsewhere = Owner("other", "another-host", neighbour.pid, int(neighbour.create_time() * 1000))
+    assert living(elsewhere) is None, "nothing is known of another host"
+    neighbour.kill()
+    neighbour.wait(10)
+    assert living(Owner("other", socket.gethostname(), neighbour.pid, 1)) is None
+
+
+def test_a_live_driver_is_refused_unless_taken_over(tmp_path: Path, neighbour: psutil.Process) -> None:
+    made = pipeline(tmp_path)
+    decide(made, 1, owner_of(neighbour))
+    checkpoint(made, 1)
+    assert code_of(made.plan()) == "CHECKPOINT_OWNED"
+    assert code_of(made.plan(takeover=True)) == "PLAN"
+
+
+def test_a_ledger_ahead_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    made = pipeline(tmp_path)
+    decide(made, 3, Owner("gone"))
+    checkpoint(made, 3)
+    assert code_of(made.plan()) == "PLAN"
+    (Path(made.checkpoint) / "offsets" / "2").unlink()
+    answer = made.plan()
+    assert code_of(answer) == "LEDGER_AHEAD"
+    with pytest.raises(delivered.Refused, match="LEDGER_AHEAD"):
+        made.start()
+
+
+def test_a_new_checkpoint_is_refused_unless_accepted(tmp_path: Path) -> None:
+    """P2: batch numbers of a new checkpoint start at 0 and mean other records."""
+    decide(pipeline(tmp_path), 2, Owner("gone"))
+    assert code_of(pipeline(tmp_path, "other").plan()) == "CHECKPOINT_NEW"
+    assert code_of(pipeline(tmp_path, "other", new_checkpoint=True).plan()) == "PLAN"
+    assert code_of(pipeline(tmp_path, "other", guarantee="at_least_once").plan()) == "PLAN"
+
+
+def test_preflight_refuses_a_log_that_is_not_there(tmp_path: Path) -> None:
+    made = delivered.Pipeline(
+        name="orders",
+        guarantee="exactly_once",
+        checkpoint=tmp_path / "checkpoint",
+        source=delivered.log(str(tmp_path / "nothing")),
+        sinks=[delivered.sqlite(str(tmp_path / "out.db"), "orders")],
+    )
+    answer = made.plan()
+    assert isinstance(answer, Refusal)
+    assert "nothing" in answer.reason
+    assert isinstance(made.plan(offline=True), Plan)
+
+
+@pytest.mark.parametrize("where", ["option", "conf"])
+def test_p18_asynchronous_progress_is_refused(where: str, tmp_path: Path) -> None:
+    """P18: idempotence by batch number is void when offsets are logged after the batch."""
+    made = pipeline(tmp_path)
+    if where == "option":
+        made.sinks = (made.sinks[0].with_options(asyncProgressTrackingEnabled="true"),)
+    else:
+        made.conf = {"spark.sql.streaming.asyncProgressTrackingEnabled": "true"}
+    assert code_of(made.plan(offline=True)) == "ASYNC_PROGRESS"
+
+
+def test_a_cluster_master_refuses_local_files(tmp_path: Path) -> None:
+    assert code_of(pipeline(tmp_path, master="spark://host:7077").plan(offline=True)) == "SOURCE_LOCAL"
+    assert code_of(pipeline(tmp_path, master="local[2]").plan(offline=True)) == "PLAN"
+
+
+def test_sources_of_sparks_own_are_judged_by_name(tmp_path: Path) -> None:
+    made = pipeline(tmp_path)
+    made.source = delivered.endpoint("spark:kafka", subscribe="orders")
+    assert code_of(made.plan(offline=True)) == "PLAN"
+    made.source = delivered.endpoint("spark:socket", host="localhost", port=9999)
+    answer = made.plan(offline=True)
+    assert code_of(answer) == "SOURCE_NOT_REPLAYABLE"
+    assert isinstance(answer, Refusal)
+    assert answer.nearest is Guarantee.AT_MOST_ONCE
+
+
+def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
+    """A source at "latest" must mean the same place when batch 0 runs again: what came in between would be lost."""
+    made = pipeline(tmp_path)
+    source = made.source.with_options(startingOffsets="latest").source()
+    first = first_offsets.keep(made.checkpoint, source)
+    append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
+    assert source.driver().initial() != first
+    assert first_offsets.keep(made.checkpoint, source) == first
+    assert first_offsets.kept(made.checkpoint) == first
+    explicit = made.source.with_options(startingOffsets=json.dumps(first)).source()
+    assert explicit.driver().initial()["offsets"] == first["offsets"]
+    assert [p.name for p in (Path(made.checkpoint) / "delivered").iterdir()] == ["source-offsets.json"]
+
+
+def test_damaged_first_offsets_stop_the_start(tmp_path: Path) -> None:
+    made = pipeline(tmp_path)
+    assert first_offsets.kept(made.checkpoint) is None
+    file = Path(made.checkpoint) / first_offsets.FILE
+    file.parent.mkdir(parents=True)
+    file.write_text('{"offs')
+    with pytest.raises(InvariantBroken, match="SOURCE_OFFSETS_DAMAGED"):
+        first_offsets.keep(made.checkpoint, made.source.source())
+
+
+def test_an_error_of_ours_is_found_in_the_text_of_spark() -> None:
+    text = (
+        "[STREAM_FAILED] Query terminated with exception: ...\n  File x.py, line 3\n"
+        "delivered.model.errors.LedgerAhead: [DELIVERED_LEDGER_AHEAD] The ledger holds batch 7. Next: restore the "
+        "newest checkpoint\n\tat org.apache.spark.Foo\n"
+    )
+    found = translated(RuntimeError(text))
+    assert found is not None
+    assert (found.code, found.message, found.next_step, found.exit_code) == (
+        "DELIVERED_LEDGER_AHEAD",
+        "The ledger holds batch 7.",
+        "restore the newest checkpoint",
+        1,
+    )
+    assert isinstance(translated(RuntimeError("x [DELIVERED_DECISION_UNKNOWN] Nobody knows.\n")), OutcomeUnknown)
+    assert translated(RuntimeError("[STREAM_FAILED] no error of ours")) is None
