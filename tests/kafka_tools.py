@@ -45,7 +45,7 @@ def read_committed(bootstrap: str, topic: str, isolation: str = "read_committed"
         found: list[Message] = []
         ended: set[int] = set()
         while len(ended) < len(partitions):
-            for message in consumer.consume(10_000, 60):
+            for message in consumer.consume(10_000, 0.2):
                 if message.error():
                     ended.add(message.partition())
                 else:
