@@ -26,6 +26,7 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 
 OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
 _PARALLEL_MAX = 8
+_ENDING_WAIT_S = 2.0
 
 _PROMISE_GONE = frozenset(
     {
@@ -125,8 +126,13 @@ def end(wire: Wire, handle: Handle, commit: bool) -> Outcome[None]:
         committed=commit,
         max_version=4,
     )
+    deadline = time.monotonic() + _ENDING_WAIT_S
     try:
         answer = wire.ask_coordinator(handle.transactional_id, request)
+        while answer.error_code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
+            # An end that was asked for before is on its way into the partitions.
+            time.sleep(0.005)
+            answer = wire.ask_coordinator(handle.transactional_id, request)
     except NoAnswer as error:
         return Unknown(str(error))
     what = f"{handle.transactional_id}, epoch {handle.producer.epoch}: {name_of(answer.error_code)}"

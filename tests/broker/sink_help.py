@@ -1,0 +1,147 @@
+"""What tests of the Kafka sink and ledger share."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from tests.kafka_tools import read_committed
+
+from delivered.commit.context import Context
+from delivered.commit.decide import commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.connectors.kafka import CONNECTOR
+from delivered.connectors.kafka.ledger import KafkaLedger
+from delivered.connectors.kafka.resource import KafkaResource
+from delivered.connectors.kafka.sink import KafkaSink
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage
+from delivered.write.shard import write_shard
+
+EXACT = Guarantee.EXACTLY_ONCE
+SCHEMA = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
+_names = itertools.count()
+
+
+def rows(values: Iterable[bytes | None], key: bytes | None = None) -> pa.RecordBatch:
+    listed = list(values)
+    return pa.record_batch([pa.array([key] * len(listed), pa.binary()), pa.array(listed, pa.binary())], schema=SCHEMA)
+
+
+@dataclass
+class Rig:
+    """A Kafka sink of a pipeline, driven as Spark would drive it: each `context` is a process of its own."""
+
+    kafka: Any
+    topic: str
+    pipeline: str = field(default_factory=lambda: f"p{next(_names)}-{time.time_ns() % 10**9}")
+    incarnation: str = "i0"
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def sink(self) -> KafkaSink:
+        made = CONNECTOR.sink({"kafka.bootstrap.servers": self.kafka.bootstrap, "topic": self.topic, **self.options})
+        assert isinstance(made, KafkaSink)
+        return made
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.pipeline, self.sink.name, self.incarnation)
+
+    def work(self, batch: int, shard: int = 0, attempt: int = 0) -> Work:
+        return Work(self.scope, batch, shard, attempt)
+
+    def ledger(self) -> KafkaLedger:
+        return KafkaLedger(self.sink.options, self.scope)
+
+    def resource(self) -> KafkaResource:
+        return KafkaResource(self.sink.options, self.scope)
+
+    def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
+        return Context(self.scope, guarantee, Owner(owner), self.ledger(), self.resource())
+
+    def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
+        view = CheckpointView(self.incarnation, batch, f"o{batch}", batch - 1 if batch else None)
+        return plan_batch(context, view, first=first)
+
+    def bare_plan(self, batch: int) -> BatchPlan:
+        """A plan without recovery, for tests of one transaction; the internal topic must be there."""
+        return BatchPlan(self.scope, "first", EXACT, batch, f"o{batch}", Action.WRITE)
+
+    def write(self, plan: BatchPlan, shards: Iterable[int] = (0, 1), attempt: int = 0) -> list[ShardMessage]:
+        return [
+            write_shard(self.sink, plan, s, attempt, iter([rows(self.values_of(plan.batch, s))]), SCHEMA)
+            for s in shards
+        ]
+
+    @staticmethod
+    def values_of(batch: int, shard: int) -> list[bytes | None]:
+        return [b"%d/%d/%d" % (batch, shard, i) for i in range(20)]
+
+    def commit(self, context: Context, batch: int, messages: list[ShardMessage]) -> Decision | None:
+        return commit_batch(context, batch, f"o{batch}", list(messages))
+
+    def run(self, context: Context, batch: int, first: bool = False) -> Decision | None:
+        return self.commit(context, batch, self.write(self.plan(context, batch, first)))
+
+    def visible(self, isolation: str = "read_committed") -> list[bytes | None]:
+        return sorted((m.value() or b"") for m in read_committed(self.kafka.bootstrap, self.topic, isolation))
+
+    def expected(self, batches: Iterable[int], shards: Iterable[int] = (0, 1)) -> list[bytes | None]:
+        listed = list(shards)
+        return sorted((v for b in batches for s in listed for v in self.values_of(b, s)), key=lambda v: v or b"")
+
+
+def prepared(message: ShardMessage) -> Prepared:
+    assert message.prepared is not None
+    return message.prepared
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
+    """Wait for a fact."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+class Child:
+    """A function of tests/broker/sink_process.py in a process of its own. It tells lines; it dies when told."""
+
+    def __init__(self, function: str, *arguments: Any) -> None:
+        coded = base64.b64encode(pickle.dumps(arguments)).decode()
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("sink_process.py")), function, coded],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def say(self) -> Any:
+        """The next thing it tells; blocks."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the child ended with {self.process.wait()}"
+        return pickle.loads(base64.b64decode(line))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()

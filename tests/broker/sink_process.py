@@ -1,0 +1,60 @@
+"""What tests of the Kafka sink run in processes of their own. Each function tells the test what it did, on stdout."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import resource
+import sys
+import time
+from typing import Any
+
+
+def tell(what: Any) -> None:
+    print(base64.b64encode(pickle.dumps(what)).decode(), flush=True)
+
+
+def write(sink: Any, plan: Any, shard: int, batches: Any, schema: Any) -> None:
+    """Prepare a shard, tell the message, then do nothing: the test kills this process."""
+    from delivered.write.shard import write_shard
+
+    tell(write_shard(sink, plan, shard, 0, iter(batches), schema))
+    time.sleep(600)
+
+
+def apply(sink: Any, scope: Any, work: Any, prepared: Any) -> None:
+    tell(sink.resource(scope).apply(work, prepared))
+
+
+def decide_for_ever(sink: Any, scope: Any, owner: Any, decision: Any) -> None:
+    """Claim, then decide batch after batch, telling each outcome, until somebody else owns the ledger."""
+    from dataclasses import replace
+
+    from delivered.model.errors import Fenced
+
+    ledger = sink.ledger(scope)
+    state = ledger.claim(owner)
+    batch = state.last.batch + 1 if state.last else 0
+    while True:
+        try:
+            ledger.resume(owner.id)
+            tell((batch, ledger.decide(replace(decision, batch=batch, owner=owner.id))))
+        except Fenced as error:
+            tell(("fenced", str(error)))
+            return
+        batch += 1
+
+
+def grow(sink: Any, work: Any, guarantee: Any, batch: Any, times: int) -> None:
+    """Stage a batch many times; tell the memory after a tenth, and at the end."""
+    writer = sink.shard_writer(work, guarantee, batch.schema)
+    for i in range(times):
+        writer.stage(batch)
+        if i == times // 10:
+            tell(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    tell(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    writer.abort()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*pickle.loads(base64.b64decode(sys.argv[2])))

@@ -1,0 +1,390 @@
+"""Exactly once into Kafka: transactions that tasks prepare and the driver ends, against a real broker.
+
+Every test here breaks something on purpose: a process, a broker, a promise, or the order of things.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, prepared, rows, wait_for
+from tests.kafka_tools import read_committed
+
+from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka.protocol import Wire
+from delivered.connectors.kafka.transactions import Handle
+from delivered.model import step
+from delivered.model.errors import Fenced, PromiseBroken, UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.limits import TRANSACTION_SLOTS
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.work import Action, Prepared
+
+
+@pytest.fixture
+def rig(kafka: Any) -> Rig:
+    return Rig(kafka, kafka.topic(3))
+
+
+def test_batches_are_visible_once_and_only_after_their_decision(rig: Rig) -> None:
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    messages = rig.write(plan)
+    assert rig.visible() == []
+    assert rig.visible("read_uncommitted") == rig.expected([0])
+    rig.commit(context, 0, messages)
+    assert rig.visible() == rig.expected([0])
+    rig.run(context, 1)
+    assert rig.visible() == rig.expected([0, 1])
+    assert context.resource.open_transactions() == []
+
+
+def test_a_task_may_die_after_prepare_and_another_process_applies(rig: Rig) -> None:
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    with Child("write", rig.sink, plan, 0, [rows(rig.values_of(0, 0))], SCHEMA) as task:
+        message = task.say()
+        task.kill()
+    assert [t.state for t in context.resource.open_transactions()] == ["Ongoing"]
+    assert rig.visible() == []
+    with Child("apply", rig.sink, rig.scope, rig.work(0), prepared(message)) as driver:
+        assert driver.say() == Ok(None)
+    assert rig.visible() == rig.expected([0], [0])
+
+
+def test_a_writer_that_is_garbage_or_whose_process_ends_in_order_leaves_its_transaction_open(rig: Rig) -> None:
+    context = rig.context()
+    message = rig.write(rig.plan(context, 0), [0])[0]
+    from delivered.connectors.kafka import warm
+
+    warm.close_all()
+    assert [t.transactional_id for t in context.resource.open_transactions()] == [
+        prepared(message).handle["transactional_id"]
+    ]
+    assert context.resource.apply(rig.work(0), prepared(message)) == Ok(None)
+    assert rig.visible() == rig.expected([0], [0])
+
+
+def test_p16_apply_may_be_called_again(rig: Rig) -> None:
+    context = rig.context()
+    message = rig.write(rig.plan(context, 0), [0])[0]
+    for _ in range(3):
+        assert context.resource.apply(rig.work(0), prepared(message)) == Ok(None)
+    assert context.resource.applied(rig.work(0))
+    assert rig.visible() == rig.expected([0], [0])
+
+
+def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig) -> None:
+    context = rig.context()
+    context.ledger.claim(context.owner)
+    first, second = (rig.write(rig.bare_plan(b), [0])[0] for b in (0, 1))
+    resource = context.resource
+    assert resource.apply(rig.work(0), prepared(first)) == Ok(None)
+    wire = Wire(rig.sink.options.resolved())
+    for message in (first, second):
+        taken = transactions.initialise(
+            wire, prepared(message).handle["transactional_id"], 60_000, time.monotonic() + 30
+        )
+        assert isinstance(taken, Ok)
+    wire.close()
+    # The first had been applied, the second never was: only the marker knows.
+    assert isinstance(resource.apply(rig.work(0), prepared(first)), Failed)
+    assert isinstance(resource.apply(rig.work(1), prepared(second)), Failed)
+    assert resource.applied(rig.work(0))
+    assert not resource.applied(rig.work(1))
+
+
+def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_again(rig: Rig) -> None:
+    rig.options["transactionTimeout"] = "1"
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    wait_for(lambda: not context.resource.open_transactions())
+    with pytest.raises(PromiseBroken, match="PROMISE_EXPIRED"):
+        rig.commit(context, 0, messages)
+    assert rig.visible() == []
+    # The next start writes what is missing, under the same decision.
+    rig.options["transactionTimeout"] = "60"
+    again = rig.context()
+    plan = rig.plan(again, 0)
+    assert set(plan.rewrite) == {0, 1}
+    rig.commit(again, 0, rig.write(plan))
+    assert rig.visible() == rig.expected([0])
+    assert rig.plan(rig.context(), 0).rewrite == {}
+
+
+def test_p5_one_expired_participant_of_two_is_written_again_alone(rig: Rig) -> None:
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    assert context.resource.abort(prepared(messages[1])) == Ok(None)  # as the broker does when time is up
+    with pytest.raises(PromiseBroken):
+        rig.commit(context, 0, messages)
+    again = rig.context()
+    plan = rig.plan(again, 0)
+    assert set(plan.rewrite) == {1}
+    said = rig.write(plan)
+    assert [m.did for m in said] == [Action.SKIP, Action.WRITE]
+    rig.commit(again, 0, said)
+    assert rig.visible() == rig.expected([0])
+
+
+def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: Callable[..., Any]) -> None:
+    """The broker dies by SIGKILL between prepare and apply, and comes back: no row is lost, none is there twice."""
+    kafka = new_kafka()
+    rig = Rig(kafka, kafka.topic(2))
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    assert isinstance(context.resource.sweep([prepared(m) for m in messages]), Ok)
+    kafka.broker.kill()
+    assert isinstance(context.resource.apply(rig.work(0), prepared(messages[0])), Unknown)
+    kafka.broker.restart()
+    rig.commit(context, 0, messages)
+    assert rig.visible() == rig.expected([0])
+    rig.run(context, 1)
+    assert rig.visible() == rig.expected([0, 1])
+
+
+def test_p9_every_batch_has_an_epoch_of_its_own_and_a_late_end_hits_nothing(rig: Rig) -> None:
+    context = rig.context()
+    message = rig.write(rig.plan(context, 0), [0])[0]
+    first = prepared(message)
+    rig.commit(context, 0, [message])
+    rig.run(context, 1)
+    third_message = rig.write(rig.plan(context, 2, first=False), [0])[0]
+    third = prepared(third_message)
+    assert third.handle["transactional_id"] == first.handle["transactional_id"]
+    assert (third.handle["producer_id"], third.handle["epoch"]) != (first.handle["producer_id"], first.handle["epoch"])
+    # Late requests of batch 0, both kinds, while the same id holds batch 2.
+    assert isinstance(transactions.end(context.resource._wire, Handle.from_json(first.handle), commit=True), Failed)
+    assert isinstance(transactions.end(context.resource._wire, Handle.from_json(first.handle), commit=False), Failed)
+    assert [t.handle for t in context.resource.open_transactions()] == [Handle.from_json(third.handle)]
+    rig.commit(context, 2, [third_message])
+    assert rig.visible() == sorted(rig.expected([0, 2], [0]) + rig.expected([1]))
+
+
+def test_p9_an_attempt_that_runs_again_takes_a_new_epoch_and_fences_the_sleeping_one(rig: Rig) -> None:
+    """A zombie: the same batch, shard and attempt, in a task that slept while the batch ran again."""
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    zombie = rig.sink.shard_writer(rig.work(0), EXACT, SCHEMA)
+    zombie.stage(rows([b"zombie"]))
+    awake = rig.write(plan, [0])
+    with pytest.raises(Fenced, match="PRODUCER_FENCED"):
+        zombie.stage(rows([b"zombie again"]))
+        zombie.prepare(Fingerprint())
+    zombie.abort()
+    rig.commit(context, 0, awake)
+    assert rig.visible() == rig.expected([0], [0])
+
+
+def test_p10_ids_are_bounded_over_batches_attempts_and_incarnations(rig: Rig) -> None:
+    context = rig.context()
+    rig.plan(context, 0)
+    for incarnation in ("i0", "i1"):
+        rig.incarnation = incarnation
+        for batch in range(5):
+            for attempt in range(3):
+                writer = rig.sink.shard_writer(rig.work(batch, attempt=attempt), EXACT, SCHEMA)
+                writer.stage(rows([b"x"]))
+                writer.abort()
+    wire = Wire(rig.sink.options.resolved())
+    found = transactions.listed(wire, rig.scope, [], time.monotonic() + 10)
+    wire.close()
+    assert 1 < len(found) <= TRANSACTION_SLOTS
+
+
+def test_overlapping_attempts_and_alternating_batches_never_share_an_id() -> None:
+    used = {transactions.slot_of(batch, attempt) for batch in (6, 7) for attempt in (0, 1)}
+    assert len(used) == 4 == TRANSACTION_SLOTS
+
+
+def test_p11_hanging_transactions_of_the_dead_are_shown_and_swept(rig: Rig) -> None:
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    with Child("write", rig.sink, plan, 0, [rows([b"orphan"])], SCHEMA) as task:
+        task.say()
+        task.kill()
+    shown = context.resource.open_transactions()
+    assert [(t.shard, t.state, t.timeout_ms) for t in shown] == [(0, "Ongoing", 600_000)]
+    age = shown[0].age_s()
+    assert age is not None and 0 <= age < 60
+    assert any(p.startswith(rig.topic) for p in shown[0].partitions)
+    # A new checkpoint, hence another incarnation: the pipeline's own start frees the readers.
+    rig.incarnation = "i1"
+    assert rig.resource().sweep(()) == Ok(1)
+    assert context.resource.open_transactions() == []
+    assert rig.visible() == []
+
+
+def test_p11_a_person_may_abort_or_apply_what_is_open_and_nothing_else(rig: Rig) -> None:
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    ids = [prepared(m).handle["transactional_id"] for m in messages]
+    assert context.resource.end_by_id(ids[0], commit=True) == Ok(None)
+    assert context.resource.end_by_id(ids[1], commit=False) == Ok(None)
+    wait_for(lambda: not context.resource.open_transactions())
+    assert rig.visible() == rig.expected([0], [0])
+    with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
+        context.resource.end_by_id(ids[0], commit=True)
+    with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
+        context.resource.end_by_id("somebody.else.0.0", commit=False)
+
+
+def test_a_zombie_that_was_swept_cannot_write_on(rig: Rig) -> None:
+    context = rig.context()
+    rig.plan(context, 0)
+    zombie = rig.sink.shard_writer(rig.work(0), EXACT, SCHEMA)
+    zombie.stage(rows([b"zombie"]))
+    wait_for(context.resource.open_transactions)
+    assert context.resource.sweep(()) == Ok(1)
+    with pytest.raises(Fenced):
+        zombie.stage(rows([b"zombie again"]))
+        zombie.prepare(Fingerprint())
+    zombie.abort()
+    assert context.resource.open_transactions() == []
+    assert rig.visible() == []
+
+
+def test_sweep_keeps_what_was_decided(rig: Rig) -> None:
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+    assert context.resource.sweep([prepared(messages[0])]) == Ok(1)
+    assert context.resource.apply(rig.work(0), prepared(messages[0])) == Ok(None)
+    assert isinstance(context.resource.apply(rig.work(0, 1), prepared(messages[1])), Failed)
+    assert rig.visible() == rig.expected([0], [0])
+
+
+def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any) -> None:
+    topic = kafka.topic(1)
+    one = Rig(kafka, topic, pipeline="a.b")
+    other = Rig(kafka, topic, pipeline="a")
+    scopes = (replace(one.scope, sink="c"), replace(other.scope, sink="b.c"))
+    assert scopes[0].prefix == scopes[1].prefix
+    assert transactions.id_prefix(scopes[0]) != transactions.id_prefix(scopes[1])
+    works = [replace(one.work(0), scope=s) for s in scopes]
+    for scope in scopes:
+        one.sink.ledger(scope).claim(one.context().owner)
+    writers = [one.sink.shard_writer(w, EXACT, SCHEMA) for w in works]
+    handles = []
+    for writer in writers:
+        writer.stage(rows([b"x"]))
+        handles.append(writer.prepare(Fingerprint()))
+    # One of the two pipelines recovers; the other's promise must hold.
+    assert one.sink.resource(scopes[0]).sweep(()) == Ok(1)
+    kept = one.sink.resource(scopes[1])
+    assert kept.apply(works[1], Prepared(0, 0, Fingerprint(), handles[1])) == Ok(None)
+
+
+def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
+    context = rig.context()
+    rig.plan(context, 0)
+    writers = [rig.sink.shard_writer(rig.work(0, s), EXACT, SCHEMA) for s in (0, 1)]
+    for s, writer in enumerate(writers):
+        writer.stage(rows(rig.values_of(0, s)))
+    writers[0].abort()
+    handle = writers[1].prepare(Fingerprint())
+    assert context.resource.apply(rig.work(0, 1), Prepared(1, 0, Fingerprint(), handle)) == Ok(None)
+    assert rig.visible() == rig.expected([0], [1])
+
+
+def test_a_ready_producer_that_lost_its_id_is_not_used(rig: Rig) -> None:
+    """The batch was run elsewhere in between: the producer that was made ready here is fenced, and nobody notices."""
+    from delivered.connectors.kafka import warm
+
+    context = rig.context()
+    rig.run(context, 0, first=True)
+    ready = warm._ready[warm._key(rig.sink.options, rig.work(1))]
+    assert ready.done.wait(30)
+    assert ready.taken is not None
+    wire = Wire(rig.sink.options.resolved())
+    name = transactions.transactional_id(rig.work(1))
+    assert isinstance(transactions.initialise(wire, name, 60_000, time.monotonic() + 30), Ok)
+    wire.close()
+    rig.run(context, 1)
+    assert rig.visible() == rig.expected([0, 1])
+
+
+def test_p24_epochs_run_out_and_the_pipeline_goes_on(new_kafka: Callable[..., Any]) -> None:
+    """The id is put at epoch 32764 in the broker's own log: the next batches cross the limit of 32767."""
+    kafka = new_kafka()
+    rig = Rig(kafka, kafka.topic(1))
+    context = rig.context()
+    rig.run(context, 0, first=True)
+    rig.run(context, 1)
+    from tests.broker.forged_epoch import force_epoch
+
+    from delivered.connectors.kafka import warm
+
+    warm.close_all()
+    names = [transactions.transactional_id(rig.work(b, s)) for b in (0, 1) for s in (0, 1)]
+    force_epoch(kafka, names, 32_764)
+    seen = []
+    for batch in range(2, 12):
+        decision = rig.run(context, batch)
+        assert decision is not None
+        seen += [(p.handle["producer_id"], p.handle["epoch"]) for p in decision.participants]
+    assert max(e for _, e in seen) >= 32_765
+    assert min(e for _, e in seen) < 10, "a new producer id begins at a low epoch"
+    assert len(set(seen)) == len(seen), "one epoch, one transaction"
+    assert rig.visible() == rig.expected(range(12))
+
+
+def test_p24_a_shard_without_rows_opens_no_transaction(rig: Rig) -> None:
+    context = rig.context()
+    rig.plan(context, 0)
+    writer = rig.sink.shard_writer(rig.work(0), EXACT, SCHEMA)
+    writer.stage(rows([]))
+    assert writer.prepare(Fingerprint()) == {}
+    assert context.resource.open_transactions() == []
+
+
+def test_p27_the_window_between_the_first_and_the_last_shard_is_short(rig: Rig, record_property: Any) -> None:
+    """A reader may see a part of a batch for a moment. How long is measured, and printed."""
+    context = rig.context()
+    windows = []
+    for batch in range(5):
+        messages = rig.write(rig.plan(context, batch, first=batch == 0), range(4))
+        started = time.perf_counter()
+        rig.commit(context, batch, messages)
+        windows.append((time.perf_counter() - started) * 1000)
+    record_property("window_ms", windows)
+    print(f"decide and apply of 4 shards, ms: {[round(w, 1) for w in windows]}")
+    assert rig.visible() == rig.expected(range(5), range(4))
+    assert sorted(windows)[2] < 1000
+
+
+def test_recovery_of_a_decided_batch_whose_driver_died(rig: Rig) -> None:
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 0))
+
+    def die(point: str, _: Any) -> None:
+        if point == "commit.decide:after":
+            raise KeyboardInterrupt
+
+    step.install(die)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rig.commit(context, 0, messages)
+    finally:
+        step.install(None)
+    assert rig.visible() == []
+    context.ledger.close()
+    context.resource.close()
+    later = rig.context("second")
+    plan = rig.plan(later, 0)
+    assert (plan.action, plan.rewrite) == (Action.SKIP, {})
+    assert rig.visible() == rig.expected([0])
+
+
+def test_records_of_one_key_keep_their_order(rig: Rig) -> None:
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    from delivered.write.shard import write_shard
+
+    values = [b"%05d" % i for i in range(40_000)]
+    batches = [rows(values[i : i + 7000], key=b"one") for i in range(0, len(values), 7000)]
+    rig.commit(context, 0, [write_shard(rig.sink, plan, 0, 0, iter(batches), SCHEMA)])
+    assert [m.value() for m in read_committed(rig.kafka.bootstrap, rig.topic)] == values
