@@ -1,0 +1,143 @@
+"""`delivered.Pipeline` end to end over the embedded connectors: start, stop between batches, restart, audit."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+
+import delivered
+from delivered.connectors.log.produce import append
+from delivered.spark import first_offsets
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+WAIT_S = 120.0
+
+
+def produce(path: Path, start: int, count: int) -> None:
+    ids = range(start, start + count)
+    rows = pa.table(
+        {"key": [f"k{i % 7}".encode() for i in ids], "value": [json.dumps({"id": i}).encode() for i in ids]}
+    )
+    append(str(path), rows, partition_by=2, idempotence=("test", start + count))
+
+
+def pipeline(folder: Path, guarantee: str = "exactly_once", **settings: object) -> delivered.Pipeline:
+    options = settings.pop("source_options", {})
+    defaults: dict[str, object] = {
+        "trigger": "available_now",
+        "transform": delivered.arrow(select=["key", "value"]),
+        "audit": {"id": "get_json_object(CAST(value AS STRING), '$.id')"},
+    }
+    return delivered.Pipeline(
+        name="orders",
+        guarantee=guarantee,
+        checkpoint=folder / "checkpoint",
+        source=delivered.log(str(folder / "in"), **options),  # type: ignore[arg-type]
+        sinks=[delivered.sqlite(str(folder / "out.db"), "orders")],
+        **{**defaults, **settings},  # type: ignore[arg-type]
+    )
+
+
+def rows(folder: Path) -> int:
+    connection = sqlite3.connect(f"file:{folder / 'out.db'}?mode=ro", uri=True)
+    try:
+        return int(connection.execute("SELECT count(*) FROM orders").fetchone()[0])
+    except sqlite3.OperationalError:
+        return 0  # the table is made by the first batch
+    finally:
+        connection.close()
+
+
+def until(fact: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not fact():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def upper(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch.set_column(0, "key", pa.array([k.upper() for k in batch.column(0).to_pylist()], pa.binary()))
+
+
+def as_frame(frame: DataFrame) -> DataFrame:
+    return frame.select("key", "value")
+
+
+@pytest.mark.parametrize(
+    ("transform", "key"),
+    [
+        (delivered.arrow(upper, select=["key", "value"]), b"K0"),
+        (as_frame, b"k0"),
+        ("SELECT upper(CAST(key AS STRING)) AS key, value FROM source", "K0"),
+        (None, b"k0"),
+    ],
+    ids=["arrow", "python", "sql", "none"],
+)
+def test_each_kind_of_transform_delivers_and_audits_clean(
+    spark: SparkSession, tmp_path: Path, transform: object, key: object
+) -> None:
+    produce(tmp_path / "in", 0, 70)
+    made = pipeline(tmp_path, transform=transform)
+    made.start(spark).awaitTermination(WAIT_S)
+    assert rows(tmp_path) == 70
+    with sqlite3.connect(tmp_path / "out.db") as connection:
+        assert connection.execute("SELECT min(key) FROM orders").fetchone() == (key,)
+    report = made.audit(spark)
+    assert (report.exit_code, report.counts.sent, report.counts.delivered) == (0, 70, 70)
+
+
+def test_latest_means_the_same_place_when_the_pipeline_is_started_again(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark asks a source anew where batch 0 begins, as long as batch 0 is not logged."""
+    produce(tmp_path / "in", 0, 10)
+    made = pipeline(tmp_path, source_options={"startingOffsets": "latest"})
+    made.start(spark).awaitTermination(WAIT_S)
+    assert first_offsets.kept(made.checkpoint) is not None
+    produce(tmp_path / "in", 10, 5)
+    # Of the second start's own "latest" these five would be none.
+    made.start(spark).awaitTermination(WAIT_S)
+    assert rows(tmp_path) == 5
+
+
+def test_stop_lets_the_running_batch_finish(spark: SparkSession, tmp_path: Path) -> None:
+    produce(tmp_path / "in", 0, 400)
+
+    def slow(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if batch.num_rows:
+            time.sleep(0.5)
+        return batch
+
+    made = pipeline(
+        tmp_path,
+        transform=delivered.arrow(slow, select=["key", "value"]),
+        trigger=None,
+        source_options={"maxOffsetsPerTrigger": 20},
+    )
+    query = made.start(spark)
+    until(lambda: rows(tmp_path) >= 40)
+    assert made.stop(query)
+    checkpoint = tmp_path / "checkpoint"
+    offsets, commits = (
+        {int(p.name) for p in (checkpoint / d).iterdir() if p.name.isdigit()} for d in ("offsets", "commits")
+    )
+    assert offsets == commits, "every batch that began is logged"
+    assert 40 <= rows(tmp_path) < 400, "and it stopped before the end"
+    assert not list((tmp_path / "out.db.delivered").glob("**/*.arrow")), "nothing staged was left behind"
+
+
+def test_a_second_pipeline_of_the_same_name_on_a_new_checkpoint_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    produce(tmp_path / "in", 0, 10)
+    pipeline(tmp_path).start(spark).awaitTermination(WAIT_S)
+    made = pipeline(tmp_path)
+    made.checkpoint = str(tmp_path / "another")
+    with pytest.raises(delivered.Refused, match="CHECKPOINT_NEW"):
+        made.start(spark)
+    assert not (tmp_path / "another").exists()
