@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark import StorageLevel
@@ -165,10 +165,11 @@ def _read_ledger(spec: AuditSpec, scope: Scope) -> _Ledger:
         return found
     resource = spec.sink.resource(scope)
     try:
-        found.transactions = _open_transactions(resource)
-        hidden = _hidden(resource, history.last)
+        still_open = _still_open(resource)
+        hidden = _hidden(resource, history.last, still_open)
     finally:
         resource.close()
+    found.transactions = tuple(_shown(t) for t in still_open or ())
     if hidden:
         found.visible = history.before
         found.notes.append(
@@ -178,16 +179,26 @@ def _read_ledger(spec: AuditSpec, scope: Scope) -> _Ledger:
     return found
 
 
-def _hidden(resource: Resource, decision: Decision) -> list[int]:
-    """Shards that are decided and not visible: the pipeline stopped between decide and apply."""
-    works = [Work(decision.scope, decision.batch, p.shard, p.attempt) for p in decision.participants if p.handle]
-    return [w.shard for w in works if not resource.applied(w)]
-
-
-def _open_transactions(resource: Resource) -> tuple[str, ...]:
-    """What the sink says is open under this pipeline's prefix; connectors that have such things offer it."""
+def _still_open(resource: Resource) -> list[Any] | None:
+    """Transactions of this pipeline at this sink that are not over; None: the sink has no such thing."""
     ask = getattr(resource, "open_transactions", None)
-    return tuple(str(t) for t in ask()) if ask is not None else ()
+    return list(ask()) if ask is not None else None
+
+
+def _shown(transaction: Any) -> str:
+    age = transaction.age_s()
+    since = "" if age is None else f", for {age:.0f} s"
+    return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.partitions)}"
+
+
+def _hidden(resource: Resource, decision: Decision, still_open: list[Any] | None) -> list[int]:
+    """Shards that are decided and not visible: the pipeline stopped between decide and apply."""
+    prepared = [p for p in decision.participants if p.handle]
+    if still_open:
+        # The evidence among the rows lies behind what is open. What is open itself tells enough.
+        handles = [t.handle.to_json() for t in still_open]
+        return [p.shard for p in prepared if dict(p.handle) in handles]
+    return [p.shard for p in prepared if not resource.applied(Work(decision.scope, decision.batch, p.shard, p.attempt))]
 
 
 class _SentRange:
