@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -25,7 +26,7 @@ from delivered.verify.evidence import Evidence, Seen, Stop
 from delivered.verify.history import End, History, fired, sends
 from delivered.verify.producer import read_notes, write_records
 from delivered.verify.proxy import Fired, Proxy
-from delivered.verify.services import Run, Trouble, audit, last_words, start, wait_for
+from delivered.verify.services import SERVICES, SPARK, Run, Service, Trouble, last_words, start, wait_for
 from delivered.verify.workloads import Record, Workload, records, source_id
 
 HIT_TIMEOUT_S = 120.0
@@ -39,6 +40,7 @@ class Setting:
     """What a bench is given.
 
     Attributes:
+        checkpoint: its folder.
         extra: more keys of the pipeline file.
         proxy, broker: None without Kafka.
         plain_s: time to the first effect of a start without a fault; None: not known.
@@ -52,11 +54,13 @@ class Setting:
     seed: int
     feed: Feed
     drain: Drain
+    checkpoint: Path
     extra: dict[str, Any] = field(default_factory=dict)
     proxy: Proxy | None = None
     broker: brokers.Broker | None = None
     plain_s: float | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    service: Service = SERVICES[SPARK]
 
 
 class Bench:
@@ -68,13 +72,14 @@ class Bench:
         self.folder = setting.folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self.history = History(self.folder / "history.jsonl")
-        self.checkpoint = self.folder / "checkpoint"
+        self.checkpoint = setting.checkpoint
         self.sql: str | None = setting.workload.sql
         self.extra = dict(setting.extra)
         self.runs: list[Run] = []
         self.stops: list[Stop] = []
         self.stays_down = False
         self.audited: dict[str, Any] | None = None
+        self.result: Evidence | None = None
         self._records = records(setting.workload, setting.seed)
         self._sent = 0
         self._seen: list[Seen] = []
@@ -140,7 +145,7 @@ class Bench:
             "guarantee": s.guarantee.value,
             "checkpoint": str(self.checkpoint),
             "source": source,
-            "transform": {"sql": self.sql} if self.sql else {"select": ["key", "value"]},
+            "transform": self._transform(),
             "sinks": [s.drain.options() | self.extra.get("sink", {})],
             "trigger": self.extra.get("trigger", "available_now"),
             "master": self.extra.get("master", "local[2]"),
@@ -149,10 +154,17 @@ class Bench:
         path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
         return path
 
+    def _transform(self) -> dict[str, Any]:
+        if self.sql:
+            return {"sql": self.sql}
+        arrow = self.setting.workload.arrow
+        return {"select": ["key", "value"]} | ({"arrow": arrow} if arrow else {})
+
     def start(self, crash: str = "", *arguments: str) -> Run:
         """Start the pipeline, to stop at these points."""
         number = len(self.runs) + 1
-        run = start(number, self.pipeline_file(), self.folder, crash, arguments, self.setting.environment)
+        s = self.setting
+        run = start(number, self.pipeline_file(), self.folder, crash, arguments, s.environment, s.service)
         run.started_s = self.history.now_s
         self.runs.append(run)
         self._restarts.append(run.started_s)
@@ -260,7 +272,7 @@ class Bench:
 
     def audit(self) -> None:
         """Ask the product itself, by `delivered audit`: a second opinion, and the count of what was given up."""
-        self.audited = audit(self.pipeline_file(), self.folder, self.setting.environment)
+        self.audited = self.setting.service.audit(self.pipeline_file(), self.folder, self.setting.environment)
         self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
 
     def _audited(self, *path: str) -> int | None:
@@ -276,7 +288,7 @@ class Bench:
     def _recoveries(self) -> list[float]:
         """From each start after a kill to the first effect seen after it, if that came before the next start."""
         found = []
-        for at, until in zip(self._restarts[1:], [*self._restarts[2:], float("inf")], strict=True):
+        for at, until in itertools.pairwise([*self._restarts[1:], float("inf")]):
             first = next((s.at_s for s in self._seen if s.at_s > at), None)
             if first is not None and first <= until:
                 found.append(round(first - at, 2))

@@ -13,7 +13,7 @@ from delivered.verify.verdict import Verdict
 _ALWAYS = frozenset({"unexpected", "source_kept", "unseen", "aborted_read", "hanging", "accounts", "stopped_right"})
 
 FORBIDDEN: dict[Guarantee, frozenset[str]] = {
-    Guarantee.AT_MOST_ONCE: _ALWAYS | {"duplicated", "order"},
+    Guarantee.AT_MOST_ONCE: _ALWAYS | {"duplicated"},
     Guarantee.AT_LEAST_ONCE: _ALWAYS | {"lost"},
     Guarantee.EXACTLY_ONCE: _ALWAYS | {"lost", "duplicated", "torn_batch", "order"},
 }

@@ -20,6 +20,7 @@ import psutil
 from delivered.model.errors import DeliveredError
 from delivered.testing.crash import CRASH, CRASH_DIR, Hit, hits, release
 from delivered.testing.supervisor import kill_tree
+from delivered.verify.workloads import Workload
 
 _POLL_S = 0.02
 AUDIT_TIMEOUT_S = 240.0
@@ -138,7 +139,11 @@ class Run:
         for p in self._tree():
             with contextlib.suppress(psutil.Error):
                 parent = p.parent()
-                if parent is not None and "pyspark.daemon" in " ".join(parent.cmdline()) and p.pid != parent.pid:
+                if (
+                    parent is not None
+                    and any("pyspark.daemon" in x or "delivered.verify.loop" in x for x in parent.cmdline())
+                    and p.pid != parent.pid
+                ):
                     found.append(p)
         return found
 
@@ -165,8 +170,9 @@ def start(
     crash: str = "",
     arguments: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
+    service: Service | None = None,
 ) -> Run:
-    """Start `delivered run`.
+    """Start a pipeline, as `service` does it; by default `delivered run`.
 
     Args:
         folder: of the cell; the run's output and crash points get into it.
@@ -182,7 +188,7 @@ def start(
         told |= {CRASH: crash, CRASH_DIR: str(crash_folder)}
     with output.open("wb") as out:
         process = subprocess.Popen(
-            [*DELIVERED, "run", str(pipeline), "--spark-log", str(folder / f"run{number}.spark.log"), *arguments],
+            [*(service or SERVICES[SPARK]).command(pipeline, folder, number), *arguments],
             env=told,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -215,6 +221,61 @@ def audit(pipeline: Path, folder: Path, environment: Mapping[str, str] | None = 
         said = (folder / "audit.log").read_text(encoding="utf-8", errors="replace")[-500:]
         raise Trouble("AUDIT_FAILED", f"`delivered audit` ended with {done.returncode} and no report: {said}") from None
     return report
+
+
+def _spark_command(pipeline: Path, folder: Path, number: int) -> list[str]:
+    return [*DELIVERED, "run", str(pipeline), "--spark-log", str(folder / f"run{number}.spark.log")]
+
+
+def _engine_command(pipeline: Path, folder: Path, number: int) -> list[str]:
+    del folder, number
+    return [sys.executable, "-m", "delivered.verify.loop", str(pipeline)]
+
+
+def _engine_accounts(pipeline: Path, folder: Path, environment: Mapping[str, str] | None) -> dict[str, Any]:
+    """Without Spark there is no audit job; what the ledger says was given up can be asked all the same."""
+    del folder
+    done = subprocess.run(
+        [sys.executable, "-m", "delivered.verify.loop", str(pipeline), "--accounts"],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=AUDIT_TIMEOUT_S,
+        check=False,
+    )
+    try:
+        accounts: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise Trouble("ACCOUNTS_FAILED", f"The ledger could not be asked: {done.stderr[-500:]}") from None
+    return {"verdict": None, "counts": accounts}
+
+
+@dataclass(frozen=True)
+class Service:
+    """What runs a pipeline.
+
+    Attributes:
+        command: (pipeline file, the cell's folder, number of the run) -> what to start.
+        audit: (pipeline file, the cell's folder, environment) -> what the product says of itself.
+        sql: whether it can run a transform in SQL.
+    """
+
+    name: str
+    command: Callable[[Path, Path, int], list[str]]
+    audit: Callable[[Path, Path, Mapping[str, str] | None], dict[str, Any]]
+    sql: bool
+
+    def can_run(self, workload: Workload) -> bool:
+        return self.sql or workload.sql is None
+
+
+SPARK, ENGINE = "spark", "engine"
+SERVICES = {
+    SPARK: Service(SPARK, _spark_command, audit, sql=True),
+    ENGINE: Service(ENGINE, _engine_command, _engine_accounts, sql=False),
+}
+"""`spark`: the product as a user runs it. `engine`: the same connectors and the same commit engine in a small loop that
+stands in for Spark, a hundred times cheaper to kill and start again; its verdicts do not speak of Spark."""
 
 
 def last_words(run: Run) -> str:

@@ -55,7 +55,7 @@ class Workload:
     Attributes:
         make: (random, how many) -> records, in the order of sending.
         effects: value of a source record -> values that the sink must hold for it.
-        sql: the transform, over the view `source`; None: none.
+        sql: the transform, over the view `source`; arrow: the same as "module:function"; None, None: none.
         ordered: effects of one key must appear in the order of their numbers.
         told_by: what a value in the sink says of itself: value -> effect.
     """
@@ -65,6 +65,7 @@ class Workload:
     make: Callable[[random.Random, int], Iterator[Record]]
     effects: Callable[[str], list[str]] = lambda value: [value]
     sql: str | None = None
+    arrow: str | None = None
     ordered: bool = True
     rows_per_batch: int | None = None
     records: int = 1_200
@@ -152,7 +153,7 @@ SELECT key, concat(value, '#', part) AS value FROM (
   WHERE get_json_object(CAST(value AS STRING), '$.n') % 3 <> 0)
 """
 _SAME_SQL = "SELECT key, value FROM source"
-_RANDOM_SQL = "SELECT key, concat(CAST(value AS STRING), '#', uuid()) AS value FROM source"
+_MODULE = "delivered.verify.transforms"
 
 WORKLOADS: dict[str, Workload] = {
     w.name: w
@@ -162,9 +163,20 @@ WORKLOADS: dict[str, Workload] = {
         Workload("skewed", "nine of ten records in one partition, one partition empty", _skewed),
         Workload("doubled", "records that are in the source two and three times", _doubled),
         Workload("big", "records of 1 MB", _big, records=48, rows_per_batch=12),
-        Workload("fan-out", "a filter, and one record to two", _keyed, _fan_out, _FAN_OUT_SQL, ordered=False),
+        Workload(
+            "fan-out-sql", "a filter, and one record to two, in SQL", _keyed, _fan_out, _FAN_OUT_SQL, ordered=False
+        ),
+        Workload(
+            "fan-out", "the same from Arrow to Arrow", _keyed, _fan_out, arrow=f"{_MODULE}:fan_out", ordered=False
+        ),
         Workload("sql", "a transform in SQL that changes nothing", _keyed, sql=_SAME_SQL),
-        Workload("random", "a transform that gives other rows each time", _keyed, sql=_RANDOM_SQL, deterministic=False),
+        Workload(
+            "random",
+            "a transform that gives other rows each time",
+            _keyed,
+            arrow=f"{_MODULE}:other_each_time",
+            deterministic=False,
+        ),
     )
 }
 

@@ -1,0 +1,262 @@
+"""One cell of the matrix, from its names to its verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from delivered import brokers
+from delivered.model.errors import DeliveredError
+from delivered.model.guarantee import Guarantee
+from delivered.verify import scripts
+from delivered.verify.bench import Bench, Setting, empty
+from delivered.verify.clients.base import Drain, Feed
+from delivered.verify.clients.kafka import Topic
+from delivered.verify.clients.log import Log
+from delivered.verify.clients.sqlite import Table
+from delivered.verify.faults import KAFKA, MOUNT, PROXY, Fault
+from delivered.verify.history import fired
+from delivered.verify.oracle import Judgement, judge
+from delivered.verify.proxy import Proxy
+from delivered.verify.services import SERVICES, SPARK
+from delivered.verify.verdict import Verdict
+from delivered.verify.workloads import WORKLOADS
+
+DISK_MB = 24
+BROKER_PROPERTIES = {
+    # Expired transactions are looked for every ten seconds by default; a cell should not wait for that.
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+    "message.max.bytes": "2097152",
+}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is asked: this sink, this guarantee, this workload, this fault, this seed."""
+
+    sink: str
+    guarantee: Guarantee
+    workload: str
+    fault: Fault
+    seed: int
+    service: str = SPARK
+
+    @property
+    def name(self) -> str:
+        """Short enough for a pipeline's name."""
+        short = {"exactly_once": "eo", "at_least_once": "alo", "at_most_once": "amo"}[self.guarantee.value]
+        return f"{self.sink}-{short}-{self.workload}-{self.fault.name}-{self.service[0]}{self.seed}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.sink, self.guarantee.value, self.workload, self.fault.name, self.seed, self.service)
+
+
+@dataclass
+class Result:
+    """What came out of a cell. The first ten fields are the format that others read."""
+
+    sink: str
+    guarantee: str
+    workload: str
+    fault: str
+    seed: int
+    verdict: str
+    lost: int
+    duplicated: int
+    fired: int
+    final_read: bool
+    service: str = SPARK
+    place: str = ""
+    text: str = ""
+    reasons: list[str] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    stops: list[dict[str, Any]] = field(default_factory=list)
+    sent: int = 0
+    delivered: int = 0
+    given_up: int | None = None
+    runs: int = 0
+    seconds: float = 0.0
+    first_effect_s: float | None = None
+    recovery_s: list[float] = field(default_factory=list)
+    folder: str = ""
+    again: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.sink, self.guarantee, self.workload, self.fault, self.seed, self.service)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Result:
+        known = cls.__dataclass_fields__
+        return cls(**{k: v for k, v in data.items() if k in known})
+
+
+class Ground:
+    """Where cells run, one after the other: a folder, and a broker that is started when the first cell needs it."""
+
+    def __init__(self, folder: Path, say: Say, environment: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.environment = environment or {}
+        self._say = say
+        self._broker: brokers.Broker | None = None
+
+    @property
+    def broker(self) -> brokers.Broker:
+        if self._broker is None:
+            place = self.folder / "broker"
+            shutil.rmtree(place, ignore_errors=True)
+            self._say("starting a Kafka broker")
+            self._broker = brokers.start("kafka", place, properties=BROKER_PROPERTIES, dies_with_parent=True)
+        return self._broker
+
+    def close(self) -> None:
+        if self._broker is not None:
+            self._broker.kill()
+            shutil.rmtree(self.folder / "broker", ignore_errors=True)
+            self._broker = None
+
+
+def run_cell(cell: Cell, ground: Ground, *, plain_s: float | None = None, audit: bool = False) -> Result:
+    """Run it and judge it. Whatever goes wrong with the judging itself is unknown, never a pass.
+
+    Args:
+        plain_s: time to the first effect of a start without a fault; None: not known.
+        audit: also ask `delivered audit`. Under at_most_once it is always asked, for what was given up.
+    """
+    began = time.monotonic()
+    folder = ground.folder / cell.name
+    empty(folder)
+    with contextlib.ExitStack() as stack:
+        try:
+            bench = stack.enter_context(_bench(cell, ground, folder, plain_s, stack))
+            judgement = _run(cell, bench, audit)
+        except Exception as error:
+            (folder / "judge.log").write_text(traceback.format_exc(), encoding="utf-8")
+            said = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
+            return _result(cell, folder, began, None, Verdict.UNKNOWN, [f"the verifier could not go on: {said}"])
+        result = _result(cell, folder, began, judgement, judgement.verdict, list(judgement.reasons))
+        _add_facts(result, bench)
+    (folder / "result.json").write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+    if judgement.verdict is Verdict.HELD:
+        _tidy(folder)
+    return result
+
+
+def _run(cell: Cell, bench: Bench, audit: bool) -> Judgement:
+    bench.open()
+    cell.fault.script(bench)
+    if (audit or cell.guarantee is Guarantee.AT_MOST_ONCE) and not bench.stays_down:
+        bench.audit()
+    ordered = WORKLOADS[cell.workload].ordered and cell.fault.name != "shards-changed"
+    bench.result = bench.evidence(cell.fault.requires, ordered)
+    return judge(bench.result)
+
+
+@contextlib.contextmanager
+def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stack: contextlib.ExitStack) -> Any:
+    fault = cell.fault
+    disk = folder
+    if MOUNT in fault.needs:
+        disk = folder / "disk"
+        stack.enter_context(scripts.small_disk(disk, DISK_MB))
+    setting = Setting(
+        name=cell.name,
+        folder=folder,
+        guarantee=cell.guarantee,
+        workload=WORKLOADS[cell.workload],
+        seed=cell.seed,
+        feed=Log(folder / "log"),
+        drain=Table(disk / "effects.db"),
+        checkpoint=disk / "checkpoint",
+        extra=dict(fault.extra),
+        plain_s=plain_s,
+        environment=ground.environment,
+        service=SERVICES[cell.service],
+    )
+    if cell.sink == KAFKA:
+        setting.broker = ground.broker
+        if PROXY in fault.needs:
+            setting.proxy = Proxy(setting.broker.bootstrap, lambda hit: bench.on_network_fault(hit))
+            stack.callback(setting.proxy.close)
+        setting.feed, setting.drain = _topics(cell, setting)
+    bench = Bench(setting)
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
+def _topics(cell: Cell, setting: Setting) -> tuple[Feed, Drain]:
+    assert setting.broker is not None  # noqa: S101 - set above
+    real = setting.broker.bootstrap
+    given = setting.proxy.bootstrap if setting.proxy is not None else real
+    big = {"kafka.message.max.bytes": "2097152"} if cell.workload == "big" else {}
+    return (
+        Topic(real, f"{cell.name}-in", given).as_feed(),
+        Topic(real, f"{cell.name}-out", given, extra=big),
+    )
+
+
+def _result(
+    cell: Cell, folder: Path, began: float, judgement: Judgement | None, verdict: Verdict, reasons: list[str]
+) -> Result:
+    return Result(
+        sink=cell.sink,
+        guarantee=cell.guarantee.value,
+        workload=cell.workload,
+        fault=cell.fault.name,
+        seed=cell.seed,
+        verdict=verdict.value,
+        lost=judgement.count("lost") if judgement else 0,
+        duplicated=judgement.count("duplicated") if judgement else 0,
+        fired=0,
+        final_read=False,
+        service=cell.service,
+        place=cell.fault.place,
+        text=cell.fault.text,
+        reasons=reasons,
+        findings=[{**asdict(f), "verdict": f.verdict.value} for f in judgement.findings] if judgement else [],
+        seconds=round(time.monotonic() - began, 1),
+        folder=str(folder),
+        again=f"delivered verify --only {cell.sink}/{cell.guarantee.value}/{cell.workload}/{cell.fault.name} "
+        f"--seed {cell.seed} --service {cell.service}",
+    )
+
+
+def _add_facts(result: Result, bench: Bench) -> None:
+    evidence = bench.result
+    if evidence is None:
+        return
+    result.faults = fired(bench.history)
+    result.fired = len(result.faults)
+    result.final_read = evidence.final is not None
+    result.sent = evidence.expected.total()
+    result.delivered = Counter(s.effect for s in evidence.final or ()).total()
+    result.given_up = evidence.given_up
+    result.stops = [{"when": s.when, "wanted": list(s.wanted), "got": s.got} for s in evidence.stops]
+    result.runs = len(bench.runs)
+    result.first_effect_s = bench.first_effect_s()
+    result.recovery_s = list(evidence.recovery_s)
+
+
+def _tidy(folder: Path) -> None:
+    """Of a cell that held, the history and what was said are kept; data and checkpoints are not."""
+    for name in ("checkpoint", "checkpoint.older", "checkpoint.newest", "checkpoint.kept", "log", "disk"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in [*folder.glob("effects.db*"), *folder.glob("*.spark.log")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

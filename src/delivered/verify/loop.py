@@ -1,0 +1,190 @@
+"""A pipeline without Spark: the product's own connectors and commit engine in a loop that stands in for it.
+
+    python -m delivered.verify.loop pipeline.yaml [--takeover] [--accounts]
+
+It keeps a checkpoint as Spark keeps one (metadata, offsets/N before a batch, commits/N after it), runs each shard in a
+worker process, and starts a batch again with the same number and offsets after a crash. What it cannot show is what
+Spark itself does; for that the verifier's service is `spark`. Transforms: none, or Arrow to Arrow.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from delivered.commit.context import Context
+from delivered.commit.decide import abort_batch, commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.contract import Sink, Slice
+from delivered.model.errors import DeliveredError
+from delivered.model.identity import Scope
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
+from delivered.testing.crash import install_from_environment
+from delivered.write.direct import ArrowTransform, Direct, pack
+from delivered.write.shard import write_shard
+
+WORKERS = 2
+
+
+class Checkpoint:
+    """Spark's layout. Every file appears whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("offsets", "commits"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        metadata = folder / "metadata"
+        if not metadata.exists():
+            self._write(metadata, json.dumps({"id": str(uuid.uuid4())}))
+        self.incarnation = str(json.loads(metadata.read_text())["id"])
+
+    def newest(self, name: str) -> int | None:
+        return max((int(p.name) for p in (self.folder / name).iterdir() if p.name.isdigit()), default=None)
+
+    def offsets(self, batch: int) -> str:
+        return (self.folder / "offsets" / str(batch)).read_text().split("\n", 2)[2].strip()
+
+    def plan(self, batch: int, offsets: str) -> None:
+        self._write(self.folder / "offsets" / str(batch), f"v1\n{{}}\n{offsets}")
+
+    def log(self, batch: int) -> None:
+        self._write(self.folder / "commits" / str(batch), "v1\n{}")
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+
+
+def task(sink: Sink, direct: Direct, plan: BatchPlan, shard: int, piece: Slice) -> ShardMessage:
+    """One task of a batch, in a worker process."""
+    install_from_environment()
+    reach(StepId.SOURCE_READ, Moment.BEFORE)
+    return write_shard(sink, plan, shard, 0, direct.rows(iter([pack(piece)])), direct.schema())
+
+
+class Loop:
+    """One driver."""
+
+    def __init__(self, file: Path) -> None:
+        from delivered.spark.pipeline import Pipeline
+
+        self.pipeline = Pipeline.from_file(file)
+        transform = self.pipeline.transform
+        if transform.kind not in ("none", "arrow"):
+            raise DeliveredError("LOOP_TRANSFORM", f"A loop without Spark cannot run a transform in {transform.kind}.")
+        endpoint = self.pipeline.sinks[0]
+        self.sink = endpoint.sink()
+        self.source = self.pipeline.source.source()
+        self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
+        self.sink_name = endpoint.name or self.sink.name
+
+    def context(self, checkpoint: Checkpoint) -> Context:
+        scope = Scope(self.pipeline.name, self.sink_name, checkpoint.incarnation)
+        own = psutil.Process()
+        owner = Owner(uuid.uuid4().hex, os.uname().nodename, own.pid, int(own.create_time() * 1000))
+        tolerance = Tolerance(new_checkpoint=self.pipeline.new_checkpoint, missing_ledger=self.pipeline.missing_ledger)
+        guarantee = self.pipeline.guarantee
+        return Context(scope, guarantee, owner, self.sink.ledger(scope), self.sink.resource(scope), tolerance)
+
+    def accounts(self) -> dict[str, int]:
+        context = self.context(Checkpoint(Path(self.pipeline.checkpoint)))
+        last = context.ledger.look().last
+        return {
+            "decided": last.total.count if last is not None else 0,
+            "given_up": last.given_up.count if last is not None else 0,
+        }
+
+    def run(self, takeover: bool) -> int:
+        """Until everything is delivered that was there at the start. Returns how many batches were run."""
+        refusal = self.pipeline.plan(takeover=takeover)
+        error = getattr(refusal, "error", None)
+        if error is not None:
+            raise error
+        self.sink.check_schema(self.direct.schema())
+        checkpoint = Checkpoint(Path(self.pipeline.checkpoint))
+        driver = self.source.driver()
+        driver.freeze()
+        context = self.context(checkpoint)
+        # Forked while this process has neither threads nor connections: workers that are killed take nothing along.
+        pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
+        first, batches = True, 0
+        try:
+            while True:
+                newest, logged = checkpoint.newest("offsets"), checkpoint.newest("commits")
+                if newest is not None and newest != logged:
+                    batch = newest
+                    start = self._end(checkpoint, batch - 1, driver)
+                    end = json.loads(checkpoint.offsets(batch))
+                else:
+                    batch = 0 if newest is None else newest + 1
+                    start = self._end(checkpoint, batch - 1, driver)
+                    end = driver.latest(start, self.source.rows_per_batch_max)
+                    if end == start:
+                        return batches
+                    checkpoint.plan(batch, json.dumps(end))
+                view = CheckpointView(checkpoint.incarnation, batch, checkpoint.offsets(batch), logged)
+                plan = plan_batch(context, view, first=first)
+                self._one(context, plan, pool, driver.slices(start, end))
+                checkpoint.log(batch)
+                reach(StepId.LOG, Moment.AFTER, batch=batch)
+                first, batches = False, batches + 1
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, checkpoint: Checkpoint, batch: int, driver: Any) -> dict[str, Any]:
+        found: dict[str, Any] = driver.initial() if batch < 0 else json.loads(checkpoint.offsets(batch))
+        return found
+
+    def _one(self, context: Context, plan: BatchPlan, pool: ProcessPoolExecutor, pieces: Sequence[Slice]) -> None:
+        tasks = [pool.submit(task, self.sink, self.direct, plan, n, piece) for n, piece in enumerate(pieces)]
+        said = []
+        try:
+            for t in tasks:
+                said.append(t.result())
+            commit_batch(context, plan.batch, plan.offsets, said)
+        except Exception:
+            abort_batch(context, said)
+            raise
+        reach(StepId.LOG, Moment.BEFORE, batch=plan.batch)
+
+
+def main() -> int:
+    install_from_environment()
+    began = time.monotonic()
+    try:
+        loop = Loop(Path(sys.argv[1]))
+        if "--accounts" in sys.argv:
+            sys.stdout.write(json.dumps(loop.accounts()) + "\n")
+            return 0
+        batches = loop.run("--takeover" in sys.argv)
+    except DeliveredError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    except Exception as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    sys.stdout.write(f"{batches} batches in {time.monotonic() - began:.1f} s\n")
+    return 0
+
+
+if __name__ == "__main__":
+    # The workers must find `task` under the module's own name.
+    from delivered.verify.loop import main as run
+
+    sys.exit(run())

@@ -1,0 +1,186 @@
+"""Which cells there are, and how they are run: in parallel, seeded, resumable, with every result on disk at once."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import platform
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from delivered.model.guarantee import Guarantee
+from delivered.verify.cell import Cell, Ground, Result, Say, run_cell
+from delivered.verify.faults import KAFKA, MOUNT, SQLITE, catalogue
+from delivered.verify.scripts import can_mount
+from delivered.verify.services import ENGINE, SERVICES, SPARK
+from delivered.verify.verdict import Verdict
+from delivered.verify.workloads import WORKLOADS
+
+SINKS = (SQLITE, KAFKA)
+GUARANTEES = (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
+DEFAULT_WORKLOAD = "keyed"
+_EVERY_WORKLOAD = ("none", "killed-between")
+"""Faults that are tried with every workload, not only with the default one."""
+_SETTLED = {Verdict.HELD.value, Verdict.BROKEN.value}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to run.
+
+    Attributes:
+        only: patterns as in sink/guarantee/workload/fault, where * stands for anything; also a place (F7) or a part of
+            one of the four; empty: everything.
+        quick: the quick subset.
+        service: what runs the pipelines: "spark", or "engine", which is the product without Spark.
+        minutes: no cell begins after so long; None: no bound.
+    """
+
+    only: tuple[str, ...] = ()
+    seed: int = 1
+    quick: bool = False
+    audit: bool = False
+    service: str = SPARK
+    jobs: int = 1
+    minutes: float | None = None
+
+
+def cells(choice: Choice) -> list[Cell]:
+    """In the order in which they run: the strictest guarantee first, the default workload before the others."""
+    found: list[Cell] = []
+    for other_workloads in (False, True):
+        for guarantee in GUARANTEES:
+            for sink in SINKS:
+                for fault in catalogue(guarantee, sink):
+                    if fault.workload is not None:
+                        named = [] if other_workloads else [fault.workload]
+                    elif not other_workloads:
+                        named = [DEFAULT_WORKLOAD]
+                    elif fault.name in _EVERY_WORKLOAD:
+                        named = [w.name for w in WORKLOADS.values() if w.deterministic and w.name != DEFAULT_WORKLOAD]
+                    else:
+                        named = []
+                    found += [Cell(sink, guarantee, w, fault, choice.seed, choice.service) for w in named]
+    if choice.quick:
+        found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
+    possible = [c for c in found if SERVICES[c.service].can_run(WORKLOADS[c.workload])]
+    return [c for c in possible if not choice.only or any(_matches(c, p) for p in choice.only)]
+
+
+def _matches(cell: Cell, pattern: str) -> bool:
+    parts = (cell.sink, cell.guarantee.value, cell.workload, cell.fault.name)
+    return fnmatch.fnmatchcase("/".join(parts), pattern) or pattern in parts or pattern == cell.fault.place
+
+
+@dataclass
+class Store:
+    """Results on disk, as a list; whole at any moment."""
+
+    path: Path
+    results: dict[tuple[Any, ...], Result] = field(default_factory=dict)
+
+    def load(self) -> None:
+        if self.path.exists():
+            for data in json.loads(self.path.read_text(encoding="utf-8")):
+                result = Result.from_json(data)
+                self.results[result.key] = result
+
+    def add(self, result: Result) -> None:
+        self.results[result.key] = result
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(f".{os.getpid()}")
+        text = json.dumps([r.to_json() for r in self.results.values()], indent=1, ensure_ascii=False)
+        fresh.write_text(text + "\n", encoding="utf-8")
+        fresh.replace(self.path)
+
+    def settled(self, cell: Cell) -> bool:
+        found = self.results.get(cell.key)
+        return found is not None and found.verdict in _SETTLED
+
+    def plain_s(self, cell: Cell) -> float | None:
+        """How long an undisturbed start took to its first effect, with this sink, guarantee and service."""
+        key = (cell.sink, cell.guarantee.value, cell.workload, "none", cell.seed, cell.service)
+        found = self.results.get(key)
+        return found.first_effect_s if found is not None else None
+
+
+def run_matrix(
+    choice: Choice,
+    store: Store,
+    folder: Path,
+    *,
+    resume: bool = False,
+    say: Say = lambda _: None,
+    done: Callable[[Result, int, int], None] = lambda *_: None,
+    environment: dict[str, str] | None = None,
+) -> list[Result]:
+    """Run the chosen cells; return the results of this call.
+
+    Args:
+        resume: leave out cells that have a verdict in the store; else results of earlier runs are forgotten cell by
+            cell as they are run again.
+        done: called after each cell with its result, how many are done, and how many there are.
+    """
+    todo = cells(choice)
+    if resume:
+        store.load()
+        todo = [c for c in todo if not store.settled(c)]
+    if not can_mount():
+        left_out = [c for c in todo if MOUNT in c.fault.needs]
+        todo = [c for c in todo if MOUNT not in c.fault.needs]
+        if left_out:
+            say(f"{len(left_out)} cells need to mount a small disk, which only root may; they are left out")
+    waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
+    for cell in todo:
+        waiting.put(cell)
+    lock, results = threading.Lock(), list[Result]()
+    ends = None if choice.minutes is None else time.monotonic() + choice.minutes * 60
+
+    def work(number: int) -> None:
+        ground = Ground(folder / f"ground{number}", say, environment)
+        try:
+            while ends is None or time.monotonic() < ends:
+                try:
+                    cell = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                result = run_cell(cell, ground, plain_s=store.plain_s(cell), audit=choice.audit)
+                with lock:
+                    results.append(result)
+                    store.add(result)
+                    done(result, len(results), len(todo))
+        finally:
+            ground.close()
+
+    threads = [threading.Thread(target=work, args=(n,), name=f"ground {n}") for n in range(max(1, choice.jobs))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return results
+
+
+def worst(results: Sequence[Result]) -> Verdict:
+    """Of many cells; UNKNOWN if there was none."""
+    return Verdict.worst([Verdict(r.verdict) for r in results])
+
+
+def versions() -> dict[str, str]:
+    """Of what the verdicts rest on."""
+    found = {"python": platform.python_version()}
+    for name in ("delivered", "pyspark", "confluent-kafka", "kafka-python", "deltalake", "pyarrow"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+__all__ = ["ENGINE", "SINKS", "SPARK", "Choice", "Store", "cells", "run_matrix", "versions", "worst"]
