@@ -55,7 +55,8 @@ class PostgresResource:
         return outcome
 
     def applied(self, work: Work) -> bool:
-        """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch."""
+        """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
+        later batch was decided, which none is before all of this one is visible."""
         s = quoted(self._options.ledger_schema)
         key = [work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch]
         where = "WHERE pipeline = %s AND sink = %s AND incarnation = %s AND batch = %s"
@@ -166,6 +167,13 @@ class PostgresResource:
         def question(connection: psycopg.Connection[Any]) -> bool:
             if version_of(connection, self._options.ledger_schema) == 0:
                 return False
+            later = connection.execute(
+                f"SELECT 1 FROM {quoted(self._options.ledger_schema)}.decision "  # noqa: S608
+                f"{_BATCH.replace('batch =', 'batch >')} LIMIT 1",
+                _key(work),
+            ).fetchone()
+            if later is not None:  # its decision forgot the markers of this one
+                return True
             found = connection.execute(
                 f"SELECT gid FROM {quoted(self._options.ledger_schema)}.marker {_BATCH} AND shard = %s",  # noqa: S608
                 [*_key(work), work.shard],
