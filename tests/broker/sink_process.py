@@ -45,8 +45,11 @@ def decide_for_ever(sink: Any, scope: Any, owner: Any, decision: Any) -> None:
         batch += 1
 
 
-def grow(sink: Any, work: Any, guarantee: Any, batch: Any, times: int) -> None:
-    """Stage a batch many times; tell the memory after a tenth, and at the end."""
+def grow(sink: Any, work: Any, guarantee: Any, rows: int, size: int, times: int) -> None:
+    """Stage a batch many times; tell the memory in kB after a tenth, and at the end."""
+    import pyarrow as pa
+
+    batch = pa.record_batch([pa.array([b"x" * size] * rows)], names=["value"])
     writer = sink.shard_writer(work, guarantee, batch.schema)
     for i in range(times):
         writer.stage(batch)

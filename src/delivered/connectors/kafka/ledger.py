@@ -65,7 +65,8 @@ class KafkaLedger:
         """Take both ids, which fences every other owner; read to the end; write down who owns the ledger."""
         ensure_topic(self._wire, self._topic, self._options.ledger_replication)
         self._owner_id = owner.id
-        self._read()
+        # A driver that was superseded long ago must not disturb the one that owns the ledger now.
+        self._read(wait=False)
         self._refuse_superseded(owner)
         # Whoever could write before this line cannot after it.
         for role in (_PLAN, _DECIDE):
@@ -145,14 +146,14 @@ class KafkaLedger:
             self._opened = Wire(self._options.resolved())
         return self._opened
 
-    def _read(self) -> None:
+    def _read(self, wait: bool = True) -> None:
         """Take in what was committed since the last time."""
         if self._reader is None:
             self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
             self._owner, self._last, self._begun = None, {}, None
         try:
             newest: dict[bytes, bytes | None] = {}
-            for record in self._reader.read(time.monotonic() + RECOVERY_WAIT_S):
+            for record in self._reader.read(time.monotonic() + RECOVERY_WAIT_S, wait):
                 newest[record.key] = record.value
         except NoTopic:
             self._reader = None

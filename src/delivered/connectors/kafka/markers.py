@@ -77,13 +77,13 @@ class CommittedReader:
         self._partition = partition
         self.position = 0
 
-    def read(self, deadline: float) -> Iterator[Record]:
+    def read(self, deadline: float, wait: bool = True) -> Iterator[Record]:
         """Records of committed transactions, oldest first, up to the end as it is now.
-
-        Waits for transactions that are open before that end: without their outcome the answer would be a guess.
 
         Args:
             deadline: of time.monotonic().
+            wait: for transactions that are open before that end: without their outcome the answer would be a guess.
+                Else only up to the first of them.
 
         Raises:
             NoAnswer: no answer, or such a transaction is still open at the deadline.
@@ -103,7 +103,7 @@ class CommittedReader:
                 continue
             if end is None:
                 # The first answer's end is at least what was there when this was called.
-                end = part.high_watermark
+                end = part.high_watermark if wait else part.last_stable_offset
             before = self.position
             yield from self._records(part)
             if not part.records:

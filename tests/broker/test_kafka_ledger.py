@@ -1,0 +1,304 @@
+"""The ledger in Kafka against a real broker: one owner, exact outcomes, bounded size."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import ConfigResource, ResourceType
+from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows
+from tests.kafka_tools import read_committed
+
+from delivered.connectors.kafka import ledger as ledger_module
+from delivered.connectors.kafka import ledger_write, transactions
+from delivered.connectors.kafka.ledger import KafkaLedger
+from delivered.model.errors import Fenced
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Scope
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+
+FIRST, SECOND = Owner("first", "host-a", 1, 10), Owner("second", "host-b", 2, 20)
+
+
+@pytest.fixture
+def rig(kafka: Any) -> Rig:
+    return Rig(kafka, "no-data-here")
+
+
+@pytest.fixture
+def opened(rig: Rig) -> Iterator[Callable[[], KafkaLedger]]:
+    """Makes ledgers as other processes would: nothing shared but the broker."""
+    made: list[KafkaLedger] = []
+
+    def make() -> KafkaLedger:
+        made.append(rig.ledger())
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def decision(scope: Scope, batch: int, owner: str = "first", participants: int = 1) -> Decision:
+    handle = {"transactional_id": "x" * 40, "producer_id": 1, "epoch": 2}
+    return Decision(
+        scope=scope,
+        owner=owner,
+        guarantee=EXACT,
+        batch=batch,
+        offsets=json.dumps({"t": {"0": batch}}),
+        participants=tuple(Prepared(s, 0, Fingerprint(1, s, batch), handle) for s in range(participants)),
+        total=Fingerprint(batch + 1, 5, 6),
+        given_up=Fingerprint(),
+        decided_at_ms=time.time_ns() // 1_000_000,
+    )
+
+
+def test_what_was_decided_is_found_by_another_process(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    one = opened()
+    assert one.claim(FIRST) == LedgerState(owner=FIRST)
+    for batch in range(3):
+        assert one.decide(decision(rig.scope, batch)) == Ok(None)
+    other = opened()
+    state = other.resume("first")
+    assert state.last is not None and state.last.batch == 2
+    assert state.last == replace(decision(rig.scope, 2), decided_at_ms=state.last.decided_at_ms)
+    assert [d.batch for d in other.history()] == [0, 1, 2]
+    # It goes on where the other stands, and both see it.
+    assert other.decide(decision(rig.scope, 3)) == Ok(None)
+    assert [led.resume("first").last.batch for led in (one, other)] == [3, 3]  # type: ignore[union-attr]
+
+
+def test_claim_may_be_repeated_and_a_newer_owner_fences(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    one, two = opened(), opened()
+    one.claim(FIRST)
+    assert one.claim(FIRST).owner == FIRST
+    assert one.decide(decision(rig.scope, 0)) == Ok(None)
+    state = two.claim(SECOND)
+    assert state.owner == replace(SECOND, superseded=("first",))
+    assert state.last is not None and state.last.batch == 0
+    with pytest.raises(Fenced, match="host-b"):
+        one.resume("first")
+    assert isinstance(one.decide(decision(rig.scope, 1)), Failed)
+    assert isinstance(one.begin(Begun(1, "o")), Failed)
+    for again in (one, opened()):
+        with pytest.raises(Fenced):
+            again.claim(FIRST)
+    # The loser's last try disturbed nobody.
+    assert two.decide(decision(rig.scope, 1, "second")) == Ok(None)
+    assert two.resume("second").last == two.look().last
+    assert [d.owner for d in two.history()] == ["first", "second"]
+
+
+def test_a_decision_under_way_cannot_get_in_after_a_claim(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    """The older driver has sent its record, and sleeps before the commit. It wakes up when another owns the ledger."""
+    one, two = opened(), opened()
+    one.claim(FIRST)
+    producer, name = one._producers["decide"], one._id("decide")
+    key = one._key("last", rig.incarnation)
+    writes = {0: [(key, decision(rig.scope, 0).to_json().encode())]}
+    deadline = time.monotonic() + 30
+    assert ledger_write._add(one._wire, name, producer, one._topic, writes, deadline) == 0
+    assert ledger_write._produce(one._wire, name, producer, one._topic, writes) == 0
+    assert two.claim(SECOND).last is None
+    assert isinstance(ledger_write._commit(one._wire, name, producer)[0], Failed)
+    assert two.resume("second").last is None
+
+
+def test_an_unknown_outcome_is_settled_by_claim(
+    rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit's answer is lost, once with the commit in and once without: `claim` tells, and nothing comes later."""
+    one = opened()
+    one.claim(FIRST)
+    commit = ledger_write._commit
+
+    def lost_answer(*a: Any) -> Any:
+        commit(*a)
+        return Unknown("lost"), False
+
+    monkeypatch.setattr(ledger_write, "_commit", lost_answer)
+    assert one.decide(decision(rig.scope, 0)) == Unknown("lost")
+    monkeypatch.setattr(ledger_write, "_commit", lambda *_: (Unknown("lost"), False))
+    state = one.claim(FIRST)
+    assert state.last is not None and state.last.batch == 0
+    assert one.decide(decision(rig.scope, 1)) == Unknown("lost")
+    monkeypatch.undo()
+    state = one.claim(FIRST)
+    assert state.last is not None and state.last.batch == 0
+    assert one.decide(decision(rig.scope, 1)) == Ok(None)
+
+
+def test_two_processes_of_one_owner_do_not_fence_each_other(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    planning, deciding = opened(), opened()
+    planning.claim(FIRST)
+    for batch in range(3):
+        planning.resume("first")
+        assert planning.begin(Begun(batch, "o")) == Ok(None)
+        assert deciding.resume("first").begun == Begun(batch, "o")
+        assert deciding.decide(decision(rig.scope, batch)) == Ok(None)
+    # The deciding process claims, as after an unknown outcome: the planning one goes on all the same.
+    deciding.claim(FIRST)
+    assert planning.resume("first").last == deciding.look().last
+    assert planning.begin(Begun(3, "o")) == Ok(None)
+    assert deciding.decide(decision(rig.scope, 3)) == Ok(None)
+
+
+def test_two_drivers_on_one_checkpoint_decide_every_batch_once(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    """Two real processes: the second takes over while the first decides as fast as it can."""
+    arguments = (rig.sink, rig.scope)
+    with Child("decide_for_ever", *arguments, FIRST, decision(rig.scope, 0)) as older:
+        seen = [older.say() for _ in range(5)]
+        with Child("decide_for_ever", *arguments, SECOND, decision(rig.scope, 0)) as newer:
+            later = [newer.say() for _ in range(5)]
+            while seen[-1][0] != "fenced":
+                seen.append(older.say())
+            newer.kill()
+    by_first = [b for b, outcome in seen[:-1] if isinstance(outcome, Ok)]
+    by_second = [b for b, outcome in later if isinstance(outcome, Ok)]
+    assert by_second == list(range(by_first[-1] + 1, by_first[-1] + 6))
+    kept = {d.batch: d.owner for d in opened().history()}
+    assert {b: kept[b] for b in by_first + by_second} == {
+        **dict.fromkeys(by_first, "first"),
+        **dict.fromkeys(by_second, "second"),
+    }
+
+
+def test_look_takes_nothing_and_needs_no_topic(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    assert opened().look() == LedgerState()
+    one = opened()
+    one.claim(FIRST)
+    assert opened().look().owner == FIRST
+    assert one.decide(decision(rig.scope, 0)) == Ok(None)
+
+
+def test_p2_each_incarnation_has_a_history_of_its_own(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    one = opened()
+    one.claim(FIRST)
+    assert one.decide(decision(rig.scope, 7)) == Ok(None)
+    rig.incarnation = "i1"
+    state = opened().claim(FIRST)
+    assert (state.last, [d.batch for d in state.earlier]) == (None, [7])
+
+
+def test_two_sinks_of_a_pipeline_share_the_topic_and_nothing_else(rig: Rig) -> None:
+    scopes = [replace(rig.scope, sink=s) for s in ("a", "b")]
+    one, two = (rig.sink.ledger(s) for s in scopes)
+    one.claim(FIRST)
+    two.claim(SECOND)
+    assert one.decide(decision(scopes[0], 4)) == Ok(None)
+    assert one.resume("first").owner == FIRST
+    assert two.resume("second").last is None
+    for led in (one, two):
+        led.close()
+
+
+def test_an_open_shard_hides_no_decision(rig: Rig, opened: Callable[[], KafkaLedger], kafka: Any) -> None:
+    """A marker in an open transaction holds back readers of its partition: decisions lie in another."""
+    rig.topic = kafka.topic(1)
+    one = rig.ledger()
+    one.claim(FIRST)
+    writer = rig.sink.shard_writer(rig.work(0), EXACT, SCHEMA)
+    writer.stage(rows([b"x"]))
+    writer.prepare(Fingerprint())
+    started = time.monotonic()
+    assert one.decide(decision(rig.scope, 0)) == Ok(None)
+    assert one.resume("first").last is not None
+    assert time.monotonic() - started < 10
+    assert rig.resource().sweep(()) == Ok(1)
+    one.close()
+
+
+@pytest.mark.parametrize("participants", [200, 4000])
+def test_a_decision_may_name_many_shards(rig: Rig, opened: Callable[[], KafkaLedger], participants: int) -> None:
+    one = opened()
+    one.claim(FIRST)
+    big = decision(rig.scope, 0, participants=participants)
+    assert one.decide(big) == Ok(None)
+    assert opened().resume("first").last == big
+
+
+def test_p4_the_topic_stays_as_small_as_its_keys_are_few(
+    rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch, kafka: Any
+) -> None:
+    monkeypatch.setattr(ledger_module, "LEDGER_HISTORY_BATCHES", 10)
+    one = opened()
+    for run in range(3):
+        rig.incarnation = f"i{run}"
+        one = opened()
+        one.claim(FIRST)
+        for batch in range(40):
+            assert one.decide(decision(rig.scope, batch)) == Ok(None)
+            if batch % 10 == 0:
+                assert one.begin(Begun(batch, "o")) == Ok(None)
+    records = read_committed(kafka.bootstrap, one._topic)
+    keys = {(m.partition(), m.key()) for m in records}
+    assert len(records) > 240
+    assert len(keys) == 1 + 3 * (1 + 1 + 10), "owner; last, begun and ten kept of each incarnation"
+    assert [d.batch for d in one.history()] == list(range(30, 40))
+    config = kafka.admin().describe_configs([ConfigResource(ResourceType.TOPIC, one._topic)])
+    (found,) = [f.result(30) for f in config.values()]
+    assert (found["cleanup.policy"].value, int(found["segment.bytes"].value)) == ("compact", 1 << 20)
+
+
+def test_p4_the_oldest_incarnations_are_forgotten(
+    rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch job that runs daily is a new incarnation every day."""
+    monkeypatch.setattr(ledger_module, "LEDGER_HISTORY_BATCHES", 3)
+    for run in range(8):
+        rig.incarnation = f"run{run}"
+        one = opened()
+        one.claim(Owner(f"driver{run}"))
+        assert one.decide(decision(rig.scope, 0, f"driver{run}")) == Ok(None)
+    assert len(opened().look().earlier) <= 4
+
+
+def test_the_owner_is_remembered_with_those_before_it(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    for n in range(20):
+        opened().claim(Owner(f"o{n}"))
+    owner = opened().look().owner
+    assert owner is not None
+    assert (owner.id, len(owner.superseded), owner.superseded[0]) == ("o19", 15, "o18")
+
+
+def test_a_decision_waits_for_a_broker_that_restarts(new_kafka: Callable[..., Any]) -> None:
+    kafka = new_kafka()
+    rig = Rig(kafka, "no-data-here")
+    one = rig.ledger()
+    one.claim(FIRST)
+    assert one.decide(decision(rig.scope, 0)) == Ok(None)
+    kafka.broker.kill()
+    with ThreadPoolExecutor(1) as pool:
+        restarted = pool.submit(kafka.broker.restart)
+        outcome = one.decide(decision(rig.scope, 1))
+        restarted.result()
+    if not isinstance(outcome, Ok):
+        state = one.claim(FIRST)
+        assert state.last is not None and state.last.batch == (1 if isinstance(outcome, Unknown) else 0)
+        assert one.decide(decision(rig.scope, 1)) == Ok(None)
+    assert [d.batch for d in one.history()] == [0, 1]
+    one.close()
+
+
+def test_resume_costs_one_request(rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = opened()
+    one.claim(FIRST)
+    one.resume("first")
+    asked: list[Any] = []
+    ask = one._wire.ask
+    monkeypatch.setattr(one._wire, "ask", lambda *a, **k: (asked.append(a), ask(*a, **k))[1])
+    one.resume("first")
+    assert len(asked) == 1
+
+
+def test_producers_of_the_ledger_are_no_shards(rig: Rig) -> None:
+    """A sweep must never fence the ledger's own ids."""
+    assert not transactions.is_ours(rig.scope, rig.ledger()._id("plan"))
+    assert transactions.is_ours(rig.scope, transactions.transactional_id(rig.work(0)))
