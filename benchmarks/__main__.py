@@ -20,8 +20,9 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Table
 
-import delivered.brokers
 from benchmarks.cases import LATENCY, MEMORY, RATIOS, THROUGHPUT, Case
+from delivered import brokers
+from delivered.brokers import kafka
 
 PARTITIONS = 4
 KEY_BYTES, VALUE_BYTES = 8, 100
@@ -29,12 +30,14 @@ console = Console()
 
 
 def create_topic(bootstrap: str, name: str) -> None:
-    for future in AdminClient({"bootstrap.servers": bootstrap}).create_topics([NewTopic(name, PARTITIONS, 1)]).values():
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    for future in admin.create_topics([NewTopic(name, PARTITIONS, 1)]).values():
         future.result()
 
 
 def delete_topic(bootstrap: str, name: str) -> None:
-    for future in AdminClient({"bootstrap.servers": bootstrap}).delete_topics([name]).values():
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    for future in admin.delete_topics([name]).values():
         future.result()
 
 
@@ -109,7 +112,7 @@ def versions() -> dict[str, str]:
     names = ("pyspark", "confluent-kafka", "kafka-python", "pyarrow", "numpy", "delivered")
     return {n: version(n) for n in names} | {
         "python": platform.python_version(),
-        "kafka": delivered.brokers.KAFKA_VERSION,
+        "kafka": kafka.VERSION,
         "cores": str(os.cpu_count()),
     }
 
@@ -135,7 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench.json"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-kafka-") as folder:
-        broker = delivered.brokers.start("kafka", Path(folder))
+        broker = brokers.start("kafka", Path(folder))
         try:
             report = measure(broker.bootstrap, given)
         finally:

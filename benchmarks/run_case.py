@@ -62,11 +62,15 @@ def cpu_seconds() -> float:
 
 
 def make_session(case: Case) -> SparkSession:
+    from delivered.brokers.fetch import fetch_jars
+    from delivered.brokers.java import java_home
     from delivered.spark.session import session
 
     conf = {"spark.driver.memory": "2g"}
     if case.jars:
-        conf["spark.jars.packages"] = ",".join(SPARK_KAFKA_JARS)
+        java = java_home() / "bin" / "java"
+        folder = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java, print, transitive=False)
+        conf["spark.jars"] = ",".join(str(jar) for jar in sorted(folder.glob("*.jar")))
     spark = session("bench", "local[2]", conf)
     spark.sparkContext.setLogLevel("ERROR")
     return spark
@@ -125,7 +129,7 @@ def latency(case: Case, bootstrap: str, topic_in: str, topic_out: str, samples: 
     from confluent_kafka import Consumer, Producer, TopicPartition
 
     spark = make_session(case)
-    query = stream(spark, case, bootstrap, topic_in, topic_out, "latest").start()
+    query = stream(spark, case, bootstrap, topic_in, topic_out, "earliest").start()
     producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 0})
     consumer = Consumer(
         {
@@ -138,8 +142,6 @@ def latency(case: Case, bootstrap: str, topic_in: str, topic_out: str, samples: 
     )
     consumer.assign([TopicPartition(topic_out, p, 0) for p in range(4)])
     waits: list[float] = []
-    while not query.status["isDataAvailable"] and query.status["message"].startswith("Initializing"):
-        time.sleep(0.05)
     for number in range(samples + 5):
         sent = time.perf_counter()
         producer.produce(topic_in, key=str(number).encode(), value=b"x" * 100)

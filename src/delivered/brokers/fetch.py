@@ -37,13 +37,16 @@ def cache_folder() -> Path:
     return folder.resolve()
 
 
-def fetch_jars(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, say: Say) -> Path:
+def fetch_jars(
+    name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, say: Say, transitive: bool = True
+) -> Path:
     """The folder with the JARs of `artifacts` and of all they need at run time; fetched once.
 
     Args:
         name: of the folder, with the version: "kafka/4.3.0".
         artifacts: (group, artifact, version), as Maven names them.
         java: the `java` to run Ivy with.
+        transitive: False: these artifacts alone, where the rest is on the class path already.
 
     Raises:
         DeliveredError: the download failed; the message ends with what Ivy said.
@@ -60,14 +63,14 @@ def fetch_jars(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path,
         say(f"fetching {name} from Maven Central, once, into {home}")
         work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=home))
         try:
-            _run_ivy(name, artifacts, java, work)
+            _run_ivy(name, artifacts, java, work, transitive)
             (work / "lib").rename(ready)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return ready
 
 
-def _run_ivy(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, work: Path) -> None:
+def _run_ivy(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, work: Path, transitive: bool) -> None:
     settings, module = work / "settings.xml", work / "ivy.xml"
     settings.write_text(
         '<ivysettings><settings defaultResolver="central"/>'
@@ -76,7 +79,8 @@ def _run_ivy(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, w
         encoding="utf-8",
     )
     needs = "".join(
-        f"<dependency org={quoteattr(g)} name={quoteattr(a)} rev={quoteattr(v)} conf='default'/>"
+        f"<dependency org={quoteattr(g)} name={quoteattr(a)} rev={quoteattr(v)} conf='default'"
+        f" transitive='{str(transitive).lower()}'/>"
         for g, a, v in artifacts
     )
     module.write_text(

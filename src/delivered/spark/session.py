@@ -35,6 +35,12 @@ def prepare_environment() -> None:
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
 
 
+def _listen_on_loopback(builder: SparkSession.Builder) -> SparkSession.Builder:
+    """A driver that is its own cluster has no business on the network's addresses."""
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    return builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
+
+
 def session(name: str = "delivered", master: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
     """A session with every format registered.
 
@@ -42,17 +48,18 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         master: default: what `spark-submit` set, else `local[*]`.
         conf: Spark configuration on top of ours.
     """
-    from pyspark import SparkConf
     from pyspark.sql import SparkSession
 
     from delivered.spark.formats import register
 
     prepare_environment()
     builder = SparkSession.builder.appName(name)
+    if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
+        master = "local[*]"  # not below spark-submit, which would have set a master
     if master is not None:
         builder = builder.master(master)
-    elif not SparkConf().contains("spark.master"):
-        builder = builder.master("local[*]")
+        if master.startswith("local"):
+            builder = _listen_on_loopback(builder)
     for key, value in {**_CONF, **(conf or {})}.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
