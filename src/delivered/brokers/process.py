@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,18 @@ class Identity:
 
 def launch(command: Sequence[str], log: Path, environment: dict[str, str], dies_with_parent: bool) -> Identity:
     """Start a program in a session of its own, with its output appended to `log`."""
+    if dies_with_parent:
+        # Linux counts the thread that started it as the parent: this one lives as long as the process.
+        return _lasting_thread().submit(_launch, command, log, environment, True).result()
+    return _launch(command, log, environment, False)
+
+
+@lru_cache(maxsize=1)
+def _lasting_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "delivered-servers")
+
+
+def _launch(command: Sequence[str], log: Path, environment: dict[str, str], dies_with_parent: bool) -> Identity:
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,

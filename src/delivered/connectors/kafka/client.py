@@ -16,8 +16,17 @@ from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, Us
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SOURCE_PATIENCE_S
 
 log = logging.getLogger("delivered.kafka")
-client_log = logging.getLogger("delivered.kafka.client")
-"""What librdkafka says by itself: mostly about connections that it opens again."""
+
+
+class ClientLog:
+    """What librdkafka says by itself, for debugging only: it calls every try to connect an error, many a second."""
+
+    _log = logging.getLogger("delivered.kafka.client")
+
+    def log(self, level: int, message: str, *arguments: object) -> None:
+        del level
+        self._log.debug(message, *arguments)
+
 
 _RETRY_PAUSE_S = 0.2
 _INTERNAL = re.compile(r"__consumer_offsets|__transaction_state|__share_group_state|__delivered_.*")
@@ -71,7 +80,7 @@ def connect(make: Callable[[dict[str, Any]], T], settings: Mapping[str, str], **
     """
     ck = kafka_client()
     try:
-        return make({**resolved(settings), "logger": client_log, **more})
+        return make({**resolved(settings), "logger": ClientLog(), **more})
     except ck.KafkaException as error:
         raise config_error(error.args[0].str()) from None
 
@@ -193,8 +202,9 @@ class KafkaDriverClient:
 
         return self._patiently(ask, self._options.what)
 
-    def _describe(self, names: list[str]) -> list[tuple[str, Any]]:
+    def _describe(self, names: list[str], missing_is_an_error: bool = False) -> list[tuple[str, Any]]:
         """Topic and description; None for a topic that is gone, when topics are found by a pattern."""
+        tolerant = self._options.pattern is not None and not missing_is_an_error
         if not names:
             return []
         ck = kafka_client()
@@ -209,7 +219,7 @@ class KafkaDriverClient:
                     code = error.args[0].name()
                     if code in _RETRIABLE:
                         raise
-                    if code == "UNKNOWN_TOPIC_OR_PART" and self._options.pattern is not None:
+                    if code == "UNKNOWN_TOPIC_OR_PART" and tolerant:
                         told.append((name, None))
                         continue
                     raise explain(code, error.args[0].str(), name, self._options.servers) from None
@@ -235,8 +245,9 @@ class KafkaDriverClient:
 
     def _list(self, ask: Mapping[Partition, Place], timeout_s: float) -> dict[Partition, int | None]:
         ck = kafka_client()
-        from confluent_kafka.admin import OffsetSpec
+        from confluent_kafka import admin
 
+        OffsetSpec: Any = admin.OffsetSpec  # type: ignore[attr-defined]  # noqa: N806
         specs = {EARLIEST: OffsetSpec.earliest(), LATEST: OffsetSpec.latest()}
         level = ck.IsolationLevel.READ_COMMITTED if self._options.committed_only else ck.IsolationLevel.READ_UNCOMMITTED
         futures = self._connected().list_offsets(
@@ -260,6 +271,18 @@ class KafkaDriverClient:
                 raise explain(code, error.args[0].str(), where, self._options.servers) from None
             told[partition] = offset if offset >= 0 else None
         return told
+
+    def bounds(self, partition: Partition) -> tuple[int, int]:
+        """First offset and end of one partition. (0, 0): Kafka says that there is no such partition."""
+        try:
+            self._describe([partition[0]], missing_is_an_error=True)
+            low = self.offsets({partition: EARLIEST})[partition]
+            high = self.offsets({partition: LATEST})[partition]
+        except UsageError as error:
+            if error.code == "DELIVERED_TOPIC_MISSING":
+                return 0, 0
+            raise
+        return low or 0, high or 0
 
     def group_members(self, group: str) -> int:
         """How many consumers are in a group now."""

@@ -82,9 +82,6 @@ class PartitionConsumer(Protocol):
     def fetch_position(self) -> int:
         """Where librdkafka's fetcher stands, some seconds ago; -1: unknown. It moves over aborted records too."""
 
-    def bounds(self, timeout_s: float) -> tuple[int, int] | None:
-        """First offset and end (last stable offset) that the broker has now; None: it did not answer."""
-
     def release(self) -> None:
         """Stop fetching; keep the connection."""
 
@@ -243,15 +240,6 @@ class PlainConsumer:
 
     def fetch_position(self) -> int:
         return self._statistics.fetch_position(self._partition)
-
-    def bounds(self, timeout_s: float) -> tuple[int, int] | None:
-        try:
-            found = self._consumer.get_watermark_offsets(self._ck.TopicPartition(*self._partition), timeout=timeout_s)
-        except self._ck.KafkaException as error:
-            if error.args[0].name() in GONE:
-                return (0, 0)
-            return None
-        return None if found is None else (int(found[0]), int(found[1]))
 
     def release(self) -> None:
         self._consumer.unassign()

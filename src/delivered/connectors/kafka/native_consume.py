@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from delivered.connectors.kafka import native
 from delivered.connectors.kafka.client import Trouble, config_error, explain
 from delivered.connectors.kafka.client_options import resolved
-from delivered.connectors.kafka.consume import GONE, HEADERS, Fetched, Statistics, assemble, classify, settings
+from delivered.connectors.kafka.consume import HEADERS, Fetched, Statistics, assemble, classify, settings
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX
@@ -63,7 +63,6 @@ _SYMBOLS = (
     "rd_kafka_topic_partition_list_destroy",
     "rd_kafka_assign",
     "rd_kafka_consumer_close",
-    "rd_kafka_query_watermark_offsets",
     "rd_kafka_err2name",
     "rd_kafka_err2str",
 )
@@ -120,8 +119,6 @@ def _typed(lib: Any) -> Any:
     declare("rd_kafka_topic_partition_list_destroy", None, pointer)
     declare("rd_kafka_assign", number, pointer, pointer)
     declare("rd_kafka_consumer_close", number, pointer)
-    i64_out = ctypes.POINTER(i64)
-    declare("rd_kafka_query_watermark_offsets", number, pointer, text, ctypes.c_int32, i64_out, i64_out, number)
     declare("rd_kafka_err2name", text, number)
     declare("rd_kafka_err2str", text, number)
     return lib
@@ -337,20 +334,6 @@ class NativeConsumer:
 
     def fetch_position(self) -> int:
         return self.statistics.fetch_position(self._partition)
-
-    def bounds(self, timeout_s: float) -> tuple[int, int] | None:
-        low, high = ctypes.c_int64(), ctypes.c_int64()
-        code = self._lib.rd_kafka_query_watermark_offsets(
-            self._rk,
-            self._partition[0].encode(),
-            self._partition[1],
-            ctypes.byref(low),
-            ctypes.byref(high),
-            int(timeout_s * 1000),
-        )
-        if code:
-            return (0, 0) if self.name_of(code) in GONE else None
-        return low.value, high.value
 
     def release(self) -> None:
         self._lib.rd_kafka_assign(self._rk, None)

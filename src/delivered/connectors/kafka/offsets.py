@@ -17,6 +17,7 @@ EARLIEST, LATEST = -2, -1
 """Stand for an offset in the options' JSON."""
 
 _IDS = "#topic ids"
+_FIRST = "#first"
 _FROM = "#from"
 # No topic can have these names: Kafka allows no "#" in one.
 
@@ -28,19 +29,26 @@ class Positions:
     Attributes:
         at: partition -> next offset.
         ids: topic -> Kafka's id of it, which is another one after the topic was deleted and made again.
+        first: partition -> where it began, if it was not there when the stream began.
         begins: partition -> first offset of the batch that ends here, where that is not where the batch before ended:
-            a partition that is new, or one that had lost records.
+            it had lost records.
     """
 
     at: Mapping[Partition, int]
     ids: Mapping[str, str] = field(default_factory=dict)
+    first: Mapping[Partition, int] = field(default_factory=dict)
     begins: Mapping[Partition, int] = field(default_factory=dict)
 
+    def begin_of(self, partition: Partition, before: Positions) -> int | None:
+        """Where a partition begins in the batches between `before` and here. None: nobody said."""
+        return self.begins.get(partition, before.at.get(partition, self.first.get(partition)))
+
     def to_json(self) -> Offsets:
-        """`{"orders": {"0": 12}, "#topic ids": {...}}`: as Spark writes it, and two names that no topic can have."""
+        """`{"orders": {"0": 12}, "#topic ids": {...}}`: as Spark writes it, and names that no topic can have."""
         told: Offsets = _nested(self.at)
-        if self.ids:
-            told[_IDS] = dict(sorted(self.ids.items()))
+        told[_IDS] = dict(sorted(self.ids.items()))
+        if self.first:
+            told[_FIRST] = _nested(self.first)
         if self.begins:
             told[_FROM] = _nested(self.begins)
         return told
@@ -50,7 +58,7 @@ class Positions:
         """Raise InvariantBroken if a checkpoint holds something else."""
         try:
             topics = {t: p for t, p in told.items() if not t.startswith("#")}
-            return cls(_flat(topics), dict(told.get(_IDS, {})), _flat(told.get(_FROM, {})))
+            return cls(_flat(topics), dict(told.get(_IDS, {})), _flat(told.get(_FIRST, {})), _flat(told.get(_FROM, {})))
         except (AttributeError, TypeError, ValueError):
             raise InvariantBroken(
                 "CHECKPOINT_OFFSETS",
@@ -82,11 +90,13 @@ class Where:
         everywhere: for all partitions; None: each has its own.
         each: partition -> place.
         option: that said so, for errors.
+        stored: the positions that a driver's `initial` gave once: exactly these, whatever Kafka has now.
     """
 
     option: str
     everywhere: Place | None = None
     each: Mapping[Partition, Place] = field(default_factory=dict)
+    stored: Positions | None = None
 
     def place(self, partition: Partition) -> Place | None:
         """None: nothing was said about this partition."""
@@ -94,10 +104,13 @@ class Where:
 
 
 def parse_offsets(owner: str, option: str, text: str) -> Where:
-    """Read "earliest", "latest" or JSON like {"orders": {"0": 23, "1": -1}}."""
+    """Read "earliest", "latest", JSON like {"orders": {"0": 23, "1": -1}}, or what a driver's `initial` gave."""
     word = text.strip().lower()
     if word in ("earliest", "latest"):
         return Where(option, EARLIEST if word == "earliest" else LATEST)
+    if _IDS in text:
+        stored = Positions.from_json(_json_object(owner, option, text, "what the source gave before"))
+        return Where(option, each=dict(stored.at), stored=stored)
     each = parse_partitions(owner, option, text, '"earliest", "latest" or {"topic": {"0": 23, "1": -1}}')
     for (topic, number), offset in each.items():
         if offset < EARLIEST:

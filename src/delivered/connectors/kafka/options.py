@@ -156,7 +156,13 @@ def parse(given: Mapping[str, str]) -> SourceOptions:
 
 
 def _where(values: Mapping[str, str], side: str, forbidden: int | None) -> Where | None:
-    """A time for all partitions comes before times per partition, and these before offsets, as in Spark."""
+    """A time for all partitions comes before times per partition, and these before offsets, as in Spark.
+
+    Positions that a stream began with once come before everything: the rest is what they were made from.
+    """
+    offsets = values.get(f"{side}Offsets")
+    if offsets is not None and (before := parse_offsets(OWNER, f"{side}Offsets", offsets)).stored is not None:
+        return before
     names = [f"{side}Timestamp", f"{side}OffsetsByTimestamp", f"{side}Offsets"]
     readers = [parse_timestamp, parse_timestamps, parse_offsets]
     for name, read in zip(names, readers, strict=True):

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 import pyarrow as pa
 
+from delivered.connectors.kafka.client import KafkaDriverClient
 from delivered.connectors.kafka.consume import Fetched, PartitionConsumer, new_consumer
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import OWNER, SourceOptions
@@ -78,7 +79,9 @@ class _Reading:
         self._position = wanted.start
         self._where = f"{wanted.key[0]}-{wanted.key[1]}"
         self._waited_s = 0.0
+        self._look_at_s = _STALL_LOOK_S
         self._fetcher = -1
+        self._asker: KafkaDriverClient | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         end = self._wanted.end
@@ -92,37 +95,37 @@ class _Reading:
                 yield fetched.batch
             if fetched.position > self._position:
                 self._position = fetched.position
-                self._waited_s = 0.0
+                self._waited_s, self._look_at_s = 0.0, _STALL_LOOK_S
             if self._position >= end:
                 return
             if fetched.out_of_range or fetched.gone or fetched.end_of_log:
                 self._confirm(fetched)
-            elif self._waited_s > _STALL_LOOK_S:
+            elif self._waited_s > self._look_at_s:
                 self._look_for_progress()
 
     def _confirm(self, fetched: Fetched) -> None:
         """The log seems not to have the rest of the range: ask until that is certain."""
         end = self._wanted.end
+        stuck = fetched.out_of_range or fetched.gone  # librdkafka has given this assignment up
         deadline = time.monotonic() + _CONFIRM_S
         while True:
-            bounds = self._consumer.bounds(_POLL_S)
+            asked = time.monotonic()
+            bounds = self._bounds()
             if bounds is None:
-                if not fetched.out_of_range and not fetched.gone:
-                    return  # the log's end was an opinion; reading goes on and will see
+                self._waited_s += time.monotonic() - asked
                 if self._waited_s > SOURCE_PATIENCE_S:
                     raise self._unreachable()
-                self._waited_s += _POLL_S
+                if not stuck:
+                    return  # nobody says that anything is missing; reading goes on and will see
                 deadline = time.monotonic() + _CONFIRM_S
                 continue
             low, high = bounds
             if low > self._position:
                 self._lost(self._position, min(low, end))
-                self._position = max(self._position, min(low, end))
-                if self._position < end:
-                    self._consumer.assign(self._wanted.key, self._position)
-                return
+                self._position = min(low, end)
+                stuck = True
             if high >= end:
-                if fetched.out_of_range or fetched.gone:
+                if stuck and self._position < end:
                     self._consumer.assign(self._wanted.key, self._position)
                 return
             if time.monotonic() > deadline:
@@ -130,6 +133,22 @@ class _Reading:
                 self._position = end
                 return
             time.sleep(_POLL_S / 5)
+
+    def _bounds(self) -> tuple[int, int] | None:
+        """First offset and end (last stable offset) of the partition, as its broker says now; None: no answer.
+
+        The consumer itself cannot be asked: to it, a partition of a broker that is down and one that does not exist
+        look alike.
+        """
+        if self._asker is None:
+            self._asker = KafkaDriverClient(self._options)
+        try:
+            found = self._asker.bounds(self._wanted.key)
+        except Unreachable:
+            self._asker.close()
+            self._asker = None
+            return None
+        return found
 
     def _lost(self, start: int, end: int) -> None:
         text = (
@@ -149,9 +168,14 @@ class _Reading:
         stands = self._consumer.fetch_position()
         if stands > self._fetcher:
             self._fetcher = stands
-            self._waited_s = 0.0
-        elif self._waited_s > SOURCE_PATIENCE_S:
+            self._waited_s, self._look_at_s = 0.0, _STALL_LOOK_S
+            return
+        if self._waited_s > SOURCE_PATIENCE_S:
             raise self._unreachable()
+        # librdkafka says nothing of a topic that does not exist: ask. An answer that promises the records changes
+        # nothing, and is asked for at most every few seconds.
+        self._confirm(Fetched(end_of_log=True))
+        self._look_at_s = self._waited_s + _STALL_LOOK_S
 
     def _unreachable(self) -> Unreachable:
         return Unreachable(

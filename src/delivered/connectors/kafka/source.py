@@ -102,20 +102,22 @@ class KafkaDriver:
                 f"{OWNER}: option {options.ending.option!r} is for a batch read; a stream has no end.",
                 next_step="take it out, or use spark.read",
             )
-        look = self._frozen or self._look()
         where = options.starting or Where("startingOffsets", LATEST)
+        if where.stored is not None:
+            return where.stored.to_json()
+        look = self._frozen or self._look()
         at = self._resolve(where, look, missing=None if options.timestamp_strict else LATEST)
         return Positions(at, look.ids).to_json()
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         at = Positions.from_json(start)
         look = self._frozen or self._look()
-        begin, jumps = self._begin(at, look)
+        begin, first, jumps = self._begin(at, look)
         taken = admit({p: look.ends[p] - o for p, o in begin.items()}, rows_max)
         ends = {p: o + taken[p] for p, o in begin.items()}
         if ends == at.at and look.ids == at.ids:
             return start  # word for word: other words for the same place would make an empty batch
-        return Positions(ends, look.ids, jumps).to_json()
+        return Positions(ends, look.ids, first, jumps).to_json()
 
     def newest(self) -> Offsets | None:
         look = self._look()
@@ -130,7 +132,7 @@ class KafkaDriver:
             self._check_ids(last)
         ranges = []
         for partition, stop in sorted(last.at.items()):
-            begin = last.begins.get(partition, first.at.get(partition))
+            begin = last.begin_of(partition, first)
             if begin is None:
                 raise InvariantBroken(
                     "CHECKPOINT_OFFSETS",
@@ -232,8 +234,10 @@ class KafkaDriver:
                     next_step='name an offset that exists, or .option("failOnDataLoss", "false")',
                 )
 
-    def _begin(self, at: Positions, look: _Look) -> tuple[dict[Partition, int], dict[Partition, int]]:
-        """Where each partition's batch begins, and where that is not where the batch before ended."""
+    def _begin(
+        self, at: Positions, look: _Look
+    ) -> tuple[dict[Partition, int], dict[Partition, int], dict[Partition, int]]:
+        """Where each partition's batch begins; where new ones did; and where the batch before ended elsewhere."""
         remade = {t for t, i in look.ids.items() if at.ids.get(t, i) != i}
         gone = [p for p in at.at if p not in look.ends]
         again = [p for p in at.at if p in look.ends and p[0] in remade]
@@ -244,14 +248,16 @@ class KafkaDriver:
             self._lost(f"the topic of {joined(again)} was deleted and made again")
         if back:
             self._lost(f"{joined(back)} ends before offset {at.at[back[0]]}, where this stream stands already")
-        begin = {p: o for p, o in at.at.items() if p in look.ends and p not in again and p not in back}
-        # Going on at the new end repeats nothing: what is left below it was read before.
-        jumps = {p: look.ends[p] for p in back}
         fresh = [p for p in look.ends if p not in at.at or p in again]
-        if fresh:
-            first = self._client.offsets(dict.fromkeys(fresh, EARLIEST))
-            jumps |= {p: min(first[p] or 0, look.ends[p]) for p in fresh}
-        return {**begin, **jumps}, jumps
+        low = self._client.offsets(dict.fromkeys(fresh, EARLIEST)) if fresh else {}
+        began = {p: min(low[p] or 0, look.ends[p]) for p in fresh}
+        # Going on at the new end repeats nothing: what is left below it was read before.
+        jumps = {p: look.ends[p] for p in back} | {p: began[p] for p in again}
+        first = {p: o for p, o in at.first.items() if p in look.ends} | {
+            p: o for p, o in began.items() if p not in again
+        }
+        kept = {p: o for p, o in at.at.items() if p in look.ends}
+        return {**kept, **began, **jumps}, first, jumps
 
     def _check_ids(self, last: Positions) -> None:
         """A batch planned by an earlier process: are these still the same topics?"""

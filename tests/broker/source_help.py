@@ -1,0 +1,100 @@
+"""What tests of the Kafka source share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+from confluent_kafka import IsolationLevel, Producer, TopicPartition
+from confluent_kafka.admin import OffsetSpec
+
+from delivered.connectors.kafka import CONNECTOR
+from delivered.contract import Offsets, Source, SourceDriver
+
+
+def source(kafka: Any, options: Mapping[str, Any] | None = None, /, **more: Any) -> Source:
+    given = {"kafka.bootstrap.servers": kafka.bootstrap, **(options or {}), **more}
+    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark hands them over
+
+
+def produce(kafka: Any, topic: str, records: Iterable[Any], partition: int | None = 0) -> None:
+    """Records are values, or dicts of what `Producer.produce` takes."""
+    producer = Producer(
+        {"bootstrap.servers": kafka.bootstrap, "linger.ms": 0, "log_level": 0, "message.max.bytes": 3_000_000}
+    )
+    failed: list[Any] = []
+    for record in records:
+        said = record if isinstance(record, dict) else {"value": record}
+        given = {"partition": partition, **said} if partition is not None else said
+        while True:
+            try:
+                producer.produce(topic, on_delivery=lambda e, m: failed.append(e) if e else None, **given)
+                break
+            except BufferError:  # the client's queue is full
+                producer.poll(0.1)
+    assert producer.flush(30) == 0
+    assert not failed, failed
+
+
+class Transactions:
+    """Writes committed and aborted transactions, with a flush in each, so that every one leaves its records."""
+
+    def __init__(self, kafka: Any, name: str) -> None:
+        self._kafka = kafka
+        self._where = TopicPartition("", 0)
+        self._producer = Producer(
+            {"bootstrap.servers": kafka.bootstrap, "transactional.id": name, "linger.ms": 0, "log_level": 0}
+        )
+        self._producer.init_transactions(30)
+
+    def write(self, topic: str, values: Iterable[bytes], commit: bool, partition: int = 0) -> None:
+        self.open(topic, values, partition)
+        self.end(commit)
+
+    def open(self, topic: str, values: Iterable[bytes], partition: int = 0) -> None:
+        self._where = TopicPartition(topic, partition)
+        self._producer.begin_transaction()
+        for value in values:
+            self._producer.produce(topic, value, partition=partition)
+        assert self._producer.flush(30) == 0
+
+    def end(self, commit: bool) -> None:
+        """Returns when the marker is in the log: the broker answers before it writes it."""
+        before = self._end(IsolationLevel.READ_UNCOMMITTED)
+        (self._producer.commit_transaction if commit else self._producer.abort_transaction)(30)
+        deadline = time.monotonic() + 30
+        while self._end(IsolationLevel.READ_COMMITTED) <= before:
+            assert time.monotonic() < deadline
+
+    def _end(self, level: IsolationLevel) -> int:
+        admin = self._kafka.admin()
+        return (
+            next(iter(admin.list_offsets({self._where: OffsetSpec.latest()}, isolation_level=level).values()))
+            .result()
+            .offset
+        )
+
+
+def read_range(src: Source, driver: SourceDriver, start: Offsets, end: Offsets) -> pa.Table:
+    batches = [b for piece in driver.slices(start, end) for b in src.read(piece)]
+    return pa.Table.from_batches(batches, schema=src.schema())
+
+
+def read_all(src: Source) -> pa.Table:
+    """As a batch read does."""
+    driver = src.driver()
+    try:
+        return read_range(src, driver, *driver.batch())
+    finally:
+        driver.close()
+
+
+def values(table: pa.Table) -> list[bytes | None]:
+    return table.column("value").to_pylist()
+
+
+def positions(offsets: Offsets) -> dict[str, dict[str, int]]:
+    """Without what the connector keeps beside them."""
+    return {k: v for k, v in offsets.items() if not k.startswith("#")}

@@ -1,0 +1,218 @@
+"""The Kafka source on bad days: no broker, a broker that dies and comes back, TLS, passwords, permissions."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    ResourcePatternType,
+    ResourceType,
+)
+from tests.broker.source_help import positions, produce, read_all, read_range, source, values
+
+from delivered.brokers.process import free_ports
+from delivered.connectors.kafka import client, native_consume, reader
+from delivered.contract import Slice
+from delivered.model.errors import Unreachable, UsageError
+
+CONSUMERS = ["native", "plain"]
+
+
+@pytest.fixture(params=CONSUMERS)
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DELIVERED_KAFKA_CONSUMER", str(request.param))
+    return str(request.param)
+
+
+def test_a_broker_that_is_down_is_one_clear_error_within_15_s() -> None:
+    nobody = SimpleNamespace(bootstrap=f"127.0.0.1:{free_ports(1)[0]}")
+    for act in (lambda s: s.driver().initial(), lambda s: s.driver().batch()):
+        started = time.monotonic()
+        with pytest.raises(Unreachable, match=rf"KAFKA_UNREACHABLE.*{nobody.bootstrap}.*refused.*bootstrap\.servers"):
+            act(source(nobody, subscribe="t"))
+        assert time.monotonic() - started < 15
+    assert source(nobody, subscribe="t").preflight()[0].code == "KAFKA_UNREACHABLE"
+
+
+def test_a_broker_killed_and_restarted_in_mid_read(new_kafka: Callable[..., Any], either: str) -> None:
+    kafka = new_kafka()
+    topic = kafka.topic(1)
+    produce(kafka, topic, (b"%08d" % i + bytes(992) for i in range(60_000)))
+    src = source(kafka, subscribe=topic)
+    driver = src.driver()
+    start, end = driver.batch()
+    piece = driver.slices(start, end)[0]
+    seen: list[int] = []
+    for batch in src.read(piece):
+        if not seen:
+            kafka.broker.kill()
+            restarter = threading.Timer(1.0, kafka.broker.restart)
+            restarter.start()
+        seen += batch.column("offset").to_pylist()
+    restarter.join()
+    assert seen == list(range(60_000))
+    # The driver's client goes on too, over another death.
+    kafka.broker.kill()
+    restarter = threading.Timer(1.0, kafka.broker.restart)
+    restarter.start()
+    assert positions(driver.latest(end, None)) == {topic: {"0": 60_000}}
+    restarter.join()
+    produce(kafka, topic, [b"after"])
+    last = driver.latest(end, None)
+    assert values(read_range(src, driver, end, last)) == [b"after"]
+    driver.close()
+
+
+def test_a_broker_that_stays_away_in_mid_read_is_an_error_and_no_hang(
+    new_kafka: Callable[..., Any], either: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "SOURCE_PATIENCE_S", 3.0)
+    monkeypatch.setattr(reader, "_STALL_LOOK_S", 1.0)
+    kafka = new_kafka()
+    topic = kafka.topic(1)
+    produce(kafka, topic, (bytes(1000) for _ in range(60_000)))
+    reading = source(kafka, subscribe=topic).read(Slice((topic, 0, 0, 60_000)))
+    rows = next(reading).num_rows
+    kafka.broker.kill()
+    started = time.monotonic()
+    with pytest.raises(Unreachable, match=rf"KAFKA_STALLED.*{topic}-0"):
+        for batch in reading:
+            rows += batch.num_rows
+    assert rows < 60_000
+    assert time.monotonic() - started < 30
+
+
+def _read_tls(kafka: Any, protocol: str, topic: str, **options: str) -> list[bytes | None]:
+    place = SimpleNamespace(bootstrap=kafka.broker.listeners[protocol])
+    given = {f"kafka.{k.replace('_', '.')}": v for k, v in options.items()}
+    return values(read_all(source(place, {"kafka.security.protocol": protocol, **given}, subscribe=topic)))
+
+
+def test_tls_and_scram_and_permissions(
+    new_kafka: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One broker for all of it, since it takes seconds to start."""
+    caplog.set_level(logging.DEBUG)
+    password = 'p=a"s;s w0rd'
+    kafka = new_kafka(tls=True, scram={"alice": password, "bob": "bobs"})
+    topic = kafka.topic(1)
+    produce(kafka, topic, [b"secret"])
+    admin, ca = kafka.admin(), str(kafka.broker.certificate)
+    rules = [
+        AclBinding(kind, name, ResourcePatternType.LITERAL, "User:alice", "*", what, AclPermissionType.ALLOW)
+        for kind, name, what in [
+            (ResourceType.TOPIC, topic, AclOperation.READ),
+            (ResourceType.TOPIC, topic, AclOperation.DESCRIBE),
+        ]
+    ]
+    for made in admin.create_acls(rules).values():
+        made.result(20)
+    monkeypatch.setenv("ALICE_PASSWORD", password)
+    (tmp_path / "password").write_text(password + "\n")
+    login = "org.apache.kafka.common.security.scram.ScramLoginModule required"
+    quoted = password.replace('"', '\\"')
+    (tmp_path / "jaas").write_text(f'{login} username="alice" password="{quoted}";')
+    scram = {"sasl_mechanism": "SCRAM-SHA-512"}
+    for consumer in CONSUMERS:
+        monkeypatch.setenv("DELIVERED_KAFKA_CONSUMER", consumer)
+        assert _read_tls(kafka, "SASL_SSL", topic, **scram, ssl_ca_location=ca, sasl_username="alice",
+                         sasl_password="env:ALICE_PASSWORD") == [b"secret"]  # fmt: skip
+        # As users of Spark's own source have it.
+        assert _read_tls(kafka, "SASL_SSL", topic, **scram, ssl_truststore_type="PEM", ssl_truststore_location=ca,
+                         sasl_jaas_config=f"file:{tmp_path / 'jaas'}") == [b"secret"]  # fmt: skip
+        assert _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="alice",
+                         sasl_password=f"file:{tmp_path / 'password'}") == [b"secret"]  # fmt: skip
+        assert _read_tls(kafka, "SSL", topic, ssl_ca_location=ca) == [b"secret"]
+    started = time.monotonic()
+    with pytest.raises(Unreachable, match=r"CREDENTIALS_REFUSED.*kafka\.sasl"):
+        _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="alice", sasl_password="wrong-one")
+    with pytest.raises(Unreachable, match=r"CREDENTIALS_REFUSED"):
+        _read_tls(kafka, "SSL", topic)  # a certificate that nobody vouches for
+    with pytest.raises(UsageError, match=rf"(NOT_PERMITTED|TOPIC_MISSING).*{topic}"):
+        _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="bob", sasl_password="bobs")
+    assert time.monotonic() - started < 45
+    with pytest.raises(UsageError, match=r"SECRET_MISSING.*'NO_SUCH_VARIABLE'"):
+        _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="a", sasl_password="env:NO_SUCH_VARIABLE")
+    with pytest.raises(UsageError, match=r"ssl\.truststore\.location.*JKS.*keytool"):
+        _read_tls(kafka, "SSL", topic, ssl_truststore_location="/x.jks")
+    # May describe, but not read.
+    for made in admin.create_acls(
+        [
+            AclBinding(ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, "User:bob", "*",
+                       AclOperation.DESCRIBE, AclPermissionType.ALLOW)
+        ]
+    ).values():  # fmt: skip
+        made.result(20)
+    for consumer in CONSUMERS:
+        monkeypatch.setenv("DELIVERED_KAFKA_CONSUMER", consumer)
+        with pytest.raises(UsageError, match=rf"NOT_PERMITTED.*{topic}"):
+            _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="bob", sasl_password="bobs")
+    # Secrets are nowhere to be seen.
+    place = SimpleNamespace(bootstrap=kafka.broker.listeners["SASL_PLAINTEXT"])
+    src = source(
+        place,
+        {"kafka.security.protocol": "SASL_PLAINTEXT", "kafka.sasl.mechanism": "SCRAM-SHA-512"},
+        **{"kafka.sasl.username": "alice", "kafka.sasl.password": "in-clear-text"},
+        subscribe=topic,
+    )
+    with pytest.raises(Unreachable) as refused:
+        src.driver().initial()
+    out = capfd.readouterr()
+    shown = [repr(src), repr(src.capability()), str(refused.value), caplog.text, out.out, out.err]
+    for secret in ("in-clear-text", password, quoted, "wrong-one"):
+        assert not any(secret in text for text in shown)
+    assert password not in repr(
+        pickle.dumps(source(place, {"kafka.sasl.password": "env:ALICE_PASSWORD"}, subscribe="t"))
+    )
+    with pytest.raises(UsageError, match=r"OPTION_UNKNOWN.*kafka\.no\.such\.setting"):
+        source(kafka, {"kafka.no.such.setting": "1"}, subscribe=topic).driver().initial()
+
+
+def test_without_the_place_of_the_time_and_without_symbols(kafka: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another librdkafka may keep times elsewhere, or hide its symbols: slower, and the same."""
+    topic = kafka.topic(1)
+    produce(kafka, topic, [{"value": b"%d" % i, "timestamp": 1000 + i} for i in range(500)])
+    src = source(kafka, subscribe=topic)
+    quick = read_all(src)
+    assert native_consume._Clock.place is not None
+    monkeypatch.setattr(native_consume._Clock, "place", (72, 80))  # a wrong one is noticed
+    monkeypatch.setattr(native_consume._Clock, "hopeless", False)
+    assert read_all(src).equals(quick)
+    assert native_consume._Clock.hopeless
+    assert read_all(src).equals(quick)
+    monkeypatch.setattr(native_consume.native, "library", lambda: None)
+    native_consume._library.cache_clear()
+    reader._idle.clear()
+    try:
+        assert not native_consume.available()
+        assert read_all(src).equals(quick)
+        assert type(reader._idle[-1][1]).__name__ == "PlainConsumer"
+    finally:
+        native_consume._library.cache_clear()
+        reader._idle.clear()
+
+
+def test_the_clients_own_words_go_to_logging(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nobody = SimpleNamespace(bootstrap=f"127.0.0.1:{free_ports(1)[0]}")
+    driver_client = client.KafkaDriverClient(source(nobody, subscribe="t").options)  # type: ignore[attr-defined]
+    with caplog.at_level(logging.DEBUG, "delivered.kafka.client"), pytest.raises(Unreachable):
+        driver_client.partitions()
+    assert "refused" in caplog.text
+    assert nobody.bootstrap not in capfd.readouterr().err
