@@ -1,0 +1,60 @@
+"""How much of a backlog a batch takes, and how it is cut: laws that hold for every backlog."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delivered.source.ranges import Range, admit, split
+
+SIZES = st.dictionaries(st.integers(0, 40), st.integers(0, 10**12), max_size=30)
+RANGES = st.lists(
+    st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)).map(lambda t: Range("p", t[0], t[0] + t[1])), max_size=20
+).map(lambda ranges: [Range(i, r.start, r.end) for i, r in enumerate(ranges)])
+
+
+@given(SIZES, st.none() | st.integers(1, 10**9))
+def test_admission(sizes: dict[int, int], limit: int | None) -> None:
+    taken = admit(sizes, limit)
+    waiting = [k for k, n in sizes.items() if n]
+    total = sum(sizes.values())
+    assert list(taken) == list(sizes)
+    assert all(0 <= taken[k] <= n for k, n in sizes.items())
+    # Nobody starves: each partition that has something moves on.
+    assert all(taken[k] >= 1 for k in waiting)
+    assert sum(taken.values()) == (total if limit is None else min(total, max(limit, len(waiting))))
+    assert admit(sizes, limit) == taken
+
+
+@given(SIZES, st.integers(1, 10**6))
+def test_admission_is_in_proportion(sizes: dict[int, int], limit: int) -> None:
+    taken = admit(sizes, limit)
+    ordered = sorted(sizes, key=lambda k: sizes[k])
+    for small, large in itertools.pairwise(ordered):
+        assert taken[small] <= taken[large] + 1
+
+
+@given(RANGES, st.none() | st.integers(1, 300))
+def test_pieces_cover_their_ranges_without_overlap(ranges: list[Range[int]], pieces_min: int | None) -> None:
+    pieces = split(ranges, pieces_min)
+    at = 0
+    for wanted in (r for r in ranges if r.size):
+        mine = [p for p in pieces if p.key == wanted.key]
+        assert pieces[at : at + len(mine)] == mine  # in the order of ranges
+        at += len(mine)
+        assert mine[0].start == wanted.start
+        assert mine[-1].end == wanted.end
+        assert all(a.end == b.start for a, b in itertools.pairwise(mine))
+        assert max(p.size for p in mine) - min(p.size for p in mine) <= 1
+    assert at == len(pieces)
+    assert all(p.size > 0 for p in pieces)
+    total, nonempty = sum(r.size for r in ranges), sum(r.size > 0 for r in ranges)
+    assert len(pieces) == max(nonempty, min(pieces_min or 0, total))
+    assert split(ranges, pieces_min) == pieces
+
+
+def test_one_large_range_gets_most_pieces() -> None:
+    pieces = split([Range("a", 0, 1000), Range("b", 5, 6)], 5)
+    assert [p.key for p in pieces] == ["a"] * 4 + ["b"]
