@@ -42,6 +42,11 @@ def test_a_doubled_pair_is_two_duplicates() -> None:
     assert total(SENT, [*SENT, *SENT[:2]]) == Counts(sent=3, delivered=5, duplicated=2)
 
 
+def test_three_copies_are_two_duplicates() -> None:
+    """Under an XOR of hashes three copies look like one."""
+    assert total(SENT, [*SENT, SENT[1], SENT[1]]) == Counts(sent=3, delivered=5, duplicated=2)
+
+
 def test_two_copies_and_a_loss_are_two_findings_though_the_counts_cancel() -> None:
     assert total(SENT, [SENT[0], SENT[0], SENT[1]]) == Counts(sent=3, delivered=3, lost=1, duplicated=1)
 
