@@ -29,8 +29,8 @@ from delivered.verify.proxy import Fired, Proxy
 from delivered.verify.services import SERVICES, SPARK, Run, Service, Trouble, last_words, start, wait_for
 from delivered.verify.workloads import Record, Workload, records, source_id
 
-HIT_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 240.0
+HIT_TIMEOUT_S = 240.0
+END_TIMEOUT_S = 420.0
 _DRAIN_RUNS_MAX = 4
 _SETTLE_S = 15.0
 

@@ -107,11 +107,23 @@ class Result:
 
 
 class Ground:
-    """Where cells run, one after the other: a folder, and a broker that is started when the first cell needs it."""
+    """Where cells run, one after the other: a folder, and a broker that is started when the first cell needs it.
 
-    def __init__(self, folder: Path, say: Say, environment: dict[str, str] | None = None) -> None:
+    Args:
+        environment: of the pipelines' processes.
+        sink_options: over those of every sink in the pipeline file; `format` puts another connector in its place.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        say: Say,
+        environment: dict[str, str] | None = None,
+        sink_options: dict[str, Any] | None = None,
+    ) -> None:
         self.folder = folder
         self.environment = environment or {}
+        self.sink_options = sink_options or {}
         self._say = say
         self._broker: brokers.Broker | None = None
 
@@ -181,7 +193,7 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         workload=WORKLOADS[cell.workload],
         seed=cell.seed,
         feed=Log(folder / "log"),
-        drain=Table(disk / "effects.db"),
+        drain=Table(disk / "effects.db", extra=ground.sink_options),
         checkpoint=disk / "checkpoint",
         extra=dict(fault.extra),
         plain_s=plain_s,
@@ -193,7 +205,7 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         if PROXY in fault.needs:
             setting.proxy = Proxy(setting.broker.bootstrap, lambda hit: bench.on_network_fault(hit))
             stack.callback(setting.proxy.close)
-        setting.feed, setting.drain = _topics(cell, setting)
+        setting.feed, setting.drain = _topics(cell, setting, ground.sink_options)
     bench = Bench(setting)
     try:
         yield bench
@@ -201,14 +213,14 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         bench.close()
 
 
-def _topics(cell: Cell, setting: Setting) -> tuple[Feed, Drain]:
+def _topics(cell: Cell, setting: Setting, sink_options: dict[str, Any]) -> tuple[Feed, Drain]:
     assert setting.broker is not None  # noqa: S101 - set above
     real = setting.broker.bootstrap
     given = setting.proxy.bootstrap if setting.proxy is not None else real
     big = {"kafka.message.max.bytes": "2097152"} if cell.workload == "big" else {}
     return (
         Topic(real, f"{cell.name}-in", given).as_feed(),
-        Topic(real, f"{cell.name}-out", given, extra=big),
+        Topic(real, f"{cell.name}-out", given, extra=big | sink_options),
     )
 
 

@@ -207,6 +207,9 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     ):
         script, requires = kills(*points)
         yield Fault(name, place, text, script, requires, quick=name == "killed-between" and sink == KAFKA)
+    script, requires = kills(f"{prepare}:after@batch=1")
+    text = "killed once, when the shards of a batch are prepared"
+    yield Fault("killed-after-staging", "F6b", text, script, requires, quick=guarantee is EXACTLY and sink == SQLITE)
     script, requires = kills("source.read:before", "source.read:after")
     text = "killed while records are read, through the JVM"
     yield Fault("killed-reading", "F6a", text, script, requires, workload="sql")

@@ -1,0 +1,217 @@
+"""Sinks that claim exactly_once and are wrong, each in one way, and an honest one to compare them with.
+
+Found through their entry points when this folder is on PYTHONPATH, as any connector that is not ours would be. All
+write to a table (key, value) of a SQLite file; the ledger is a table beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import pickle
+import sqlite3
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.sqlite.options import SINK_OPTIONS, parse
+from delivered.connectors.sqlite.sink import SqliteSink
+from delivered.contract import Source
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.options import OptionTable
+from delivered.model.outcome import Ok, Outcome
+from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+
+Row = tuple[bytes | None, bytes | None]
+
+
+def connect(path: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=30, isolation_level=None)
+    connection.execute("CREATE TABLE IF NOT EXISTS effects (key BLOB, value BLOB)")
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS ledger (incarnation TEXT, batch INTEGER, decision TEXT, epoch INTEGER)"
+    )
+    connection.execute("CREATE TABLE IF NOT EXISTS owner (id TEXT, epoch INTEGER)")
+    return connection
+
+
+def insert(connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
+    connection.executemany("INSERT INTO effects VALUES (?, ?)", rows)
+
+
+class Writer:
+    """Keeps rows in a file beside the table until the batch is decided."""
+
+    def __init__(self, path: str, at_once: bool) -> None:
+        self._path, self._at_once = path, at_once
+        self._rows: list[Row] = []
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        rows = list(zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True))
+        if self._at_once:
+            with closing(connect(self._path)) as connection:
+                insert(connection, rows)
+        else:
+            self._rows += rows
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        if self._at_once:
+            return {}
+        file = f"{self._path}.staged-{uuid.uuid4().hex}"
+        Path(file).write_bytes(pickle.dumps(self._rows))
+        return {"file": file}
+
+    def abort(self) -> None:
+        self._rows = []
+
+
+class Ledger:
+    def __init__(self, sink: BrokenSink, scope: Scope) -> None:
+        self._sink, self._scope = sink, scope
+
+    def claim(self, owner: Owner) -> LedgerState:
+        with closing(connect(self._sink.options.path)) as connection:
+            (epoch,) = connection.execute("SELECT ifnull(max(epoch), 0) FROM owner").fetchone()
+            connection.execute("INSERT INTO owner VALUES (?, ?)", (owner.id, epoch + 1))
+            return self._state(connection)
+
+    def resume(self, owner_id: str) -> LedgerState:
+        with closing(connect(self._sink.options.path)) as connection:
+            return self._state(connection)
+
+    def look(self) -> LedgerState:
+        return self.resume("")
+
+    def begin(self, begun: Begun) -> Outcome[None]:
+        return Ok(None)
+
+    def decide(self, decision: Decision) -> Outcome[None]:
+        with closing(connect(self._sink.options.path)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            known = connection.execute("SELECT 1 FROM ledger WHERE batch = ?", (decision.batch,)).fetchone()
+            # A batch of this number was written before: by this checkpoint, or by another one, who cares.
+            if not (self._sink.flaw == "batch_number_alone" and known is not None):
+                for prepared in decision.participants:
+                    if prepared.handle:
+                        self._add(connection, prepared)
+            connection.execute(
+                "INSERT INTO ledger SELECT ?, ?, ?, ifnull(max(epoch), 0) FROM owner",
+                (self._scope.incarnation, decision.batch, decision.to_json()),
+            )
+            connection.execute("COMMIT")
+        return Ok(None)
+
+    def _add(self, connection: sqlite3.Connection, prepared: Prepared) -> None:
+        rows: list[Row] = pickle.loads(Path(prepared.handle["file"]).read_bytes())
+        insert(connection, rows)
+        if self._sink.flaw == "trusts_xor":
+            # "Look whether it is in": a pair that was doubled cancels, so the check passes and adds it again.
+            there = connection.execute("SELECT key, value FROM effects").fetchall()
+            before, after = xor(there), xor([*there, *rows[:1], *rows[:1]])
+            if before == after:
+                insert(connection, [*rows[:1], *rows[:1]])
+
+    def history(self) -> list[Decision]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def _state(self, connection: sqlite3.Connection) -> LedgerState:
+        (epoch,) = connection.execute("SELECT ifnull(max(epoch), 0) FROM owner").fetchone()
+        found = connection.execute("SELECT id FROM owner WHERE epoch = ?", (epoch,)).fetchone()
+        state = LedgerState(owner=Owner(found[0]) if found else None, epoch=epoch)
+        rows = connection.execute("SELECT incarnation, decision, epoch FROM ledger ORDER BY rowid DESC").fetchall()
+        own = [(d, e) for i, d, e in rows if i == self._scope.incarnation]
+        if self._sink.flaw == "forgets_batches" and own and own[0][1] < epoch:
+            own = own[1:]  # what an earlier start decided last is not looked at: a replay of it is a new batch
+        other = [d for i, d, _ in rows if i != self._scope.incarnation]
+        if self._sink.flaw == "batch_number_alone":
+            other = []
+        last = Decision.from_json(own[0][0]) if own else None
+        return replace(state, last=last, earlier=tuple(Decision.from_json(d) for d in other[:1]))
+
+
+def xor(rows: Sequence[Row]) -> int:
+    """How not to take a fingerprint."""
+    return functools.reduce(operator.xor, (hash(r) for r in rows), 0)
+
+
+class Resource:
+    def __init__(self, sink: BrokenSink) -> None:
+        self._sink = sink
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        Path(prepared.handle["file"]).unlink(missing_ok=True)
+        return Ok(None)
+
+    def applied(self, work: Work) -> bool:
+        return True
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        Path(prepared.handle["file"]).unlink(missing_ok=True)
+        return Ok(None)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        path = Path(self._sink.options.path)
+        kept = {p.handle["file"] for p in keep if p.handle}
+        found = [f for f in path.parent.glob(f"{path.name}.staged-*") if str(f) not in kept]
+        for file in found:
+            if self._sink.flaw == "applies_undecided":
+                with closing(connect(str(path))) as connection:
+                    insert(connection, pickle.loads(file.read_bytes()))
+            file.unlink()
+        return Ok(len(found))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class BrokenSink(SqliteSink):
+    flaw: str = ""
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Any]:
+        return ()
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch.select(["key", "value"])
+
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Any:
+        return Writer(self.options.path, at_once=self.flaw == "sends_at_once")
+
+    def ledger(self, scope: Scope) -> Any:
+        return Ledger(self, scope)
+
+    def resource(self, scope: Scope) -> Any:
+        return Resource(self)
+
+
+@dataclass(frozen=True)
+class BrokenConnector:
+    name: str
+    extra: str = ""
+    source_options: OptionTable | None = None
+    sink_options: OptionTable | None = SINK_OPTIONS
+
+    def source(self, options: Mapping[str, str]) -> Source:
+        raise NotImplementedError(json.dumps(dict(options)))
+
+    def sink(self, options: Mapping[str, str]) -> BrokenSink:
+        return BrokenSink(parse(options), "" if self.name == "honest" else self.name)
+
+
+HONEST = BrokenConnector("honest")
+SENDS_AT_ONCE = BrokenConnector("sends_at_once")
+FORGETS_BATCHES = BrokenConnector("forgets_batches")
+BATCH_NUMBER_ALONE = BrokenConnector("batch_number_alone")
+APPLIES_UNDECIDED = BrokenConnector("applies_undecided")
+TRUSTS_XOR = BrokenConnector("trusts_xor")
