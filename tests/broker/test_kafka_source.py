@@ -325,6 +325,10 @@ def test_a_start_that_was_written_down_is_the_same_later(kafka: Any) -> None:
     later = kept.driver()
     assert later.initial() == at
     assert values(read_range(kept, later, at, later.latest(at, None))) == [b"new"]
+    kafka.topic(1, f"{topic}-late")  # it was not there when the stream began
+    wider = source(kafka, subscribePattern=f"{topic}.*", startingOffsets=json.dumps(at)).driver()
+    assert wider.initial() == at
+    wider.close()
     nothing = source(kafka, subscribePattern="no-such-topic-.*").driver()
     none_yet = nothing.initial()
     assert source(kafka, subscribePattern="x", startingOffsets=json.dumps(none_yet)).driver().initial() == none_yet
