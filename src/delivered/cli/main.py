@@ -172,6 +172,42 @@ def doctor(
     return 1 if any(c.health is Health.BAD for c in checks) else 0
 
 
+@app.command()
+@command
+def verify(
+    only: Annotated[
+        list[str],
+        typer.Option(
+            help="sink/guarantee/workload/fault with * for anything, or a failure point (F7), or one of the four."
+        ),
+    ] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="The same seed gives the same records and the same faults.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cells that say most.")] = False,
+    service: Annotated[
+        str, typer.Option(help="spark: pipelines as they are run; engine: without Spark, much quicker to kill.")
+    ] = "spark",
+    audit_too: Annotated[bool, typer.Option("--audit", help="Ask `delivered audit` after every cell, too.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out cells that have a verdict.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=16, help="Cells at a time; each job has a broker of its own.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no cell after so long.")] = None,
+    out: Annotated[Path, typer.Option(help="Results as JSON; a page is written beside it.")] = Path(
+        "build/verify.json"
+    ),
+    folder: Annotated[Path, typer.Option(help="Histories and output of every cell.")] = Path("build/verify"),
+    listing: Annotated[bool, typer.Option("--list", help="Only show which cells there are.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Break pipelines on purpose at every failure point and judge, from outside, whether their guarantee held."""
+    from delivered.cli.verify import verify as run_verify
+    from delivered.verify.matrix import Choice
+    from delivered.verify.services import SERVICES
+
+    if service not in SERVICES:
+        raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {', '.join(SERVICES)}.")
+    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes)
+    return run_verify(choice, out, folder.resolve(), resume, listing, output)
+
+
 def _offsets(option: str, given: str | None) -> dict[str, Any] | None:
     if given is None:
         return None

@@ -156,7 +156,7 @@ def _server(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
 
 def _memory(guarantee: Guarantee) -> Iterator[Fault]:
     write, prepare = (scripts.point(guarantee, s) for s in ("write", "prepare"))
-    script, requires = scripts.worker_killed(f"{write}:after", f"{prepare}:before@batch=1")
+    script, requires = scripts.worker_killed(f"{write}:after", f"{prepare}:before")
     yield Fault("worker-killed", "F4", "one Python worker is killed with what it held", script, requires)
     yield Fault(
         "disk-full",

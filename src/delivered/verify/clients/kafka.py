@@ -12,6 +12,8 @@ from delivered.verify.clients.base import Look, Row
 from delivered.verify.workloads import PARTITIONS, Record
 
 ANSWER_TIMEOUT_S = 60.0
+_QUIET: dict[str, Any] = {"log_level": 0, "reconnect.backoff.max.ms": 500}
+"""A broker that was killed on purpose is no news."""
 _END_TIMEOUT_S = 30.0
 
 
@@ -66,7 +68,7 @@ class Topic:
         from confluent_kafka import Producer
 
         producer = Producer(
-            {"bootstrap.servers": self.bootstrap, "acks": "all", "enable.idempotence": True, "linger.ms": 5}
+            {"bootstrap.servers": self.bootstrap, "acks": "all", "enable.idempotence": True, "linger.ms": 5, **_QUIET}
         )
         failed: list[str] = []
         for r in records:
@@ -153,7 +155,7 @@ class Topic:
         from confluent_kafka.admin import AdminClient
 
         if self._client is None:  # kept: its requests end with it
-            self._client = AdminClient({"bootstrap.servers": self.bootstrap})
+            self._client = AdminClient({"bootstrap.servers": self.bootstrap, **_QUIET})
         return self._client
 
     def _consumer(self, partitions: Any) -> Any:
@@ -167,7 +169,7 @@ class Topic:
                 "auto.offset.reset": "error",
                 "enable.auto.commit": False,
                 "fetch.wait.max.ms": 100,
-                "reconnect.backoff.max.ms": 500,
+                **_QUIET,
             }
         )
         consumer.assign([TopicPartition(self.name, p, 0) for p in partitions])

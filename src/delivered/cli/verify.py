@@ -1,0 +1,74 @@
+"""`delivered verify`: break pipelines on purpose, judge them from outside, keep the evidence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from delivered.cli.output import Output, note, say
+from delivered.verify.cell import Result
+from delivered.verify.matrix import Choice, Store, cells, run_matrix, worst
+from delivered.verify.verdict import Verdict
+
+
+def verify(choice: Choice, out: Path, folder: Path, resume: bool, listing: bool, output: Output) -> int:
+    """Run the chosen cells; returns the exit code: 0 all held, 1 something broken, 3 it cannot be told."""
+    if listing:
+        for cell in cells(choice):
+            say(f"{cell.sink}/{cell.guarantee.value}/{cell.workload}/{cell.fault.name}  {cell.fault.text}")
+        return 0
+
+    def done(result: Result, number: int, of: int) -> None:
+        what = f"{result.sink}/{result.guarantee}/{result.workload}/{result.fault}"
+        why = f": {'; '.join(result.reasons)}" if result.reasons else ""
+        note(f"{number}/{of}  {result.verdict:8} {what}  {result.fired} faults, {result.seconds:.0f} s{why}")
+
+    store = Store(out)
+    if resume:
+        store.load()
+    results = run_matrix(choice, store, folder, resume=resume, say=note, done=done)
+    page = out.with_suffix(".html")
+    _write_page(store, page)
+    everything = list(store.results.values())
+    if output is Output.JSON:
+        say(json.dumps([r.to_json() for r in everything], indent=1, ensure_ascii=False))
+    else:
+        _show(everything)
+        say(f"results: {out}" + (f"; page: {page}" if page.exists() else ""))
+    if not results and not everything:
+        note("no cell matches")
+        return 2
+    return worst(everything).exit_code
+
+
+def _write_page(store: Store, page: Path) -> None:
+    from delivered.model.errors import MissingExtra
+    from delivered.verify.report import write_report
+
+    try:
+        write_report(list(store.results.values()), page)
+    except MissingExtra as error:
+        note(f"no page was written: {error}")
+
+
+def _show(results: list[Result]) -> None:
+    """One line per sink and guarantee; every cell that did not hold below."""
+    table = Table(title="delivered verify")
+    for name in ("sink", "guarantee", "service", "cells", "faults", *Verdict, "lost", "duplicated"):
+        table.add_column(str(name), justify="left" if name in ("sink", "guarantee", "service") else "right")
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for r in results:
+        groups.setdefault((r.sink, r.guarantee, r.service), []).append(r)
+    for key, group in sorted(groups.items()):
+        counts = [str(sum(r.verdict == v.value for r in group)) for v in Verdict]
+        lost, doubled = sum(r.lost for r in group), sum(r.duplicated for r in group)
+        fired = sum(r.fired for r in group)
+        table.add_row(*key, str(len(group)), str(fired), *counts, str(lost), str(doubled))
+    Console(width=120).print(table)
+    for r in results:
+        if r.verdict != Verdict.HELD.value:
+            say(f"{r.verdict}: {r.sink}/{r.guarantee}/{r.workload}/{r.fault}: {'; '.join(r.reasons)}")
+            say(f"  history: {r.folder}/history.jsonl; again: {r.again}")

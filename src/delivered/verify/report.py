@@ -1,0 +1,217 @@
+"""A run of the matrix as one HTML file: verdicts, reasons, a timeline per cell, how to run each again.
+
+Nothing is fetched and no script runs. Verdicts are told by words and shapes as well as by colours of the Okabe-Ito
+palette, on a light and on a dark page.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from delivered.model.errors import MissingExtra
+from delivered.verify.cell import Result
+from delivered.verify.faults import PLACES
+from delivered.verify.history import End, Operation, load
+from delivered.verify.matrix import GUARANTEES, versions
+from delivered.verify.verdict import Verdict
+
+SIGNS = {Verdict.HELD: "●", Verdict.BROKEN: "✕", Verdict.INVALID: "▲", Verdict.UNKNOWN: "?"}
+_WIDTH, _LEFT, _ROW = 880, 96, 18
+
+
+@dataclass(frozen=True)
+class Square:
+    """One field of the matrix: all cells of a failure point, for one guarantee and sink."""
+
+    verdict: str
+    sign: str
+    cells: int
+    faults: int
+
+
+def write_report(results: Sequence[Result], path: Path) -> None:
+    """
+    Raises:
+        MissingExtra: the page needs the extra `report`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(results), encoding="utf-8")
+
+
+def page(results: Sequence[Result]) -> str:
+    """The whole file."""
+    try:
+        import jinja2
+    except ImportError:
+        raise MissingExtra("report") from None
+    columns = sorted({(r.sink, r.guarantee, r.service) for r in results}, key=_order)
+    environment = jinja2.Environment(autoescape=True)
+    return environment.from_string(_TEMPLATE).render(
+        columns=columns,
+        places=[(p, text) for p, text in PLACES.items() if any(r.place == p for r in results)],
+        square=lambda place, column: square(results, place, column),
+        groups=[(c, [r for r in results if (r.sink, r.guarantee, r.service) == c]) for c in columns],
+        signs={v.value: s for v, s in SIGNS.items()},
+        timeline=_timeline_of,
+        total=len(results),
+        fired=sum(r.fired for r in results),
+        verdicts={v.value: sum(r.verdict == v.value for r in results) for v in Verdict},
+        lost=sum(r.lost for r in results if r.guarantee != "at_most_once"),
+        doubled=sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
+        versions=versions(),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) -> Square | None:
+    """None: nothing was run there."""
+    found = [r for r in results if r.place == place and (r.sink, r.guarantee, r.service) == column]
+    if not found:
+        return None
+    verdict = Verdict.worst([Verdict(r.verdict) for r in found])
+    return Square(verdict.value, SIGNS[verdict], len(found), sum(r.fired for r in found))
+
+
+def _order(column: tuple[str, str, str]) -> tuple[int, str, str]:
+    names = [g.value for g in GUARANTEES]
+    return (names.index(column[1]), column[0], column[2])
+
+
+def _timeline_of(result: Result) -> str:
+    path = Path(result.folder) / "history.jsonl"
+    return timeline(load(path)) if path.exists() else ""
+
+
+def timeline(history: Sequence[Operation]) -> str:
+    """A drawing of who did what when: runs as bars with their end, faults as lines, what the reader saw as a curve."""
+    until = max((o.at_s for o in history), default=1.0) or 1.0
+
+    def x(at_s: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - 12) * at_s / until
+
+    drivers = [o.process for o in history if o.name == "run" and o.end is End.BEGUN]
+    rows = {name: 14 + _ROW * n for n, name in enumerate(["producer", *drivers, "reader"])}
+    height = 14 + _ROW * len(rows) + 26
+    drawn = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="timeline of {until:.0f} seconds">']
+    drawn += [
+        f'<text x="0" y="{y + 4}">{html.escape(name)}</text><line class="rail" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" '
+        f'y2="{y}"/>'
+        for name, y in rows.items()
+    ]
+    for o in history:
+        if o.name == "run" and o.end is not End.BEGUN:
+            begun = next((b.at_s for b in history if b.process == o.process and b.end is End.BEGUN), 0.0)
+            drawn.append(_run_bar(x(begun), x(o.at_s), rows[o.process], o))
+        elif o.name == "send" and o.end is End.OK:
+            drawn.append(f'<circle class="send" cx="{x(o.at_s):.1f}" cy="{rows["producer"]}" r="3"/>')
+    drawn += _seen(history, x, rows["reader"])
+    for number, o in enumerate(o for o in history if o.process == "fault"):
+        at = x(o.at_s)
+        side = "end" if at > _WIDTH * 0.7 else "start"
+        shift = -4 if side == "end" else 4
+        drawn.append(
+            f'<line class="fault" x1="{at:.1f}" x2="{at:.1f}" y1="4" y2="{height - 26}"/>'
+            f'<text class="fault" x="{at + shift:.1f}" y="{9 + 9 * (number % 3)}" text-anchor="{side}">'
+            f"{html.escape(o.name)}</text>"
+        )
+    drawn += [
+        f'<text class="tick" x="{x(s):.1f}" y="{height - 8}" text-anchor="middle">{s:.0f} s</text>'
+        for s in (0.0, until / 4, until / 2, until * 3 / 4, until)
+    ]
+    return "".join([*drawn, "</svg>"])
+
+
+def _run_bar(begin: float, end: float, y: int, o: Operation) -> str:
+    how = {End.OK: "ok", End.FAILED: "failed", End.UNKNOWN: "killed"}[o.end]
+    said = how if o.end is not End.FAILED else str(o.value.get("code", how))
+    width = max(2.0, end - begin)
+    return (
+        f'<rect class="run {how}" x="{begin:.1f}" y="{y - 5}" width="{width:.1f}" height="10" rx="2">'
+        f"<title>{html.escape(o.process)}: {html.escape(said)}</title></rect>"
+        f'<text class="run" x="{begin + 4:.1f}" y="{y + 3}">{html.escape(said)}</text>'
+    )
+
+
+def _seen(history: Sequence[Operation], x: Any, y: int) -> list[str]:
+    """Effects that the reader had seen by then, as a step curve over its row."""
+    points = [(o.at_s, int(o.value["all"])) for o in history if o.process == "reader"]
+    if not points:
+        return []
+    most = max(n for _, n in points) or 1
+    path, level = [f"M {x(points[0][0]):.1f} {y + 7}"], y + 7.0
+    for at_s, n in points:
+        path.append(f"L {x(at_s):.1f} {level:.1f}")
+        level = y + 7 - 14 * n / most
+        path.append(f"L {x(at_s):.1f} {level:.1f}")
+    return [f'<path class="seen" d="{" ".join(path)}"><title>{most} effects seen</title></path>']
+
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>delivered verify</title>
+<style>
+  :root { color-scheme: light dark; --ink: #1c1e21; --page: #fff; --line: #d5d9df; --soft: #5b616b; --panel: #f5f6f8;
+    --held: #00684a; --broken: #a83f00; --invalid: #6a3d9a; --unknown: #7a5c00; --bar: #0072b2; --seen: #009e73; }
+  @media (prefers-color-scheme: dark) { :root { --ink: #e8e8ea; --page: #16181c; --line: #3a3f47; --soft: #a6adb8;
+    --panel: #1f2228; --held: #4fd1a5; --broken: #ff9a63; --invalid: #cbb2ff; --unknown: #f0c04a; --bar: #56b4e9;
+    --seen: #4fd1a5; } }
+  body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 2rem auto;
+    max-width: 72rem; padding: 0 1rem; }
+  h1 { margin-bottom: 0; } p.made { color: var(--soft); margin-top: .2rem; }
+  .scroll { overflow-x: auto; }
+  table { border-collapse: collapse; } th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line);
+    text-align: left; vertical-align: top; } th { font-weight: 600; }
+  td.square { white-space: nowrap; } td small, th small { color: var(--soft); font-weight: 400; display: block; }
+  .held { color: var(--held); } .broken { color: var(--broken); } .invalid { color: var(--invalid); }
+  .unknown { color: var(--unknown); } b.broken, b.invalid { text-decoration: underline; }
+  details { border-bottom: 1px solid var(--line); padding: .35rem 0; } summary { cursor: pointer; }
+  details > div { background: var(--panel); padding: .7rem 1rem; margin: .4rem 0; border-radius: .4rem; }
+  code { font-size: .85rem; overflow-wrap: anywhere; } svg { width: 100%; height: auto; }
+  svg text { font: 10px system-ui, sans-serif; fill: var(--ink); } svg text.tick { fill: var(--soft); }
+  svg text.run { fill: var(--page); font-size: 8px; } svg text.fault { fill: var(--broken); font-size: 8px; }
+  svg line.rail { stroke: var(--line); } svg line.fault { stroke: var(--broken); stroke-dasharray: 3 2; }
+  svg rect.run { fill: var(--bar); } svg rect.killed { fill: var(--broken); } svg rect.failed { fill: var(--unknown); }
+  svg circle.send { fill: var(--soft); } svg path.seen { fill: none; stroke: var(--seen); stroke-width: 1.5; }
+</style>
+</head>
+<body>
+<h1>delivered verify</h1>
+<p class="made">{{ made }}</p>
+<p>{{ total }} cells, {{ fired }} faults injected:
+{% for verdict, count in verdicts.items() if count %}<b class="{{ verdict }}">{{ signs[verdict] }} {{ count }} {{ verdict
+}}</b>{% if not loop.last %}, {% endif %}{% endfor %}. {{ lost }} records lost where none may be, {{ doubled }} doubled where
+none may be. Every number comes from reading the sink with clients of the judge's own; a cell whose fault did not fire, or
+whose sink nobody read at the end, is invalid.</p>
+<h2>Matrix</h2>
+<div class="scroll"><table>
+<tr><th>failure point</th>{% for sink, guarantee, service in columns %}<th>{{ guarantee }}<small>{{ sink }}, {{ service
+}}</small></th>{% endfor %}</tr>
+{% for place, text in places %}<tr><th>{{ place }}<small>{{ text }}</small></th>
+{% for column in columns %}{% set s = square(place, column) %}<td class="square">
+{% if s %}<b class="{{ s.verdict }}">{{ s.sign }} {{ s.verdict }}</b><small>{{ s.cells }} cells, {{ s.faults }}
+faults</small>{% else %}<small>not run</small>{% endif %}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
+<h2>Cells</h2>
+{% for (sink, guarantee, service), cells in groups %}<h3>{{ guarantee }}, {{ sink }}, {{ service }}</h3>
+{% for r in cells %}<details{% if r.verdict != "held" %} open{% endif %}><summary><b class="{{ r.verdict }}">{{
+signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.workload }}: {{ r.text }}</summary>
+<div>{% for reason in r.reasons %}<p class="broken">{{ reason }}</p>{% endfor %}
+<p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} doubled{% if r.given_up is not
+none %}, {{ r.given_up }} said to be given up{% endif %}. {{ r.fired }} faults in {{ r.runs }} starts, {{ r.seconds }} s, seed
+{{ r.seed }}.{% for s in r.stops if s.got %} {{ s.when }}: stopped with {{ s.got }}.{% endfor %}</p>
+{{ timeline(r) | safe }}
+<p><code>{{ r.again }}</code></p></div></details>
+{% endfor %}{% endfor %}
+<h2>Versions</h2>
+<p>{% for name, v in versions.items() %}{{ name }} {{ v }}{% if not loop.last %}, {% endif %}{% endfor %}</p>
+</body>
+</html>
+"""
