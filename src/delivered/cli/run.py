@@ -135,7 +135,10 @@ class _Shown:
 
 def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool, output: Output) -> None:
     if output is Output.JSON:
-        say_json({**progress.to_json(), "event": "stopped", "between_batches": idle, "seconds": round(seconds, 3)})
+        say_json(
+            {**progress.to_json(), "event": "stopped", "between_batches": idle, "seconds": round(seconds, 3)},
+            one_line=True,
+        )
         return
     say(f"{pipeline.name}: {progress.totals} in {seconds:.1f} s")
     if not idle:

@@ -1,0 +1,118 @@
+"""`delivered run` as a person runs it: a process, signals, and what is in the sink afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from delivered.cli.example import RECORDS, write_example
+
+WAIT_S = 250.0
+RUN = [sys.executable, "-c", "from delivered.cli.main import app; app()"]
+
+
+def rows(folder: Path) -> int:
+    try:
+        connection = sqlite3.connect(f"file:{folder / 'orders.db'}?mode=ro", uri=True)
+        try:
+            return int(connection.execute("SELECT count(*) FROM orders").fetchone()[0])
+        finally:
+            connection.close()
+    except sqlite3.OperationalError:
+        return 0  # neither file nor table before the first batch
+
+
+@contextmanager
+def running(*arguments: str, own_group: bool = False) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*RUN, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=own_group,
+        env={k: v for k, v in os.environ.items() if not k.startswith("DELIVERED_")},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    return write_example(tmp_path / "example")[0]
+
+
+def test_run_then_audit(example: Path) -> None:
+    with running("run", str(example), "--output", "json") as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    last = json.loads(out.splitlines()[-1])
+    assert (last["event"], last["records"], last["batches"]) == ("stopped", RECORDS, 4)
+    with running("audit", str(example), "-o", "json") as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    assert rows(example.parent) == RECORDS
+    # What somebody takes away is seen, and the exit code says so.
+    with sqlite3.connect(example.parent / "orders.db") as connection:
+        connection.execute("DELETE FROM orders WHERE id = 'order-0007'")
+    with running("audit", str(example)) as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1, err
+    assert "order-0007" in out
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_a_signal_lets_the_running_batch_finish(example: Path, how: str) -> None:
+    """Ctrl-C reaches every process of the terminal's group, Spark's workers too: they must go on."""
+    (example.parent / "slow.py").write_text(
+        "import time\n\n\ndef slow(batch):\n    if batch.num_rows:\n        time.sleep(0.4)\n    return batch\n"
+    )
+    text = example.read_text()
+    start, end = text.index("transform:"), text.index("sinks:")
+    example.write_text(text[:start] + "transform: {arrow: slow:slow, select: [key, value]}\n\n" + text[end:])
+    arguments = ["run", str(example), "-s", "source.maxOffsetsPerTrigger=20", "-s", "trigger=0 seconds"]
+    with running(*arguments, own_group=True) as process:
+        deadline = time.monotonic() + WAIT_S
+        while rows(example.parent) < 40:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        if how == "SIGTERM":
+            process.send_signal(signal.SIGTERM)
+        else:
+            os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert "cut off" not in out
+    checkpoint = example.parent / "checkpoint"
+    offsets, commits = (
+        {int(p.name) for p in (checkpoint / d).iterdir() if p.name.isdigit()} for d in ("offsets", "commits")
+    )
+    assert offsets == commits, "every batch that began is logged"
+    assert 40 <= rows(example.parent) < RECORDS, "and it stopped before the end"
+
+
+def test_a_query_that_fails_gives_one_clear_error(example: Path) -> None:
+    text = example.read_text().replace("$.amount') AS DOUBLE) AS amount", "$.amount') AS DOUBLE) AS id")
+    example.write_text(text)
+    with running("run", str(example)) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode in (1, 2)
+    assert "[DELIVERED_" in err
+    assert "Traceback" not in err
+    assert "\tat org.apache" not in err
+    assert rows(example.parent) == 0
