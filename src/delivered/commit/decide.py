@@ -94,8 +94,12 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
         return
     try:
         if context.ledger.resume(context.owner.id).epoch != said[0].plan.epoch:
-            return  # a later start of this driver swept these participants, and must not be fenced from here
+            _abort_overtaken(context, said)  # by a later start of this driver, which must not be fenced from here
+            return
         last = context.ledger.claim(context.owner).last
+    except Fenced:
+        _abort_overtaken(context, said)
+        return
     except DeliveredError as error:
         log.warning("batch %d: nothing was given back: %s", said[0].plan.batch, error)
         return
@@ -104,6 +108,24 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
             _give_back(context, written([m]))
         elif m.plan.batch == last.batch:
             _give_back(context, strangers([m], last))
+
+
+def _abort_overtaken(context: Context, said: Sequence[ShardMessage]) -> None:
+    """Give back what was prepared after a later claim had swept: nobody else would, and it would block readers.
+
+    Since that claim no decision of this one can get in, and the later owner names participants of its own alone. So
+    what no decision names now, none ever will.
+    """
+    try:
+        decided = {d.batch: d for d in context.ledger.history()}
+    except DeliveredError as error:
+        log.warning("batch %d: nothing was given back: %s", said[0].plan.batch, error)
+        return
+    for m in said:
+        if m.plan.batch in decided:
+            _give_back(context, strangers([m], decided[m.plan.batch]))
+        elif not decided or m.plan.batch > min(decided):  # older ones are forgotten: their decision cannot be read
+            _give_back(context, written([m]))
 
 
 def _same_claim(state: LedgerState, batch: int, said: Sequence[ShardMessage]) -> None:

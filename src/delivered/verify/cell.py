@@ -83,6 +83,7 @@ class Result:
     findings: list[dict[str, Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     stops: list[dict[str, Any]] = field(default_factory=list)
+    undelivered: int = 0
     sent: int = 0
     delivered: int = 0
     given_up: int | None = None
@@ -254,6 +255,8 @@ def _add_facts(result: Result, bench: Bench) -> None:
     evidence = bench.result
     if evidence is None:
         return
+    if evidence.stays_down:  # nothing was skipped: the records wait behind the stop
+        result.lost, result.undelivered = 0, result.lost
     result.faults = fired(bench.history)
     result.fired = len(result.faults)
     result.final_read = evidence.final is not None

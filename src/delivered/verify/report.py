@@ -21,7 +21,7 @@ from delivered.verify.matrix import GUARANTEES, versions
 from delivered.verify.verdict import Verdict
 
 SIGNS = {Verdict.HELD: "●", Verdict.BROKEN: "✕", Verdict.INVALID: "▲", Verdict.UNKNOWN: "?"}
-_WIDTH, _LEFT, _ROW = 880, 96, 18
+_WIDTH, _LEFT, _ROW, _TOP = 880, 96, 18, 42
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def timeline(history: Sequence[Operation]) -> str:
         return _LEFT + (_WIDTH - _LEFT - 12) * at_s / until
 
     drivers = [o.process for o in history if o.name == "run" and o.end is End.BEGUN]
-    rows = {name: 14 + _ROW * n for n, name in enumerate(["producer", *drivers, "reader"])}
-    height = 14 + _ROW * len(rows) + 26
+    rows = {name: _TOP + _ROW * n for n, name in enumerate(["producer", *drivers, "reader"])}
+    height = _TOP + _ROW * len(rows) + 26
     drawn = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="timeline of {until:.0f} seconds">']
     drawn += [
         f'<text x="0" y="{y + 4}">{html.escape(name)}</text><line class="rail" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" '
@@ -116,7 +116,7 @@ def timeline(history: Sequence[Operation]) -> str:
         shift = -4 if side == "end" else 4
         drawn.append(
             f'<line class="fault" x1="{at:.1f}" x2="{at:.1f}" y1="4" y2="{height - 26}"/>'
-            f'<text class="fault" x="{at + shift:.1f}" y="{9 + 9 * (number % 3)}" text-anchor="{side}">'
+            f'<text class="fault" x="{at + shift:.1f}" y="{8 + 8 * (number % 4)}" text-anchor="{side}">'
             f"{html.escape(o.name)}</text>"
         )
     drawn += [
@@ -186,10 +186,10 @@ _TEMPLATE = """<!doctype html>
 <h1>delivered verify</h1>
 <p class="made">{{ made }}</p>
 <p>{{ total }} cells, {{ fired }} faults injected:
-{% for verdict, count in verdicts.items() if count %}<b class="{{ verdict }}">{{ signs[verdict] }} {{ count }} {{ verdict
-}}</b>{% if not loop.last %}, {% endif %}{% endfor %}. {{ lost }} records lost where none may be, {{ doubled }} doubled where
-none may be. Every number comes from reading the sink with clients of the judge's own; a cell whose fault did not fire, or
-whose sink nobody read at the end, is invalid.</p>
+{% for verdict, count in verdicts.items() if count %}<b class="{{ verdict }}">{{ signs[verdict] }} {{ count }}
+{{ verdict }}</b>{% if not loop.last %}, {% endif %}{% endfor %}. {{ lost }} records lost where none may be,
+{{ doubled }} doubled where none may be. Every number comes from reading the sink with clients of the judge's own; a
+cell whose fault did not fire, or whose sink nobody read at the end, is invalid.</p>
 <h2>Matrix</h2>
 <div class="scroll"><table>
 <tr><th>failure point</th>{% for sink, guarantee, service in columns %}<th>{{ guarantee }}<small>{{ sink }}, {{ service
@@ -204,9 +204,11 @@ faults</small>{% else %}<small>not run</small>{% endif %}</td>{% endfor %}</tr>
 {% for r in cells %}<details{% if r.verdict != "held" %} open{% endif %}><summary><b class="{{ r.verdict }}">{{
 signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.workload }}: {{ r.text }}</summary>
 <div>{% for reason in r.reasons %}<p class="broken">{{ reason }}</p>{% endfor %}
-<p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} doubled{% if r.given_up is not
-none %}, {{ r.given_up }} said to be given up{% endif %}. {{ r.fired }} faults in {{ r.runs }} starts, {{ r.seconds }} s, seed
-{{ r.seed }}.{% for s in r.stops if s.got %} {{ s.when }}: stopped with {{ s.got }}.{% endfor %}</p>
+<p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} doubled
+{%- if r.given_up is not none %}, {{ r.given_up }} said to be given up{% endif %}. {{ r.fired }} faults in {{ r.runs }}
+starts, {{ r.seconds }} s, seed {{ r.seed }}.
+{%- for s in r.stops if s.got %} {{ s.when }}: stopped with {{ s.got }}.{% endfor %}
+{%- if r.undelivered %} {{ r.undelivered }} records wait behind the stop.{% endif %}</p>
 {{ timeline(r) | safe }}
 <p><code>{{ r.again }}</code></p></div></details>
 {% endfor %}{% endfor %}

@@ -74,7 +74,8 @@ class Table:
         """Rows behind `position` and the number of all rows, in one transaction."""
         if not self.path.exists():
             return [], 0
-        uri = f"{self.path.absolute().as_uri()}?mode=ro"
+        # A reader that may not write could not roll back what a killed writer left half done, and would see nothing.
+        uri = f"{self.path.absolute().as_uri()}?mode=rw"
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as connection:
             connection.execute("BEGIN")
             there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (self.name,)).fetchone()
