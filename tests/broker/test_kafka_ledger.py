@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import ConfigResource, ResourceType
+from kafka.protocol.producer.transaction import EndTxnRequest
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows
 from tests.kafka_tools import read_committed
 
 from delivered.connectors.kafka import ledger as ledger_module
 from delivered.connectors.kafka import ledger_write, transactions
 from delivered.connectors.kafka.ledger import KafkaLedger
+from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.model.errors import Fenced
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
@@ -117,18 +119,24 @@ def test_an_unknown_outcome_is_settled_by_claim(
     """The commit's answer is lost, once with the commit in and once without: `claim` tells, and nothing comes later."""
     one = opened()
     one.claim(FIRST)
-    commit = ledger_write._commit
+    ask = Wire.ask_coordinator
 
-    def lost_answer(*a: Any) -> Any:
-        commit(*a)
-        return Unknown("lost"), False
+    def lose(sent: bool) -> None:
+        def asked(self: Wire, name: str, request: Any, *more: Any) -> Any:
+            if not isinstance(request, EndTxnRequest):
+                return ask(self, name, request, *more)
+            if sent:
+                ask(self, name, request, *more)
+            raise NoAnswer("lost")
 
-    monkeypatch.setattr(ledger_write, "_commit", lost_answer)
-    assert one.decide(decision(rig.scope, 0)) == Unknown("lost")
-    monkeypatch.setattr(ledger_write, "_commit", lambda *_: (Unknown("lost"), False))
+        monkeypatch.setattr(Wire, "ask_coordinator", asked)
+
+    lose(sent=True)
+    assert isinstance(one.decide(decision(rig.scope, 0)), Unknown)
+    lose(sent=False)
     state = one.claim(FIRST)
     assert state.last is not None and state.last.batch == 0
-    assert one.decide(decision(rig.scope, 1)) == Unknown("lost")
+    assert isinstance(one.decide(decision(rig.scope, 1)), Unknown)
     monkeypatch.undo()
     state = one.claim(FIRST)
     assert state.last is not None and state.last.batch == 0
@@ -154,7 +162,7 @@ def test_two_drivers_on_one_checkpoint_decide_every_batch_once(rig: Rig, opened:
     """Two real processes: the second takes over while the first decides as fast as it can."""
     arguments = (rig.sink, rig.scope)
     with Child("decide_for_ever", *arguments, FIRST, decision(rig.scope, 0)) as older:
-        seen = [older.say() for _ in range(5)]
+        seen = [older.say() for _ in range(20)]
         with Child("decide_for_ever", *arguments, SECOND, decision(rig.scope, 0)) as newer:
             later = [newer.say() for _ in range(5)]
             while seen[-1][0] != "fenced":

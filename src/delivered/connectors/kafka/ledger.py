@@ -42,6 +42,7 @@ LEDGER_TRANSACTION_TIMEOUT_S = 15
 """A ledger transaction is open for milliseconds. If its driver dies there, other sinks wait this long at most."""
 
 _PLAN, _DECIDE = "plan", "decide"
+_CLAIM_TRIES = 10
 
 
 class KafkaLedger:
@@ -62,25 +63,26 @@ class KafkaLedger:
     # -- the contract --------------------------------------------------------------------------------------------
 
     def claim(self, owner: Owner) -> LedgerState:
-        """Take both ids, which fences every other owner; read to the end; write down who owns the ledger."""
+        """Take both ids, which ends what is under way; write down who owns the ledger; take the deciding one again.
+
+        Whoever takes an id looks afterwards who owns the ledger: from the record on, the former owner gives up.
+        """
         ensure_topic(self._wire, self._topic, self._options.ledger_replication)
         self._owner_id = owner.id
         # A driver that was superseded long ago must not disturb the one that owns the ledger now.
         self._read(wait=False)
         self._refuse_superseded(owner)
-        # Whoever could write before this line cannot after it.
+        # Whatever is under way of anybody is over after these lines.
         for role in (_PLAN, _DECIDE):
             self._take(role)
         self._read()
         self._refuse_superseded(owner)
-        before = self._owner
-        if before is None or before.id != owner.id:
-            former = () if before is None else (before.id, *before.superseded)
-            mine = replace(owner, superseded=former[: OWNERS_REMEMBERED - 1])
-            records = [(self._key("owner"), _owner_json(mine)), *self._outdated()]
-            self._settled(self._write(_PLAN, {STATE_PARTITION: records}), "OWNER_UNKNOWN")
+        if self._owner is None or self._owner.id != owner.id:
+            self._record(owner)
+            # Until the record was there, the former owner could see himself as such and take his id back: end that.
+            self._take(_DECIDE)
             self._read()
-            self._refuse_others()
+        self._refuse_others()
         return self._state()
 
     def resume(self, owner_id: str) -> LedgerState:
@@ -231,19 +233,32 @@ class KafkaLedger:
                     "use transactional ids that start with `delivered.`",
                 )
 
-    def _settled(self, outcome: Outcome[None], code: str) -> None:
-        match outcome:
-            case Ok():
+    def _record(self, owner: Owner) -> None:
+        """Write down who owns the ledger now. The former owner may take the id back for a last time or two."""
+        before = self._owner
+        former = () if before is None else (before.id, *before.superseded)
+        mine = replace(owner, superseded=former[: OWNERS_REMEMBERED - 1])
+        records = [(self._key("owner"), _owner_json(mine)), *self._outdated()]
+        reason = ""
+        for _ in range(_CLAIM_TRIES):
+            producer = self._producers.pop(_PLAN)
+            outcome, _ = write(self._wire, self._id(_PLAN), producer, self._topic, {STATE_PARTITION: records})
+            if isinstance(outcome, Ok):
+                self._producers[_PLAN] = producer
                 return
-            case Failed(reason) | Unknown(reason):
-                # If somebody else claimed meanwhile, that is the news.
-                self._read()
-                self._refuse_superseded_by_others()
-                raise OutcomeUnknown(
-                    code,
-                    f"Who owns the ledger in topic {self._topic!r} could not be recorded: {reason}.",
-                    next_step="start again when the brokers answer",
-                )
+            reason = outcome.reason
+            # Fenced, or no answer: to take the id settles what became of it.
+            self._take(_PLAN)
+            self._read()
+            if self._owner != before:
+                # It got in after all, or somebody else was first.
+                self._refuse_others()
+                return
+        raise OutcomeUnknown(
+            "OWNER_UNKNOWN",
+            f"Who owns the ledger in topic {self._topic!r} could not be recorded: {reason}.",
+            next_step="start again when the brokers answer and no other driver starts",
+        )
 
     def _outdated(self) -> list[tuple[bytes, bytes | None]]:
         """Tombstones for the oldest incarnations, so that the ledger stays bounded when each run is one."""
@@ -258,10 +273,6 @@ class KafkaLedger:
 
     def _refuse_superseded(self, owner: Owner) -> None:
         if self._owner is not None and owner.id in self._owner.superseded:
-            raise self._fenced()
-
-    def _refuse_superseded_by_others(self) -> None:
-        if self._owner is not None and self._owner.id != self._owner_id:
             raise self._fenced()
 
     def _refuse_others(self) -> None:

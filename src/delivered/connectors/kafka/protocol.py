@@ -92,12 +92,23 @@ class Wire:
     def _connect(self) -> Any:
         try:
             from kafka import KafkaAdminClient, errors
+            from kafka.net.compat import KafkaNetClient
         except ImportError:
             raise MissingExtra("kafka") from None
+        made: list[Any] = []
+
+        def client(**settings: Any) -> Any:
+            made.append(KafkaNetClient(**settings))
+            return made[0]
+
         try:
-            return KafkaAdminClient(**self._settings)
+            return KafkaAdminClient(**self._settings, kafka_client=client)
         except errors.KafkaError as error:
-            raise unreachable(self._servers, error) from None
+            # The client tells that it could not connect; why, it keeps to itself.
+            refused = next(iter(made[0]._manager._auth_failures.values()), error) if made else error
+            for one in made:
+                one.close()
+            raise unreachable(self._servers, refused) from None
 
     def ask(self, request: Any, node: int | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
         """Send one request to a node (None: any) and return its answer. Never sends twice.

@@ -21,7 +21,7 @@ from delivered.connectors.kafka.clients import make_producer, producer_config
 from delivered.connectors.kafka.produce import Producer, ProducerError, ProducerId
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
-from delivered.connectors.kafka.transactions import describe, transactional_id
+from delivered.connectors.kafka.transactions import OpenTransaction, describe, transactional_id
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
@@ -103,6 +103,11 @@ def _start(options: SinkOptions, name: str) -> Taken:
 
 def _holder(options: SinkOptions, name: str) -> ProducerId:
     """Who holds a transactional id now, as its coordinator says."""
+    return state_of(options, name).handle.producer
+
+
+def state_of(options: SinkOptions, name: str) -> OpenTransaction:
+    """What the coordinator knows of a transactional id. Raises ProducerError if it does not tell."""
     client = options.resolved()
     with _lock:
         wire = _wires.setdefault(key_of(client), Wire(client))
@@ -112,7 +117,7 @@ def _holder(options: SinkOptions, name: str) -> ProducerId:
             found = describe(wire, name)
             if found is None:
                 raise ProducerError("_STATE", f"the coordinator does not know {name!r}")
-            return ProducerId(found.producer_id, found.epoch)
+            return found
         except NoAnswer as error:
             if time.monotonic() > deadline:
                 raise ProducerError("_TIMED_OUT", f"who holds {name!r} is not known: {error}") from None

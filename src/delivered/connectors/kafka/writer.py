@@ -21,7 +21,7 @@ from delivered.connectors.kafka.produce import Producer, ProducerError, Rows
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.transactions import Handle
 from delivered.connectors.kafka.warm import Taken
-from delivered.model.errors import BadRecord
+from delivered.model.errors import BadRecord, DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
@@ -135,14 +135,31 @@ class TransactionalWriter:
                 marker_value(self._work, fingerprint),
             )
             producer.flush(min(FLUSH_TIMEOUT_S, self._options.transaction_timeout_s))
+            if producer.failures.count:
+                raise delivery_error(producer.failures, self._options)
+            self._confirm(taken)
         except ProducerError as error:
             raise producer_error(error, self._options.topic, self._options) from None
-        if producer.failures.count:
-            raise delivery_error(producer.failures, self._options)
         # From here on the transaction belongs to the driver; the client that opened it has no more say.
         self._taken = None
         warm.retire(producer)
         return Handle(self._id, taken.id).to_json()
+
+    def _confirm(self, taken: Taken) -> None:
+        """A promise is given only for what the coordinator itself holds open, the marker included."""
+        found = warm.state_of(self._options, self._id)
+        scope = self._work.scope
+        marker = f"{ledger_topic(scope, self._options.ledger_topic)}-{marker_partition(scope)}"
+        if found.state == "Ongoing" and found.handle.producer == taken.id and marker in found.partitions:
+            return
+        raise DeliveredError(
+            "PREPARE_REFUSED",
+            f"Transaction {self._id}, producer {taken.id.id}, epoch {taken.id.epoch}, should be open now; its "
+            f"coordinator says: {found.state}, producer {found.producer_id}, epoch {found.epoch}, partitions "
+            f"{', '.join(found.partitions) or 'none'}{taken.producer.failures.hint()}. Nothing of it is visible.",
+            next_step="start again; if it comes back, check the permissions on the topics and that batches are shorter "
+            "than transactionTimeout",
+        )
 
     def abort(self) -> None:
         """Abort the transaction if it is still this task's. Once prepared it is left to the sweep."""
