@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SPARK_KAFKA_JARS = (
     ("org.apache.spark", "spark-sql-kafka-0-10_2.13", "4.2.0"),
@@ -21,6 +21,7 @@ class Case:
         guarantee: for sinks of ours.
         rows_per_batch: `maxOffsetsPerTrigger`; None: the whole topic in one batch.
         jars: whether Spark's own Kafka connector must be on the session.
+        direct: by `delivered.Pipeline` with an Arrow transform: records do not pass through the JVM.
     """
 
     name: str
@@ -29,29 +30,39 @@ class Case:
     guarantee: str | None = None
     rows_per_batch: int | None = 3_000_000
     jars: bool = False
-    options: dict[str, str] = field(default_factory=dict)
+    direct: bool = False
 
+
+SPARK_OWN = "Spark's own, at least once"
+OURS = "delivered_kafka"
 
 THROUGHPUT = (
-    Case("spark own, at least once", "kafka", "kafka", jars=True),
-    Case("delivered, at_least_once", "delivered_kafka", "delivered_kafka", "at_least_once"),
-    Case("delivered, exactly_once", "delivered_kafka", "delivered_kafka", "exactly_once"),
-    Case("delivered, at_most_once", "delivered_kafka", "delivered_kafka", "at_most_once"),
+    Case(SPARK_OWN, "kafka", "kafka", jars=True),
+    Case("at_least_once", OURS, OURS, "at_least_once"),
+    Case("exactly_once", OURS, OURS, "exactly_once"),
+    Case("exactly_once from Spark's own source", "kafka", OURS, "exactly_once", jars=True),
+    Case("at_least_once, direct", OURS, OURS, "at_least_once", direct=True),
+    Case("exactly_once, direct", OURS, OURS, "exactly_once", direct=True),
 )
 
 MEMORY = (
-    Case("memory, batches of 1 million", "delivered_kafka", "delivered_kafka", "exactly_once", 1_000_000),
-    Case("memory, one batch of all", "delivered_kafka", "delivered_kafka", "exactly_once", None),
+    Case("memory, batches of 1 million", OURS, OURS, "exactly_once", 1_000_000),
+    Case("memory, one batch of all", OURS, OURS, "exactly_once", None),
+    Case("memory, direct, batches of 1 million", OURS, OURS, "exactly_once", 1_000_000, direct=True),
+    Case("memory, direct, one batch of all", OURS, OURS, "exactly_once", None, direct=True),
 )
 
 LATENCY = (
-    Case("one record, spark own", "kafka", "kafka", jars=True),
-    Case("one record, at_least_once", "delivered_kafka", "delivered_kafka", "at_least_once"),
-    Case("one record, exactly_once", "delivered_kafka", "delivered_kafka", "exactly_once"),
+    Case("one record, Spark's own", "kafka", "kafka", jars=True),
+    Case("one record, at_least_once", OURS, OURS, "at_least_once"),
+    Case("one record, exactly_once", OURS, OURS, "exactly_once"),
+    Case("one record, exactly_once, direct", OURS, OURS, "exactly_once", direct=True),
 )
 
 RATIOS = (
-    ("exactly_once / at_least_once, both ours", "delivered, exactly_once", "delivered, at_least_once"),
-    ("exactly_once / Spark's own at least once", "delivered, exactly_once", "spark own, at least once"),
-    ("at_least_once / Spark's own at least once", "delivered, at_least_once", "spark own, at least once"),
+    ("exactly_once / at_least_once", "exactly_once", "at_least_once"),
+    ("exactly_once / at_least_once, direct", "exactly_once, direct", "at_least_once, direct"),
+    ("exactly_once / Spark's own at least once", "exactly_once", SPARK_OWN),
+    ("exactly_once from Spark's own source / Spark's own", "exactly_once from Spark's own source", SPARK_OWN),
+    ("exactly_once, direct / Spark's own at least once", "exactly_once, direct", SPARK_OWN),
 )

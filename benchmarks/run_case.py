@@ -8,15 +8,17 @@ import statistics
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+import delivered
 from benchmarks.cases import LATENCY, MEMORY, SPARK_KAFKA_JARS, THROUGHPUT, Case
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from pyspark.sql.streaming.readwriter import DataStreamWriter
+    from pyspark.sql.streaming.query import StreamingQuery
 
 _SAMPLE_S = 0.1
 
@@ -76,44 +78,65 @@ def make_session(case: Case) -> SparkSession:
     return spark
 
 
-def stream(
-    spark: SparkSession, case: Case, bootstrap: str, topic_in: str, topic_out: str, start: str
-) -> DataStreamWriter:
-    reader = (
-        spark.readStream.format(case.source)
-        .option("kafka.bootstrap.servers", bootstrap)
-        .option("subscribe", topic_in)
-        .option("startingOffsets", start)
-    )
-    if case.rows_per_batch is not None:
-        reader = reader.option("maxOffsetsPerTrigger", case.rows_per_batch)
-    writer = (
-        reader.load()
-        .select("key", "value")
-        .writeStream.format(case.sink)
-        .option("kafka.bootstrap.servers", bootstrap)
-        .option("topic", topic_out)
-        .option("kafka.compression.type", "lz4")
-        .option("kafka.acks", "all")
-        .option("checkpointLocation", tempfile.mkdtemp(prefix="bench-"))
-    )
-    if case.guarantee is not None:
-        writer = writer.option("guarantee", case.guarantee).option("pipeline", topic_out)
-    for name, value in case.options.items():
-        writer = writer.option(name, value)
-    return writer
+@dataclass(frozen=True)
+class Run:
+    """One case between two topics.
+
+    Attributes:
+        once: available-now: to the end of what is there, then stop.
+    """
+
+    case: Case
+    bootstrap: str
+    topic_in: str
+    topic_out: str
+    once: bool
+
+    def start(self, spark: SparkSession) -> StreamingQuery:
+        return self._pipeline(spark) if self.case.direct else self._idiom(spark)
+
+    @property
+    def _sink_options(self) -> dict[str, str]:
+        return {"topic": self.topic_out, "kafka.compression.type": "lz4", "kafka.acks": "all"}
+
+    @property
+    def _source_options(self) -> dict[str, str]:
+        limit = {} if self.case.rows_per_batch is None else {"maxOffsetsPerTrigger": str(self.case.rows_per_batch)}
+        return {"subscribe": self.topic_in, "startingOffsets": "earliest", **limit}
+
+    def _idiom(self, spark: SparkSession) -> StreamingQuery:
+        server = {"kafka.bootstrap.servers": self.bootstrap}
+        rows = spark.readStream.format(self.case.source).options(**server, **self._source_options).load()
+        writer = rows.select("key", "value").writeStream.format(self.case.sink)
+        writer = writer.options(**server, **self._sink_options)
+        writer = writer.option("checkpointLocation", tempfile.mkdtemp(prefix="bench-"))
+        if self.case.guarantee is not None:
+            writer = writer.option("guarantee", self.case.guarantee).option("pipeline", self.topic_out)
+        return (writer.trigger(availableNow=True) if self.once else writer).start()
+
+    def _pipeline(self, spark: SparkSession) -> StreamingQuery:
+        pipeline = delivered.Pipeline(
+            name=self.topic_out,
+            guarantee=self.case.guarantee or "",
+            checkpoint=tempfile.mkdtemp(prefix="bench-"),
+            source=delivered.kafka(self.bootstrap, **self._source_options),
+            transform=delivered.arrow(select=["key", "value"]),
+            sinks=[delivered.kafka(self.bootstrap, **self._sink_options)],
+            trigger="available_now" if self.once else None,
+        )
+        return pipeline.start(spark)
 
 
-def throughput(case: Case, bootstrap: str, topic_in: str, topic_out: str) -> dict[str, Any]:
+def throughput(run: Run) -> dict[str, Any]:
     """Copy the whole topic; time from query start to query end."""
-    spark = make_session(case)
+    spark = make_session(run.case)
     memory = Memory()
     cpu_before, began = cpu_seconds(), time.perf_counter()
-    query = stream(spark, case, bootstrap, topic_in, topic_out, "earliest").trigger(availableNow=True).start()
+    query = run.start(spark)
     query.awaitTermination()
     seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu_before
     memory.stop()
-    batches = [p["durationMs"].get("triggerExecution") for p in query.recentProgress if p["numInputRows"]]
+    batches = [p["durationMs"]["triggerExecution"] for p in query.recentProgress if p["numInputRows"]]
     spark.stop()
     return {
         "seconds": seconds,
@@ -124,27 +147,27 @@ def throughput(case: Case, bootstrap: str, topic_in: str, topic_out: str) -> dic
     }
 
 
-def latency(case: Case, bootstrap: str, topic_in: str, topic_out: str, samples: int = 30) -> dict[str, Any]:
+def latency(run: Run, samples: int = 30) -> dict[str, Any]:
     """Milliseconds from the send of one record until a read-committed reader has it, one record a batch."""
     from confluent_kafka import Consumer, Producer, TopicPartition
 
-    spark = make_session(case)
-    query = stream(spark, case, bootstrap, topic_in, topic_out, "earliest").start()
-    producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 0})
+    spark = make_session(run.case)
+    query = run.start(spark)
+    producer = Producer({"bootstrap.servers": run.bootstrap, "linger.ms": 0})
     consumer = Consumer(
         {
-            "bootstrap.servers": bootstrap,
+            "bootstrap.servers": run.bootstrap,
             "group.id": "bench",
             "isolation.level": "read_committed",
             "fetch.wait.max.ms": 10,
             "auto.offset.reset": "earliest",
         }
     )
-    consumer.assign([TopicPartition(topic_out, p, 0) for p in range(4)])
+    consumer.assign([TopicPartition(run.topic_out, p, 0) for p in range(4)])
     waits: list[float] = []
     for number in range(samples + 5):
         sent = time.perf_counter()
-        producer.produce(topic_in, key=str(number).encode(), value=b"x" * 100)
+        producer.produce(run.topic_in, key=str(number).encode(), value=b"x" * 100)
         producer.flush()
         while (message := consumer.poll(30)) is not None and message.error():
             pass
@@ -165,8 +188,8 @@ def main() -> None:
     parser.add_argument("topic_out")
     given = parser.parse_args()
     case = next(c for c in (*THROUGHPUT, *MEMORY, *LATENCY) if c.name == given.name)
-    measure = latency if case in LATENCY else throughput
-    print("RESULT " + json.dumps(measure(case, given.bootstrap, given.topic_in, given.topic_out)), flush=True)
+    run = Run(case, given.bootstrap, given.topic_in, given.topic_out, once=case not in LATENCY)
+    print("RESULT " + json.dumps(throughput(run) if run.once else latency(run)), flush=True)
 
 
 if __name__ == "__main__":
