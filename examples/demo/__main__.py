@@ -130,7 +130,11 @@ def _session(log: Path) -> SparkSession:
     try:
         with log.open("ab") as file:
             os.dup2(file.fileno(), 2)
-            return session("audit", master="local[2]", conf={**JVM, "spark.log.level": "ERROR"})
+            return session(
+                "audit",
+                master="local[2]",
+                conf={**JVM, "spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "2"},
+            )
     finally:
         os.dup2(kept, 2)
         os.close(kept)

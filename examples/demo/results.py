@@ -78,7 +78,7 @@ def write(results: Sequence[Result], system: str, json_file: Path, page_file: Pa
     kills = sum(len(r.life.kills) for r in results)
     sent = max((r.report.counts.sent for r in results), default=0)
     intro = (
-        f"{sent:,} flights out of New York in 2013 went through one pipeline per guarantee, {system}. Each was "
+        f"{sent:,} flights out of New York in 2013 went from {system}, through one pipeline per guarantee. Each was "
         f"killed with SIGKILL, the driver and all its workers, {kills} times in all, and started again. Then a Spark "
         "job read source and sink and compared them record by record."
     )

@@ -34,7 +34,7 @@ class System(Protocol):
 class Embedded:
     """A durable log on disk and a SQLite file: no server."""
 
-    name = "a local log -> SQLite"
+    name = "a local log to SQLite"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ class Embedded:
 class Kafka:
     """A real broker of the demo's own, on 127.0.0.1."""
 
-    name = "Kafka -> Kafka"
+    name = "Kafka to Kafka"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "broker"

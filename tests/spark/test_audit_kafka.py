@@ -64,7 +64,7 @@ def run(file: Path, crash: str | None, until: Callable[[], bool]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "delivered.cli.main", "run", str(file)], env=env, start_new_session=True
     )
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     try:
         while process.poll() is None and not until():
             assert time.monotonic() < deadline
