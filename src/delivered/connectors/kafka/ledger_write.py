@@ -15,17 +15,24 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 
 @dataclass
 class LedgerProducer:
-    """A transactional id as this process holds it, and how many records it wrote to each partition."""
+    """A transactional id as this process holds it.
+
+    Attributes:
+        written: records in each partition so far: the sequence number of the next.
+        under_way: partitions that have their records of the transaction under way.
+    """
 
     id: int
     epoch: int
     written: dict[int, int] = field(default_factory=dict)
+    under_way: set[int] = field(default_factory=set)
 
 
 Writes = Mapping[int, Sequence[tuple[bytes, bytes | None]]]
 """Partition -> records. The records of one partition fit into one batch."""
 
 _FENCED = frozenset({protocol.INVALID_PRODUCER_EPOCH, protocol.PRODUCER_FENCED, protocol.INVALID_PRODUCER_ID_MAPPING})
+_ELSEWHERE = frozenset({protocol.NOT_LEADER, protocol.UNKNOWN_TOPIC_OR_PARTITION, protocol.LEADER_NOT_AVAILABLE})
 _GZIP = 1
 _GZIP_FROM_BYTES = 4096
 
@@ -43,10 +50,15 @@ def write(
         The outcome, and whether it failed because a newer epoch of the id exists.
     """
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    producer.under_way.clear()
     try:
         code = _add(wire, transactional_id, producer, topic, writes, deadline)
         if code == protocol.NONE:
             code = _produce(wire, transactional_id, producer, topic, writes)
+            while code in _ELSEWHERE and time.monotonic() < deadline:
+                # Led by another broker, or by none yet. The sequence number keeps a repetition from counting twice.
+                time.sleep(0.02)
+                code = _produce(wire, transactional_id, producer, topic, writes)
     except NoAnswer as error:
         # Records may lie there; without EndTxn they are aborted, by the next one to take the id or by the time-out.
         return Failed(f"the records could not be written: {error}"), False
@@ -92,7 +104,8 @@ def _produce(wire: Wire, transactional_id: str, producer: LedgerProducer, topic:
 
     Topic = ProduceRequest.TopicProduceData  # noqa: N806
     by_leader: dict[int, list[int]] = {}
-    for partition in writes:
+    failed = protocol.NONE
+    for partition in writes.keys() - producer.under_way:
         by_leader.setdefault(wire.leader(topic, partition), []).append(partition)
     for node, partitions in by_leader.items():
         data = [
@@ -111,9 +124,11 @@ def _produce(wire: Wire, transactional_id: str, producer: LedgerProducer, topic:
             for part in found.partition_responses:
                 if part.error_code != protocol.NONE:
                     wire.forget()
-                    return int(part.error_code)
+                    failed = int(part.error_code)
+                    continue
+                producer.under_way.add(part.index)
                 producer.written[part.index] = producer.written.get(part.index, 0) + len(writes[part.index])
-    return protocol.NONE
+    return failed
 
 
 def _commit(wire: Wire, transactional_id: str, producer: LedgerProducer) -> tuple[Outcome[None], bool]:

@@ -6,6 +6,7 @@ itself: a lost answer is a case of its own here.
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 import time
@@ -248,11 +249,29 @@ def unreachable(servers: str, error: Exception) -> Unreachable:
             f"The brokers at {servers} turned the credentials away: {error}.",
             next_step="check kafka.sasl.* and kafka.ssl.*",
         )
+    if _listens(servers):
+        return Unreachable(
+            "KAFKA_CREDENTIALS",
+            f"A server listens at {servers}, and ended the conversation before the first answer: it expects other "
+            f"credentials or another protocol, or is no Kafka broker ({error}).",
+            next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
+        )
     return Unreachable(
         "KAFKA_UNREACHABLE",
         f"No broker at {servers} answered within {CONNECT_TIMEOUT_S:.0f} s.",
         next_step="check kafka.bootstrap.servers and kafka.security.protocol, and that the broker runs",
     )
+
+
+def _listens(servers: str) -> bool:
+    for server in servers.split(","):
+        host, _, port = server.strip().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 1).close()
+        except (OSError, ValueError):
+            continue
+        return True
+    return False
 
 
 def _kafka_python(client: Mapping[str, str]) -> dict[str, Any]:
