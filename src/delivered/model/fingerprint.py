@@ -29,6 +29,11 @@ _S32, _S33 = np.uint64(32), np.uint64(33)
 _LONG_VALUE_BYTES = 4096
 """Values longer than this are hashed one by one by BLAKE2b: a vector step a word would cost more."""
 
+_SHORT_VALUE_BYTES = 64
+"""Up to here every row of a column is hashed side by side, whatever its length."""
+_KEEP = np.array([(1 << (8 * n)) - 1 for n in range(9)], dtype=np.uint64)
+"""Number of bytes -> mask of the first so many bytes of a little-endian word."""
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -220,8 +225,11 @@ def _hash_bytes(array: pa.Array, offset_type: np.dtype[np.signedinteger], key: n
         return _finish(hashes)
     data = np.frombuffer(data_buffer, dtype=np.uint8)
     width = int(lengths[0])
-    if width <= _LONG_VALUE_BYTES and int(lengths.min()) == int(lengths.max()):
+    longest = int(lengths.max())
+    if width <= _LONG_VALUE_BYTES and int(lengths.min()) == longest:
         return _hash_equal_widths(data[int(offsets[0]) : int(offsets[-1])].reshape(n, width), hashes)
+    if longest <= _SHORT_VALUE_BYTES:
+        return _hash_short(data[int(offsets[0]) : int(offsets[-1])], starts - offsets[0], lengths, longest, hashes)
     return _hash_mixed_widths(data, starts, lengths, hashes, key)
 
 
@@ -243,6 +251,25 @@ def _hash_equal_widths(rows: npt.NDArray[np.uint8], hashes: U64) -> U64:
     words = padded.view(np.uint64)
     for i in range(words.shape[1]):
         hashes = _step(hashes, words[:, i])
+    return _finish(hashes)
+
+
+def _hash_short(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    longest: int,
+    hashes: U64,
+) -> U64:
+    """Same value, same hash as `_hash_equal_widths`: a row takes as many steps as it has words, the last one cut."""
+    padded = np.zeros(len(data) + 8, dtype=np.uint8)
+    padded[: len(data)] = data
+    # A word at every byte, aligned or not.
+    words_at = np.ndarray(shape=(len(data) + 1,), dtype=np.uint64, buffer=padded.data, strides=(1,))
+    for i in range(-(-longest // 8)):
+        left = lengths - 8 * i
+        words = words_at[np.minimum(starts + 8 * i, len(data))] & _KEEP[np.clip(left, 0, 8)]
+        hashes = np.where(left > 0, _step(hashes.copy(), words), hashes)
     return _finish(hashes)
 
 

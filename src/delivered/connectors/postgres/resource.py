@@ -57,25 +57,7 @@ class PostgresResource:
     def applied(self, work: Work) -> bool:
         """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
         later batch was decided, which none is before all of this one is visible."""
-        s = quoted(self._options.ledger_schema)
-        key = [work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch]
-        where = "WHERE pipeline = %s AND sink = %s AND incarnation = %s AND batch = %s"
-
-        def ask(connection: psycopg.Connection[Any]) -> bool:
-            if version_of(connection, self._options.ledger_schema) == 0:
-                return False
-            marker = connection.execute(
-                f"SELECT 1 FROM {s}.marker {where} AND shard = %s LIMIT 1",  # noqa: S608
-                [*key, work.shard],
-            ).fetchone()
-            if marker is not None:
-                return True
-            row = connection.execute(f"SELECT decision FROM {s}.decision {where}", key).fetchone()  # noqa: S608
-            if row is None:
-                return False
-            return any(p.shard == work.shard and stage.KEY in p.handle for p in Decision.from_json(row[0]).participants)
-
-        return self._ask(ask)
+        return self._marked(work) or self._moved(work)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         import psycopg
