@@ -57,7 +57,8 @@ class ShardWriter(Protocol):
         The handle names the rows of this writer alone, never those of another with the same `Work`: Spark counts
         attempts from 0 again when a batch or a stage runs again, and an earlier task may still be alive.
         exactly_once: raises if the promise cannot be given. at_least_once: returns {} when every row was
-        acknowledged, else raises. at_most_once: returns {} when every row was acknowledged or given up.
+        acknowledged, else raises. at_most_once: returns when every row was acknowledged or given up: {}, or
+        {"given_up": n} with the count of those without an acknowledgement.
         """
 
     def abort(self) -> None:

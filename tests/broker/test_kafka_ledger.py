@@ -113,6 +113,37 @@ def test_a_decision_under_way_cannot_get_in_after_a_claim(rig: Rig, opened: Call
     assert two.resume("second").last is None
 
 
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_former_owner_that_takes_his_id_back_while_another_claims(
+    rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    """Fenced once, and still the owner by the record, he decides again: the claim must see it, or end it."""
+    one, two = opened(), opened()
+    one.claim(FIRST)
+    record, name = two._record, one._id("decide")
+    writes = {0: [(one._key("last", rig.incarnation), decision(rig.scope, 0).to_json().encode())]}
+
+    def meanwhile(owner: Owner) -> None:
+        if committed:
+            assert one.decide(decision(rig.scope, 0)) == Ok(None)
+        else:
+            one._take("decide")
+            mine = one._producers["decide"]
+            assert ledger_write._add(one._wire, name, mine, one._topic, writes, time.monotonic() + 30) == 0
+            assert ledger_write._produce(one._wire, name, mine, one._topic, writes) == 0
+        record(owner)
+
+    monkeypatch.setattr(two, "_record", meanwhile)
+    state = two.claim(SECOND)
+    if committed:
+        assert state.last is not None and state.last.batch == 0
+    else:
+        assert state.last is None
+        assert isinstance(ledger_write._commit(one._wire, name, one._producers["decide"])[0], Failed)
+    assert isinstance(one.decide(decision(rig.scope, 1)), Failed)
+    assert two.resume("second").last == state.last
+
+
 def test_an_unknown_outcome_is_settled_by_claim(
     rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch
 ) -> None:

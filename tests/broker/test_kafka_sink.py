@@ -6,7 +6,8 @@ import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
 from delivered.model.work import Owner, Prepared
+from delivered.write.shard import write_shard
 
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]
 
@@ -285,17 +287,20 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
     kafka = new_kafka()
     rig = Rig(kafka, kafka.topic(2), options={"kafka.message.timeout.ms": "4000"})
     values = [b"%06d" % i for i in range(60_000)]
-    writer = rig.sink.shard_writer(rig.work(0), Guarantee.AT_MOST_ONCE, SCHEMA)
-    writer.stage(rows(values[:30_000]))
-    kafka.broker.kill()
-    writer.stage(rows(values[30_000:]))
-    handle = writer.prepare(Fingerprint())
+    plan = replace(rig.bare_plan(0), guarantee=Guarantee.AT_MOST_ONCE)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield rows(values[:30_000])
+        kafka.broker.kill()
+        yield rows(values[30_000:])
+
+    message = write_shard(rig.sink, plan, 0, 0, batches(), SCHEMA)
     kafka.broker.restart()
     found = Counter(rig.visible())
     assert max(found.values()) == 1, "no record twice"
     lost = len(values) - len(found)
     assert lost > 0
-    assert lost <= handle["given_up"] <= len(values), "what was given up is an upper bound of what was lost"
+    assert lost <= message.given_up.count <= len(values), "what was given up is an upper bound of what was lost"
 
 
 def test_credentials_and_permissions(new_kafka: Callable[..., Any]) -> None:

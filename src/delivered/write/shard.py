@@ -61,7 +61,9 @@ def write_shard(
     except BaseException:
         writer.abort()
         raise
-    return ShardMessage(plan, shard, attempt, Action.WRITE, prepared=prepared)
+    # Records of a shard that was written, which the sink gave up without an answer: a count, for nobody knows which.
+    unanswered = Fingerprint(int(prepared.handle.get("given_up", 0)))
+    return ShardMessage(plan, shard, attempt, Action.WRITE, prepared=prepared, given_up=unanswered)
 
 
 def _stage_and_prepare(
