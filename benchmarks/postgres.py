@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import delivered.brokers
+from benchmarks import parquet_source
 from benchmarks.run_case import Memory, cpu_seconds
 
 if TYPE_CHECKING:
@@ -176,8 +177,14 @@ def _shard(sink: Any, plan: Any, shard: int, share: Sequence[str]) -> Any:
     return write_shard(sink, plan, shard, 0, batches, pq.read_schema(share[0]) if share else pa.schema([]))
 
 
-def spark_case(jdbc: bool = False, guarantee: str = "exactly_once", mechanism: str = "two_phase") -> Case:
-    """A stream of the Parquet files into our sink; or Spark's own JDBC writer, of the same files."""
+def spark_case(
+    jdbc: bool = False, guarantee: str = "exactly_once", mechanism: str = "two_phase", direct: bool = False
+) -> Case:
+    """A stream of the Parquet files into our sink; or Spark's own JDBC writer, of the same files.
+
+    Args:
+        direct: rows do not pass through the JVM, as with `delivered.arrow` between two ends of ours.
+    """
     from delivered.spark.session import session
 
     conf = {"spark.driver.memory": "2g", "spark.sql.files.maxPartitionBytes": "1g"}
@@ -190,7 +197,7 @@ def spark_case(jdbc: bool = False, guarantee: str = "exactly_once", mechanism: s
         if jdbc:
             _jdbc(spark, world, folder, table)
         else:
-            _stream(spark, world, folder, table, guarantee, mechanism)
+            _stream(spark, world, folder, table, guarantee, mechanism, direct)
 
     return run
 
@@ -202,11 +209,22 @@ def _jdbc(spark: SparkSession, world: World, folder: Path, table: str) -> None:
     writer.option("user", "delivered").option("batchsize", "10000").mode("append").save()
 
 
-def _stream(spark: SparkSession, world: World, folder: Path, table: str, guarantee: str, mechanism: str) -> None:
-    schema = spark.read.parquet(str(folder)).schema
-    frame = spark.readStream.schema(schema).parquet(str(folder)).coalesce(CORES)
+def _stream(
+    spark: SparkSession, world: World, folder: Path, table: str, guarantee: str, mechanism: str, direct: bool
+) -> None:
+    if direct:
+        from delivered.spark.direct import mark_sink, mark_source
+        from delivered.write.direct import ArrowTransform, Direct
+
+        parquet_source.register(spark)
+        reader = spark.readStream.format(parquet_source.FORMAT).option("path", str(folder)).option("shards", CORES)
+        read = Direct(parquet_source.ParquetSource(str(folder), CORES), ArrowTransform())
+        writer = mark_sink(mark_source(reader).load().writeStream, read)
+    else:
+        schema = spark.read.parquet(str(folder)).schema
+        writer = spark.readStream.schema(schema).parquet(str(folder)).coalesce(CORES).writeStream
     query = (
-        frame.writeStream.format("delivered_postgres")
+        writer.format("delivered_postgres")
         .option("guarantee", guarantee)
         .option("pipeline", uuid.uuid4().hex)
         .option("url", world.url)
@@ -219,6 +237,7 @@ def _stream(spark: SparkSession, world: World, folder: Path, table: str, guarant
     query.awaitTermination()
 
 
+DIRECT, DIRECT_ONE = "delivered direct, two_phase", "delivered direct, one_transaction"
 PLAIN, EXACT, ONE, LEAST = (
     "plain COPY",
     "delivered, two_phase",
@@ -230,16 +249,21 @@ CASES: dict[str, Callable[[], Case]] = {
     PLAIN: plain_copy,
     ENGINE: lambda: without_spark("two_phase"),
     ENGINE_ONE: lambda: without_spark("one_transaction"),
+    DIRECT: lambda: spark_case(direct=True),
+    DIRECT_ONE: lambda: spark_case(direct=True, mechanism="one_transaction"),
     EXACT: spark_case,
     ONE: lambda: spark_case(mechanism="one_transaction"),
     LEAST: lambda: spark_case(guarantee="at_least_once"),
     JDBC: lambda: spark_case(jdbc=True),
 }
 RATIOS = (
+    ("exactly once, direct, two_phase / plain COPY", DIRECT, PLAIN),
+    ("exactly once, direct, one_transaction / plain COPY", DIRECT_ONE, PLAIN),
     ("exactly once, two_phase / plain COPY", EXACT, PLAIN),
     ("exactly once, one_transaction / plain COPY", ONE, PLAIN),
     ("engine alone, two_phase / plain COPY", ENGINE, PLAIN),
     ("engine alone, one_transaction / plain COPY", ENGINE_ONE, PLAIN),
+    ("exactly once, direct, two_phase / Spark's JDBC writer", DIRECT, JDBC),
     ("exactly once, two_phase / Spark's JDBC writer", EXACT, JDBC),
     ("exactly once, one_transaction / Spark's JDBC writer", ONE, JDBC),
 )

@@ -575,3 +575,27 @@ def test_wire_types_load_no_server_library_on_import() -> None:
     assert done.stdout.strip() == "False"
     assert SCHEMA.names == ["key", "value"]
     assert Path(encode.__file__).name == "encode.py"
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_rows_and_decision_are_in_together_or_not_at_all(postgres: Postgres, mechanism: str) -> None:
+    """The ledger's own row is refused at the very end of the decision: no row of the batch is visible."""
+    schema = f"refusing_{mechanism}"
+    rig = Rig(postgres.sink(mechanism=mechanism, ledgerSchema=schema))
+    rig.run(0)
+    postgres.execute(
+        f"CREATE FUNCTION {schema}.refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'no decision today'; END $$"
+    )
+    postgres.execute(
+        f"CREATE TRIGGER refuse BEFORE INSERT ON {schema}.decision FOR EACH ROW EXECUTE FUNCTION {schema}.refuse()"
+    )
+    context = rig.context()
+    messages = rig.write(rig.plan(context, 1))
+    with pytest.raises(DeliveredError, match=r"DECISION_FAILED.*no decision today"):
+        commit_batch(context, 1, offsets(1), messages)
+    assert rig.visible() == rig.expected(0)
+    postgres.execute(f"DROP TRIGGER refuse ON {schema}.decision")
+    again = rig.context("second")
+    commit_batch(again, 1, offsets(1), rig.write(rig.plan(again, 1)))
+    assert rig.visible() == rig.expected(0, 1)
