@@ -55,7 +55,7 @@ class Result:
 
 
 def table(title: str, results: Sequence[Result]) -> Table:
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     found.add_column("guarantee", no_wrap=True)
     for name in _COLUMNS:
         found.add_column(name, justify="right", no_wrap=True)
