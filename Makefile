@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test check format bench docs lock clean
+.PHONY: help setup demo demo-kafka test check format bench bench-postgres verify soak docs lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,17 @@ format: setup ## mend format and what the linter can mend
 
 bench: setup ## ratios against peers in one run, into build/bench.json
 	$(BIN)/python -m benchmarks
+
+bench-postgres: setup ## the same for PostgreSQL, into build/bench-postgres.json
+	$(BIN)/python -m benchmarks.postgres
+
+verify: setup ## every failure point, every guarantee, every sink, judged from outside; about two hours, goes on where it was
+	$(BIN)/delivered verify --service engine --jobs 2 --resume --out build/verify-engine.json --folder build/verify-engine
+	$(BIN)/delivered verify --resume
+
+soak: setup ## a thousand faults, at most half an hour, goes on where it was
+	$(BIN)/delivered verify --service engine --faults 1000 --minutes 30 --jobs 2 --resume --out build/soak.json \
+		--folder build/soak
 
 docs: setup ## reference pages and schema, from the code
 	$(BIN)/python -m docs.generate

@@ -175,6 +175,10 @@ def doctor(
 @app.command()
 @command
 def verify(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A pipeline of your own to break, on copies of 600 of its records. Default: every sink."),
+    ] = None,
     only: Annotated[
         list[str],
         typer.Option(
@@ -190,6 +194,9 @@ def verify(
     resume: Annotated[bool, typer.Option("--resume", help="Leave out cells that have a verdict.")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=16, help="Cells at a time; each job has a broker of its own.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0, help="Begin no cell after so long.")] = None,
+    faults: Annotated[
+        int | None, typer.Option(min=1, help="A soak: seed after seed, until so many faults were injected.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Results as JSON; a page is written beside it.")] = Path(
         "build/verify.json"
     ),
@@ -204,8 +211,8 @@ def verify(
 
     if service not in SERVICES:
         raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {', '.join(SERVICES)}.")
-    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes)
-    return run_verify(choice, out, folder.resolve(), resume, listing, output)
+    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults)
+    return run_verify(file, choice, out, folder.resolve(), resume, listing, output)
 
 
 def _offsets(option: str, given: str | None) -> dict[str, Any] | None:

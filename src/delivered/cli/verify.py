@@ -9,15 +9,26 @@ from rich.console import Console
 from rich.table import Table
 
 from delivered.cli.output import Output, note, say
+from delivered.model.errors import UsageError
 from delivered.verify.cell import Result
-from delivered.verify.matrix import Choice, Store, cells, run_matrix, worst
+from delivered.verify.matrix import SPARK, Choice, Store, cells, own_cells, run_matrix, worst
+from delivered.verify.template import load
 from delivered.verify.verdict import Verdict
 
 
-def verify(choice: Choice, out: Path, folder: Path, resume: bool, listing: bool, output: Output) -> int:
+def verify(
+    file: Path | None, choice: Choice, out: Path, folder: Path, resume: bool, listing: bool, output: Output
+) -> int:
     """Run the chosen cells; returns the exit code: 0 all held, 1 something broken, 3 it cannot be told."""
+    template = load(file) if file is not None else None
+    if template is not None and template.needs_spark and choice.service != SPARK:
+        raise UsageError(
+            "VERIFY_SERVICE",
+            f"The transform of {file} needs Spark, and --service is {choice.service!r}.",
+            next_step="write --service spark",
+        )
     if listing:
-        for cell in cells(choice):
+        for cell in cells(choice) if template is None else own_cells(choice, template):
             say(f"{cell.sink}/{cell.guarantee.value}/{cell.workload}/{cell.fault.name}  {cell.fault.text}")
         return 0
 
@@ -29,7 +40,7 @@ def verify(choice: Choice, out: Path, folder: Path, resume: bool, listing: bool,
     store = Store(out)
     if resume:
         store.load()
-    results = run_matrix(choice, store, folder, resume=resume, say=note, done=done)
+    results = run_matrix(choice, store, folder, resume=resume, say=note, done=done, template=template)
     page = out.with_suffix(".html")
     _write_page(store, page)
     everything = list(store.results.values())

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from delivered.verify.history import End, History, fired, sends
 from delivered.verify.producer import read_notes, write_records
 from delivered.verify.proxy import Fired, Proxy
 from delivered.verify.services import SERVICES, SPARK, Run, Service, Trouble, last_words, start, wait_for
+from delivered.verify.template import Template, whole
 from delivered.verify.workloads import Record, Workload, records, source_id
 
 HIT_TIMEOUT_S = 240.0
@@ -45,6 +46,7 @@ class Setting:
         proxy, broker: None without Kafka.
         plain_s: time to the first effect of a start without a fault; None: not known.
         environment: of the pipeline's processes.
+        template: a pipeline of the user's to take in place of the verifier's own.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Setting:
     plain_s: float | None = None
     environment: dict[str, str] = field(default_factory=dict)
     service: Service = SERVICES[SPARK]
+    template: Template | None = None
 
 
 class Bench:
@@ -117,7 +120,7 @@ class Bench:
     def send(self, share: float = 1.0) -> None:
         """Send a share of all records, or what is left of them, and wait until they are acknowledged."""
         part = self.left[: max(1, round(share * len(self._records)))]
-        ids = [r.id for r in part]
+        ids = [self._record_id(r) for r in part]
         self._sent += len(part)
         self.history.add("producer", "send", End.BEGUN, {"ids": ids})
         self.setting.feed.send(part)
@@ -125,7 +128,7 @@ class Bench:
 
     def produce_aside(self, portion: int, pause_s: float) -> Producer:
         """A producer application for all that is left, as a process that can be killed."""
-        producer = Producer(self, self.left, portion, pause_s)
+        producer = Producer(self, [replace(r, id=self._record_id(r)) for r in self.left], portion, pause_s)
         self._sent = len(self._records)
         return producer
 
@@ -140,6 +143,13 @@ class Bench:
         else:
             source["maxOffsetsPerTrigger"] = max(1, len(self._records) // 6)
         source |= self.extra.get("source", {})
+        path = self.folder / "pipeline.yaml"
+        if s.template is not None:
+            own = s.template.filled(source, s.drain.options() | self.extra.get("sink", {}))
+            own |= {"pipeline": s.name, "checkpoint": str(self.checkpoint), "trigger": "available_now"}
+            own.setdefault("master", "local[2]")
+            path.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
+            return path
         data: dict[str, Any] = {
             "pipeline": s.name,
             "guarantee": s.guarantee.value,
@@ -150,7 +160,6 @@ class Bench:
             "trigger": self.extra.get("trigger", "available_now"),
             "master": self.extra.get("master", "local[2]"),
         }
-        path = self.folder / "pipeline.yaml"
         path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
         return path
 
@@ -249,15 +258,16 @@ class Bench:
         ends = sends(self.history)
         return Evidence(
             guarantee=s.guarantee,
-            expected=Counter(e for r in source for e in self._effects(r)),
+            expected=self._expected(source, final),
             acknowledged=frozenset(i for i, end in ends.items() if end is End.OK),
-            in_source=Counter(source_id(r.value) for r in source),
+            in_source=Counter(self._source_id(r) for r in source),
             offered=frozenset(ends),
             seen=self._seen,
             final=final,
             snapshots=self._snapshots,
-            batches=self._batches(source),
-            batch_atomic=s.drain.batch_atomic,
+            batches=self._batches(source) if s.template is None else None,
+            # Which rows of an own transform make a batch cannot be told from outside.
+            batch_atomic=s.drain.batch_atomic and s.template is None,
             ordered=ordered,
             given_up=self._audited("counts", "given_up"),
             audit_verdict=self.audited["verdict"] if self.audited else None,
@@ -281,6 +291,20 @@ class Bench:
             found = found.get(part) if isinstance(found, dict) else None
         return found if isinstance(found, int) else None
 
+    def _expected(self, source: Sequence[Row], final: Sequence[Seen]) -> Counter[str]:
+        template = self.setting.template
+        if template is None:
+            return Counter(e for r in source for e in self._effects(r))
+        if template.reference is None:
+            template.reference = Counter(s.effect for s in final)
+        return template.reference
+
+    def _source_id(self, row: Row) -> str:
+        return source_id(row.value) if self.setting.template is None else whole(row.key, row.value).id
+
+    def _record_id(self, record: Record) -> str:
+        return record.id if self.setting.template is None else whole(record.key, record.value).id
+
     def first_effect_s(self) -> float | None:
         """Seconds from the first start to the first effect that the reader saw."""
         return round(self._seen[0].at_s - self._restarts[0], 2) if self._seen and self._restarts else None
@@ -296,10 +320,10 @@ class Bench:
 
     def _effects(self, row: Row) -> list[str]:
         workload = self.setting.workload
-        return [workload.told_by(v).id for v in workload.effects(row.value)]
+        return [workload.told_by(row.key, v).id for v in workload.effects(row.value)]
 
     def _as_seen(self, row: Row) -> Seen:
-        effect = self.setting.workload.told_by(row.value)
+        effect = self.setting.workload.told_by(row.key, row.value)
         return Seen(effect.id, row.lane, row.position, effect.key, effect.number, self.history.now_s)
 
     def _read_all_along(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 import traceback
@@ -22,15 +23,17 @@ from delivered.verify.clients.base import Drain, Feed
 from delivered.verify.clients.kafka import Topic
 from delivered.verify.clients.log import Log
 from delivered.verify.clients.sqlite import Table
-from delivered.verify.faults import KAFKA, MOUNT, PROXY, Fault
+from delivered.verify.faults import KAFKA, MOUNT, PROXY, SQLITE, Fault
 from delivered.verify.history import fired
 from delivered.verify.oracle import Judgement, judge
 from delivered.verify.proxy import Proxy
 from delivered.verify.services import SERVICES, SPARK
+from delivered.verify.template import Template
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
 DISK_MB = 24
+_SOURCE_OF = {SQLITE: "log", KAFKA: KAFKA}
 BROKER_PROPERTIES = {
     # Expired transactions are looked for every ten seconds by default; a cell should not wait for that.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
@@ -113,6 +116,7 @@ class Ground:
     Args:
         environment: of the pipelines' processes.
         sink_options: over those of every sink in the pipeline file; `format` puts another connector in its place.
+        template: the user's own pipeline, which every cell then runs.
     """
 
     def __init__(
@@ -121,9 +125,14 @@ class Ground:
         say: Say,
         environment: dict[str, str] | None = None,
         sink_options: dict[str, Any] | None = None,
+        template: Template | None = None,
     ) -> None:
         self.folder = folder
-        self.environment = environment or {}
+        self.template = template
+        self.environment = dict(environment or {})
+        if template is not None:
+            parts = [str(template.folder), self.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+            self.environment["PYTHONPATH"] = os.pathsep.join(p for p in parts if p)
         self.sink_options = sink_options or {}
         self._say = say
         self._broker: brokers.Broker | None = None
@@ -175,7 +184,7 @@ def _run(cell: Cell, bench: Bench, audit: bool) -> Judgement:
     cell.fault.script(bench)
     if (audit or cell.guarantee is Guarantee.AT_MOST_ONCE) and not bench.stays_down:
         bench.audit()
-    ordered = WORKLOADS[cell.workload].ordered and cell.fault.name != "shards-changed"
+    ordered = bench.setting.workload.ordered and cell.fault.name != "shards-changed"
     bench.result = bench.evidence(cell.fault.requires, ordered)
     return judge(bench.result)
 
@@ -191,7 +200,7 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         name=cell.name,
         folder=folder,
         guarantee=cell.guarantee,
-        workload=WORKLOADS[cell.workload],
+        workload=ground.template.workload if ground.template is not None else WORKLOADS[cell.workload],
         seed=cell.seed,
         feed=Log(folder / "log"),
         drain=Table(disk / "effects.db", extra=ground.sink_options),
@@ -200,13 +209,17 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         plain_s=plain_s,
         environment=ground.environment,
         service=SERVICES[cell.service],
+        template=ground.template,
     )
-    if cell.sink == KAFKA:
+    source = ground.template.source if ground.template is not None else _SOURCE_OF[cell.sink]
+    if KAFKA in (cell.sink, source):
         setting.broker = ground.broker
         if PROXY in fault.needs:
             setting.proxy = Proxy(setting.broker.bootstrap, lambda hit: bench.on_network_fault(hit))
             stack.callback(setting.proxy.close)
-        setting.feed, setting.drain = _topics(cell, setting, ground.sink_options)
+        feed, drain = _topics(cell, setting, ground.sink_options)
+        setting.feed = feed if source == KAFKA else setting.feed
+        setting.drain = drain if cell.sink == KAFKA else setting.drain
     bench = Bench(setting)
     try:
         yield bench

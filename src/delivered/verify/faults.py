@@ -40,7 +40,7 @@ class Fault:
         extra: more keys of the pipeline file.
         needs: PROXY: the pipeline reaches its server through one; BROKER: a server that may be killed; MOUNT: a small
             disk of its own.
-        quick: part of the quick subset.
+        quick: part of the quick subset; soak: part of the soak alone.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Fault:
     extra: dict[str, Any] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
     quick: bool = False
+    soak: bool = False
 
 
 def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
@@ -66,6 +67,7 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
         *_consumer(guarantee, sink),
         *_zombies(guarantee, sink),
         *_state(guarantee),
+        *_soak(guarantee, sink),
     ]
     names = [f.name for f in found]
     if len(set(names)) != len(names):
@@ -284,3 +286,25 @@ def _state(guarantee: Guarantee) -> Iterator[Fault]:
         (f"kill@{prepare}:after", f"kill@{decide}:after"),
         workload="sql",
     )
+
+
+SOAK_KILLS, SOAK_FRAMES = 20, 12
+_SMALL_BATCHES = {"rows_per_batch": 20}
+
+
+def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
+    """Many faults in one cell, for the number of them."""
+    script, requires = scripts.random_kills(SOAK_KILLS)
+    text = f"killed {SOAK_KILLS} times at random moments, in small batches"
+    yield Fault("soak-kills", "F6b", text, script, requires, extra=_SMALL_BATCHES, soak=True)
+    if sink != KAFKA:
+        return
+    apis = [Api.PRODUCE] if guarantee is not EXACTLY else [Api.PRODUCE, Api.ADD_PARTITIONS_TO_TXN, Api.END_TXN]
+    script, requires = scripts.network(
+        *(Rule(a, Mischief.LOSE_REPLY, skip=3, times=SOAK_FRAMES, every=11) for a in apis),
+        *(Rule(a, Mischief.LOSE_REQUEST, skip=8, times=SOAK_FRAMES, every=11) for a in apis),
+        Rule(Api.FETCH, Mischief.LOSE_REPLY, skip=5, times=SOAK_FRAMES, every=9),
+    )
+    text = "every so many requests one, or its reply, never arrives"
+    needs = frozenset({PROXY})
+    yield Fault("soak-network", "F2", text, script, requires, extra=_SMALL_BATCHES, needs=needs, soak=True)

@@ -153,12 +153,19 @@ class Loop:
 
     def _one(self, context: Context, plan: BatchPlan, pool: ProcessPoolExecutor, pieces: Sequence[Slice]) -> None:
         tasks = [pool.submit(task, self.sink, self.direct, plan, n, piece) for n, piece in enumerate(pieces)]
-        said = []
-        try:
-            for t in tasks:
+        said: list[ShardMessage] = []
+        failed: Exception | None = None
+        for t in tasks:
+            try:
                 said.append(t.result())
+            except Exception as error:
+                failed = failed or error
+        try:
+            if failed is not None:
+                raise failed
             commit_batch(context, plan.batch, plan.offsets, said)
         except Exception:
+            # What the other tasks prepared goes back. Spark does so for those that succeeded; running ones it kills.
             abort_batch(context, said)
             raise
         reach(StepId.LOG, Moment.BEFORE, batch=plan.batch)

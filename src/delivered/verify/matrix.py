@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from delivered.verify.cell import Cell, Ground, Result, Say, run_cell
 from delivered.verify.faults import KAFKA, MOUNT, SQLITE, catalogue
 from delivered.verify.scripts import can_mount
 from delivered.verify.services import ENGINE, SERVICES, SPARK
+from delivered.verify.template import Template
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
 SINKS = (SQLITE, KAFKA)
 GUARANTEES = (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
 DEFAULT_WORKLOAD = "keyed"
+SEEDS_MAX = 1_000
 _EVERY_WORKLOAD = ("none", "killed-between")
 """Faults that are tried with every workload, not only with the default one."""
 _SETTLED = {Verdict.HELD.value, Verdict.BROKEN.value}
@@ -41,6 +43,7 @@ class Choice:
         quick: the quick subset.
         service: what runs the pipelines: "spark", or "engine", which is the product without Spark.
         minutes: no cell begins after so long; None: no bound.
+        faults: go on with the next seeds until so many faults fired; None: one seed. The soak's cells, and no others.
     """
 
     only: tuple[str, ...] = ()
@@ -50,6 +53,7 @@ class Choice:
     service: str = SPARK
     jobs: int = 1
     minutes: float | None = None
+    faults: int | None = None
 
 
 def cells(choice: Choice) -> list[Cell]:
@@ -59,6 +63,8 @@ def cells(choice: Choice) -> list[Cell]:
         for guarantee in GUARANTEES:
             for sink in SINKS:
                 for fault in catalogue(guarantee, sink):
+                    if fault.soak != (choice.faults is not None):
+                        continue
                     if fault.workload is not None:
                         named = [] if other_workloads else [fault.workload]
                     elif not other_workloads:
@@ -72,6 +78,20 @@ def cells(choice: Choice) -> list[Cell]:
         found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
     possible = [c for c in found if SERVICES[c.service].can_run(WORKLOADS[c.workload])]
     return [c for c in possible if not choice.only or any(_matches(c, p) for p in choice.only)]
+
+
+def own_cells(choice: Choice, template: Template) -> list[Cell]:
+    """Of a user's pipeline: its guarantee, its sink, and every fault that needs no workload of its own. The undisturbed
+    run comes first: it says what must come out."""
+    found = [
+        Cell(template.sink, template.guarantee, template.workload.name, fault, choice.seed, choice.service)
+        for fault in catalogue(template.guarantee, template.sink)
+        if fault.workload is None and not fault.soak
+    ]
+    undisturbed, others = found[0], found[1:]
+    if choice.quick:
+        others = [c for c in others if c.fault.quick]
+    return [undisturbed, *(c for c in others if not choice.only or any(_matches(c, p) for p in choice.only))]
 
 
 def _matches(cell: Cell, pattern: str) -> bool:
@@ -120,6 +140,7 @@ def run_matrix(
     say: Say = lambda _: None,
     done: Callable[[Result, int, int], None] = lambda *_: None,
     environment: dict[str, str] | None = None,
+    template: Template | None = None,
 ) -> list[Result]:
     """Run the chosen cells; return the results of this call.
 
@@ -127,11 +148,14 @@ def run_matrix(
         resume: leave out cells that have a verdict in the store; else results of earlier runs are forgotten cell by
             cell as they are run again.
         done: called after each cell with its result, how many are done, and how many there are.
+        template: a user's pipeline in place of the verifier's own; then one cell at a time.
     """
-    todo = cells(choice)
+    todo = cells(choice) if template is None else own_cells(choice, template)
+    if choice.faults is not None:
+        todo = [c for n in range(SEEDS_MAX) for c in cells(replace(choice, seed=choice.seed + n))]
     if resume:
         store.load()
-        todo = [c for c in todo if not store.settled(c)]
+        todo = [c for c in todo if not store.settled(c) or (template is not None and c.fault.name == "none")]
     if not can_mount():
         left_out = [c for c in todo if MOUNT in c.fault.needs]
         todo = [c for c in todo if MOUNT not in c.fault.needs]
@@ -143,10 +167,15 @@ def run_matrix(
     lock, results = threading.Lock(), list[Result]()
     ends = None if choice.minutes is None else time.monotonic() + choice.minutes * 60
 
+    def enough() -> bool:
+        if choice.faults is not None and sum(r.fired for r in list(store.results.values())) >= choice.faults:
+            return True
+        return ends is not None and time.monotonic() >= ends
+
     def work(number: int) -> None:
-        ground = Ground(folder / f"ground{number}", say, environment)
+        ground = Ground(folder / f"ground{number}", say, environment, template=template)
         try:
-            while ends is None or time.monotonic() < ends:
+            while not enough():
                 try:
                     cell = waiting.get_nowait()
                 except queue.Empty:
@@ -159,7 +188,10 @@ def run_matrix(
         finally:
             ground.close()
 
-    threads = [threading.Thread(target=work, args=(n,), name=f"ground {n}") for n in range(max(1, choice.jobs))]
+    threads = [
+        threading.Thread(target=work, args=(n,), name=f"ground {n}")
+        for n in range(choice.jobs if template is None else 1)
+    ]
     for t in threads:
         t.start()
     for t in threads:

@@ -60,7 +60,7 @@ class Rule:
 
     Attributes:
         skip: so many matching frames pass first.
-        times: so many are hit then.
+        times: so many are hit then; every: of so many matching frames one, from then on.
         seconds: of a delay.
         client: only of clients whose id contains this text.
     """
@@ -69,6 +69,7 @@ class Rule:
     mischief: Mischief
     skip: int = 0
     times: int = 1
+    every: int = 1
     seconds: float = 1.0
     client: str = ""
 
@@ -240,6 +241,7 @@ class Proxy:
                 if rule.skip > 0:
                     rule.skip -= 1
                     continue
+                rule.skip = rule.every - 1
                 rule.times -= 1
                 hit = rule
                 break

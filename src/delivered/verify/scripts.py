@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def network(*rules: Rule) -> tuple[Script, tuple[str, ...]]:
     def script(bench: Bench) -> None:
         assert bench.setting.proxy is not None  # noqa: S101 - the cell gave it one
         bench.send()
-        bench.setting.proxy.add(*(Rule(r.api, r.mischief, r.skip, r.times, r.seconds, r.client) for r in rules))
+        bench.setting.proxy.add(*(replace(r) for r in rules))
         bench.drain()
         bench.setting.proxy.clear()
 
@@ -235,24 +236,29 @@ def random_kills(times: int) -> tuple[Script, tuple[str, ...]]:
     """The tree is killed at moments that only the seed knows, after a batch began."""
 
     def script(bench: Bench) -> None:
-        bench.send()
-        for _ in range(times):
-            planned = len(bench.batches_planned())
+        killed = 0
+        for _ in range(3 * times):
+            if killed == times:
+                break
+            if bench.left:
+                bench.send(1 / (times + 1))
+            planned, logged = len(bench.batches_planned()), len(bench.batches_logged())
             run = bench.start()
-            # A batch that is run again has its file already: what is logged next shows that work goes on.
-            logged = len(bench.batches_logged())
-            bench.wait(
-                lambda r=run, p=planned, n=logged: (  # type: ignore[misc]
-                    not r.lives or len(bench.batches_planned()) > p or len(bench.batches_logged()) > n
-                ),
-                "a batch begins",
-            )
+
+            def begun(run: Run = run, planned: int = planned, logged: int = logged) -> bool:
+                # A batch that runs again has its file already: what is logged next shows that work goes on.
+                return not run.lives or len(bench.batches_planned()) > planned or len(bench.batches_logged()) > logged
+
+            bench.wait(begun, "a batch begins")
             bench.wait(_after(bench.random.uniform(0, 0.7)), "the moment comes")
             if run.lives:
                 bench.kill(run)
                 bench.fire("kill at random", logged=len(bench.batches_logged()))
+                killed += 1
             else:
                 bench.end(run)
+        if bench.left:
+            bench.send()
         bench.drain()
 
     return script, ("kill at random",) * times

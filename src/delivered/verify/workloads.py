@@ -20,17 +20,20 @@ class Record:
     Attributes:
         id: unique, unless the workload sends a record twice on purpose.
         number: its place in the sequence of its key, from 0.
-        filler: characters of payload beyond the header.
+        filler: characters of payload beyond the header; raw: the whole value, in place of a made one.
     """
 
     id: str
-    key: str
+    key: str | None
     number: int
     partition: int
     filler: int = 0
+    raw: str | None = None
 
     @property
     def value(self) -> str:
+        if self.raw is not None:
+            return self.raw
         # The payload is made from the id, so that a record that changed on its way is another effect.
         pad = hashlib.blake2b(self.id.encode(), digest_size=16).hexdigest() * (self.filler // 32 + 1)
         return json.dumps({"id": self.id, "k": self.key, "n": self.number, "pad": pad[: self.filler]})
@@ -57,7 +60,7 @@ class Workload:
         effects: value of a source record -> values that the sink must hold for it.
         sql: the transform, over the view `source`; arrow: the same as "module:function"; None, None: none.
         ordered: effects of one key must appear in the order of their numbers.
-        told_by: what a value in the sink says of itself: value -> effect.
+        teller: (key, value) of the sink -> effect; None: the value says it, as `Record.value` made it.
     """
 
     name: str
@@ -70,9 +73,11 @@ class Workload:
     rows_per_batch: int | None = None
     records: int = 1_200
     deterministic: bool = True
+    teller: Callable[[str | None, str], Effect] | None = None
 
-    def told_by(self, value: str) -> Effect:
-        return told_by(value, self.deterministic)
+    def told_by(self, key: str | None, value: str) -> Effect:
+        """What a row in the sink says of itself."""
+        return self.teller(key, value) if self.teller is not None else told_by(value, self.deterministic)
 
 
 def told_by(value: str, deterministic: bool = True) -> Effect:

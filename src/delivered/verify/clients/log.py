@@ -38,7 +38,7 @@ class Log:
             str(self.path),
             pa.table(
                 {
-                    "key": pa.array([r.key.encode() for r in records], pa.binary()),
+                    "key": pa.array([None if r.key is None else r.key.encode() for r in records], pa.binary()),
                     "value": pa.array([r.value.encode() for r in records], pa.binary()),
                     "partition": pa.array([r.partition % self.partitions for r in records], pa.int32()),
                 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -83,11 +84,19 @@ class Table:
                 return [], 0
             table = '"' + self.name.replace('"', '""') + '"'
             (total,) = connection.execute(f"SELECT count(*) FROM {table}").fetchone()  # noqa: S608
-            found = connection.execute(
-                f"SELECT rowid, key, value FROM {table} WHERE rowid > ? ORDER BY rowid",  # noqa: S608
+            asked = connection.execute(
+                f"SELECT rowid, * FROM {table} WHERE rowid > ? ORDER BY rowid",  # noqa: S608
                 (position,),
-            ).fetchall()
-        return [Row(self.name, rowid, _text(key), _text(value) or "") for rowid, key, value in found], total
+            )
+            columns = [c[0] for c in asked.description][1:]
+            return [self._row(columns, values) for values in asked.fetchall()], total
+
+    def _row(self, columns: list[str], values: tuple[Any, ...]) -> Row:
+        """Of a table with other columns than key and value, all of the row is its value."""
+        rowid, *rest = values
+        if columns == ["key", "value"]:
+            return Row(self.name, rowid, _text(rest[0]), _text(rest[1]) or "")
+        return Row(self.name, rowid, None, json.dumps({c: _text(v) for c, v in zip(columns, rest, strict=True)}))
 
 
 def _text(value: Any) -> str | None:

@@ -1,0 +1,90 @@
+"""The network that loses frames, between real clients and a real broker."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+from tests.conftest import Kafka
+
+from delivered.verify.clients.kafka import Topic
+from delivered.verify.proxy import Api, Fired, Mischief, Proxy, Rule
+from delivered.verify.workloads import WORKLOADS, records
+
+
+@pytest.fixture
+def fired() -> list[Fired]:
+    return []
+
+
+@pytest.fixture
+def proxy(kafka: Kafka, fired: list[Fired]) -> Iterator[Proxy]:
+    found = Proxy(kafka.bootstrap, fired.append)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def topic(kafka: Kafka) -> Topic:
+    found = Topic(kafka.bootstrap, f"proxied-{uuid.uuid4().hex[:8]}")
+    found.create()
+    return found
+
+
+def transactional(proxy: Proxy, **config: Any) -> Producer:
+    settings = {"bootstrap.servers": proxy.bootstrap, "transactional.id": f"delivered.px.s.{uuid.uuid4().hex}"}
+    producer = Producer(settings | config | {"log_level": 0})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    return producer
+
+
+def test_clients_are_led_back_to_the_proxy_and_lost_replies_are_sent_again(
+    proxy: Proxy, topic: Topic, fired: list[Fired]
+) -> None:
+    proxy.add(Rule(Api.PRODUCE, Mischief.LOSE_REPLY, times=2), Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=3))
+    sent = records(WORKLOADS["keyed"], 1, 300)
+    Topic(proxy.bootstrap, topic.name).send(sent)
+    assert sorted(f.rule for f in fired) == ["lose_reply:produce"] * 2 + ["lose_request:produce"][: len(fired) - 2]
+    assert proxy.frames["produce"] > 2
+    assert sorted(r.value for r in topic.read()) == sorted(r.value for r in sent)
+
+
+def test_a_lost_reply_means_that_the_broker_did_the_work(proxy: Proxy, topic: Topic, fired: list[Fired]) -> None:
+    producer = transactional(proxy, **{"socket.timeout.ms": 5000})
+    producer.produce(topic.name, b"v", partition=0)
+    producer.flush(10)
+    assert topic.open_transactions("px")
+    proxy.add(Rule(Api.END_TXN, Mischief.LOSE_REPLY))
+    producer.commit_transaction(20)
+    assert [f.api for f in fired] == ["end_txn"]
+    assert [r.value for r in topic.read()] == ["v"]
+
+
+def test_a_late_request_arrives_although_its_connection_broke(proxy: Proxy, topic: Topic, fired: list[Fired]) -> None:
+    producer = transactional(proxy)
+    producer.produce(topic.name, b"v", partition=0)
+    producer.flush(10)
+    proxy.add(Rule(Api.END_TXN, Mischief.LATE_REQUEST, seconds=0.5), Rule(Api.END_TXN, Mischief.LOSE_REQUEST, times=99))
+    with pytest.raises(KafkaException):
+        producer.commit_transaction(0.4)
+    deadline = time.monotonic() + 20
+    while not topic.read():
+        assert time.monotonic() < deadline, "the late EndTxn never arrived"
+    assert fired[0].rule == "late_request:end_txn"
+
+
+def test_in_a_black_hole_nothing_arrives_and_afterwards_all_does(proxy: Proxy, topic: Topic) -> None:
+    producer = Producer({"bootstrap.servers": proxy.bootstrap, "log_level": 0})
+    producer.produce(topic.name, b"before", partition=0)
+    assert producer.flush(20) == 0
+    with proxy.black_hole():
+        producer.produce(topic.name, b"after", partition=0)
+        assert producer.flush(1) == 1
+    assert producer.flush(30) == 0
+    assert [r.value for r in topic.read()] == ["before", "after"]
+    assert proxy.reset_all() > 0

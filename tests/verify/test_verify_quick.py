@@ -1,0 +1,112 @@
+"""`delivered verify` end to end: its quick subset over the real sinks, through the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from delivered.model.guarantee import Guarantee
+from delivered.verify.cell import Cell, Ground, run_cell
+from delivered.verify.faults import KAFKA, PLACES, SQLITE, catalogue
+from delivered.verify.history import load
+from delivered.verify.matrix import SINKS, Choice, Store, cells
+from delivered.verify.services import ENGINE, SPARK
+from delivered.verify.verdict import Verdict
+
+FIELDS = [
+    "sink", "guarantee", "workload", "fault", "seed", "verdict", "lost", "duplicated", "fired", "final_read",
+]  # fmt: skip
+
+
+def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "delivered.cli.main", "verify", "--out", str(folder / "verify.json")]
+    command += ["--folder", str(folder / "cells"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+
+
+def test_the_quick_subset_holds_and_is_not_run_twice(tmp_path: Path) -> None:
+    done = verify(tmp_path, "--quick", "--service", ENGINE, "--jobs", "2", "--output", "json")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((tmp_path / "verify.json").read_text())
+    assert json.loads(done.stdout) == results
+    expected = cells(Choice(quick=True, service=ENGINE))
+    assert sorted(r["fault"] for r in results) == sorted(c.fault.name for c in expected)
+    for r in results:
+        assert list(r)[: len(FIELDS)] == FIELDS
+        assert (r["verdict"], r["lost"], r["duplicated"], r["final_read"]) == ("held", 0, 0, True), r
+        assert r["fired"] == len(r["faults"]) > 0
+        assert load(Path(r["folder"]) / "history.jsonl")
+    page = (tmp_path / "verify.html").read_text()
+    assert all(r["again"] in page for r in results)
+    assert "http" not in page.replace("http://www.w3.org", "")
+    again = verify(tmp_path, "--quick", "--service", ENGINE, "--resume")
+    assert again.returncode == 0
+    assert "1/" not in again.stderr
+
+
+def test_one_cell_through_spark(tmp_path: Path) -> None:
+    """The product as a user runs it: `delivered run`, killed between prepare and decide."""
+    fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == "killed-after-staging")
+    ground = Ground(tmp_path, print)
+    try:
+        found = run_cell(Cell(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, 1, SPARK), ground)
+    finally:
+        ground.close()
+    assert found.verdict == Verdict.HELD, found.reasons
+    assert (found.fired, found.runs, found.delivered) == (1, 2, found.sent)
+
+
+def test_every_failure_point_has_a_fault_for_every_guarantee_and_sink() -> None:
+    for guarantee in Guarantee:
+        for sink in (SQLITE, KAFKA):
+            faults = catalogue(guarantee, sink)
+            assert {f.place for f in faults} == set(PLACES)
+            assert all(f.requires for f in faults if f.name != "none")
+
+
+def test_the_same_seed_gives_the_same_cells_and_records() -> None:
+    from delivered.verify.workloads import WORKLOADS, records
+
+    assert [c.key for c in cells(Choice(seed=3))] == [c.key for c in cells(Choice(seed=3))]
+    for workload in WORKLOADS.values():
+        if workload.name != "big":
+            assert records(workload, 3) == records(workload, 3)
+    assert records(WORKLOADS["keyed"], 3) != records(WORKLOADS["keyed"], 4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"), [("F7", None), ("kafka/exactly_once/keyed/expired-random", 0), ("nothing/*", 0)]
+)
+def test_only_chooses_cells(pattern: str, count: int | None) -> None:
+    found = cells(Choice(only=(pattern,)))
+    assert all(c.fault.place == "F7" for c in found)
+    assert (len(found) > 0) if count is None else (len(found) == count)
+    assert {c.sink for c in cells(Choice())} == set(SINKS)
+
+
+def test_a_store_keeps_results_and_knows_what_is_settled(tmp_path: Path) -> None:
+    from delivered.verify.cell import Result
+
+    cell = cells(Choice(service=ENGINE))[0]
+    first = Result(
+        cell.sink, cell.guarantee.value, cell.workload, cell.fault.name, 1, "unknown", 0, 0, 0, False, service=ENGINE
+    )
+    store = Store(tmp_path / "v.json")
+    store.add(first)
+    assert not store.settled(cell)
+    first.verdict = "held"
+    store.add(first)
+    fresh = Store(tmp_path / "v.json")
+    fresh.load()
+    assert fresh.settled(cell)
+    assert fresh.results[cell.key] == first
+
+
+def test_an_unknown_service_is_refused(tmp_path: Path) -> None:
+    done = verify(tmp_path, "--service", "storm")
+    assert done.returncode == 2
+    assert "SERVICE_UNKNOWN" in done.stderr
