@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from delivered.model.guarantee import Guarantee
-    from delivered.pipeline.endpoint import Endpoint, endpoint, kafka, log, sqlite
+    from delivered.pipeline.endpoint import Endpoint, endpoint, kafka, log, postgres, sqlite
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.plan.planner import Plan, Refusal
     from delivered.spark.formats import register
@@ -63,6 +63,7 @@ _WHERE = {
     "endpoint": "delivered.pipeline.endpoint",
     "kafka": "delivered.pipeline.endpoint",
     "log": "delivered.pipeline.endpoint",
+    "postgres": "delivered.pipeline.endpoint",
     "register": "delivered.spark.formats",
     "session": "delivered.spark.session",
     "sqlite": "delivered.pipeline.endpoint",
@@ -94,6 +95,7 @@ __all__ = [
     "endpoint",
     "kafka",
     "log",
+    "postgres",
     "register",
     "session",
     "sqlite",

@@ -100,6 +100,16 @@ def log(path: str, **options: Any) -> Endpoint:
     return endpoint("log", path=str(path), **options)
 
 
+def postgres(url: str, dbtable: str, *, name: str | None = None, **options: Any) -> Endpoint:
+    """A table of a PostgreSQL database, as a sink.
+
+    Args:
+        url: "postgresql://host:5432/database", without a password; that is the option `password`.
+        dbtable: "orders" or "sales.orders".
+    """
+    return endpoint("postgres", name=name, url=url, dbtable=dbtable, **options)
+
+
 def sqlite(path: str, table: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """A table of a SQLite file: a sink that needs no server."""
     return endpoint("sqlite", name=name, path=str(path), table=table, **options)
