@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 import tenacity
 from tests.kafka_tools import produce, read_committed
 from tests.spark.standalone import Standalone, kill_tree
+
+from delivered.brokers.java import java_home
 
 if TYPE_CHECKING:
     from tests.conftest import Kafka
@@ -64,6 +67,8 @@ def test_the_same_job_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
         text=True,
         timeout=240,
         check=False,
+        env=os.environ
+        | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java_home())},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
