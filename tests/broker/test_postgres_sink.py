@@ -424,7 +424,9 @@ def test_names_that_need_quotes(postgres: Postgres) -> None:
     assert postgres.execute('SELECT count(*) FROM "Or ders"."T""able"') == [(4,)]
 
 
-def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(postgres: Postgres) -> None:
+def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
+    postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P20: prepared transactions never expire. P13: names that begin alike, or are written alike, are told apart."""
     rig = Rig(postgres.sink(mechanism="two_phase"))
     table = rig.sink.options.table
@@ -437,6 +439,9 @@ def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(postgres: Postgr
             connection.execute(f"INSERT INTO {table} VALUES ('x', 'x')")
             connection.execute(f"PREPARE TRANSACTION '{gid}'")
     rig.write(rig.plan(rig.context("dead"), 0))
+    assert not rig.sink.preflight(EXACT)
+    monkeypatch.setattr("delivered.connectors.postgres.preflight.OLD_S", 0.0)
+    assert [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)] == [("PREPARED_TRANSACTION_OLD", False)]
     resource = rig.context("next").resource
     listed = resource.open_transactions()
     assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]

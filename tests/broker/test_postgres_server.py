@@ -1,0 +1,67 @@
+"""The PostgreSQL that `delivered.brokers` starts: where it listens, what survives a kill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from delivered import brokers
+from delivered.model.errors import DeliveredError, UsageError
+
+if TYPE_CHECKING:
+    from tests.conftest import Postgres
+
+
+def test_listens_on_127_0_0_1_only_and_not_as_root(postgres: Postgres) -> None:
+    server = psutil.Process(postgres.broker.pid)
+    listening = {c.laddr for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert {a.ip for a in listening} == {"127.0.0.1"}
+    assert server.uids().effective != 0
+    status = brokers.status(postgres.broker.folder)
+    assert (status.running, status.answering, status.pid) == (True, True, postgres.broker.pid)
+    assert status.bootstrap == postgres.broker.bootstrap
+    assert postgres.execute("SELECT current_user, current_database(), current_setting('server_encoding')") == [
+        ("delivered", "delivered", "UTF8")
+    ]
+
+
+def test_killed_and_restarted_keeps_data_port_and_settings(new_postgres: Callable[..., Postgres]) -> None:
+    own = new_postgres(max_prepared_transactions="7")
+    own.execute("CREATE TABLE kept AS SELECT 1 AS n")
+    url, pid = own.url, own.broker.pid
+    below = psutil.Process(pid).children(recursive=True)
+    own.broker.kill()
+    assert not psutil.pid_exists(pid)
+    assert not any(p.is_running() for p in below)
+    assert not brokers.status(own.broker.folder).running
+    own.broker.restart()
+    assert own.url == url
+    assert own.broker.pid != pid
+    assert own.execute("SELECT n, current_setting('max_prepared_transactions') FROM kept") == [(1, "7")]
+    again = brokers.start("postgres", own.broker.folder)
+    assert again.pid == own.broker.pid
+
+
+def test_stops_at_once_although_clients_are_connected(new_postgres: Callable[..., Postgres]) -> None:
+    import psycopg
+
+    own = new_postgres()
+    with psycopg.connect(own.url):
+        began = time.monotonic()
+        assert brokers.stop(own.broker.folder)
+        assert time.monotonic() - began < 15
+    assert not brokers.stop(own.broker.folder)
+    assert not brokers.status(own.broker.folder).answering
+
+
+def test_a_setting_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DeliveredError, match="BROKER_START") as caught:
+        brokers.start("postgres", tmp_path / "bad", properties={"max_prepared_transaction": "1"})
+    assert "max_prepared_transaction" in str(caught.value)
+    with pytest.raises(UsageError, match="BROKER_FOLDER"):
+        brokers.attach(tmp_path / "none")
