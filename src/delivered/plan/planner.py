@@ -112,6 +112,11 @@ def _assumptions(request: Request) -> list[str]:
                 found.append("a repeated record may differ from its first copy: the transform is not deterministic")
         case Guarantee.AT_MOST_ONCE:
             found.append("readers of the sink bear missing records; how many were given up is in the ledger")
+            if request.transform.kind in ("sql", "python"):
+                found.append(
+                    "after lost shuffle files the query stops: spark.stage.maxConsecutiveAttempts=1 (sessions made "
+                    "here have it)"
+                )
     if request.transform.stateful:
         found.append("the state lives in Spark's checkpoint and is restored together with the offsets")
     return found

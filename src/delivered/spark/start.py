@@ -19,6 +19,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from delivered.audit.report import AuditReport
 from delivered.contract import Source
 from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.guarantee import Guarantee
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.transform import Transform
 from delivered.plan import Refusal
@@ -69,12 +70,17 @@ def ready(pipeline: Pipeline, given: SparkSession | None) -> SparkSession:
     """The session given, or a new one, with every format registered."""
     spark = given or SparkSession.getActiveSession()
     if spark is None:
-        spark = session(pipeline.name, pipeline.master, pipeline.conf)
+        spark = session(pipeline.name, pipeline.master, {**_conf_for(pipeline.guarantee), **pipeline.conf})
         _registered.add(spark)
     if spark not in _registered:
         register(spark)
         _registered.add(spark)
     return spark
+
+
+def _conf_for(guarantee: Guarantee) -> dict[str, str]:
+    # A stage that Spark runs again after lost shuffle files counts its attempts from 0: its tasks would send again.
+    return {"spark.stage.maxConsecutiveAttempts": "1"} if guarantee is Guarantee.AT_MOST_ONCE else {}
 
 
 def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQuery:
