@@ -206,7 +206,8 @@ def _jdbc(spark: SparkSession, world: World, folder: Path, table: str) -> None:
     frame: DataFrame = spark.read.parquet(str(folder)).coalesce(CORES)
     url = f"jdbc:{world.url}".replace("delivered@", "")
     writer = frame.write.format("jdbc").option("url", url + "?reWriteBatchedInserts=true").option("dbtable", table)
-    writer.option("user", "delivered").option("batchsize", "10000").mode("append").save()
+    writer = writer.option("driver", "org.postgresql.Driver").option("user", "delivered").option("batchsize", "10000")
+    writer.mode("append").save()
 
 
 def _stream(
