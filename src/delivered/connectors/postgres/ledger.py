@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from delivered.connectors.postgres import stage
 from delivered.connectors.postgres.client import check_of, connect, discard, explained, is_lost
 from delivered.connectors.postgres.migrate import migrate, quoted, version_of
-from delivered.connectors.postgres.options import Mechanism, PostgresOptions
-from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Refused, Unreachable
+from delivered.connectors.postgres.options import PostgresOptions
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
@@ -50,7 +50,6 @@ class PostgresLedger:
             try:
                 connection = self._open()
                 migrate(connection, self._options.ledger_schema)
-                self._check_prepared(connection)
                 state = self._claim_once(connection, owner)
             except psycopg.Error as error:
                 self.close()
@@ -205,13 +204,6 @@ class PostgresLedger:
                 [f"delivered {self._role}"],
             )
 
-    def _check_prepared(self, connection: psycopg.Connection[Any]) -> None:
-        """Told by the driver before the first task runs, not by each task after it sent its rows."""
-        if self._options.mechanism is Mechanism.TWO_PHASE:
-            row = connection.execute("SELECT current_setting('max_prepared_transactions')::int").fetchone()
-            if row is not None and row[0] == 0:
-                raise prepared_off(self._options)
-
     def _cannot_claim(self, error: Exception) -> DeliveredError:
         if getattr(error, "sqlstate", None) != "55P03":
             return explained(error, self._options)
@@ -334,13 +326,3 @@ def record(connection: psycopg.Connection[Any], schema: str, scope: Scope, batch
         {**key, "horizon": batch - LEDGER_HISTORY_BATCHES},
     )
     connection.execute(f"DELETE FROM {s}.marker WHERE {_SCOPE} AND batch < %(batch)s", key)  # noqa: S608
-
-
-def prepared_off(options: PostgresOptions) -> Refused:
-    return Refused(
-        "PREPARED_TRANSACTIONS_OFF",
-        f"PostgreSQL at {options.place} has max_prepared_transactions = 0, its default: no transaction can be "
-        "prepared, which mechanism two_phase needs.",
-        next_step="set it in postgresql.conf to at least twice the number of shards and restart the server, or write "
-        '.option("mechanism", "one_transaction"), which needs no setting',
-    )

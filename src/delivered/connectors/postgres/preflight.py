@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import connect, explained
-from delivered.connectors.postgres.ledger import prepared_off
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import Mechanism, PostgresOptions
-from delivered.connectors.postgres.transactions import OLD_S
+from delivered.connectors.postgres.transactions import OLD_S, slots
 from delivered.contract import Finding
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -42,10 +41,9 @@ def preflight(options: PostgresOptions, guarantee: Guarantee) -> list[Finding]:
 
 def _look(connection: psycopg.Connection[Any], options: PostgresOptions, guarantee: Guarantee) -> Iterator[Finding]:
     row = connection.execute(
-        "SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', "
-        "current_setting('fsync') = 'off', current_setting('max_prepared_transactions')::int"
+        "SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', current_setting('fsync') = 'off'"
     ).fetchone()
-    replica, read_only, unsafe, slots = row or (False, False, False, 0)
+    replica, read_only, unsafe = row or (False, False, False)
     if replica or read_only:
         what = "is a replica that only reads" if replica else "takes no changes (default_transaction_read_only)"
         yield Finding(
@@ -61,31 +59,29 @@ def _look(connection: psycopg.Connection[Any], options: PostgresOptions, guarant
             "set fsync = on",
         )
     if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
-        if slots == 0:
-            raise prepared_off(options)
-        yield from _prepared(connection, options, slots)
+        yield from _prepared(connection, options, slots(connection, options))
     migrate(connection, options.ledger_schema)
     yield from _table(connection, options, guarantee)
 
 
-def _prepared(connection: psycopg.Connection[Any], options: PostgresOptions, slots: int) -> Iterator[Finding]:
+def _prepared(connection: psycopg.Connection[Any], options: PostgresOptions, allowed: int) -> Iterator[Finding]:
     row = connection.execute(
         "SELECT count(*), coalesce(max(extract(epoch FROM now() - prepared)), 0)::float8 FROM pg_prepared_xacts"
     ).fetchone()
     used, oldest_s = row or (0, 0.0)
-    if slots - used <= 0:
+    if allowed - used <= 0:
         yield Finding(
             "PREPARED_TRANSACTIONS_FULL",
-            f"All {slots} prepared transactions that PostgreSQL at {options.place} allows are in use; the oldest is "
+            f"All {allowed} prepared transactions that PostgreSQL at {options.place} allows are in use; the oldest is "
             f"{oldest_s:.0f} s old.",
             True,
             "see whose they are: SELECT * FROM pg_prepared_xacts; raise max_prepared_transactions",
         )
-    elif slots - used < SLOTS_WANTED:
+    elif allowed - used < SLOTS_WANTED:
         yield Finding(
             "PREPARED_TRANSACTIONS_FEW",
-            f"PostgreSQL at {options.place} allows {slots} prepared transactions, {used} are in use: a batch can have "
-            f"at most {slots - used} shards, half of that if tasks are tried again.",
+            f"PostgreSQL at {options.place} allows {allowed} prepared transactions, {used} are in use: a batch has "
+            f"at most {allowed - used} shards, half of that if tasks are tried again.",
             False,
             "raise max_prepared_transactions, or write with fewer partitions",
         )

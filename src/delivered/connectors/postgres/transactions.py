@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.client import check_of
+from delivered.connectors.postgres.options import PostgresOptions
+from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
 
 if TYPE_CHECKING:
@@ -88,3 +90,22 @@ def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> None:
 
     verb = "COMMIT PREPARED {}" if commit else "ROLLBACK PREPARED {}"
     connection.execute(sql.SQL(verb).format(sql.Literal(gid)))
+
+
+def slots(connection: psycopg.Connection[Any], options: PostgresOptions) -> int:
+    """How many prepared transactions the server allows.
+
+    Raises:
+        Refused: none.
+        psycopg.Error: the server said no.
+    """
+    row = connection.execute("SELECT current_setting('max_prepared_transactions')::int").fetchone()
+    if row is not None and row[0] > 0:
+        return int(row[0])
+    raise Refused(
+        "PREPARED_TRANSACTIONS_OFF",
+        f"PostgreSQL at {options.place} has max_prepared_transactions = 0, its default: no transaction can be "
+        "prepared, which mechanism two_phase needs.",
+        next_step="set it in postgresql.conf to at least twice the number of shards and restart the server, or write "
+        '.option("mechanism", "one_transaction"), which needs no setting',
+    )

@@ -100,6 +100,8 @@ class CopyWriter:
     def _begin(self) -> None:
         self._connection = connection = warm.take(self._options)
         migrate(connection, self._options.ledger_schema)
+        if self._exactly_once and self._options.mechanism is Mechanism.TWO_PHASE:
+            transactions.slots(connection, self._options)  # told before the first row, not after the last
         self._target = target.ready(connection, self._options, self._schema)
         connection.execute("BEGIN")
         into = self._target.name
