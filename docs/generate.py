@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from docs import verified
+
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.schema import as_text
@@ -36,7 +38,13 @@ def reference() -> str:
 
 
 def pages() -> dict[Path, str]:
-    return {DOCS / "options.md": reference(), DOCS / "pipeline.schema.json": as_text()}
+    readme = DOCS.parent / "README.md"
+    return {
+        DOCS / "options.md": reference(),
+        DOCS / "pipeline.schema.json": as_text(),
+        DOCS / "verified.md": verified.page(),
+        readme: verified.into(readme.read_text(encoding="utf-8")),
+    }
 
 
 def main() -> int:

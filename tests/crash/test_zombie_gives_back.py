@@ -1,6 +1,6 @@
 """Found by the verifier: a driver was paused before write.prepare, another took over and finished. Woken up, the first
-one prepared its shards, was fenced, and left their transactions open: they blocked read-committed readers of the sink until
-the transaction time-out, although the pipeline itself was long done.
+one prepared its shards, was fenced, and left their transactions open: they blocked read-committed readers of the sink
+until the transaction time-out, although the pipeline itself was long done.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def load(path: Path) -> Template:
             )
     if len(sinks) != 1:
         raise UsageError("VERIFY_SINKS", f"The pipeline has {len(sinks)} sinks; one can be verified.")
-    rows = _kafka_rows(source) if _system(source) == "kafka" else _log_rows(source)
+    rows = _kafka_rows(source) if _system(source) == "kafka" else _log_rows(source, path.parent)
     sample = [_record(number, key, value) for number, (key, value) in enumerate(rows)]
     if not sample:
         raise UsageError(
@@ -137,8 +137,8 @@ def _option(endpoint: Mapping[str, Any], name: str) -> str | None:
     return next((str(v) for k, v in endpoint.items() if k.lower() == name), None)
 
 
-def _log_rows(source: Mapping[str, Any]) -> Iterable[tuple[str | None, str]]:
-    path = Path(_option(source, "path") or "")
+def _log_rows(source: Mapping[str, Any], folder: Path) -> Iterable[tuple[str | None, str]]:
+    path = folder / (_option(source, "path") or "")
     return [(r.key, r.value) for r in Log(path).read()[:SAMPLE_MAX]]
 
 
