@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench.json"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-kafka-") as folder:
-        broker = brokers.start("kafka", Path(folder))
+        broker = brokers.start("kafka", Path(folder), dies_with_parent=True)
         try:
             report = measure(broker.bootstrap, given)
         finally:
@@ -160,7 +160,9 @@ def measure(bootstrap: str, given: argparse.Namespace) -> dict[str, Any]:
         for case in chosen(THROUGHPUT):
             result = run(case, bootstrap, "bench-in", given.records)
             runs.setdefault(case.name, []).append(result)
-            console.print(f"{repetition + 1}/{given.repeat} {case.name}: {result['records_per_second']:,.0f} records/s")
+            cpu = 1e6 * result["cpu_seconds"] / given.records
+            rate = f"{result['records_per_second']:,.0f} records/s, {cpu:.2f} us CPU per record"
+            console.print(f"{repetition + 1}/{given.repeat} {case.name}: {rate}", soft_wrap=True)
     for case in chosen(MEMORY):
         runs[case.name] = [run(case, bootstrap, "bench-in", given.records)]
         console.print(f"{case.name}: worker {runs[case.name][0]['worker_bytes'] / 2**20:,.0f} MiB")
