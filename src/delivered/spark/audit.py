@@ -11,9 +11,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark import StorageLevel
@@ -22,15 +22,15 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from delivered.audit.classes import Counts
-from delivered.audit.history import History, check_history
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
-from delivered.contract import Offsets, Resource, Sink, Slice, Source
+from delivered.contract import Offsets, Sink, Slice, Source
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
-from delivered.model.work import CheckpointView, Decision
+from delivered.model.identity import Scope
+from delivered.model.work import CheckpointView
 from delivered.spark import first_offsets
+from delivered.spark.audit_ledger import LedgerAccount, read_ledger
 from delivered.spark.checkpoint import read_view
 from delivered.spark.frames import keeps_partitions, slice_frame
 from delivered.spark.reconcile import Result, hashed, reconcile
@@ -116,25 +116,11 @@ def _with(report: AuditReport, **changes: object) -> AuditReport:
     return AuditReport(**{**report.__dict__, **changes})
 
 
-@dataclass
-class _Ledger:
-    """What the ledger says before the sink is read.
-
-    Attributes:
-        visible: the newest decision whose rows a reader sees; None: none.
-    """
-
-    history: History
-    visible: Decision | None
-    transactions: tuple[str, ...] = ()
-    notes: list[str] = field(default_factory=list)
-
-
 def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     say("reading checkpoint and ledger")
     incarnation = read_view(spec.checkpoint).incarnation
     scope = Scope(spec.pipeline, spec.named_sink, incarnation)
-    ledger = _read_ledger(spec, scope)
+    ledger = read_ledger(spec.sink, scope, spec.guarantee)
     say("reading the sink back")
     with _sent_range(spec) as read:
         probe = read.frame(spark, ())
@@ -152,53 +138,6 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
         finally:
             found.unpersist()
     return _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
-
-
-def _read_ledger(spec: AuditSpec, scope: Scope) -> _Ledger:
-    ledger = spec.sink.ledger(scope)
-    try:
-        history = check_history(ledger.history())
-    finally:
-        ledger.close()
-    found = _Ledger(history, history.last)
-    if history.last is None or spec.guarantee is not Guarantee.EXACTLY_ONCE:
-        return found
-    resource = spec.sink.resource(scope)
-    try:
-        still_open = _still_open(resource)
-        hidden = _hidden(resource, history.last, still_open)
-    finally:
-        resource.close()
-    found.transactions = tuple(_shown(t) for t in still_open or ())
-    if hidden:
-        found.visible = history.before
-        found.notes.append(
-            f"batch {history.last.batch} is decided and shards {hidden} of it are not visible yet; the next start of "
-            "the pipeline makes them visible. Its records count as in progress."
-        )
-    return found
-
-
-def _still_open(resource: Resource) -> list[Any] | None:
-    """Transactions of this pipeline at this sink that are not over; None: the sink has no such thing."""
-    ask = getattr(resource, "open_transactions", None)
-    return list(ask()) if ask is not None else None
-
-
-def _shown(transaction: Any) -> str:
-    age = transaction.age_s()
-    since = "" if age is None else f", for {age:.0f} s"
-    return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.partitions)}"
-
-
-def _hidden(resource: Resource, decision: Decision, still_open: list[Any] | None) -> list[int]:
-    """Shards that are decided and not visible: the pipeline stopped between decide and apply."""
-    prepared = [p for p in decision.participants if p.handle]
-    if still_open:
-        # The evidence among the rows lies behind what is open. What is open itself tells enough.
-        handles = [t.handle.to_json() for t in still_open]
-        return [p.shard for p in prepared if dict(p.handle) in handles]
-    return [p.shard for p in prepared if not resource.applied(Work(decision.scope, decision.batch, p.shard, p.attempt))]
 
 
 class _SentRange:
@@ -308,7 +247,7 @@ def _place(added: list[str]) -> tuple[Column, Column]:
 
 
 def _range(
-    spec: AuditSpec, read: _SentRange, ledger: _Ledger, view: CheckpointView
+    spec: AuditSpec, read: _SentRange, ledger: LedgerAccount, view: CheckpointView
 ) -> tuple[Offsets, Offsets | None, Offsets]:
     """Where the pipeline started, where the last visible batch ends, and where the batch about to run ends."""
     start = spec.source_from if spec.source_from is not None else first_offsets.kept(spec.checkpoint)
@@ -348,7 +287,7 @@ def _expressions(spec: AuditSpec) -> Iterator[None]:
 def _report(
     spec: AuditSpec,
     incarnation: str,
-    ledger: _Ledger,
+    ledger: LedgerAccount,
     view: CheckpointView,
     start: Offsets,
     end: Offsets | None,
@@ -388,7 +327,7 @@ def _report(
     )
 
 
-def _unknowns(spec: AuditSpec, ledger: _Ledger, result: Result, prints: Fingerprints) -> list[str]:
+def _unknowns(spec: AuditSpec, ledger: LedgerAccount, result: Result, prints: Fingerprints) -> list[str]:
     reasons = []
     counts = result.counts
     if ledger.visible is None:

@@ -1,0 +1,74 @@
+"""What the ledger and the open transactions of a sink tell an audit, before the sink itself is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from delivered.audit.history import History, check_history
+from delivered.contract import Resource, Sink
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.work import Decision
+
+
+@dataclass
+class LedgerAccount:
+    """What the ledger says before the sink is read.
+
+    Attributes:
+        visible: the newest decision whose rows a reader sees; None: none.
+    """
+
+    history: History
+    visible: Decision | None
+    transactions: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+def read_ledger(sink: Sink, scope: Scope, guarantee: Guarantee) -> LedgerAccount:
+    """Read the ledger and the state of its newest decision. Takes nothing and fences nobody."""
+    ledger = sink.ledger(scope)
+    try:
+        history = check_history(ledger.history())
+    finally:
+        ledger.close()
+    found = LedgerAccount(history, history.last)
+    if history.last is None or guarantee is not Guarantee.EXACTLY_ONCE:
+        return found
+    resource = sink.resource(scope)
+    try:
+        still_open = _still_open(resource)
+        hidden = _hidden(resource, history.last, still_open)
+    finally:
+        resource.close()
+    found.transactions = tuple(_shown(t) for t in still_open or ())
+    if hidden:
+        found.visible = history.before
+        found.notes.append(
+            f"batch {history.last.batch} is decided and shards {hidden} of it are not visible yet; the next start of "
+            "the pipeline makes them visible. Its records count as in progress."
+        )
+    return found
+
+
+def _still_open(resource: Resource) -> list[Any] | None:
+    """Transactions of this pipeline at this sink that are not over; None: the sink has no such thing."""
+    ask = getattr(resource, "open_transactions", None)
+    return list(ask()) if ask is not None else None
+
+
+def _shown(transaction: Any) -> str:
+    age = transaction.age_s()
+    since = "" if age is None else f", for {age:.0f} s"
+    return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.partitions)}"
+
+
+def _hidden(resource: Resource, decision: Decision, still_open: list[Any] | None) -> list[int]:
+    """Shards that are decided and not visible: the pipeline stopped between decide and apply."""
+    prepared = [p for p in decision.participants if p.handle]
+    if still_open:
+        # The evidence among the rows lies behind what is open. What is open itself tells enough.
+        handles = [t.handle.to_json() for t in still_open]
+        return [p.shard for p in prepared if dict(p.handle) in handles]
+    return [p.shard for p in prepared if not resource.applied(Work(decision.scope, decision.batch, p.shard, p.attempt))]
