@@ -37,7 +37,9 @@ def test_the_quick_subset_holds_and_is_not_run_twice(tmp_path: Path) -> None:
     assert sorted(r["fault"] for r in results) == sorted(c.fault.name for c in expected)
     for r in results:
         assert list(r)[: len(FIELDS)] == FIELDS
-        assert (r["verdict"], r["lost"], r["duplicated"], r["final_read"]) == ("held", 0, 0, True), r
+        assert (r["verdict"], r["final_read"]) == ("held", True), r
+        assert r["lost"] == 0 or r["guarantee"] == "at_most_once", r
+        assert r["duplicated"] == 0 or r["guarantee"] == "at_least_once", r
         assert r["fired"] == len(r["faults"]) > 0
         assert load(Path(r["folder"]) / "history.jsonl")
     page = (tmp_path / "verify.html").read_text()

@@ -66,7 +66,7 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
         *_reader(sink),
         *_consumer(guarantee, sink),
         *_zombies(guarantee, sink),
-        *_state(guarantee),
+        *_state(guarantee, sink),
         *_soak(guarantee, sink),
     ]
     names = [f.name for f in found]
@@ -208,7 +208,14 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         ("killed-after", "F6c", "killed before and after Spark's own commit log", ["log:before", "log:after"]),
     ):
         script, requires = kills(*points)
-        yield Fault(name, place, text, script, requires, quick=name == "killed-between" and sink == KAFKA)
+        yield Fault(
+            name,
+            place,
+            text,
+            script,
+            requires,
+            quick=name == "killed-between" and (guarantee is EXACTLY) == (sink == KAFKA),
+        )
     script, requires = kills(f"{prepare}:after@batch=1")
     text = "killed once, when the shards of a batch are prepared"
     yield Fault("killed-after-staging", "F6b", text, script, requires, quick=guarantee is EXACTLY and sink == SQLITE)
@@ -254,14 +261,14 @@ def _zombies(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
             )
 
 
-def _state(guarantee: Guarantee) -> Iterator[Fault]:
+def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     yield Fault(
         "log-entry-removed",
         "F8",
         "the last file of commits/ is removed",
         scripts.log_entry_removed,
         ("last commit removed",),
-        quick=guarantee is EXACTLY,
+        quick=guarantee is EXACTLY and sink == SQLITE,
     )
     yield Fault(
         "older-checkpoint",
