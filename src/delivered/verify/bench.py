@@ -6,8 +6,6 @@ import itertools
 import json
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from delivered import brokers
@@ -24,7 +21,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.verify.clients.base import Drain, Feed, Look, Row
 from delivered.verify.evidence import Evidence, Seen, Stop
 from delivered.verify.history import End, History, fired, sends
-from delivered.verify.producer import read_notes, write_records
+from delivered.verify.producing import Producer
 from delivered.verify.proxy import Fired, Proxy
 from delivered.verify.services import SERVICES, SPARK, Run, Service, Trouble, last_words, start, wait_for
 from delivered.verify.template import Template, whole
@@ -128,7 +125,8 @@ class Bench:
 
     def produce_aside(self, portion: int, pause_s: float) -> Producer:
         """A producer application for all that is left, as a process that can be killed."""
-        producer = Producer(self, [replace(r, id=self._record_id(r)) for r in self.left], portion, pause_s)
+        left = [replace(r, id=self._record_id(r)) for r in self.left]
+        producer = Producer(self.folder, self.setting.feed, self.history, left, portion, pause_s)
         self._sent = len(self._records)
         return producer
 
@@ -354,67 +352,6 @@ class Bench:
             if batch is not None:
                 found[batch] |= set(self._effects(row))
         return {n: frozenset(effects) for n, effects in found.items()}
-
-
-class Producer:
-    """A producer application that can be killed and started again."""
-
-    def __init__(self, bench: Bench, left: Sequence[Record], portion: int, pause_s: float) -> None:
-        self._bench = bench
-        self._notes = bench.folder / "producer.notes"
-        records_file = bench.folder / "producer.records"
-        write_records(records_file, list(left))
-        feed = bench.setting.feed
-        where = (
-            {"system": "log", "path": str(feed.path)}  # type: ignore[attr-defined]
-            if feed.system == "log"
-            else {"system": "kafka", "bootstrap": feed.bootstrap, "name": feed.name}  # type: ignore[attr-defined]
-        )
-        self._order = json.dumps(
-            {
-                "feed": where,
-                "records": str(records_file),
-                "notes": str(self._notes),
-                "portion": portion,
-                "pause_s": pause_s,
-            }
-        )
-        self._told = 0
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with (self._bench.folder / "producer.log").open("ab") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "delivered.verify.producer", self._order], stdout=out, stderr=out
-            )
-
-    @property
-    def acknowledged(self) -> int:
-        """Portions that were acknowledged."""
-        return sum(n["end"] == "ok" for n in read_notes(self._notes))
-
-    def kill(self) -> None:
-        """SIGKILL, wherever it is: before it sends, or while it waits for the acknowledgement."""
-        if self._process is not None:
-            psutil.Process(self._process.pid).kill()
-            self._process.wait()
-        self._note()
-
-    def finish(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Wait until it has sent everything.
-
-        Raises:
-            Trouble: it failed.
-        """
-        if self._process is not None and self._process.wait(timeout_s) != 0:
-            raise Trouble("PRODUCER_FAILED", f"The producer of {self._bench.folder.name} failed; see producer.log.")
-        self._note()
-
-    def _note(self) -> None:
-        notes = read_notes(self._notes)
-        for n in notes[self._told :]:
-            self._bench.history.add("producer", "send", End.OK if n["end"] == "ok" else End.BEGUN, {"ids": n["ids"]})
-        self._told = len(notes)
 
 
 def empty(folder: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.bench import HIT_TIMEOUT_S, Bench
+from delivered.verify.bench import END_TIMEOUT_S, HIT_TIMEOUT_S, Bench
 from delivered.verify.evidence import Stop
 from delivered.verify.proxy import Rule
 from delivered.verify.services import Run
@@ -85,7 +85,7 @@ def producer_killed(bench: Bench) -> None:
         producer.kill()
         bench.fire("producer killed", acknowledged=producer.acknowledged)
         producer.start()
-    producer.finish()
+    producer.finish(END_TIMEOUT_S)
     bench.end(run)
     bench.drain()
 

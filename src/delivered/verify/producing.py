@@ -1,0 +1,80 @@
+"""A producer application beside the pipeline: a process of its own that can be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from delivered.verify.clients.base import Feed
+from delivered.verify.history import End, History
+from delivered.verify.producer import read_notes, write_records
+from delivered.verify.services import Trouble
+from delivered.verify.workloads import Record
+
+
+class Producer:
+    """A producer application that can be killed and started again."""
+
+    def __init__(
+        self, folder: Path, feed: Feed, history: History, left: Sequence[Record], portion: int, pause_s: float
+    ) -> None:
+        self._folder = folder
+        self._history = history
+        self._notes = folder / "producer.notes"
+        records_file = folder / "producer.records"
+        write_records(records_file, list(left))
+        where = (
+            {"system": "log", "path": str(feed.path)}  # type: ignore[attr-defined]
+            if feed.system == "log"
+            else {"system": "kafka", "bootstrap": feed.bootstrap, "name": feed.name}  # type: ignore[attr-defined]
+        )
+        self._order = json.dumps(
+            {
+                "feed": where,
+                "records": str(records_file),
+                "notes": str(self._notes),
+                "portion": portion,
+                "pause_s": pause_s,
+            }
+        )
+        self._told = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self._folder / "producer.log").open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "delivered.verify.producer", self._order], stdout=out, stderr=out
+            )
+
+    @property
+    def acknowledged(self) -> int:
+        """Portions that were acknowledged."""
+        return sum(n["end"] == "ok" for n in read_notes(self._notes))
+
+    def kill(self) -> None:
+        """SIGKILL, wherever it is: before it sends, or while it waits for the acknowledgement."""
+        if self._process is not None:
+            psutil.Process(self._process.pid).kill()
+            self._process.wait()
+        self._note()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until it has sent everything.
+
+        Raises:
+            Trouble: it failed.
+        """
+        if self._process is not None and self._process.wait(timeout_s) != 0:
+            raise Trouble("PRODUCER_FAILED", f"The producer of {self._folder.name} failed; see producer.log.")
+        self._note()
+
+    def _note(self) -> None:
+        notes = read_notes(self._notes)
+        for n in notes[self._told :]:
+            self._history.add("producer", "send", End.OK if n["end"] == "ok" else End.BEGUN, {"ids": n["ids"]})
+        self._told = len(notes)
