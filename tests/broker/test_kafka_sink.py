@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows
+from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows, wait_for
 from tests.broker.source_help import read_all
 from tests.kafka_tools import read_committed
 
@@ -291,6 +291,7 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield rows(values[:30_000])
+        wait_for(rig.visible)
         kafka.broker.kill()
         yield rows(values[30_000:])
 

@@ -81,7 +81,7 @@ def test_p16_apply_may_be_called_again(rig: Rig) -> None:
 def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig) -> None:
     context = rig.context()
     context.ledger.claim(context.owner)
-    first, second = (rig.write(rig.bare_plan(b), [0])[0] for b in (0, 1))
+    first, second = rig.write(rig.bare_plan(0))
     resource = context.resource
     assert resource.apply(rig.work(0), prepared(first)) == Ok(None)
     wire = Wire(rig.sink.options.resolved())
@@ -93,9 +93,9 @@ def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig)
     wire.close()
     # The first had been applied, the second never was: only the marker knows.
     assert isinstance(resource.apply(rig.work(0), prepared(first)), Failed)
-    assert isinstance(resource.apply(rig.work(1), prepared(second)), Failed)
+    assert isinstance(resource.apply(rig.work(0, 1), prepared(second)), Failed)
     assert resource.applied(rig.work(0))
-    assert not resource.applied(rig.work(1))
+    assert not resource.applied(rig.work(0, 1))
 
 
 def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_again(rig: Rig) -> None:

@@ -47,6 +47,7 @@ class ConfluentProducer:
         self.failures.last_error = f"{error.name()}: {error.str()}"
         if error.fatal():
             self._fatal = error
+            self.failures.fatal = error.name()
 
     def start(self, timeout_s: float) -> None:
         self._call(self._producer.init_transactions, timeout_s)

@@ -50,7 +50,9 @@ def delivery_error(failures: Failures, options: SinkOptions) -> DeliveredError:
             f"{failures.count} records were refused.",
             next_step="raise both limits, or filter such records",
         )
-    error = ProducerError(failures.name, f"{failures.count} records were not delivered{failures.hint()}")
+    error = ProducerError(
+        failures.fatal or failures.name, f"{failures.count} records were not delivered{failures.hint()}"
+    )
     if error.topic_unknown or error.no_permission or error.fenced or failures.name == "_MSG_TIMED_OUT":
         named = ProducerError("_TIMED_OUT", error.reason) if failures.name == "_MSG_TIMED_OUT" else error
         return producer_error(named, options.topic, options)

@@ -44,6 +44,7 @@ _MESSAGE = np.dtype(
 _UNASSIGNED = -1
 _COPY, _PARTITION = 0x2, 0x8
 _QUEUE_FULL = -184
+_FATAL = -150
 _VTYPE_END, _VTYPE_TOPIC, _VTYPE_PARTITION, _VTYPE_VALUE, _VTYPE_KEY = 0, 1, 3, 4, 5
 _VTYPE_MSGFLAGS, _VTYPE_HEADERS = 7, 10
 _EMPTY = ctypes.create_string_buffer(1)
@@ -221,6 +222,8 @@ def _on_failed(_rk: int, message: Any, opaque: int) -> None:
     if producer is not None:
         m = message.contents
         producer.failures.add(m.err, producer.name_of(m.err), m.len + m.key_len)
+        if m.err == _FATAL:
+            producer.note_fatal()
 
 
 @_ERROR_CB  # type: ignore[untyped-decorator]
@@ -228,6 +231,7 @@ def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
     producer = _producers.get(opaque)
     if producer is not None:
         producer.failures.last_error = f"{producer.name_of(code)}: {reason.decode(errors='replace')}"
+        producer.note_fatal()
 
 
 class NativeProducer:
@@ -457,6 +461,11 @@ class NativeProducer:
             reason = self._lib.rd_kafka_error_string(error).decode(errors="replace")
             self._lib.rd_kafka_error_destroy(error)
             raise ProducerError(self.name_of(code), reason + self.failures.hint())
+
+    def note_fatal(self) -> None:
+        code = self._lib.rd_kafka_fatal_error(self._rk, None, 0)
+        if code != 0:
+            self.failures.fatal = self.name_of(code)
 
     def _raise_fatal(self) -> None:
         said = ctypes.create_string_buffer(512)

@@ -64,6 +64,7 @@ class Failures:
     Attributes:
         largest: bytes of key and value of the largest of them.
         last_error: what the client last said about its connections.
+        fatal: name of the error after which the client sends nothing more; records then fail with "_FATAL" alone.
     """
 
     count: int = 0
@@ -71,6 +72,7 @@ class Failures:
     name: str = ""
     largest: int = 0
     last_error: str = ""
+    fatal: str = ""
     by_name: dict[str, int] = field(default_factory=dict)
 
     def add(self, code: int, name: str, size: int) -> None:
