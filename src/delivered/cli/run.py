@@ -46,8 +46,7 @@ def run_pipeline(pipeline: Pipeline, takeover: bool, stop_timeout: float, spark_
     from delivered.spark.progress import watch
 
     asked = Asked(threading.Event(), threading.Event())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, asked.signalled)
+    _listen(asked)
     with working(f"asking source and sink of {pipeline.name}"):
         plan = pipeline.plan(takeover=takeover)
     if isinstance(plan, Refusal):
@@ -58,6 +57,7 @@ def run_pipeline(pipeline: Pipeline, takeover: bool, stop_timeout: float, spark_
     with contextlib.ExitStack() as stack:
         with working("starting Spark"):
             spark = stack.enter_context(quiet_spark(pipeline, spark_log))
+        _listen(asked)  # again: a new SparkContext takes SIGINT, to cancel the running jobs
         if asked.stop.is_set():
             return 0
         query = pipeline.start(spark, takeover=takeover)
@@ -71,6 +71,11 @@ def run_pipeline(pipeline: Pipeline, takeover: bool, stop_timeout: float, spark_
         raise _said(failure, spark_log)
     _summary(pipeline, progress, time.monotonic() - began, idle, output)
     return 0
+
+
+def _listen(asked: Asked) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, asked.signalled)
 
 
 def _until_done(
@@ -166,7 +171,7 @@ def quiet_spark(pipeline: Pipeline, spark_log: str | None) -> Iterator[SparkSess
     Args:
         spark_log: the file; "-": standard error; None: a temporary file, taken away when all went well.
     """
-    from delivered.spark.session import session
+    from delivered.spark.start import new_session
 
     path: Path | None = None
     if spark_log is None:
@@ -180,7 +185,7 @@ def quiet_spark(pipeline: Pipeline, spark_log: str | None) -> Iterator[SparkSess
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with _stderr_to(path):
-            spark = session(pipeline.name, pipeline.master, pipeline.conf)
+            spark = new_session(pipeline)
     except BaseException:
         if path is not None:
             note(f"Spark's log: {path}")

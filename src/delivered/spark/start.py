@@ -70,7 +70,7 @@ def ready(pipeline: Pipeline, given: SparkSession | None) -> SparkSession:
     """The session given, or a new one, with every format registered."""
     spark = given or SparkSession.getActiveSession()
     if spark is None:
-        spark = session(pipeline.name, pipeline.master, {**_conf_for(pipeline.guarantee), **pipeline.conf})
+        spark = new_session(pipeline)
         _registered.add(spark)
     if spark not in _registered:
         register(spark)
@@ -78,9 +78,13 @@ def ready(pipeline: Pipeline, given: SparkSession | None) -> SparkSession:
     return spark
 
 
-def _conf_for(guarantee: Guarantee) -> dict[str, str]:
-    # A stage that Spark runs again after lost shuffle files counts its attempts from 0: its tasks would send again.
-    return {"spark.stage.maxConsecutiveAttempts": "1"} if guarantee is Guarantee.AT_MOST_ONCE else {}
+def new_session(pipeline: Pipeline) -> SparkSession:
+    """A session fit for a pipeline's guarantee, with its own configuration on top."""
+    conf = pipeline.conf
+    if pipeline.guarantee is Guarantee.AT_MOST_ONCE:
+        # A stage that Spark runs again after lost shuffle files counts its attempts from 0: tasks would send again.
+        conf = {"spark.stage.maxConsecutiveAttempts": "1", **conf}
+    return session(pipeline.name, pipeline.master, conf)
 
 
 def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQuery:
