@@ -59,6 +59,7 @@ class KafkaLedger:
         self._owner: Owner | None = None
         self._last: dict[str, Decision] = {}
         self._begun: Begun | None = None
+        self._claims = 0
 
     # -- the contract --------------------------------------------------------------------------------------------
 
@@ -77,11 +78,12 @@ class KafkaLedger:
             self._take(role)
         self._read()
         self._refuse_superseded(owner)
-        if self._owner is None or self._owner.id != owner.id:
-            self._record(owner)
-            # Until the record was there, the former owner could see himself as such and take his id back: end that.
-            self._take(_DECIDE)
-            self._read()
+        # Also for the owner who claimed before: the count tells a query started again in one session from its former
+        # self.
+        self._record(owner)
+        # Until the record was there, the former owner could see himself as such and take his id back: end that.
+        self._take(_DECIDE)
+        self._read()
         self._refuse_others()
         return self._state()
 
@@ -170,6 +172,7 @@ class KafkaLedger:
         match key:
             case ["owner", self._scope.sink] if value is not None:
                 said = json.loads(value)
+                self._claims = said.pop("claims", 0)
                 self._owner = Owner(**{**said, "superseded": tuple(said["superseded"])})
             case ["last", self._scope.sink, str(incarnation)]:
                 if value is None:
@@ -185,7 +188,9 @@ class KafkaLedger:
     def _state(self) -> LedgerState:
         earlier = [d for i, d in self._last.items() if i != self._scope.incarnation]
         earlier.sort(key=lambda d: d.decided_at_ms, reverse=True)
-        return LedgerState(self._owner, self._last.get(self._scope.incarnation), self._begun, tuple(earlier))
+        return LedgerState(
+            self._owner, self._last.get(self._scope.incarnation), self._begun, tuple(earlier), self._claims
+        )
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -236,9 +241,12 @@ class KafkaLedger:
     def _record(self, owner: Owner) -> None:
         """Write down who owns the ledger now. The former owner may take the id back for a last time or two."""
         before = self._owner
-        former = () if before is None else (before.id, *before.superseded)
+        claims = self._claims + 1
+        former: tuple[str, ...] = ()
+        if before is not None:
+            former = before.superseded if before.id == owner.id else (before.id, *before.superseded)
         mine = replace(owner, superseded=former[: OWNERS_REMEMBERED - 1])
-        records = [(self._key("owner"), _owner_json(mine)), *self._outdated()]
+        records = [(self._key("owner"), _owner_json(mine, claims)), *self._outdated()]
         reason = ""
         for _ in range(_CLAIM_TRIES):
             producer = self._producers.pop(_PLAN)
@@ -250,7 +258,7 @@ class KafkaLedger:
             # Fenced, or no answer: to take the id settles what became of it.
             self._take(_PLAN)
             self._read()
-            if self._owner != before:
+            if self._claims >= claims:
                 # It got in after all, or somebody else was first.
                 self._refuse_others()
                 return
@@ -305,7 +313,7 @@ class KafkaLedger:
         )
 
 
-def _owner_json(owner: Owner) -> bytes:
+def _owner_json(owner: Owner, claims: int) -> bytes:
     return json.dumps(
         {
             "id": owner.id,
@@ -313,6 +321,7 @@ def _owner_json(owner: Owner) -> bytes:
             "process": owner.process,
             "started_ms": owner.started_ms,
             "superseded": list(owner.superseded),
+            "claims": claims,
         },
         separators=(",", ":"),
     ).encode()
