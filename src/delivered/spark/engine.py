@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 
@@ -76,7 +75,3 @@ def remember(scope: Scope, driver_id: str, batch: int, epoch: int) -> None:
 def forget(scope: Scope, driver_id: str) -> None:
     """The batch failed here: the next plan recovers in full."""
     _planned.pop((scope, driver_id), None)
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000
