@@ -87,7 +87,6 @@ def _shim(real: Path) -> Path:
     name = re.sub(r"\W+", "-", str(real)).strip("-")[-80:]
     home = cache_folder() / "java" / name
     bins = home / "bin"
-    bins.mkdir(parents=True, exist_ok=True)
     script = (
         "#!/bin/sh\n"
         "for a do\n"
@@ -96,17 +95,23 @@ def _shim(real: Path) -> Path:
         "done\n"
         f'exec "{real}/bin/java" "$@"\n'
     )
-    launcher = bins / "java"
-    if not launcher.is_file() or launcher.read_text(encoding="utf-8") != script:
-        fresh = bins / f".java.{os.getpid()}"
-        fresh.write_text(script, encoding="utf-8")
-        fresh.chmod(0o755)
-        fresh.replace(launcher)
+    write_launcher(bins / "java", script)
     for target in [*real.iterdir(), *(real / "bin").iterdir()]:
         link = home / target.relative_to(real)
         if target.name not in ("bin", "java") and not link.exists():
             _link(link, target)
     return home
+
+
+def write_launcher(file: Path, script: str) -> None:
+    """Put an executable script at `file`, whole or not at all: another process may be running the one before."""
+    if file.is_file() and file.read_text(encoding="utf-8") == script:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    fresh.write_text(script, encoding="utf-8")
+    fresh.chmod(0o755)
+    fresh.replace(file)
 
 
 def _link(link: Path, target: Path) -> None:

@@ -20,10 +20,13 @@ _CONF = {
 }
 
 
-def prepare_environment() -> None:
+def prepare_environment(python: str | None = None) -> None:
     """Set JAVA_HOME and PYSPARK_PYTHON of this process where they are not set. Call before the JVM starts.
 
     Without PYSPARK_PYTHON Spark's workers would run whatever `python3` the system has.
+
+    Args:
+        python: what workers run; default: this interpreter.
 
     Raises:
         DeliveredError: no Java 17 or newer, neither on the machine nor from the extra `java`.
@@ -31,8 +34,8 @@ def prepare_environment() -> None:
     from delivered.brokers.java import java_home
 
     os.environ["JAVA_HOME"] = str(java_home())
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python or sys.executable)
 
 
 def _listen_on_loopback(builder: SparkSession.Builder) -> SparkSession.Builder:
@@ -50,17 +53,22 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
     """
     from pyspark.sql import SparkSession
 
+    from delivered.spark.class_archive import with_archive
     from delivered.spark.formats import register
+    from delivered.spark.worker_python import worker_python
 
-    prepare_environment()
-    builder = SparkSession.builder.appName(name)
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
         master = "local[*]"  # not below spark-submit, which would have set a master
+    local = master is not None and (master == "local" or master.startswith("local["))
+    prepare_environment(worker_python() if local else None)
+    builder = SparkSession.builder.appName(name)
+    settings = {**_CONF, **(conf or {})}
     if master is not None:
         builder = builder.master(master)
-        if master.startswith("local"):
-            builder = _listen_on_loopback(builder)
-    for key, value in {**_CONF, **(conf or {})}.items():
+    if local:
+        builder = _listen_on_loopback(builder)
+        settings = with_archive(settings)
+    for key, value in settings.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
     register(spark)
