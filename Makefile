@@ -17,6 +17,10 @@ $(READY): requirements.lock pyproject.toml
 	@echo "Installing locked dependencies into $(VENV) (about a minute) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -q src examples benchmarks
+	@echo "Keeping Spark's classes for a quick start (half a minute) ..."
+	@$(BIN)/python -m delivered.spark.class_archive > $(VENV)/class-archive.log 2>&1 \
+		|| echo "not kept, sessions start some seconds later; see $(VENV)/class-archive.log"
 	@touch $@
 
 demo: setup ## flights through a pipeline that is killed nine times; no server needed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.audit.classes import Counts
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
@@ -32,7 +32,7 @@ from delivered.model.work import CheckpointView
 from delivered.spark import first_offsets
 from delivered.spark.audit_ledger import LedgerAccount, read_ledger
 from delivered.spark.checkpoint import read_view
-from delivered.spark.frames import keeps_partitions, slice_frame
+from delivered.spark.frames import batches_fit_for, keeps_partitions, slice_frame
 from delivered.spark.reconcile import Result, hashed, reconcile
 from delivered.write.shard import fingerprint_seed
 
@@ -122,8 +122,9 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     scope = Scope(spec.pipeline, spec.named_sink, incarnation)
     ledger = read_ledger(spec.sink, scope, spec.guarantee)
     say("reading the sink back")
-    with _sent_range(spec) as read:
+    with _sent_range(spec) as read, ExitStack() as held:
         probe = read.frame(spark, ())
+        held.enter_context(batches_fit_for(spark, from_arrow_schema(spec.sink.read_back().schema())))
         found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from delivered.brokers.fetch import cache_folder
 from delivered.brokers.java import java_home
@@ -32,7 +33,8 @@ def archive() -> Path:
     import pyspark
 
     told = f"{java_home().resolve()} {Path(pyspark.__file__).parent} {pyspark.__version__}"
-    return cache_folder() / "classes" / f"spark-{pyspark.__version__}-{hashlib.sha256(told.encode()).hexdigest()[:12]}.jsa"
+    name = hashlib.sha256(told.encode()).hexdigest()[:12]
+    return cache_folder() / "classes" / f"spark-{pyspark.__version__}-{name}.jsa"
 
 
 def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +64,7 @@ def make() -> Path:
         if not fresh.is_file():
             raise DeliveredError(
                 "NO_CLASS_ARCHIVE",
-                f"The Java in {java_home()} wrote no archive of classes; sessions start as before, some seconds slower.",
+                f"The Java in {java_home()} wrote no archive of classes: sessions start some seconds later.",
                 next_step="nothing has to be done; another Java 17 or later may write one",
             )
         fresh.replace(file)
@@ -81,7 +83,7 @@ def _stream(folder: Path, java_options: str) -> None:
     rows = pa.table({"key": pa.array([b"1", b"2"], pa.binary()), "value": pa.array([b"{}", b"{}"], pa.binary())})
     append(str(folder / "log"), rows, partition_by=2)
     spark = session("class-archive", "local[2]", {_OPTIONS: java_options, "spark.log.level": "ERROR"})
-    gateway = spark.sparkContext._gateway
+    jvm: subprocess.Popen[bytes] = cast(Any, spark.sparkContext)._gateway.proc
     query = delivered.Pipeline(
         name="class-archive",
         guarantee="exactly_once",
@@ -95,7 +97,6 @@ def _stream(folder: Path, java_options: str) -> None:
     spark.range(10).selectExpr("id % 3 AS k").groupBy("k").count().collect()
     spark.stop()
     # The archive is written when the JVM ends, and it ends when nobody holds its standard input.
-    jvm: subprocess.Popen[bytes] = gateway.proc
     if jvm.stdin is not None:
         jvm.stdin.close()
     jvm.wait(_EXIT_TIMEOUT_S)
@@ -103,7 +104,6 @@ def _stream(folder: Path, java_options: str) -> None:
 
 if __name__ == "__main__":
     try:
-        print(make())
+        sys.stdout.write(f"{make()}\n")
     except DeliveredError as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
+        sys.exit(str(error))

@@ -31,6 +31,7 @@ from delivered.spark.drain import OPTION as DRAIN
 from delivered.spark.drain import new_drain
 from delivered.spark.facts import without_async
 from delivered.spark.formats import register
+from delivered.spark.frames import batches_fit_for
 from delivered.spark.messages import translated
 from delivered.spark.session import session
 from delivered.write.direct import ArrowTransform, Direct
@@ -126,7 +127,8 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         writer = mark_sink(writer, direct)
     if pipeline.transform.stateful:
         writer = writer.outputMode("update")
-    return writer.trigger(**pipeline.trigger.for_spark()).start()
+    with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
+        return writer.trigger(**pipeline.trigger.for_spark()).start()
 
 
 def apply_transform(
