@@ -113,7 +113,9 @@ def _first_of_ledger(state: LedgerState, view: CheckpointView, guarantee: Guaran
             next_step="point the sink at the ledger that this checkpoint was written with, or, if this is the "
             'first start with a ledger, accept it once with .option("missingLedger", "accept")',
         )
-    if state.earlier and guarantee is not Guarantee.AT_LEAST_ONCE and not tolerance.new_checkpoint:
+    if guarantee is Guarantee.AT_LEAST_ONCE or tolerance.new_checkpoint:
+        return
+    if state.earlier:
         earlier = state.earlier[0]
         raise Refused(
             "CHECKPOINT_NEW",
@@ -121,6 +123,17 @@ def _first_of_ledger(state: LedgerState, view: CheckpointView, guarantee: Guaran
             f"wrote batch {earlier.batch} to sink {earlier.scope.sink!r} from another checkpoint (incarnation "
             f"{earlier.scope.incarnation}). Reading the source again from the start would write records twice. The "
             f"earlier one ended at the offsets {earlier.offsets[:500]}",
+            next_step="restore the earlier checkpoint, or start the source at those offsets and accept the new "
+            'checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
+        )
+    if state.earlier_begun:
+        incarnation, begun = state.earlier_begun[0]
+        raise Refused(
+            "CHECKPOINT_NEW",
+            f"The checkpoint is new (incarnation {view.incarnation}), and incarnation {incarnation} began "
+            f"batch {begun.batch} of this pipeline and never finished it: some of its records may be in the sink. "
+            f"Reading the source again from the start would write them twice. It ends at the offsets "
+            f"{begun.offsets[:500]}",
             next_step="restore the earlier checkpoint, or start the source at those offsets and accept the new "
             'checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
         )

@@ -214,6 +214,8 @@ class LedgerState:
         last: newest decision of this incarnation.
         begun: newest begun batch of this incarnation (at_most_once only).
         earlier: newest decisions of other incarnations of the same pipeline and sink, newest incarnation first.
+        earlier_begun: newest begun batches of other incarnations that decided nothing, by incarnation: their records
+            may have left.
         epoch: grows with every claim. It tells apart two claims of one owner: a query stopped and started again in
             one session. 0 where a ledger does not count.
     """
@@ -222,6 +224,7 @@ class LedgerState:
     last: Decision | None = None
     begun: Begun | None = None
     earlier: tuple[Decision, ...] = ()
+    earlier_begun: tuple[tuple[str, Begun], ...] = ()
     epoch: int = 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 from pyspark.sql.datasource import (
     DataSource,
@@ -83,6 +84,14 @@ class DeliveredDataSource(DataSource):
         return StreamWriter(sink, options, settings, self.driver_id, rows, direct)
 
 
+_registered: WeakSet[SparkSession] = WeakSet()
+
+
+def is_registered(spark: SparkSession) -> bool:
+    """Whether this session knows the formats: registering again makes Spark warn, once for each."""
+    return spark in _registered
+
+
 def register(spark: SparkSession) -> None:
     """Make every format of this package known to a session. May be called again.
 
@@ -97,3 +106,4 @@ def register(spark: SparkSession) -> None:
         attributes: dict[str, Any] = {"system": name, "driver_id": driver_id}
         # Not importable by name, so that Spark pickles the class by value, id included.
         spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
+    _registered.add(spark)

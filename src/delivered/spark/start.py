@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import pyarrow as pa
 from pyspark import cloudpickle
@@ -30,7 +29,7 @@ from delivered.spark.direct import mark_sink, mark_source
 from delivered.spark.drain import OPTION as DRAIN
 from delivered.spark.drain import new_drain
 from delivered.spark.facts import without_async
-from delivered.spark.formats import register
+from delivered.spark.formats import is_registered, register
 from delivered.spark.frames import batches_fit_for
 from delivered.spark.messages import translated
 from delivered.spark.session import session
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delivered.spark.pipeline import Pipeline
-
-
-_registered: WeakSet[SparkSession] = WeakSet()
-"""Sessions that know the formats: registering again makes Spark warn, once for each."""
 
 
 def start(pipeline: Pipeline, given: SparkSession | None, takeover: bool) -> tuple[StreamingQuery, Path]:
@@ -72,10 +67,8 @@ def ready(pipeline: Pipeline, given: SparkSession | None) -> SparkSession:
     spark = given or SparkSession.getActiveSession()
     if spark is None:
         spark = new_session(pipeline)
-        _registered.add(spark)
-    if spark not in _registered:
+    if not is_registered(spark):
         register(spark)
-        _registered.add(spark)
     return spark
 
 

@@ -58,7 +58,7 @@ class KafkaLedger:
         self._owner_id: str | None = None
         self._owner: Owner | None = None
         self._last: dict[str, Decision] = {}
-        self._begun: Begun | None = None
+        self._begun: dict[str, Begun] = {}
         self._claims = 0
 
     # -- the contract --------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class KafkaLedger:
         """Take in what was committed since the last time."""
         if self._reader is None:
             self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
-            self._owner, self._last, self._begun = None, {}, None
+            self._owner, self._last, self._begun = None, {}, {}
         try:
             newest: dict[bytes, bytes | None] = {}
             for record in self._reader.read(time.monotonic() + RECOVERY_WAIT_S, wait):
@@ -179,17 +179,26 @@ class KafkaLedger:
                     self._last.pop(incarnation, None)
                 else:
                     self._last[incarnation] = Decision.from_json(value)
-            case ["begun", self._scope.sink, self._scope.incarnation] if value is not None:
-                said = json.loads(value)
-                self._begun = Begun(said["batch"], said["offsets"])
+            case ["begun", self._scope.sink, str(incarnation)]:
+                self._begun.pop(incarnation, None)
+                if value is not None:
+                    said = json.loads(value)
+                    self._begun[incarnation] = Begun(said["batch"], said["offsets"])
             case _:
                 pass
 
     def _state(self) -> LedgerState:
-        earlier = [d for i, d in self._last.items() if i != self._scope.incarnation]
+        own = self._scope.incarnation
+        earlier = [d for i, d in self._last.items() if i != own]
         earlier.sort(key=lambda d: d.decided_at_ms, reverse=True)
         return LedgerState(
-            self._owner, self._last.get(self._scope.incarnation), self._begun, tuple(earlier), self._claims
+            owner=self._owner,
+            last=self._last.get(own),
+            begun=self._begun.get(own),
+            earlier=tuple(earlier),
+            # In the order of the log, newest last.
+            earlier_begun=tuple((i, b) for i, b in reversed(self._begun.items()) if i != own and i not in self._last),
+            epoch=self._claims,
         )
 
     # -- writing -------------------------------------------------------------------------------------------------

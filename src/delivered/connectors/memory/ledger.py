@@ -121,6 +121,7 @@ class MemoryLedger:
             last=decisions[-1] if decisions else None,
             begun=room.begun.get(incarnation),
             earlier=tuple(room.newest_of_others(incarnation)),
+            earlier_begun=tuple(room.begun_by_others(incarnation)),
             epoch=room.epoch,
         )
 

@@ -78,6 +78,11 @@ class Room:
         newest.pop(incarnation, None)
         return list(newest.values())
 
+    def begun_by_others(self, incarnation: str) -> list[tuple[str, Begun]]:
+        """Of incarnations that decided nothing, newest first."""
+        decided = {Decision.from_json(text).scope.incarnation for text in self.decisions}
+        return [(i, b) for i, b in reversed(self.begun.items()) if i != incarnation and i not in decided]
+
 
 class World:
     """

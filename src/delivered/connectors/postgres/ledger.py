@@ -241,11 +241,17 @@ class PostgresLedger:
             "ORDER BY decided_at DESC",
             self._key,
         ).fetchall()
+        earlier_begun = connection.execute(
+            f"SELECT incarnation, batch, offsets FROM {s}.begun WHERE {_SINK} AND incarnation <> %(incarnation)s "  # noqa: S608
+            f"AND incarnation NOT IN (SELECT incarnation FROM {s}.decision WHERE {_SINK}) ORDER BY begun_at DESC",
+            self._key,
+        ).fetchall()
         return LedgerState(
             owner=held[0] if held and held[0].id else None,
             last=Decision.from_json(last[0]) if last else None,
             begun=Begun(begun[0], begun[1]) if begun else None,
             earlier=tuple(Decision.from_json(row[0]) for row in earlier),
+            earlier_begun=tuple((i, Begun(batch, offsets)) for i, batch, offsets in earlier_begun),
             epoch=held[1] if held else 0,
         )
 

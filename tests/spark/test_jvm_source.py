@@ -1,0 +1,48 @@
+"""Spark's own Kafka source, with its JARs on the session, into our sink: killed after the decision, and whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from benchmarks.cases import SPARK_KAFKA_JARS
+from tests.kafka_tools import produce, read_committed
+
+from delivered.brokers.fetch import fetch_jars
+from delivered.brokers.java import java_home
+from delivered.testing.supervisor import run
+
+ROWS = 300
+
+
+def test_the_jvm_source_is_read_exactly_once(kafka: Any, tmp_path: Path) -> None:
+    jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
+    source, sink = kafka.topic(2), kafka.topic(2)
+    produce(kafka.bootstrap, source, ((f"k{i % 7}".encode(), str(i).encode()) for i in range(ROWS)))
+    servers = {"kafka.bootstrap.servers": kafka.bootstrap}
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "pipeline": "jvm-source",
+                "guarantee": "exactly_once",
+                "checkpoint": str(tmp_path / "checkpoint"),
+                "source": {
+                    "format": "spark:kafka", **servers, "subscribe": source, "startingOffsets": "earliest",
+                    "maxOffsetsPerTrigger": 100,
+                },
+                "transform": {"sql": "SELECT key, value FROM source"},
+                "sinks": [{"format": "kafka", **servers, "topic": sink}],
+                "trigger": "available_now",
+                "master": "local[2]",
+                "spark": {"spark.jars": ",".join(str(jar) for jar in sorted(jars.glob("*.jar")))},
+            }
+        )
+    )  # fmt: skip
+    command = [sys.executable, "-m", "delivered.cli.main", "run", str(file)]
+    outcome = run(command, "commit.decide:after@batch=1", tmp_path / "hits", timeout_s=240)
+    assert (outcome.exit_code, outcome.runs, len(outcome.kills)) == (0, 2, 1)
+    found = sorted(int(m.value() or b"-1") for m in read_committed(kafka.bootstrap, sink))
+    assert found == list(range(ROWS))
