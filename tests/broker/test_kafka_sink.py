@@ -305,14 +305,16 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
 
 
 def test_credentials_and_permissions(new_kafka: Callable[..., Any]) -> None:
-    """SCRAM: exactly once through it; a wrong password and a missing permission are each one clear error."""
+    """TLS and SCRAM: exactly once through them, the driver's own requests too; a wrong password, a missing permission
+    and a certificate that nobody vouches for are each one clear error."""
     from kafka.admin import ACL, ACLOperation, ACLPermissionType, KafkaAdminClient, ResourcePattern, ResourceType
 
-    kafka = new_kafka(scram={"writer": "right"})
+    kafka = new_kafka(tls=True, scram={"writer": "right"})
     rig = Rig(kafka, kafka.topic(1))
     rig.options |= {
-        "kafka.bootstrap.servers": kafka.broker.listeners["SASL_PLAINTEXT"],
-        "kafka.security.protocol": "SASL_PLAINTEXT",
+        "kafka.bootstrap.servers": kafka.broker.listeners["SASL_SSL"],
+        "kafka.security.protocol": "SASL_SSL",
+        "kafka.ssl.ca.location": str(kafka.broker.certificate),
         "kafka.sasl.mechanism": "SCRAM-SHA-512",
         "kafka.sasl.username": "writer",
         "kafka.sasl.password": "right",
@@ -335,4 +337,8 @@ def test_credentials_and_permissions(new_kafka: Callable[..., Any]) -> None:
     assert rig.visible() == [b"v"]
     rig.options["kafka.sasl.password"] = "wrong"
     with pytest.raises(DeliveredError, match=r"CREDENTIALS|PERMISSION"):
+        rig.sink.preflight(EXACT)
+    rig.options["kafka.sasl.password"] = "right"
+    del rig.options["kafka.ssl.ca.location"]
+    with pytest.raises(DeliveredError, match="(?i)certificate"):
         rig.sink.preflight(EXACT)
