@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from delivered.connectors.kafka import native
+from delivered.connectors.kafka.librdkafka import producer_library
 from delivered.connectors.kafka.produce import Producer, ProducerError
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.model.errors import MissingExtra, UsageError
@@ -77,7 +78,7 @@ def make_producer(config: Mapping[str, str]) -> Producer:
     except ImportError:
         raise MissingExtra("kafka") from None
     try:
-        if os.environ.get(FALLBACK_VARIABLE, "") != "confluent" and native.library() is not None:
+        if os.environ.get(FALLBACK_VARIABLE, "") != "confluent" and producer_library() is not None:
             return native.NativeProducer(config)
         from delivered.connectors.kafka.confluent import ConfluentProducer
 

@@ -1,25 +1,31 @@
 """librdkafka called directly: Arrow buffers in, no Python object per record.
 
-The library is the one that confluent-kafka brings along. A numpy array is laid over `rd_kafka_message_t`; pointers and
-lengths are computed from the Arrow offsets, and one call hands a whole chunk over. librdkafka copies what it takes, so
-that nothing here must outlive the call, and its queue bounds the memory.
+A numpy array is laid over `rd_kafka_message_t`; pointers and lengths are computed from the Arrow offsets, and one call
+hands a whole chunk over. librdkafka copies what it takes, so that nothing here must outlive the call, and its queue
+bounds the memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import itertools
 import time
 from collections.abc import Mapping
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from delivered.connectors.kafka.librdkafka import (
+    DELIVERY_CALLBACK,
+    ERROR_CALLBACK,
+    Argument,
+    Memory,
+    Metadata,
+    Value,
+    producer_library,
+)
 from delivered.connectors.kafka.produce import (
     POLL_MS,
     Failures,
@@ -50,173 +56,13 @@ _VTYPE_MSGFLAGS, _VTYPE_HEADERS = 7, 10
 _EMPTY = ctypes.create_string_buffer(1)
 """Where empty values point: a null pointer would make them null."""
 
-_SYMBOLS = (
-    "rd_kafka_new",
-    "rd_kafka_destroy_flags",
-    "rd_kafka_conf_new",
-    "rd_kafka_conf_set",
-    "rd_kafka_conf_destroy",
-    "rd_kafka_conf_set_dr_msg_cb",
-    "rd_kafka_conf_set_error_cb",
-    "rd_kafka_conf_set_log_cb",
-    "rd_kafka_conf_set_opaque",
-    "rd_kafka_topic_new",
-    "rd_kafka_topic_destroy",
-    "rd_kafka_produce_batch",
-    "rd_kafka_produceva",
-    "rd_kafka_poll",
-    "rd_kafka_flush",
-    "rd_kafka_purge",
-    "rd_kafka_outq_len",
-    "rd_kafka_init_transactions",
-    "rd_kafka_begin_transaction",
-    "rd_kafka_abort_transaction",
-    "rd_kafka_commit_transaction",
-    "rd_kafka_error_code",
-    "rd_kafka_error_string",
-    "rd_kafka_error_is_retriable",
-    "rd_kafka_error_destroy",
-    "rd_kafka_fatal_error",
-    "rd_kafka_err2str",
-    "rd_kafka_err2name",
-    "rd_kafka_last_error",
-    "rd_kafka_headers_new",
-    "rd_kafka_headers_destroy",
-    "rd_kafka_header_add",
-    "rd_kafka_metadata",
-    "rd_kafka_metadata_destroy",
-)
-
-
-class _Message(ctypes.Structure):
-    _fields_ = (
-        ("err", ctypes.c_int),
-        ("rkt", ctypes.c_void_p),
-        ("partition", ctypes.c_int32),
-        ("payload", ctypes.c_void_p),
-        ("len", ctypes.c_size_t),
-        ("key", ctypes.c_void_p),
-        ("key_len", ctypes.c_size_t),
-        ("offset", ctypes.c_int64),
-        ("private", ctypes.c_void_p),
-    )
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (("ptr", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-
-class _Value(ctypes.Union):
-    _fields_ = (
-        ("cstr", ctypes.c_char_p),
-        ("i32", ctypes.c_int32),
-        ("integer", ctypes.c_int),
-        ("mem", _Memory),
-        ("headers", ctypes.c_void_p),
-        ("pad", ctypes.c_char * 64),
-    )
-
-
-class _Argument(ctypes.Structure):
-    """rd_kafka_vu_t"""
-
-    _fields_ = (("vtype", ctypes.c_int), ("u", _Value))
-
-
-class _MetadataTopic(ctypes.Structure):
-    _fields_ = (
-        ("topic", ctypes.c_char_p),
-        ("partition_cnt", ctypes.c_int),
-        ("partitions", ctypes.c_void_p),
-        ("err", ctypes.c_int),
-    )
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = (
-        ("broker_cnt", ctypes.c_int),
-        ("brokers", ctypes.c_void_p),
-        ("topic_cnt", ctypes.c_int),
-        ("topics", ctypes.POINTER(_MetadataTopic)),
-    )
-
-
-_DR_CB = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Message), ctypes.c_void_p)
-_ERROR_CB = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-
-
-@lru_cache(maxsize=1)
-def library() -> Any | None:
-    """librdkafka with all symbols that are needed here, or None: then confluent-kafka itself must do."""
-    try:
-        import confluent_kafka
-    except ImportError:
-        return None
-    beside = Path(confluent_kafka.__file__).parent
-    candidates = [str(p) for p in sorted((beside.parent / "confluent_kafka.libs").glob("librdkafka*"))]
-    candidates += [str(p) for p in sorted((beside / ".dylibs").glob("librdkafka*"))]
-    candidates += [str(p) for p in sorted(beside.glob("cimpl*"))]
-    system = ctypes.util.find_library("rdkafka")
-    for path in [*candidates, *([system] if system else [])]:
-        try:
-            lib = ctypes.CDLL(path)
-            if all(hasattr(lib, name) for name in _SYMBOLS):
-                return _typed(lib)
-        except OSError:
-            continue
-    return None
-
-
-def _typed(lib: Any) -> Any:
-    pointer, text, number, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
-
-    def declare(name: str, result: Any, *arguments: Any) -> None:
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, list(arguments)
-
-    declare("rd_kafka_conf_new", pointer)
-    declare("rd_kafka_conf_destroy", None, pointer)
-    declare("rd_kafka_conf_set", number, pointer, text, text, text, size)
-    declare("rd_kafka_conf_set_dr_msg_cb", None, pointer, _DR_CB)
-    declare("rd_kafka_conf_set_error_cb", None, pointer, _ERROR_CB)
-    declare("rd_kafka_conf_set_log_cb", None, pointer, pointer)
-    declare("rd_kafka_conf_set_opaque", None, pointer, pointer)
-    declare("rd_kafka_new", pointer, number, pointer, text, size)
-    declare("rd_kafka_destroy_flags", None, pointer, number)
-    declare("rd_kafka_topic_new", pointer, pointer, text, pointer)
-    declare("rd_kafka_topic_destroy", None, pointer)
-    declare("rd_kafka_produce_batch", number, pointer, ctypes.c_int32, number, pointer, number)
-    declare("rd_kafka_produceva", pointer, pointer, ctypes.POINTER(_Argument), size)
-    declare("rd_kafka_poll", number, pointer, number)
-    declare("rd_kafka_flush", number, pointer, number)
-    declare("rd_kafka_purge", number, pointer, number)
-    declare("rd_kafka_outq_len", number, pointer)
-    for name in ("init", "abort", "commit"):
-        full = f"rd_kafka_{name}_transaction" + ("s" if name == "init" else "")
-        declare(full, pointer, pointer, number)
-    declare("rd_kafka_begin_transaction", pointer, pointer)
-    declare("rd_kafka_error_code", number, pointer)
-    declare("rd_kafka_error_string", text, pointer)
-    declare("rd_kafka_error_is_retriable", number, pointer)
-    declare("rd_kafka_error_destroy", None, pointer)
-    declare("rd_kafka_fatal_error", number, pointer, text, size)
-    declare("rd_kafka_err2str", text, number)
-    declare("rd_kafka_err2name", text, number)
-    declare("rd_kafka_last_error", number)
-    declare("rd_kafka_headers_new", pointer, size)
-    declare("rd_kafka_headers_destroy", None, pointer)
-    declare("rd_kafka_header_add", number, pointer, text, ctypes.c_ssize_t, pointer, ctypes.c_ssize_t)
-    declare("rd_kafka_metadata", number, pointer, number, pointer, ctypes.POINTER(ctypes.POINTER(_Metadata)), number)
-    declare("rd_kafka_metadata_destroy", None, ctypes.POINTER(_Metadata))
-    return lib
-
 
 # librdkafka calls back with a number instead of a Python object: an object could be gone by then.
 _producers: dict[int, NativeProducer] = {}
 _numbers = itertools.count(1)
 
 
-@_DR_CB  # type: ignore[untyped-decorator]
+@DELIVERY_CALLBACK  # type: ignore[untyped-decorator]
 def _on_failed(_rk: int, message: Any, opaque: int) -> None:
     producer = _producers.get(opaque)
     if producer is not None:
@@ -226,7 +72,7 @@ def _on_failed(_rk: int, message: Any, opaque: int) -> None:
             producer.note_fatal()
 
 
-@_ERROR_CB  # type: ignore[untyped-decorator]
+@ERROR_CALLBACK  # type: ignore[untyped-decorator]
 def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
     producer = _producers.get(opaque)
     if producer is not None:
@@ -242,7 +88,7 @@ class NativeProducer:
     """
 
     def __init__(self, config: Mapping[str, str]) -> None:
-        lib = library()
+        lib = producer_library()
         if lib is None:
             raise RuntimeError("librdkafka's symbols cannot be reached")
         self._lib = lib
@@ -279,7 +125,7 @@ class NativeProducer:
 
     def _connect(self, timeout_s: float) -> None:
         # librdkafka asks for an id at once, finds no connection yet, and asks again 500 ms later: connect first.
-        result = ctypes.POINTER(_Metadata)()
+        result = ctypes.POINTER(Metadata)()
         if self._lib.rd_kafka_metadata(self._rk, 0, None, ctypes.byref(result), int(timeout_s * 1000)) == 0:
             self._lib.rd_kafka_metadata_destroy(result)
 
@@ -356,9 +202,9 @@ class NativeProducer:
     ) -> None:
         """Hand one record over; blocks while the queue is full."""
         arguments = [
-            _Argument(_VTYPE_TOPIC, _Value(cstr=topic.encode())),
-            _Argument(_VTYPE_PARTITION, _Value(i32=_UNASSIGNED if partition is None else partition)),
-            _Argument(_VTYPE_MSGFLAGS, _Value(integer=_COPY)),
+            Argument(_VTYPE_TOPIC, Value(cstr=topic.encode())),
+            Argument(_VTYPE_PARTITION, Value(i32=_UNASSIGNED if partition is None else partition)),
+            Argument(_VTYPE_MSGFLAGS, Value(integer=_COPY)),
         ]
         keep = []
         for kind, content in ((_VTYPE_KEY, key), (_VTYPE_VALUE, value)):
@@ -366,13 +212,13 @@ class NativeProducer:
                 at = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p) if content else _EMPTY
                 keep.append(at)
                 address = ctypes.cast(at, ctypes.c_void_p).value
-                arguments.append(_Argument(kind, _Value(mem=_Memory(address, len(content)))))
+                arguments.append(Argument(kind, Value(mem=Memory(address, len(content)))))
         while True:
             given = list(arguments)
             handle = self._headers(headers)
             if handle:
-                given.append(_Argument(_VTYPE_HEADERS, _Value(headers=handle)))
-            array = (_Argument * len(given))(*given)
+                given.append(Argument(_VTYPE_HEADERS, Value(headers=handle)))
+            array = (Argument * len(given))(*given)
             error = self._lib.rd_kafka_produceva(self._rk, array, len(given))
             if not error:
                 return
@@ -413,7 +259,7 @@ class NativeProducer:
 
     def partitions(self, topic: str, timeout_s: float) -> int:
         """Number of partitions. Raises ProducerError: unknown topic, no permission, no answer."""
-        result = ctypes.POINTER(_Metadata)()
+        result = ctypes.POINTER(Metadata)()
         code = self._lib.rd_kafka_metadata(self._rk, 0, self._topic(topic), ctypes.byref(result), int(timeout_s * 1000))
         if code != 0:
             raise ProducerError(self.name_of(code), self._text_of(code) + self.failures.hint())

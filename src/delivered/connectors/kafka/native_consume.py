@@ -22,10 +22,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka import native
 from delivered.connectors.kafka.client import Trouble, config_error, explain
 from delivered.connectors.kafka.client_options import resolved
 from delivered.connectors.kafka.consume import HEADERS, Fetched, Statistics, assemble, classify, settings
+from delivered.connectors.kafka.librdkafka import ERROR_CALLBACK, STATISTICS_CALLBACK, consumer_library
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX
@@ -37,91 +37,11 @@ _PUBLIC_BYTES, _PRIVATE_BYTES = 72, 128
 """Size of rd_kafka_message_t, and of the struct that it begins: reading so far is safe."""
 _EOF = -191
 _CONSUMER = 1
-_SYMBOLS = (
-    "rd_kafka_new",
-    "rd_kafka_destroy",
-    "rd_kafka_conf_new",
-    "rd_kafka_conf_set",
-    "rd_kafka_conf_destroy",
-    "rd_kafka_conf_set_error_cb",
-    "rd_kafka_conf_set_stats_cb",
-    "rd_kafka_conf_set_log_cb",
-    "rd_kafka_conf_set_opaque",
-    "rd_kafka_poll_set_consumer",
-    "rd_kafka_queue_get_consumer",
-    "rd_kafka_queue_destroy",
-    "rd_kafka_consume_batch_queue",
-    "rd_kafka_message_destroy",
-    "rd_kafka_message_timestamp",
-    "rd_kafka_message_headers",
-    "rd_kafka_message_errstr",
-    "rd_kafka_header_get_all",
-    "rd_kafka_topic_name",
-    "rd_kafka_topic_partition_list_new",
-    "rd_kafka_topic_partition_list_add",
-    "rd_kafka_topic_partition_list_set_offset",
-    "rd_kafka_topic_partition_list_destroy",
-    "rd_kafka_assign",
-    "rd_kafka_consumer_close",
-    "rd_kafka_err2name",
-    "rd_kafka_err2str",
-)
-_ERROR_CB = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_STATS_CB = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-
-
-@lru_cache(maxsize=1)
-def _library() -> Any:
-    shared = native.library()
-    if shared is None:
-        return None
-    lib = ctypes.CDLL(shared._name)  # an own object: declarations of one do not touch the other
-    return _typed(lib) if all(hasattr(lib, name) for name in _SYMBOLS) else None
 
 
 def available() -> bool:
     """Whether librdkafka can be called directly here."""
-    return ctypes.sizeof(ctypes.c_void_p) == 8 and _library() is not None
-
-
-def _typed(lib: Any) -> Any:
-    pointer, text, number, size, i64 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int64
-
-    def declare(name: str, result: Any, *arguments: Any) -> None:
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, list(arguments)
-
-    declare("rd_kafka_conf_new", pointer)
-    declare("rd_kafka_conf_destroy", None, pointer)
-    declare("rd_kafka_conf_set", number, pointer, text, text, text, size)
-    declare("rd_kafka_conf_set_error_cb", None, pointer, _ERROR_CB)
-    declare("rd_kafka_conf_set_stats_cb", None, pointer, _STATS_CB)
-    declare("rd_kafka_conf_set_log_cb", None, pointer, pointer)
-    declare("rd_kafka_conf_set_opaque", None, pointer, pointer)
-    declare("rd_kafka_new", pointer, number, pointer, text, size)
-    declare("rd_kafka_destroy", None, pointer)
-    declare("rd_kafka_poll_set_consumer", number, pointer)
-    declare("rd_kafka_queue_get_consumer", pointer, pointer)
-    declare("rd_kafka_queue_destroy", None, pointer)
-    declare("rd_kafka_consume_batch_queue", ctypes.c_ssize_t, pointer, number, pointer, size)
-    declare("rd_kafka_message_destroy", None, pointer)
-    declare("rd_kafka_message_timestamp", i64, pointer, ctypes.POINTER(number))
-    declare("rd_kafka_message_headers", number, pointer, ctypes.POINTER(pointer))
-    declare("rd_kafka_message_errstr", text, pointer)
-    declare(
-        "rd_kafka_header_get_all", number, pointer, size, ctypes.POINTER(text), ctypes.POINTER(pointer),
-        ctypes.POINTER(size),
-    )  # fmt: skip
-    declare("rd_kafka_topic_name", text, pointer)
-    declare("rd_kafka_topic_partition_list_new", pointer, number)
-    declare("rd_kafka_topic_partition_list_add", pointer, pointer, text, ctypes.c_int32)
-    declare("rd_kafka_topic_partition_list_set_offset", number, pointer, text, ctypes.c_int32, i64)
-    declare("rd_kafka_topic_partition_list_destroy", None, pointer)
-    declare("rd_kafka_assign", number, pointer, pointer)
-    declare("rd_kafka_consumer_close", number, pointer)
-    declare("rd_kafka_err2name", text, number)
-    declare("rd_kafka_err2str", text, number)
-    return lib
+    return consumer_library() is not None
 
 
 class _Memory:
@@ -160,14 +80,14 @@ _consumers: dict[int, NativeConsumer] = {}
 _numbers = itertools.count(1)
 
 
-@_ERROR_CB  # type: ignore[untyped-decorator]
+@ERROR_CALLBACK  # type: ignore[untyped-decorator]
 def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
     consumer = _consumers.get(opaque)
     if consumer is not None:
         consumer.trouble.note(consumer.name_of(code), reason.decode(errors="replace"))
 
 
-@_STATS_CB  # type: ignore[untyped-decorator]
+@STATISTICS_CALLBACK  # type: ignore[untyped-decorator]
 def _on_statistics(_rk: int, text: int, length: int, opaque: int) -> int:
     consumer = _consumers.get(opaque)
     if consumer is not None:
@@ -179,7 +99,8 @@ class NativeConsumer:
     """A `PartitionConsumer`."""
 
     def __init__(self, options: SourceOptions) -> None:
-        self._lib: Any = _library()
+        lib: Any = consumer_library()
+        self._lib = lib
         self._servers = options.servers
         self._headers = options.headers
         self.trouble = Trouble()
