@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -178,12 +178,14 @@ class TransactionalWriter:
         return self._taken.producer
 
 
-class PlainWriter:
-    """at_least_once: what was acknowledged is in; what was not makes the task fail, and its rows are sent again."""
+class _DirectWriter:
+    """Rows leave without a transaction, through a producer that is borrowed for the shard."""
+
+    _guarantee: Guarantee
 
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
-        self._config = producer_config(options, Guarantee.AT_LEAST_ONCE, None)
+        self._config = producer_config(options, self._guarantee, None)
         self._sender = _Sender(options)
         self._producer: Producer | None = None
 
@@ -196,8 +198,7 @@ class PlainWriter:
             self._sender.send(self._producer, batch)
         except ProducerError as error:
             raise producer_error(error, self._options.topic, self._options) from None
-        if self._producer.failures.count:
-            raise delivery_error(self._producer.failures, self._options)
+        self._judge(self._producer)
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:  # noqa: ARG002 - no marker here
         producer = self._producer
@@ -207,66 +208,43 @@ class PlainWriter:
             producer.flush(FLUSH_TIMEOUT_S)
         except ProducerError as error:
             raise producer_error(error, self._options.topic, self._options) from None
-        if producer.failures.count:
-            raise delivery_error(producer.failures, self._options)
+        self._judge(producer)
         self._producer = None
-        warm.give_back(self._config, producer)
-        return {}
+        failed = dict(sorted(producer.failures.by_name.items()))
+        if not failed:
+            warm.give_back(self._config, producer)
+            return {}
+        log.warning("at_most_once: records given up: %s", failed)
+        warm.retire(producer)
+        return {"given_up": sum(failed.values()), "reasons": failed}
 
     def abort(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
             warm.retire(producer)
 
+    def _judge(self, producer: Producer) -> None:
+        """Raise if records that failed must fail the task."""
 
-class OnceOnlyWriter:
+
+class PlainWriter(_DirectWriter):
+    """at_least_once: what was acknowledged is in; what was not makes the task fail, and its rows are sent again."""
+
+    _guarantee = Guarantee.AT_LEAST_ONCE
+
+    def _judge(self, producer: Producer) -> None:
+        if producer.failures.count:
+            raise delivery_error(producer.failures, self._options)
+
+
+class OnceOnlyWriter(_DirectWriter):
     """at_most_once: every record leaves at most once; what was not acknowledged is given up and counted.
 
     A request without an answer may have been stored: its records count as given up, which makes the count an upper
     bound of what was lost.
     """
 
-    def __init__(self, options: SinkOptions) -> None:
-        self._options = options
-        self._config = producer_config(options, Guarantee.AT_MOST_ONCE, None)
-        self._sender = _Sender(options)
-        self._producer: Producer | None = None
-
-    def stage(self, batch: pa.RecordBatch) -> None:
-        if batch.num_rows == 0:
-            return
-        if self._producer is None:
-            self._producer = warm.borrow(self._config)
-        try:
-            self._sender.send(self._producer, batch)
-        except ProducerError as error:
-            raise producer_error(error, self._options.topic, self._options) from None
-
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:  # noqa: ARG002 - no marker here
-        producer = self._producer
-        if producer is None:
-            return {}
-        try:
-            producer.flush(FLUSH_TIMEOUT_S)
-        except ProducerError as error:
-            raise producer_error(error, self._options.topic, self._options) from None
-        self._producer = None
-        failed = _account(producer.failures.by_name)
-        if failed:
-            log.warning("at_most_once: records given up: %s", failed)
-            warm.retire(producer)
-        else:
-            warm.give_back(self._config, producer)
-        return {"given_up": sum(failed.values()), "reasons": failed} if failed else {}
-
-    def abort(self) -> None:
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            warm.retire(producer)
-
-
-def _account(by_name: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(by_name.items()))
+    _guarantee = Guarantee.AT_MOST_ONCE
 
 
 def _partition_column(batch: pa.RecordBatch) -> Any | None:
