@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +145,32 @@ def new_postgres(tmp_path: Path) -> Iterator[Callable[..., Postgres]]:
     yield make
     for broker in started:
         broker.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server that speaks S3's protocol, conditional writes included, with the bucket `lake`: options to reach it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    output = (tmp_path_factory.mktemp("s3") / "output").open("wb")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=output, stderr=output)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"{url}/lake", method="PUT"), timeout=5).close()
+            break
+        except OSError:
+            assert server.poll() is None and time.monotonic() < deadline, (tmp_path_factory.getbasetemp(), "no S3")
+            time.sleep(0.1)
+    yield {
+        "storage.aws_endpoint_url": url,
+        "storage.aws_allow_http": "true",
+        "storage.aws_region": "us-east-1",
+        "storage.aws_access_key_id": "someone",
+        "storage.aws_secret_access_key": "something",
+    }
+    server.kill()
+    server.wait()
+    output.close()

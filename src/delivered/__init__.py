@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from delivered.model.guarantee import Guarantee
-    from delivered.pipeline.endpoint import Endpoint, endpoint, kafka, log, postgres, sqlite
+    from delivered.pipeline.endpoint import Endpoint, delta, endpoint, kafka, log, postgres, sqlite
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.plan.planner import Plan, Refusal
     from delivered.spark.formats import register
@@ -60,6 +60,7 @@ _WHERE = {
     "Unreachable": "delivered.model.errors",
     "UsageError": "delivered.model.errors",
     "arrow": "delivered.pipeline.transform",
+    "delta": "delivered.pipeline.endpoint",
     "endpoint": "delivered.pipeline.endpoint",
     "kafka": "delivered.pipeline.endpoint",
     "log": "delivered.pipeline.endpoint",
@@ -92,6 +93,7 @@ __all__ = [
     "Unreachable",
     "UsageError",
     "arrow",
+    "delta",
     "endpoint",
     "kafka",
     "log",

@@ -170,6 +170,24 @@ class Sink(Protocol):
     def resource(self, scope: Scope) -> Resource: ...
 
 
+@runtime_checkable
+class NeedsTarget(Protocol):
+    """What a sink has besides when its ledger lies in the target itself: there is nothing to claim without one."""
+
+    def ready_target(self, schema: pa.Schema) -> None:
+        """Create the target if that was asked for, and compare it with the rows' schema.
+
+        Runs on the driver before the first claim of a start. May be called again, and by two drivers at once. Changes
+        no row. Raises UsageError if rows of this schema cannot be written to the target.
+        """
+
+
+def ready_target(sink: Sink, schema: pa.Schema) -> None:
+    """What has to be called before a claim, for any sink."""
+    if isinstance(sink, NeedsTarget):
+        sink.ready_target(schema)
+
+
 Offsets = dict[str, Any]
 """Where a source stands, as JSON: what Spark writes into its offset log. A connector chooses the shape."""
 

@@ -16,9 +16,10 @@ import pytest
 from delivered.commit.context import Context
 from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
+from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract import Sink
+from delivered.contract import Sink, ready_target
 from delivered.model.capability import Commit
 from delivered.model.errors import Fenced, Refused
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -52,6 +53,7 @@ class Rig:
         return Context(self.scope, guarantee, Owner(owner), sink.ledger(self.scope), sink.resource(self.scope))
 
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
+        ready_target(self.sink, SCHEMA)
         view = CheckpointView(self.incarnation, batch, offsets(batch), batch - 1 if batch else None)
         return plan_batch(context, view, first=first)
 
@@ -107,6 +109,16 @@ def _sqlite(request: pytest.FixtureRequest) -> Sink:
     return SQLITE.sink({"path": str(folder / "sink.db"), "table": "orders"})
 
 
+def _delta(request: pytest.FixtureRequest) -> Sink:
+    folder: Path = request.getfixturevalue("tmp_path")
+    return DELTA.sink({"path": str(folder / "orders")})
+
+
+def _delta_s3(request: pytest.FixtureRequest) -> Sink:
+    s3: dict[str, str] = request.getfixturevalue("s3")
+    return DELTA.sink({"path": f"s3://lake/t{next(_names)}", **s3})
+
+
 def _kafka(request: pytest.FixtureRequest) -> Sink:
     from delivered.connectors.kafka import CONNECTOR as KAFKA
 
@@ -124,6 +136,8 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "memory-two-phase": lambda request: _memory(request, "two_phase"),
     "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
     "sqlite": _sqlite,
+    "delta": _delta,
+    "delta-s3": _delta_s3,
     "kafka": _kafka,
     "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),
     "postgres-two-phase": lambda request: _postgres(request, "two_phase"),

@@ -23,9 +23,11 @@ import pyarrow as pa
 from delivered.commit.context import Context
 from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
+from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.contract import ready_target
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -76,7 +78,9 @@ def write(path: Path, text: str) -> None:
 
 def run(spec: dict[str, Any]) -> None:
     source = LOG.source({"path": spec["log"]})
-    if "postgres" in spec:
+    if "delta" in spec:
+        sink = DELTA.sink(spec["delta"])
+    elif "postgres" in spec:
         sink = POSTGRES.sink(spec["postgres"])
     else:
         sink = SQLITE.sink({"path": spec["database"], "table": TABLE})
@@ -85,6 +89,7 @@ def run(spec: dict[str, Any]) -> None:
     owner, guarantee = Owner(spec["owner"], process=os.getpid()), Guarantee(spec["guarantee"])
     schema = transform(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
     sink.check_schema(schema)
+    ready_target(sink, schema)
     # As under Spark: one process plans, another one commits. Here each has its own ledger and resource.
     planning, committing = (
         Context(scope, guarantee, owner, sink.ledger(scope), sink.resource(scope)) for _ in range(2)

@@ -86,6 +86,16 @@ def endpoint(format: str, *, name: str | None = None, **options: Any) -> Endpoin
     return Endpoint(format, {k: as_text(k, v) for k, v in options.items()}, name)
 
 
+def delta(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
+    """A Delta table, as a sink: a folder, or the URL of one in an object store.
+
+    Args:
+        options: as documented, for instance partitionBy="day"; those of the store by
+            **{"storage.aws_region": "eu-central-1"}.
+    """
+    return endpoint("delta", name=name, path=str(path), **options)
+
+
 def kafka(bootstrap: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """Kafka as a source (`subscribe=`, `subscribePattern=`, `assign=`) or a sink (`topic=`).
 

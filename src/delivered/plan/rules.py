@@ -86,7 +86,7 @@ def sink_commits(request: Request) -> Reason | None:
         "SINK_CANNOT_COMMIT",
         f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} shows what is "
         "written at once.",
-        "write to a sink with transactions (kafka, postgres, sqlite)",
+        "write to a sink with transactions (delta, kafka, postgres, sqlite)",
     )
 
 
@@ -97,7 +97,7 @@ def sink_sends_once(request: Request) -> Reason | None:
     return Reason(
         "SINK_RESENDS",
         f"at_most_once needs a sink that never sends a record twice by itself, and {sink.label} may.",
-        "write to a sink that can send without retries (kafka, postgres, sqlite)",
+        "write to a sink that can send without retries (delta, kafka, postgres, sqlite)",
     )
 
 

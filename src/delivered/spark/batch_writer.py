@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from delivered.contract import Sink
+from delivered.contract import Sink, ready_target
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import BatchPlan, CheckpointView
@@ -67,6 +67,7 @@ class BatchWriter(DataSourceArrowWriter):
         from delivered.commit.recover import plan_batch
 
         arm()
+        ready_target(self._sink, self._schema)
         return plan_batch(self._context(), CheckpointView(self._run, 0, f"run {self._run}", None), first=True)
 
     def _context(self) -> Context:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
-from delivered.contract import Sink
+from delivered.contract import Sink, ready_target
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, ShardMessage
@@ -88,6 +88,8 @@ class StreamWriter(DataSourceStreamArrowWriter):
         first = engine.is_first(context.scope, self._driver_id, view)
         if not first:
             reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
+        else:
+            ready_target(self._sink, self._schema)
         since = engine.epoch(context.scope, self._driver_id)
         engine.forget(context.scope, self._driver_id)
         plan = plan_batch(context, view, first=first, since=since)

@@ -25,7 +25,7 @@ import psutil
 from delivered.commit.context import Context
 from delivered.commit.decide import abort_batch, commit_batch
 from delivered.commit.recover import plan_batch
-from delivered.contract import Sink, Slice
+from delivered.contract import Sink, Slice, ready_target
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.step import Moment, StepId, reach
@@ -117,6 +117,7 @@ class Loop:
         if error is not None:
             raise error
         self.sink.check_schema(self.direct.schema())
+        ready_target(self.sink, self.direct.schema())
         checkpoint = Checkpoint(Path(self.pipeline.checkpoint))
         driver = self.source.driver()
         driver.freeze()

@@ -1,0 +1,165 @@
+"""One commit to a table's log, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from delivered.connectors.delta.client import delta, open_table, sync_versions
+from delivered.connectors.delta.options import DeltaOptions
+from delivered.model.errors import DeliveredError
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+
+log = logging.getLogger(__name__)
+
+RETRIES_MAX = 100
+"""Versions of other writers that a commit may have to go behind."""
+CHECKPOINT_VERSIONS = 100
+"""A checkpoint of the log after so many versions, unless the table says otherwise: `delta.checkpointInterval`."""
+_CONFLICT = "Concurrent transaction failed"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """
+    Attributes:
+        path: relative to the table.
+        partition: column -> value as the log writes it.
+        statistics: Delta's JSON.
+    """
+
+    path: str
+    size: int
+    rows: int
+    partition: Mapping[str, str | None]
+    statistics: str
+    modified_ms: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "size": self.size,
+            "rows": self.rows,
+            "partition": dict(self.partition),
+            "statistics": self.statistics,
+            "modified_ms": self.modified_ms,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DataFile:
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one commit does.
+
+    Attributes:
+        transactions: application id -> version. Two commits that name one id, and do not know of each other, conflict:
+            the later one fails.
+    """
+
+    adds: Sequence[DataFile] = ()
+    transactions: Mapping[str, int] = field(default_factory=dict)
+
+
+def commit(
+    options: DeltaOptions, table: Any, change: Change, there: Callable[[Any], bool] | None = None
+) -> Outcome[None]:
+    """Write one version of the log; durable when it returns Ok.
+
+    A commit whose answer was lost ends in an error of the client, also in one that says "conflict": the client sent it
+    again and met itself. So every error is followed by a look at the log.
+
+    Args:
+        table: as this process saw it last; what the commit rests on. Afterwards at a newer version.
+        there: whether the change is in, by a table just opened; default: whether all files are.
+
+    Returns:
+        Failed: not in, and the client does not send it any more. Unknown: it may still get in.
+    """
+    from deltalake import CommitProperties, PostCommitHookProperties, Transaction
+    from deltalake.transaction import AddAction
+
+    deltalake = delta()
+    adds = [AddAction(f.path, f.size, dict(f.partition), f.modified_ms, True, f.statistics) for f in change.adds]
+    before = table.version()
+    try:
+        table.create_write_transaction(
+            adds,
+            "append",
+            table.schema(),
+            table.metadata().partition_columns,
+            commit_properties=CommitProperties(
+                max_commit_retries=RETRIES_MAX,
+                app_transactions=[Transaction(name, version) for name, version in change.transactions.items()],
+            ),
+            # Checkpoints are written by `tidy`: an error there must not look like one of the commit.
+            post_commithook_properties=PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False),
+        )
+    except (deltalake.exceptions.DeltaError, OSError) as error:
+        outcome = _look(options, there or _all_there(change), error)
+        if not isinstance(outcome, Ok):
+            return outcome
+    try:
+        table.update_incremental()
+        sync_versions(options, before + 1, table.version())
+    except (deltalake.exceptions.DeltaError, OSError) as error:
+        # In, and perhaps not durable.
+        return Unknown(f"the commit was made, and could not be made durable: {error}")
+    return Ok(None)
+
+
+def tidy(options: DeltaOptions, table: Any, before: int) -> None:
+    """A checkpoint of the log when one is due since version `before`; old versions away as the table's settings say.
+
+    Both are the table's upkeep: an error is logged, the batch is in.
+    """
+    try:
+        configuration = table.metadata().configuration
+        interval = int(configuration.get("delta.checkpointInterval", CHECKPOINT_VERSIONS))
+        now = table.version()
+        if now // interval == before // interval:
+            return
+        table.create_checkpoint()
+        if options.local:
+            _sync_checkpoint(options, now)
+        if configuration.get("delta.enableExpiredLogCleanup", "true").lower() == "true":
+            table.cleanup_metadata()
+    except Exception as error:
+        log.warning("the log of the table at %r was not tidied up: %s", options.path, error)
+
+
+def _look(options: DeltaOptions, there: Callable[[Any], bool], error: Exception) -> Outcome[None]:
+    try:
+        table = open_table(options)
+        if table is not None and there(table):
+            return Ok(None)
+    except (DeliveredError, OSError) as second:
+        return Unknown(f"{str(error)[:300]}; then {str(second)[:300]}")
+    # A conflict is found by the client before it writes. After anything else its request may still be on its way.
+    return Failed(str(error)[:500]) if _CONFLICT in str(error) else Unknown(str(error)[:500])
+
+
+def _all_there(change: Change) -> Callable[[Any], bool]:
+    from urllib.parse import unquote
+
+    import pyarrow as pa
+
+    def look(table: Any) -> bool:
+        named = pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()
+        mine = {f.path for f in change.adds}
+        return bool(mine) and mine <= {unquote(path) for path in named}
+
+    return look
+
+
+def _sync_checkpoint(options: DeltaOptions, version: int) -> None:
+    from pathlib import Path
+
+    from delivered.connectors.delta.client import sync
+
+    folder = Path(options.path) / "_delta_log"
+    sync([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])

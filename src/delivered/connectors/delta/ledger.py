@@ -1,0 +1,327 @@
+"""The ledger in the table's own log: a batch's files and its decision get in by one commit.
+
+One owner at a time: a claim is a commit that names the application transaction `owner`, and so does every decision.
+Two commits that name one id, and do not know of each other, conflict in the client, so a decision never gets in behind
+a later claim, whatever was under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.delta import stage, types
+from delivered.connectors.delta.client import Store, explained, open_table, require_table, sync_versions
+from delivered.connectors.delta.commit import CHECKPOINT_VERSIONS, Change, DataFile, commit, tidy
+from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta.records import Names, Record, Records, digest, next_claim
+from delivered.connectors.delta.target import same_columns
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Begun, Decision, LedgerState, Owner
+
+
+class DeltaLedger:
+    """See `delivered.contract.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
+
+    def __init__(self, options: DeltaOptions, scope: Scope) -> None:
+        self._options = options
+        self._scope = scope
+        self._names = Names(scope)
+        self._opened: Records | None = None
+        self._table: Any = None
+        self._claimed: tuple[str, int] | None = None
+        self._earlier: tuple[int, tuple[Decision, ...]] | None = None
+
+    def claim(self, owner: Owner) -> LedgerState:
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            table = self._refresh()
+            # A commit of a driver that died may not be durable yet, and this claim builds on it.
+            sync_versions(self._options, table.version() - CHECKPOINT_VERSIONS, table.version())
+            outcome = self._claim_once(table, owner)
+            if isinstance(outcome, Ok):
+                break
+            if time.monotonic() > deadline:
+                raise Unreachable(
+                    "LEDGER_CONTENDED",
+                    f"The ledger of sink {self._scope.sink!r} of pipeline {self._scope.pipeline!r} at "
+                    f"{self._options.path!r} could not be claimed within {CONNECT_TIMEOUT_S:.0f} s: {outcome.reason}",
+                    next_step="see whether another driver of this pipeline starts again and again; then start again",
+                )
+        self._forget(self._refresh())
+        return self._state(self._refresh())
+
+    def resume(self, owner_id: str) -> LedgerState:
+        state = self._read(self._refresh)
+        if state.owner is None or state.owner.id != owner_id:
+            raise self._fenced(owner_id, state.owner)
+        self._claimed = (owner_id, state.epoch)
+        return state
+
+    def look(self) -> LedgerState:
+        return self._read(lambda: open_table(self._options))
+
+    def begin(self, begun: Begun) -> Outcome[None]:
+        incarnation = self._scope.incarnation
+        data = json.dumps(dataclasses.asdict(begun), separators=(",", ":")).encode()
+
+        def write(table: Any) -> Outcome[None]:
+            if self._records.begun(table, incarnation) == begun:
+                return Ok(None)
+            before = table.transaction_version(self._names.begun(incarnation))
+            self._records.store.put(self._names.begun_file(incarnation, digest(data)), data)
+            outcome = self._commit(table, {self._names.begun(incarnation): digest(data)}, [])
+            if isinstance(outcome, Ok) and before is not None:
+                self._take_away([self._names.begun_file(incarnation, before)])
+            return outcome
+
+        return self._as_owner(write)
+
+    def decide(self, decision: Decision) -> Outcome[None]:
+        """The decision and the files of all participants, in one commit of the log.
+
+        1  read the log; check that this claim is the newest, and whether this very decision is in
+        2  check that the files are there, whole, and fit the table   <- crash points of commit.apply
+        3  write the record of the decision, which nothing points to yet
+        4  one commit: files, batch, hash of the record, claim        <- from here on the batch counts
+        5  forget old records; a checkpoint of the log when one is due
+        """
+        incarnation, text = self._scope.incarnation, decision.to_json()
+
+        def write(table: Any) -> Outcome[None]:
+            newest = self._records.newest(table, incarnation)
+            if newest is not None and newest[0] >= decision.batch:
+                if self._records.decided(incarnation, newest).text == text:
+                    return Ok(None)
+                raise InvariantBroken(
+                    "DECIDED_OTHERWISE",
+                    f"Batch {decision.batch} of {self._scope} is decided already, or a later one is. What is visible "
+                    "stays; nothing was added.",
+                    next_step="stop every other driver on this checkpoint, then start the pipeline again",
+                )
+            files = self._staged(table, decision)
+            data = Record(text, newest).encode()
+            mine = (decision.batch, digest(data))
+            name = self._names.decided_file(incarnation, *mine)
+            self._records.store.put(name, data)
+            change = {self._names.batch(incarnation): mine[0], self._names.record(incarnation): mine[1]}
+            before = table.version()
+            outcome = self._commit(table, change, files)
+            if isinstance(outcome, Failed):
+                self._take_away([name])
+            if isinstance(outcome, Ok):
+                self._forget_old(incarnation, decision.batch)
+                tidy(self._options, table, before)
+            return outcome
+
+        return self._as_owner(write)
+
+    def history(self) -> Iterator[Decision]:
+        table = open_table(self._options)
+        if table is not None:
+            with explained(self._options):
+                yield from reversed(list(self._records.chain(table, self._scope.incarnation)))
+
+    def close(self) -> None:
+        self._table = self._opened = None
+
+    @property
+    def _records(self) -> Records:
+        if self._opened is None:
+            self._opened = Records(Store(self._options), self._scope)
+        return self._opened
+
+    def _claim_once(self, table: Any, owner: Owner) -> Ok[None] | Failed | Unknown:
+        with explained(self._options):
+            current, before = self._records.owner(table) or (None, None)
+            superseded = current.superseded if current is not None else ()
+            if current is not None and owner.id in superseded:
+                raise self._fenced(owner.id, current)
+            if current is not None and current.id != owner.id:
+                superseded = (current.id, *superseded)[:OWNERS_REMEMBERED]
+            claim = next_claim(before)
+            data = json.dumps(dataclasses.asdict(replace(owner, superseded=superseded))).encode()
+            self._records.store.put(self._names.owner_file(claim), data)
+        self._claimed = (owner.id, claim)
+        return self._commit(table, {}, [])
+
+    def _commit(self, table: Any, transactions: Mapping[str, int], files: list[DataFile]) -> Outcome[None]:
+        """One commit under this claim: in before any later claim, or not at all."""
+        claim = self._claimed[1] if self._claimed else 0
+        change = Change(files, {**transactions, self._names.owner: claim})
+
+        def there(now: Any) -> bool:
+            return all(now.transaction_version(name) == version for name, version in change.transactions.items())
+
+        return commit(self._options, table, change, there)  # THE line that decides a batch in this sink
+
+    def _as_owner(self, write: Callable[[Any], Outcome[None]]) -> Outcome[None]:
+        """Run `write` once under this claim. Never runs it twice (P19)."""
+        try:
+            with explained(self._options):
+                table = self._refresh()
+                found = self._records.owner(table)
+                mine = self._claimed
+                if found is None or mine is None or (found[0].id, found[1]) != mine:
+                    raise self._fenced(mine[0] if mine else "none", found[0] if found else None)
+                return write(table)
+        except DeliveredError as error:
+            # `write` returns what it knows after its commit; what raises comes before.
+            return Failed(str(error))
+
+    def _staged(self, table: Any, decision: Decision) -> list[DataFile]:
+        """The files of all participants, after a check that they are there, whole, and fit the table.
+
+        Raises:
+            InvariantBroken: a file is gone, or is not what was prepared.
+        """
+        if decision.guarantee is not Guarantee.EXACTLY_ONCE:
+            return []
+        files: list[DataFile] = []
+        for prepared in decision.participants:
+            if not prepared.handle:
+                continue
+            facts = {"batch": decision.batch, "shard": prepared.shard}
+            reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
+            staged = [DataFile.from_json(f) for f in prepared.handle["files"]]
+            if sum(f.rows for f in staged) != prepared.fingerprint.count:
+                raise InvariantBroken(
+                    "STAGED_ROWS_DIFFER",
+                    f"Shard {prepared.shard}: {sum(f.rows for f in staged)} rows are in its files, its fingerprint "
+                    f"counts {prepared.fingerprint.count}.",
+                    next_step="start the pipeline again; the batch runs again",
+                )
+            files += staged
+            reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
+        if files:
+            there = self._records.store.files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
+            for file in files:
+                if there.get(file.path) != file.size:
+                    raise InvariantBroken(
+                        "STAGED_FILE_GONE",
+                        f"The staged file {file.path!r} has {there.get(file.path, 'no')} bytes, prepared were "
+                        f"{file.size}. Nothing of the batch is visible.",
+                        next_step="start the pipeline again; the batch runs again",
+                    )
+            same_columns(self._options, table, self._staged_schema(files[0]), files)
+        return files
+
+    def _staged_schema(self, file: DataFile) -> pa.Schema:
+        import pyarrow.parquet as pq
+
+        with self._records.store.fs.open_input_file(file.path) as source:
+            stored = types.canonical_schema(pq.read_schema(source))
+        table = {f.name: f for f in self._table_schema()}
+        return pa.schema([*stored, *(table[name] for name in file.partition if name in table)])
+
+    def _table_schema(self) -> pa.Schema:
+        from delivered.connectors.delta.target import table_schema
+
+        return table_schema(self._table)
+
+    def _read(self, table: Callable[[], Any]) -> LedgerState:
+        """Once more, if what the log pointed to was replaced and taken away in between."""
+        for attempt in (1, 2):
+            now = table()
+            try:
+                return LedgerState() if now is None else self._state(now)
+            except InvariantBroken:
+                if attempt == 2:
+                    raise
+        raise AssertionError("not reached")
+
+    def _state(self, table: Any) -> LedgerState:
+        with explained(self._options):
+            incarnation = self._scope.incarnation
+            held = self._records.owner(table)
+            return LedgerState(
+                owner=held[0] if held else None,
+                last=self._records.last(table, incarnation),
+                begun=self._records.begun(table, incarnation),
+                earlier=self._newest_of_others(table, held[1] if held else 0),
+                epoch=held[1] if held else 0,
+            )
+
+    def _newest_of_others(self, table: Any, claim: int) -> tuple[Decision, ...]:
+        """Decisions of other incarnations cannot change while one owner holds the ledger: read once for each claim."""
+        if self._earlier is None or self._earlier[0] != claim:
+            found = []
+            for incarnation in self._records.incarnations():
+                if incarnation != self._scope.incarnation:
+                    found.append(self._records.last(table, incarnation))
+            decisions = sorted((d for d in found if d is not None), key=lambda d: -d.decided_at_ms)
+            self._earlier = (claim, tuple(decisions))
+        return self._earlier[1]
+
+    def _forget(self, table: Any) -> None:
+        """Of other incarnations keep the newest decision; of very old ones nothing; of owners the newest."""
+        with explained(self._options), contextlib.suppress(OSError):
+            held = self._records.owner(table)
+            others = self._newest_of_others(table, held[1] if held else 0)
+            kept = {d.scope.incarnation for d in others[:LEDGER_INCARNATIONS]} | {self._scope.incarnation}
+            gone = []
+            for incarnation in self._records.incarnations():
+                newest = self._records.newest(table, incarnation)
+                keep = {self._names.decided_file(incarnation, *newest)} if newest and incarnation in kept else set()
+                if incarnation != self._scope.incarnation:
+                    gone += [
+                        f for f in self._records.store.files(self._names.decided_folder(incarnation)) if f not in keep
+                    ]
+                if incarnation not in kept:
+                    gone += list(self._records.store.files(self._names.begun_folder(incarnation)))
+            # Some are kept: somebody may just read one that was the newest a moment ago. Files of claims that are
+            # under way are newer than the newest that counts.
+            owners = sorted(self._records.store.files(f"{self._names.folder}/owner"), key=_claim_of)
+            gone += [f for f in owners[:-OWNERS_REMEMBERED] if held is not None and _claim_of(f) < held[1]]
+            self._take_away(gone)
+
+    def _forget_old(self, incarnation: str, batch: int) -> None:
+        horizon = batch - LEDGER_HISTORY_BATCHES
+        if horizon < 0 or horizon % stage.BLOCK_BATCHES:
+            return
+        with contextlib.suppress(OSError):
+            files = self._records.store.files(self._names.decided_folder(incarnation))
+            self._take_away([f for f in files if (stage.batch_of(f) or 0) <= horizon])
+
+    def _take_away(self, names: list[str]) -> None:
+        """What nothing points to any more. Missed now, it is found at the next claim."""
+        with contextlib.suppress(OSError, DeliveredError):
+            self._records.store.remove(names)
+
+    def _refresh(self) -> Any:
+        """The table at its newest version."""
+        if self._table is not None:
+            try:
+                self._table.update_incremental()
+            except Exception:  # the log behind this handle was cleaned up, or the table made anew: look again
+                self._table = None
+        if self._table is None:
+            self._table = require_table(self._options)
+        return self._table
+
+    def _fenced(self, owner_id: str, current: Owner | None) -> Fenced:
+        other = "nobody" if current is None else f"{current.id} (process {current.process} on {current.host!r})"
+        return Fenced(
+            "FENCED",
+            f"Driver {owner_id} does not own the ledger of sink {self._scope.sink!r} of pipeline "
+            f"{self._scope.pipeline!r} in the table at {self._options.path!r} any more; it belongs to {other}, or to a "
+            "later start.",
+            next_step="nothing, if the later start is running; else start the pipeline again",
+        )
+
+
+def _claim_of(name: str) -> int:
+    digits = name.rpartition("/")[2].removesuffix(".json")
+    return int(digits) if digits.isdigit() else 0

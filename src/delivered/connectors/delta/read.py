@@ -1,0 +1,153 @@
+"""The table as a source of all its rows, a slice for each few files, for the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from delivered.connectors.delta import types
+from delivered.connectors.delta.client import Store, explained, require_table
+from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta.target import table_schema
+from delivered.contract import Finding, Offsets, Slice
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import DeliveredError, UsageError
+
+SLICE_BYTES = 64 << 20
+"""Of data files in one slice, about; a file is never split."""
+BATCH_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class DeltaRows:
+    """The rows of one version of a table."""
+
+    options: DeltaOptions
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        return None
+
+    def capability(self) -> SourceCapability:
+        return SourceCapability(
+            "delta",
+            replayable=True,
+            local=self.options.local,
+            assumes=("a version that is being read is not vacuumed",),
+        )
+
+    def preflight(self) -> Sequence[Finding]:
+        try:
+            self.schema()
+        except DeliveredError as error:
+            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+        return []
+
+    def schema(self) -> pa.Schema:
+        return table_schema(require_table(self.options))
+
+    def driver(self) -> DeltaRowsDriver:
+        return DeltaRowsDriver(self)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        import pyarrow.parquet as pq
+
+        schema = pa.ipc.read_schema(pa.py_buffer(piece.data["schema"]))
+        with explained(self.options):
+            store = Store(self.options)
+            for file in piece.data["files"]:
+                with store.fs.open_input_file(file["path"]) as source:
+                    for batch in pq.ParquetFile(source, pre_buffer=False).iter_batches(BATCH_ROWS, use_threads=False):
+                        yield _whole(batch, schema, file["partition"])
+
+    def files(self, version: int) -> list[dict[str, Any]]:
+        """Path, size and partition of every file of a version.
+
+        Raises:
+            UsageError: somebody deleted rows inside files: what is left cannot be read by files.
+        """
+        table = require_table(self.options, version)
+        with explained(self.options):
+            if pa.table(table.deletion_vectors()).num_rows:
+                raise UsageError(
+                    "TABLE_HAS_DELETIONS",
+                    f"Rows of the table at {self.options.path!r} were deleted inside its files (deletion vectors).",
+                    next_step="run REORG TABLE ... APPLY (PURGE) on it, or audit an earlier version",
+                )
+            partitions = table.metadata().partition_columns
+            found = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        return [
+            {
+                "path": unquote(row["path"]),
+                "size": int(row["size_bytes"]),
+                "partition": {name: row[f"partition.{name}"] for name in partitions},
+            }
+            for row in sorted(found, key=lambda row: str(row["path"]))
+        ]
+
+
+class DeltaRowsDriver:
+    """Offsets are `{"version": v}`: all rows up to that version of the table; -1: none."""
+
+    def __init__(self, rows: DeltaRows) -> None:
+        self._rows = rows
+
+    def initial(self) -> Offsets:
+        raise self._no_stream()
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:  # noqa: ARG002
+        raise self._no_stream()
+
+    def newest(self) -> Offsets | None:
+        return None
+
+    def freeze(self) -> None:
+        raise self._no_stream()
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:  # noqa: ARG002
+        version = int(end["version"])
+        if version < 0:
+            return []
+        schema = table_schema(require_table(self._rows.options, version)).serialize().to_pybytes()
+        groups: list[list[dict[str, Any]]] = []
+        room = 0
+        for file in self._rows.files(version):
+            if file["size"] > room:
+                groups.append([])
+                room = SLICE_BYTES
+            groups[-1].append(file)
+            room -= file["size"]
+        return [Slice({"files": group, "schema": schema}) for group in groups]
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        return {"version": -1}, {"version": require_table(self._rows.options).version()}
+
+    def acknowledge(self, end: Offsets) -> None:
+        """A table needs no telling."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _no_stream(self) -> UsageError:
+        return UsageError("NO_STREAM", f"The table at {self._rows.options.path!r} is read as a whole, not as a stream.")
+
+
+def _whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
+    """A file's rows with the columns of the table: those that its writer did not know are NULL."""
+    arrays = []
+    for field in schema:
+        if field.name in partition:
+            value = partition[field.name]
+            arrays.append(pa.repeat(pa.scalar(value, field.type), batch.num_rows))
+        elif field.name in batch.schema.names:
+            column = batch.column(field.name)
+            arrays.append(column if column.type.equals(field.type) else column.cast(field.type))
+        else:
+            arrays.append(pa.nulls(batch.num_rows, field.type))
+    return types.with_schema(
+        pa.RecordBatch.from_arrays(arrays, names=schema.names), pa.schema([(f.name, f.type) for f in schema])
+    )

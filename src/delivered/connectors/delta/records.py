@@ -1,0 +1,176 @@
+"""What the ledger knows, in files beside the log; which of them count, application transactions in the log say.
+
+    _delivered/p-<pipeline>/s-<sink>/owner/<claim>.json
+                                     decided/<incarnation>/<batch>-<hash>.json
+                                     begun/<incarnation>/<hash>.json
+
+    application transaction                          version
+    delivered/<pipeline>/<sink>/owner                the newest claim: its count, and 32 random bits
+    delivered/<pipeline>/<sink>/batch/<incarnation>  the newest decided batch
+    delivered/<pipeline>/<sink>/record/<incarnation> the hash of its record
+    delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest begun batch
+
+A file is written before the commit that points to it: one that nothing points to never counted. Vacuum and readers
+leave folders alone whose names start with `_`. Each decision names the hash of the one before: a chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.connectors.delta.client import Store
+from delivered.model.errors import InvariantBroken
+from delivered.model.identity import Scope
+from delivered.model.work import Begun, Decision, Owner
+
+_CLAIM_BITS = 32
+
+
+@dataclass(frozen=True)
+class Names:
+    """Application transactions and folders of one sink of one pipeline."""
+
+    scope: Scope
+
+    @property
+    def _base(self) -> str:
+        return f"delivered/{self.scope.pipeline}/{self.scope.sink}"
+
+    @property
+    def folder(self) -> str:
+        return f"_delivered/p-{self.scope.pipeline}/s-{self.scope.sink}"
+
+    @property
+    def owner(self) -> str:
+        return f"{self._base}/owner"
+
+    def batch(self, incarnation: str) -> str:
+        return f"{self._base}/batch/{incarnation}"
+
+    def record(self, incarnation: str) -> str:
+        return f"{self._base}/record/{incarnation}"
+
+    def begun(self, incarnation: str) -> str:
+        return f"{self._base}/begun/{incarnation}"
+
+    def owner_file(self, claim: int) -> str:
+        return f"{self.folder}/owner/{claim}.json"
+
+    def decided_folder(self, incarnation: str) -> str:
+        return f"{self.folder}/decided/{incarnation}"
+
+    def decided_file(self, incarnation: str, batch: int, digest: int) -> str:
+        return f"{self.decided_folder(incarnation)}/{batch}-{digest}.json"
+
+    def begun_folder(self, incarnation: str) -> str:
+        return f"{self.folder}/begun/{incarnation}"
+
+    def begun_file(self, incarnation: str, digest: int) -> str:
+        return f"{self.begun_folder(incarnation)}/{digest}.json"
+
+
+def next_claim(claim: int | None) -> int:
+    """Grows with every claim, and no two claims are equal, also of drivers that never saw each other."""
+    return (((claim or 0) >> _CLAIM_BITS) + 1) << _CLAIM_BITS | secrets.randbits(_CLAIM_BITS)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A decision as it is kept.
+
+    Attributes:
+        text: the decision's own JSON.
+        previous: (batch, hash) of the decision before, if there was one.
+    """
+
+    text: str
+    previous: tuple[int, int] | None
+
+    def encode(self) -> bytes:
+        return json.dumps({"decision": self.text, "previous": self.previous}, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        found = json.loads(data)
+        previous = found["previous"]
+        return cls(found["decision"], None if previous is None else (int(previous[0]), int(previous[1])))
+
+    @property
+    def decision(self) -> Decision:
+        return Decision.from_json(self.text)
+
+
+def digest(data: bytes) -> int:
+    """63 bits, as an application transaction's version can hold them; never 0."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1 or 1
+
+
+class Records:
+    """Reads what the log points to. Files never change, so what was read once is kept."""
+
+    def __init__(self, store: Store, scope: Scope) -> None:
+        self.store = store
+        self.names = Names(scope)
+        self._kept: dict[str, bytes] = {}
+
+    def owner(self, table: Any) -> tuple[Owner, int] | None:
+        claim = table.transaction_version(self.names.owner)
+        if claim is None:
+            return None
+        data = json.loads(self._read(self.names.owner_file(claim)))
+        data["superseded"] = tuple(data["superseded"])
+        return Owner(**data), claim
+
+    def newest(self, table: Any, incarnation: str) -> tuple[int, int] | None:
+        """(batch, hash) of the newest decision."""
+        batch = table.transaction_version(self.names.batch(incarnation))
+        found = table.transaction_version(self.names.record(incarnation))
+        return None if batch is None or found is None else (batch, found)
+
+    def decided(self, incarnation: str, at: tuple[int, int]) -> Record:
+        return Record.decode(self._read(self.names.decided_file(incarnation, *at), at[1]))
+
+    def last(self, table: Any, incarnation: str) -> Decision | None:
+        at = self.newest(table, incarnation)
+        return None if at is None else self.decided(incarnation, at).decision
+
+    def begun(self, table: Any, incarnation: str) -> Begun | None:
+        found = table.transaction_version(self.names.begun(incarnation))
+        if found is None:
+            return None
+        data = json.loads(self._read(self.names.begun_file(incarnation, found), found))
+        return Begun(data["batch"], data["offsets"])
+
+    def chain(self, table: Any, incarnation: str) -> Iterator[Decision]:
+        """Newest first, for as long as records are kept."""
+        at = self.newest(table, incarnation)
+        while at is not None:
+            data = self.store.get(self.names.decided_file(incarnation, *at))
+            if data is None:
+                return
+            record = Record.decode(data)
+            yield record.decision
+            at = record.previous
+
+    def incarnations(self) -> list[str]:
+        return self.store.folders(f"{self.names.folder}/decided")
+
+    def _read(self, name: str, expected: int | None = None) -> bytes:
+        data = self._kept.get(name) or self.store.get(name)
+        if data is None or (expected is not None and digest(data) != expected):
+            raise InvariantBroken(
+                "LEDGER_RECORD_MISSING",
+                f"The table's log points to the ledger's record {name!r}, which is "
+                f"{'gone' if data is None else 'not what was written'}. Without it nobody can tell what the last batch "
+                "was.",
+                next_step="restore the folder _delivered of the table from its backup, as one with the table",
+            )
+        if len(self._kept) > 16:
+            self._kept.clear()
+        self._kept[name] = data
+        return data

@@ -1,0 +1,90 @@
+"""The sink `delivered_delta`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from delivered.connectors.delta import types
+from delivered.connectors.delta.options import DeltaOptions
+from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.model.capability import Commit, SinkCapability
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.limits import LEDGER_HISTORY_BATCHES
+
+
+@dataclass(frozen=True)
+class DeltaSink:
+    """Holds options, no connection. Secrets travel as references."""
+
+    options: DeltaOptions
+
+    @property
+    def name(self) -> str:
+        return self.options.sink_name
+
+    def capability(self) -> SinkCapability:
+        return SinkCapability(
+            system="delta",
+            commit=Commit.ONE_TRANSACTION,
+            mechanism="application transaction in the table's log",
+            stage="Parquet files in the table's folder, which its log does not name",
+            prepare="files closed and durable, with their statistics",
+            decide="one version of the table's log: files of all shards, batch and ledger record",
+            apply="nothing left to do; the rows are visible since the decision",
+            send="one commit of the log for each shard, visible when it ends",
+            batch_atomic=True,
+            local=self.options.local,
+            assumes=(
+                "the table's folder is backed up and restored as one, with _delivered in it",
+                "the object store writes a log version only if it is not there (S3 conditional writes, Azure, GCS)",
+            )
+            if not self.options.local
+            else ("the table's folder is backed up and restored as one, with _delivered in it",),
+            limits=(
+                f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept; the newest one for ever",
+                "each batch is a version of the table, and a file for each shard: compact it now and then",
+            ),
+        )
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        from delivered.connectors.delta.preflight import preflight
+
+        del guarantee
+        return preflight(self.options)
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        types.check(schema)
+
+    def ready_target(self, schema: pa.Schema) -> None:
+        from delivered.connectors.delta.target import ready
+
+        ready(self.options, schema)
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return types.with_schema(batch, types.canonical_schema(batch.schema))
+
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+        from delivered.connectors.delta.writer import DirectWriter, StagingWriter
+
+        if guarantee is Guarantee.EXACTLY_ONCE:
+            return StagingWriter(self.options, work, schema)
+        return DirectWriter(self.options, work, guarantee, schema)
+
+    def read_back(self) -> Source:
+        from delivered.connectors.delta.read import DeltaRows
+
+        return DeltaRows(self.options)
+
+    def ledger(self, scope: Scope) -> Ledger:
+        from delivered.connectors.delta.ledger import DeltaLedger
+
+        return DeltaLedger(self.options, scope)
+
+    def resource(self, scope: Scope) -> Resource:
+        from delivered.connectors.delta.resource import DeltaResource
+
+        return DeltaResource(self.options, scope)

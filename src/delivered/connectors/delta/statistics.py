@@ -1,0 +1,86 @@
+"""What the table's log says about a data file, so that readers can leave it out: from the file's own footer.
+
+Bounds are exact or wider, never narrower, and there for every column or for none: deltalake 1.6.6 leaves rows out of a
+file that has bounds for some columns alone, when it is asked for others. There are none where a column could mislead:
+floating point with a NaN (which no bound covers), decimals beyond 15 digits (readers take them for floating point).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import json
+import math
+from collections.abc import Collection
+from typing import Any
+
+COLUMNS_MAX = 32
+"""Columns with bounds, as Delta's own default has it (`delta.dataSkippingNumIndexedCols`)."""
+TEXT_MAX = 32
+BYTES_MAX = 4_000
+"""Of the statistics of one file: they stand in the decision, whose size is bounded."""
+_HIGHEST = "\U0010ffff"
+
+
+def of_file(metadata: Any, not_a_number: Collection[str]) -> str:
+    """The statistics of a Parquet file by its footer, as Delta's JSON.
+
+    Args:
+        not_a_number: columns that hold a NaN.
+    """
+    bounds: dict[str, tuple[Any, Any]] = {}
+    nulls: dict[str, int] = {}
+    whole = metadata.num_columns <= COLUMNS_MAX and not not_a_number
+    for index in range(metadata.num_columns):
+        column = metadata.schema.column(index)
+        if "." in column.path or column.max_repetition_level:
+            continue
+        groups = [metadata.row_group(i).column(index).statistics for i in range(metadata.num_row_groups)]
+        if any(s is None or not s.has_null_count for s in groups):
+            whole = False
+            continue
+        nulls[column.path] = sum(s.null_count for s in groups)
+        filled = [s for s in groups if s.num_values]
+        if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "STRING":
+            continue  # binary has no bounds in Delta
+        if filled:
+            found = None
+            if all(s.has_min_max for s in filled):
+                found = _bounds(min(s.min for s in filled), max(s.max for s in filled))
+            whole = whole and found is not None
+            if found is not None:
+                bounds[column.path] = found
+    said: dict[str, Any] = {"numRecords": metadata.num_rows, "nullCount": nulls}
+    if whole and bounds:
+        said |= {"minValues": {k: low for k, (low, _) in bounds.items()}}
+        said |= {"maxValues": {k: high for k, (_, high) in bounds.items()}}
+    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
+    while len(text.encode()) > BYTES_MAX and len(said) > 1:
+        said.popitem()
+        said.pop("minValues", None)
+        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
+    return text
+
+
+def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
+    if isinstance(low, bool | int):
+        return low, high
+    if isinstance(low, float):
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+    if isinstance(low, str):
+        return low[:TEXT_MAX], high if len(high) <= TEXT_MAX else high[:TEXT_MAX] + _HIGHEST
+    if isinstance(low, dt.datetime):
+        if high.year >= 9999:
+            return None
+        return _milliseconds(low), _milliseconds(high + dt.timedelta(microseconds=-high.microsecond % 1000))
+    if isinstance(low, dt.date):
+        return low.isoformat(), high.isoformat()
+    if isinstance(low, decimal.Decimal) and max(len(d.as_tuple().digits) for d in (low, high)) <= 15:
+        return float(low), float(high)
+    return None
+
+
+def _milliseconds(value: dt.datetime) -> str:
+    """Cut off, as the client writes them: with a zone in UTC."""
+    plain = value.replace(tzinfo=None) if value.tzinfo is None else value.astimezone(dt.UTC).replace(tzinfo=None)
+    return plain.isoformat(" " if value.tzinfo is None else "T", "milliseconds") + ("" if value.tzinfo is None else "Z")

@@ -1,0 +1,207 @@
+"""The user's table: create it, compare it with the rows, add columns. Changes no row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.delta import types
+from delivered.connectors.delta.client import delta, explained, open_table, require_table, sync_versions
+from delivered.connectors.delta.commit import RETRIES_MAX, DataFile
+from delivered.connectors.delta.options import DeltaOptions
+from delivered.model.errors import Refused, UsageError
+
+_FEATURES = frozenset(
+    {
+        "appendOnly", "invariants", "checkConstraints", "changeDataFeed", "timestampNtz", "deletionVectors",
+        "v2Checkpoint", "vacuumProtocolCheck",
+    }
+)  # fmt: skip
+"""Of a table's writer protocol: what an append of files honours. Constraints are looked at one by one."""
+
+
+def ready(options: DeltaOptions, schema: pa.Schema) -> None:
+    """
+    Raises:
+        UsageError: no table, and none is to be created; or rows of this schema do not fit.
+        Refused: the table asks more of a writer than this sink does.
+    """
+    types.check(schema)
+    schema = types.canonical_schema(schema)
+    table = open_table(options)
+    if table is None:
+        table = _create(options, schema)
+    check_features(options, table)
+    missing = compare(options, table, schema)
+    if missing:
+        _add_columns(options, table, missing)
+
+
+def table_schema(table: Any) -> pa.Schema:
+    """Columns of the table in our Arrow types; a column that may hold no null says so."""
+    found: pa.Schema = pa.schema(table.schema().to_arrow())
+    fields = []
+    for field in found:
+        fields.append(pa.field(field.name, types.canonical(field.type) or field.type, field.nullable))
+    return pa.schema(fields)
+
+
+def check_features(options: DeltaOptions, table: Any) -> None:
+    """
+    Raises:
+        Refused: the table asks a writer for something that this one does not do.
+    """
+    configuration = dict(table.metadata().configuration)
+    asked = sorted(set(table.protocol().writer_features or ()) - _FEATURES)
+    asked += sorted(key for key in configuration if key.startswith("delta.constraints."))
+    if configuration.get("delta.columnMapping.mode", "none") != "none":
+        asked.append("delta.columnMapping.mode")
+    for field in json.loads(table.schema().to_json())["fields"]:
+        asked += [f"{key} of column {field['name']}" for key in field.get("metadata", {}) if key in _COLUMN_RULES]
+    if asked:
+        raise Refused(
+            "TABLE_FEATURES",
+            f"The table at {options.path!r} asks of its writers: {', '.join(asked)}. This sink does not do that.",
+            next_step="write to a table without it, and take the rows over from there",
+        )
+    if "delta.setTransactionRetentionDuration" in configuration:
+        raise Refused(
+            "TABLE_FORGETS",
+            f"The table at {options.path!r} forgets application transactions after "
+            f"{configuration['delta.setTransactionRetentionDuration']}: a batch that runs again could then not be "
+            "known again.",
+            next_step="take the property delta.setTransactionRetentionDuration off the table",
+        )
+
+
+_COLUMN_RULES = ("delta.invariants", "delta.generationExpression", "delta.identity.start", "delta.identity.step")
+
+
+def compare(options: DeltaOptions, table: Any, schema: pa.Schema) -> list[pa.Field]:
+    """Columns that the table lacks and that are to be added.
+
+    Raises:
+        UsageError: partitions, names or types do not fit, or a column is missing on one of the sides.
+    """
+    partitions = list(table.metadata().partition_columns)
+    if list(options.partition_by or ()) != partitions:
+        raise UsageError(
+            "PARTITIONS",
+            f"The table at {options.path!r} is partitioned by {partitions or 'no column'}; option 'partitionBy' names "
+            f"{list(options.partition_by or ()) or 'none'}.",
+            next_step=f'write .option("partitionBy", "{",".join(partitions)}")' if partitions else "take it out",
+        )
+    there = {f.name: f for f in table_schema(table)}
+    lower = {name.lower(): name for name in there}
+    missing = []
+    for field in schema:
+        known = there.get(field.name)
+        if known is None:
+            if field.name.lower() in lower:
+                raise UsageError(
+                    "COLUMN_CASE",
+                    f"Column {field.name!r} is {lower[field.name.lower()]!r} in the table at {options.path!r}.",
+                    next_step=f"rename it to {lower[field.name.lower()]!r}",
+                )
+            missing.append(field)
+        elif not known.type.equals(field.type):
+            raise UsageError(
+                "COLUMN_TYPE",
+                f"Column {field.name!r} is {known.type} in the table at {options.path!r}, and {field.type} in the "
+                "rows.",
+                next_step="cast it in the pipeline",
+            )
+    if missing and not options.merge_schema:
+        raise UsageError(
+            "COLUMN_MISSING",
+            f"The table at {options.path!r} has no column {', '.join(repr(f.name) for f in missing)}; it has "
+            f"{list(there)}.",
+            next_step='have it added with .option("mergeSchema", "true"), or leave it out of the rows',
+        )
+    absent = [f.name for f in there.values() if f.name not in schema.names and (not f.nullable or f.name in partitions)]
+    if absent:
+        raise UsageError(
+            "COLUMN_REQUIRED",
+            f"The table at {options.path!r} needs a value in {absent}, and the rows have no such column.",
+            next_step="add it to the rows",
+        )
+    return missing
+
+
+def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema, files: Sequence[DataFile]) -> None:
+    """Check once more, against the table as it is at the commit: others may have altered it since the start.
+
+    Raises:
+        UsageError: the files do not fit the table any more.
+    """
+    check_features(options, table)
+    missing = compare(options, table, schema)
+    if missing:
+        raise UsageError(
+            "COLUMN_MISSING",
+            f"The table at {options.path!r} lost the columns {[f.name for f in missing]} since the start.",
+            next_step="start the pipeline again",
+        )
+    required = [f.name for f in table_schema(table) if not f.nullable]
+    for file in files if required else ():
+        counts = json.loads(file.statistics).get("nullCount", {})
+        null = [n for n in required if counts.get(n, 0) or (n in file.partition and file.partition[n] is None)]
+        if null:
+            raise UsageError(
+                "COLUMN_REQUIRED",
+                f"Columns {null} of the table at {options.path!r} may hold no NULL, and rows of this batch do.",
+                next_step="filter these rows, or give them a value",
+            )
+
+
+def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
+    if not options.create:
+        return require_table(options)
+    partitions = list(options.partition_by or ())
+    for name in partitions:
+        kind = schema.field(name).type if name in schema.names else None
+        t = pa.types
+        if kind is None or not (t.is_string(kind) or t.is_integer(kind) or t.is_boolean(kind) or t.is_date32(kind)):
+            raise UsageError(
+                "PARTITION_TYPE",
+                f"Option 'partitionBy' names {name!r}, which is {kind or 'no column of the rows'}; it must be a text, "
+                "a whole number, a boolean or a date.",
+                next_step=f"derive one, for instance to_date({name})",
+            )
+    if len(partitions) == len(schema):
+        raise UsageError("PARTITIONS", "Option 'partitionBy' names every column; one at least must stay for the files.")
+    deltalake = delta()
+    with explained(options):
+        try:
+            deltalake.DeltaTable.create(
+                options.path, schema, mode="error", partition_by=partitions or None,
+                storage_options=options.storage_resolved() or None,
+            )  # fmt: skip
+        except deltalake.exceptions.DeltaError:
+            # Another driver may have created it at this moment; if not, the reason is told.
+            if open_table(options) is None:
+                raise
+        sync_versions(options, 0, 0)
+        return require_table(options)
+
+
+def _add_columns(options: DeltaOptions, table: Any, missing: list[pa.Field]) -> None:
+    from deltalake import CommitProperties, Schema
+
+    deltalake = delta()
+    before = table.version()
+    with explained(options):
+        try:
+            table.alter.add_columns(
+                Schema.from_arrow(pa.schema(missing)).fields,
+                commit_properties=CommitProperties(max_commit_retries=RETRIES_MAX),
+            )
+        except deltalake.exceptions.DeltaError:
+            # Somebody else altered the table meanwhile, perhaps just so.
+            now = require_table(options)
+            if any(f.name not in table_schema(now).names for f in missing):
+                raise
+        sync_versions(options, before + 1, require_table(options).version())

@@ -1,0 +1,281 @@
+"""A task's side: Parquet files in the table's folder, which the log names later (exactly_once) or at once."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from delivered.connectors.delta import stage, statistics, types
+from delivered.connectors.delta.client import Store, explained, require_table
+from delivered.connectors.delta.commit import Change, DataFile, commit
+from delivered.connectors.delta.options import DeltaOptions
+from delivered.connectors.delta.target import same_columns
+from delivered.model.errors import BadRecord, InvariantBroken, OutcomeUnknown
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Work
+from delivered.model.outcome import Failed, Ok, Unknown
+
+GROUP_ROWS = 1 << 20
+GROUP_BYTES = 32 << 20
+"""A row group is written when so much waits for it; what waits in all open files together is bounded by it too."""
+OPEN_FILES_MAX = 100
+"""Files of one shard that are open at once; a shard with more partitions writes some of them in several files."""
+
+
+@dataclass
+class _Open:
+    """A data file being written."""
+
+    name: str
+    values: dict[str, str | None]
+    sink: Any
+    writer: Any
+    metadata: list[Any]
+    not_a_number: set[str] = field(default_factory=set)
+    waiting: list[pa.RecordBatch] = field(default_factory=list)
+    rows: int = 0
+    bytes: int = 0
+
+    def flush(self) -> None:
+        if self.rows:
+            for batch in self.waiting:
+                self.not_a_number |= {
+                    f.name
+                    for f, column in zip(batch.schema, batch.columns, strict=True)
+                    if pa.types.is_floating(f.type) and pc.any(pc.is_nan(column)).as_py()
+                }
+            self.writer.write_table(pa.Table.from_batches(self.waiting), row_group_size=GROUP_ROWS)
+            self.waiting, self.rows, self.bytes = [], 0, 0
+
+
+class FileWriter:
+    """The files of one shard. Used by one thread."""
+
+    def __init__(self, options: DeltaOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
+        self._options = options
+        self._schema = types.canonical_schema(schema)
+        self._place = stage.new_place(work, direct)
+        self._partitions = [name for name in options.partition_by or () if name in self._schema.names]
+        self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])
+        self._store: Store | None = None
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._waiting = 0
+        self._number = 0
+        self._done: list[DataFile] = []
+        self._names: list[str] = []
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        batch = types.with_schema(batch, self._schema)
+        for values, rows in self._split(batch):
+            file = self._file(values)
+            file.waiting.append(rows)
+            file.rows += rows.num_rows
+            size = rows.get_total_buffer_size() if rows is batch else rows.nbytes
+            file.bytes += size
+            self._waiting += size
+            if file.rows >= GROUP_ROWS:
+                self._flush(file)
+        while self._waiting >= GROUP_BYTES:
+            self._flush(max(self._open.values(), key=lambda f: f.bytes))
+
+    def finish(self) -> list[DataFile]:
+        """Close all files, and make them durable."""
+        while self._open:
+            self._close(next(iter(self._open)))
+        if self._store is not None:
+            self._store.sync([f.path for f in self._done])
+        return self._done
+
+    def discard(self) -> None:
+        for file in self._open.values():
+            with contextlib.suppress(Exception):
+                file.writer.close()
+            with contextlib.suppress(Exception):
+                file.sink.close()
+        self._open.clear()
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self._store.remove(self._names)
+
+    def _split(self, batch: pa.RecordBatch) -> list[tuple[dict[str, str | None], pa.RecordBatch]]:
+        if not self._partitions:
+            return [({}, batch)]
+        keys = pa.Table.from_batches([batch.select(self._partitions)]).append_column(
+            "\0row", pa.array(range(batch.num_rows), pa.int64())
+        )
+        groups = keys.group_by(self._partitions, use_threads=False).aggregate([("\0row", "list")])
+        stored = batch.select(self._stored.names)
+        return [
+            ({name: _text(name, row[name]) for name in self._partitions}, stored.take(pa.array(row["\0row_list"])))
+            for row in groups.to_pylist()
+        ]
+
+    def _file(self, values: dict[str, str | None]) -> _Open:
+        folder = stage.partition_folder(values)
+        if folder in self._open:
+            self._open.move_to_end(folder)
+            return self._open[folder]
+        while len(self._open) >= OPEN_FILES_MAX:
+            self._close(next(iter(self._open)))
+        if self._store is None:
+            self._store = Store(self._options)
+        name = self._place.name(folder, self._number)
+        self._number += 1
+        self._store.make_folder(name.rpartition("/")[0])
+        metadata: list[Any] = []
+        self._names.append(name)
+        sink = self._store.create(name)
+        writer = pq.ParquetWriter(
+            sink, self._stored, compression=self._options.compression, metadata_collector=metadata, store_schema=False
+        )
+        self._open[folder] = _Open(name, values, sink, writer, metadata)
+        return self._open[folder]
+
+    def _flush(self, file: _Open) -> None:
+        self._waiting -= file.bytes
+        file.flush()
+
+    def _close(self, folder: str) -> None:
+        file = self._open.pop(folder)
+        self._flush(file)
+        file.writer.close()
+        size = file.sink.tell()
+        file.sink.close()
+        footer = file.metadata[0]
+        self._done.append(
+            DataFile(
+                file.name,
+                size,
+                footer.num_rows,
+                file.values,
+                statistics.of_file(footer, file.not_a_number),
+                time.time_ns() // 1_000_000,
+            )
+        )
+
+
+class StagingWriter:
+    """exactly_once: files that nobody sees before the driver's commit names them."""
+
+    def __init__(self, options: DeltaOptions, work: Work, schema: pa.Schema) -> None:
+        self._options = options
+        self._work = work
+        self._files = FileWriter(options, work, schema, direct=False)
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            with _as_ours(self._options, self._work):
+                self._files.write(batch)
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        with _as_ours(self._options, self._work):
+            done = self._files.finish()
+        _all_rows(self._work, done, fingerprint)
+        return {"files": [f.to_json() for f in done]} if done else {}
+
+    def abort(self) -> None:
+        self._files.discard()
+
+
+class DirectWriter:
+    """at_least_once, at_most_once: the task commits its files itself. A file named twice in the log is in once."""
+
+    def __init__(self, options: DeltaOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
+        self._options = options
+        self._work = work
+        self._guarantee = guarantee
+        self._schema = types.canonical_schema(schema)
+        self._files = FileWriter(options, work, schema, direct=True)
+        self._committed = False
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            with _as_ours(self._options, self._work):
+                self._files.write(batch)
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        with _as_ours(self._options, self._work):
+            done = self._files.finish()
+        _all_rows(self._work, done, fingerprint)
+        if not done:
+            return {}
+        table = require_table(self._options)
+        same_columns(self._options, table, self._schema, done)
+        self._committed = True  # from here on the files may be seen: they are not taken away any more
+        match commit(self._options, table, Change(adds=done)):
+            case Ok():
+                return {}
+            case Failed(reason):
+                self._committed = False
+                raise InvariantBroken(
+                    "COMMIT_FAILED",
+                    f"Shard {self._work.shard} of batch {self._work.batch} was not committed: {reason}. Nothing of it "
+                    "is visible.",
+                    next_step="start the pipeline again; the batch runs again",
+                )
+            case Unknown(reason):
+                if self._guarantee is Guarantee.AT_MOST_ONCE:
+                    return {"given_up": fingerprint.count}
+                raise OutcomeUnknown(
+                    "COMMIT_UNKNOWN",
+                    f"Whether shard {self._work.shard} of batch {self._work.batch} is visible cannot be told: "
+                    f"{reason}. It is sent again, and may then be in twice.",
+                    next_step="start the pipeline again when the store answers",
+                )
+
+    def abort(self) -> None:
+        if not self._committed:
+            self._files.discard()
+
+
+@contextlib.contextmanager
+def _as_ours(options: DeltaOptions, work: Work) -> Any:
+    with explained(options):
+        try:
+            yield
+        except FileNotFoundError:
+            raise InvariantBroken(
+                "STAGED_FILE_GONE",
+                f"A file of shard {work.shard} of batch {work.batch} was taken away while the task wrote it: a later "
+                "start of the pipeline swept what this one left. Nothing of the shard is visible.",
+                next_step="nothing, if the later start is running; else start the pipeline again",
+            ) from None
+
+
+def _all_rows(work: Work, done: list[DataFile], fingerprint: Fingerprint) -> None:
+    rows = sum(f.rows for f in done)
+    if rows != fingerprint.count:
+        raise InvariantBroken(
+            "ROWS_DIFFER",
+            f"Shard {work.shard} of batch {work.batch}: {rows} rows are in its files, the fingerprint counts "
+            f"{fingerprint.count}. Nothing of the shard is visible.",
+            next_step="start the pipeline again; the batch runs again",
+        )
+
+
+def _text(name: str, value: Any) -> str | None:
+    """A partition's value as the log writes it."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dt.date):
+        return value.isoformat()
+    text = str(value)
+    if not text:
+        raise BadRecord(
+            "PARTITION_EMPTY",
+            f"Column {name!r} partitions the table, and a row holds an empty text in it: Delta would read it back as "
+            "NULL.",
+            next_step=f"replace it, for instance: when({name} = '', 'none').otherwise({name})",
+        )
+    return text
