@@ -91,7 +91,8 @@ class DeltaRows:
 
 
 class DeltaRowsDriver:
-    """Offsets are `{"version": v}`: all rows up to that version of the table; -1: none."""
+    """Offsets are `{"version": v}`: all rows of that version of the table; -1: none. A slice holds files that the end
+    has and the start has not; one that was compacted in between counts as new."""
 
     def __init__(self, rows: DeltaRows) -> None:
         self._rows = rows
@@ -108,14 +109,17 @@ class DeltaRowsDriver:
     def freeze(self) -> None:
         raise self._no_stream()
 
-    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:  # noqa: ARG002
-        version = int(end["version"])
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        version, before = int(end["version"]), int(start["version"])
         if version < 0:
             return []
+        known = {file["path"] for file in self._rows.files(before)} if before >= 0 else set()
         schema = table_schema(require_table(self._rows.options, version)).serialize().to_pybytes()
         groups: list[list[dict[str, Any]]] = []
         room = 0
         for file in self._rows.files(version):
+            if file["path"] in known:
+                continue
             if file["size"] > room:
                 groups.append([])
                 room = SLICE_BYTES
