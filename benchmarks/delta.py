@@ -1,9 +1,9 @@
 """`make bench-delta`: exactly once into a Delta table against plain `write_deltalake` of the same batches, in one run.
 
 Every case writes the same Parquet files (5 million rows of 10 columns by default) into a fresh local table. A case runs
-in a process of its own and warms up with one file, so that no start of a JVM or of a Python worker is in its time.
-`write_deltalake` makes no fsync, and ours does; it is measured as it is, once with one process (the library uses every
-core) and once with one process per core, each with its own commit.
+in a process of its own and warms up with one file a core, so that no start of a JVM or of a Python worker is in its
+time. `write_deltalake` makes no fsync, and ours does; it is measured as it is, once with one process (the library uses
+every core) and once with one process per core, each with its own commit.
 """
 
 from __future__ import annotations
@@ -241,7 +241,8 @@ def main() -> None:
         console.print(f"Writing {FILES} Parquet files of {per_file:,} rows ...")
         for i in range(FILES):
             pq.write_table(rows(i * per_file, per_file), everything / f"{i:02d}.parquet")
-        (one / "00.parquet").hardlink_to(everything / "00.parquet")
+        for i in range(CORES):  # one for each worker
+            (one / f"{i:02d}.parquet").hardlink_to(everything / f"{i:02d}.parquet")
         given.rows = per_file * FILES
         found = report(measure(Path(folder), given), given.rows)
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -30,6 +31,8 @@ GROUP_BYTES = 32 << 20
 OPEN_FILES_MAX = 100
 """Files of one shard that are open at once; a shard with more partitions writes some of them in several files."""
 
+_SAMPLE_ROWS = 8_192
+
 
 @dataclass
 class _Open:
@@ -37,24 +40,39 @@ class _Open:
 
     name: str
     values: dict[str, str | None]
+    schema: pa.Schema
+    compression: str
     sink: Any
-    writer: Any
-    metadata: list[Any]
+    writer: Any = None
+    footers: list[Any] = field(default_factory=list)
     not_a_number: set[str] = field(default_factory=set)
     waiting: list[pa.RecordBatch] = field(default_factory=list)
     rows: int = 0
     bytes: int = 0
 
     def flush(self) -> None:
-        if self.rows:
-            for batch in self.waiting:
-                self.not_a_number |= {
-                    f.name
-                    for f, column in zip(batch.schema, batch.columns, strict=True)
-                    if pa.types.is_floating(f.type) and pc.any(pc.is_nan(column)).as_py()
-                }
-            self.writer.write_table(pa.Table.from_batches(self.waiting), row_group_size=GROUP_ROWS)
-            self.waiting, self.rows, self.bytes = [], 0, 0
+        """Write what waits as one row group."""
+        if not self.rows:
+            return
+        rows = pa.Table.from_batches(self.waiting, self.schema)
+        for f in self.schema:
+            if pa.types.is_floating(f.type) and pc.any(pc.is_nan(rows[f.name])).as_py():
+                self.not_a_number.add(f.name)
+        if self.writer is None:
+            self.writer = pq.ParquetWriter(
+                self.sink, self.schema, compression=self.compression, use_dictionary=_repeating(rows),
+                metadata_collector=self.footers, store_schema=False,
+            )  # fmt: skip
+        self.writer.write_table(rows, row_group_size=GROUP_ROWS)
+        self.waiting, self.rows, self.bytes = [], 0, 0
+
+    def close(self) -> int:
+        """Returns the size of the file in bytes."""
+        if self.writer is not None:
+            self.writer.close()
+        size = int(self.sink.tell())
+        self.sink.close()
+        return size
 
 
 class FileWriter:
@@ -98,9 +116,7 @@ class FileWriter:
     def discard(self) -> None:
         for file in self._open.values():
             with contextlib.suppress(Exception):
-                file.writer.close()
-            with contextlib.suppress(Exception):
-                file.sink.close()
+                file.close()
         self._open.clear()
         if self._store is not None:
             with contextlib.suppress(Exception):
@@ -110,13 +126,14 @@ class FileWriter:
         if not self._partitions:
             return [({}, batch)]
         keys = pa.Table.from_batches([batch.select(self._partitions)]).append_column(
-            "\0row", pa.array(range(batch.num_rows), pa.int64())
+            "\0row", pa.array(np.arange(batch.num_rows))
         )
         groups = keys.group_by(self._partitions, use_threads=False).aggregate([("\0row", "list")])
         stored = batch.select(self._stored.names)
+        members = groups.column("\0row_list").combine_chunks()
         return [
-            ({name: _text(name, row[name]) for name in self._partitions}, stored.take(pa.array(row["\0row_list"])))
-            for row in groups.to_pylist()
+            ({name: _text(name, value) for name, value in values.items()}, stored.take(members[i].values))
+            for i, values in enumerate(groups.select(self._partitions).to_pylist())
         ]
 
     def _file(self, values: dict[str, str | None]) -> _Open:
@@ -131,13 +148,8 @@ class FileWriter:
         name = self._place.name(folder, self._number)
         self._number += 1
         self._store.make_folder(name.rpartition("/")[0])
-        metadata: list[Any] = []
         self._names.append(name)
-        sink = self._store.create(name)
-        writer = pq.ParquetWriter(
-            sink, self._stored, compression=self._options.compression, metadata_collector=metadata, store_schema=False
-        )
-        self._open[folder] = _Open(name, values, sink, writer, metadata)
+        self._open[folder] = _Open(name, values, self._stored, self._options.compression, self._store.create(name))
         return self._open[folder]
 
     def _flush(self, file: _Open) -> None:
@@ -147,20 +159,10 @@ class FileWriter:
     def _close(self, folder: str) -> None:
         file = self._open.pop(folder)
         self._flush(file)
-        file.writer.close()
-        size = file.sink.tell()
-        file.sink.close()
-        footer = file.metadata[0]
-        self._done.append(
-            DataFile(
-                file.name,
-                size,
-                footer.num_rows,
-                file.values,
-                statistics.of_file(footer, file.not_a_number),
-                time.time_ns() // 1_000_000,
-            )
-        )
+        size = file.close()
+        [footer] = file.footers
+        said = statistics.of_file(footer, file.not_a_number)
+        self._done.append(DataFile(file.name, size, footer.num_rows, file.values, said, time.time_ns() // 1_000_000))
 
 
 class StagingWriter:
@@ -260,6 +262,16 @@ def _all_rows(work: Work, done: list[DataFile], fingerprint: Fingerprint) -> Non
             f"{fingerprint.count}. Nothing of the shard is visible.",
             next_step="start the pipeline again; the batch runs again",
         )
+
+
+def _repeating(rows: pa.Table) -> list[str]:
+    """Columns whose first values repeat: a dictionary pays for these, and costs more than all else for the others."""
+    sample = rows.slice(0, _SAMPLE_ROWS)
+    return [
+        f.name
+        for f in rows.schema
+        if not pa.types.is_nested(f.type) and 2 * pc.count_distinct(sample[f.name]).as_py() <= sample.num_rows
+    ]
 
 
 def _text(name: str, value: Any) -> str | None:
