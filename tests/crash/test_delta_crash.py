@@ -191,12 +191,12 @@ def test_zombie_driver_is_fenced(world: DeltaWorld, stop_at: str) -> None:
 
 
 def test_zombie_inside_its_decision_is_fenced(world: DeltaWorld) -> None:
-    """Stopped after it looked at the log and took the files of a shard: its commit rests on a version before the
-    later claim."""
-    fenced(world, "commit.apply:after")
+    """Stopped after it looked at the log and at the files: only its commit can still find the later claim."""
+    assert "Concurrent transaction" in fenced(world, "commit.apply:after")
 
 
-def fenced(world: DeltaWorld, point: str) -> None:
+def fenced(world: DeltaWorld, point: str) -> str:
+    """What the zombie says in the end."""
     zombie = world.start(stop_at=point)
     _, status = os.waitpid(zombie.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status), zombie.stderr and zombie.stderr.read()
@@ -213,3 +213,4 @@ def fenced(world: DeltaWorld, point: str) -> None:
     world.sweep()
     world.judge()
     assert world.staged() == []
+    return error

@@ -268,6 +268,21 @@ def test_others_may_append_and_compact_while_a_batch_is_decided(tmp_path: Path) 
     assert read_back(sink).num_rows == 3 * ROWS.num_rows
 
 
+def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path) -> None:
+    """The driver looked at the log, and was paused; another one claimed, and decided nothing yet."""
+    sink = sink_at(tmp_path)
+    mine = claimed(sink)
+    prepared = staged(sink, ROWS)
+    seen = mine._refresh()  # type: ignore[attr-defined]
+    sink.ledger(SCOPE).claim(Owner("other"))
+    mine._refresh = lambda: seen  # type: ignore[attr-defined]
+    outcome = mine.decide(decision(0, prepared))
+    assert isinstance(outcome, Failed)
+    assert "Concurrent transaction" in outcome.reason
+    assert read_back(sink).num_rows == 0
+    assert sink.ledger(SCOPE).look().last is None
+
+
 def test_p7_a_commit_that_met_itself_is_in(tmp_path: Path) -> None:
     """P7: the answer was lost, the client sent the commit again, and it failed as a conflict although it is in."""
     sink = sink_at(tmp_path)
@@ -314,6 +329,22 @@ def test_abort_takes_nothing_away_that_counts(tmp_path: Path) -> None:
     assert resource.sweep(()) == Ok(1)
     assert resource.abort(stray) == Ok(None)
     assert read_back(sink).num_rows == ROWS.num_rows
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_decision_never_names_a_file_that_is_not_whole(tmp_path: Path, damage: str) -> None:
+    sink = sink_at(tmp_path)
+    mine = claimed(sink)
+    one, other = staged(sink, ROWS), staged(sink, ROWS, shard=1)
+    file = tmp_path / "t" / other.handle["files"][0]["path"]
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    outcome = mine.decide(decision(0, one, other))
+    assert isinstance(outcome, Failed)
+    assert "STAGED_FILE_GONE" in outcome.reason
+    assert read_back(sink).num_rows == 0
 
 
 def test_sweep_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None:

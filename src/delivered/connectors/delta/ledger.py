@@ -22,7 +22,7 @@ from delivered.connectors.delta.client import Store, explained, open_table, requ
 from delivered.connectors.delta.commit import CHECKPOINT_VERSIONS, Change, DataFile, commit, tidy
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Names, Record, Records, digest, next_claim
-from delivered.connectors.delta.target import same_columns
+from delivered.connectors.delta.target import required, same_columns, table_schema
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -187,12 +187,12 @@ class DeltaLedger:
         Raises:
             InvariantBroken: a file is gone, or is not what was prepared.
         """
-        if decision.guarantee is not Guarantee.EXACTLY_ONCE:
+        participants = [p for p in decision.participants if p.handle]
+        if decision.guarantee is not Guarantee.EXACTLY_ONCE or not participants:
             return []
         files: list[DataFile] = []
-        for prepared in decision.participants:
-            if not prepared.handle:
-                continue
+        there = self._records.store.files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
+        for prepared in participants:
             facts = {"batch": decision.batch, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
             staged = [DataFile.from_json(f) for f in prepared.handle["files"]]
@@ -203,11 +203,7 @@ class DeltaLedger:
                     f"counts {prepared.fingerprint.count}.",
                     next_step="start the pipeline again; the batch runs again",
                 )
-            files += staged
-            reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
-        if files:
-            there = self._records.store.files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
-            for file in files:
+            for file in staged:
                 if there.get(file.path) != file.size:
                     raise InvariantBroken(
                         "STAGED_FILE_GONE",
@@ -215,21 +211,21 @@ class DeltaLedger:
                         f"{file.size}. Nothing of the batch is visible.",
                         next_step="start the pipeline again; the batch runs again",
                     )
-            same_columns(self._options, table, self._staged_schema(files[0]), files)
+            if not files:
+                same_columns(self._options, table, self._staged_schema(table, staged[0]))
+            files += staged
+            reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
+        required(self._options, table, files)
         return files
 
-    def _staged_schema(self, file: DataFile) -> pa.Schema:
+    def _staged_schema(self, table: Any, file: DataFile) -> pa.Schema:
+        """Of the rows in a file, with the columns that its folder names."""
         import pyarrow.parquet as pq
 
         with self._records.store.fs.open_input_file(file.path) as source:
             stored = types.canonical_schema(pq.read_schema(source))
-        table = {f.name: f for f in self._table_schema()}
-        return pa.schema([*stored, *(table[name] for name in file.partition if name in table)])
-
-    def _table_schema(self) -> pa.Schema:
-        from delivered.connectors.delta.target import table_schema
-
-        return table_schema(self._table)
+        known = table_schema(table)
+        return pa.schema([*stored, *(known.field(name) for name in file.partition if name in known.names)])
 
     def _read(self, table: Callable[[], Any]) -> LedgerState:
         """Once more, if what the log pointed to was replaced and taken away in between."""

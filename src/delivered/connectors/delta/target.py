@@ -131,11 +131,11 @@ def compare(options: DeltaOptions, table: Any, schema: pa.Schema) -> list[pa.Fie
     return missing
 
 
-def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema, files: Sequence[DataFile]) -> None:
+def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
     """Check once more, against the table as it is at the commit: others may have altered it since the start.
 
     Raises:
-        UsageError: the files do not fit the table any more.
+        UsageError: rows of this schema do not fit the table any more.
     """
     check_features(options, table)
     missing = compare(options, table, schema)
@@ -145,14 +145,26 @@ def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema, files: Se
             f"The table at {options.path!r} lost the columns {[f.name for f in missing]} since the start.",
             next_step="start the pipeline again",
         )
-    required = [f.name for f in table_schema(table) if not f.nullable]
-    for file in files if required else ():
+
+
+def required(options: DeltaOptions, table: Any, files: Sequence[DataFile]) -> None:
+    """
+    Raises:
+        UsageError: a column that may hold no NULL does.
+    """
+    columns = [f.name for f in table_schema(table) if not f.nullable]
+    for file in files if columns else ():
         counts = json.loads(file.statistics).get("nullCount", {})
-        null = [n for n in required if counts.get(n, 0) or (n in file.partition and file.partition[n] is None)]
+        null = [
+            n
+            for n in columns
+            if (n not in file.partition and counts.get(n, 1)) or (n in file.partition and file.partition[n] is None)
+        ]
         if null:
             raise UsageError(
                 "COLUMN_REQUIRED",
-                f"Columns {null} of the table at {options.path!r} may hold no NULL, and rows of this batch do.",
+                f"Columns {null} of the table at {options.path!r} may hold no NULL, and rows of this batch do, "
+                "or have too many columns to tell.",
                 next_step="filter these rows, or give them a value",
             )
 

@@ -18,7 +18,7 @@ from delivered.connectors.delta import stage, statistics, types
 from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.commit import Change, DataFile, commit
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.target import same_columns
+from delivered.connectors.delta.target import required, same_columns
 from delivered.model.errors import BadRecord, InvariantBroken, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -211,7 +211,8 @@ class DirectWriter:
         if not done:
             return {}
         table = require_table(self._options)
-        same_columns(self._options, table, self._schema, done)
+        same_columns(self._options, table, self._schema)
+        required(self._options, table, done)
         self._committed = True  # from here on the files may be seen: they are not taken away any more
         match commit(self._options, table, Change(adds=done)):
             case Ok():
