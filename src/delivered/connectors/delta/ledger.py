@@ -12,7 +12,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -32,6 +32,18 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 
+@dataclass(frozen=True)
+class _Earlier:
+    """
+    Attributes:
+        decisions: the newest of each other incarnation, newest first.
+        begun: batches of other incarnations that decided none.
+    """
+
+    decisions: tuple[Decision, ...]
+    begun: tuple[tuple[str, Begun], ...]
+
+
 class DeltaLedger:
     """See `delivered.contract.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
 
@@ -42,7 +54,7 @@ class DeltaLedger:
         self._opened: Records | None = None
         self._table: Any = None
         self._claimed: tuple[str, int] | None = None
-        self._earlier: tuple[int, tuple[Decision, ...]] | None = None
+        self._earlier: tuple[int, _Earlier] | None = None
 
     def claim(self, owner: Owner) -> LedgerState:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
@@ -242,31 +254,35 @@ class DeltaLedger:
         with explained(self._options):
             incarnation = self._scope.incarnation
             held = self._records.owner(table)
+            others = self._others(table, held[1] if held else 0)
             return LedgerState(
                 owner=held[0] if held else None,
                 last=self._records.last(table, incarnation),
                 begun=self._records.begun(table, incarnation),
-                earlier=self._newest_of_others(table, held[1] if held else 0),
+                earlier=others.decisions,
+                earlier_begun=others.begun,
                 epoch=held[1] if held else 0,
             )
 
-    def _newest_of_others(self, table: Any, claim: int) -> tuple[Decision, ...]:
-        """Decisions of other incarnations cannot change while one owner holds the ledger: read once for each claim."""
+    def _others(self, table: Any, claim: int) -> _Earlier:
+        """What other incarnations left cannot change while one owner holds the ledger: read once for each claim."""
         if self._earlier is None or self._earlier[0] != claim:
             found = []
             for incarnation in self._records.incarnations():
                 if incarnation != self._scope.incarnation:
                     found.append(self._records.last(table, incarnation))
             decisions = sorted((d for d in found if d is not None), key=lambda d: -d.decided_at_ms)
-            self._earlier = (claim, tuple(decisions))
+            begun = [(i, b) for i, b in self._records.only_begun(table) if i != self._scope.incarnation]
+            self._earlier = (claim, _Earlier(tuple(decisions), tuple(begun)))
         return self._earlier[1]
 
     def _forget(self, table: Any) -> None:
         """Of other incarnations keep the newest decision; of very old ones nothing; of owners the newest."""
         with explained(self._options), contextlib.suppress(OSError):
             held = self._records.owner(table)
-            others = self._newest_of_others(table, held[1] if held else 0)
-            kept = {d.scope.incarnation for d in others[:LEDGER_INCARNATIONS]} | {self._scope.incarnation}
+            others = self._others(table, held[1] if held else 0)
+            kept = {d.scope.incarnation for d in others.decisions[:LEDGER_INCARNATIONS]} | {self._scope.incarnation}
+            open_batches = {i for i, _ in others.begun[:LEDGER_INCARNATIONS]}
             gone = []
             for incarnation in self._records.incarnations():
                 newest = self._records.newest(table, incarnation)
@@ -275,7 +291,7 @@ class DeltaLedger:
                     gone += [
                         f for f in self._records.store.files(self._names.decided_folder(incarnation)) if f not in keep
                     ]
-                if incarnation not in kept:
+                if incarnation not in kept | open_batches:
                     gone += list(self._records.store.files(self._names.begun_folder(incarnation)))
             # Some are kept: somebody may just read one that was the newest a moment ago. Files of claims that are
             # under way are newer than the newest that counts.

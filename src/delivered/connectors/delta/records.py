@@ -160,6 +160,12 @@ class Records:
     def incarnations(self) -> list[str]:
         return self.store.folders(f"{self.names.folder}/decided")
 
+    def only_begun(self, table: Any) -> list[tuple[str, Begun]]:
+        """Incarnations that began a batch and decided none."""
+        begun = self.store.folders(f"{self.names.folder}/begun")
+        found = [(i, self.begun(table, i)) for i in begun if self.newest(table, i) is None]
+        return [(i, b) for i, b in found if b is not None]
+
     def _read(self, name: str, expected: int | None = None) -> bytes:
         data = self._kept.get(name) or self.store.get(name)
         if data is None or (expected is not None and digest(data) != expected):
