@@ -7,7 +7,7 @@ change is not in and will not get in, and Unknown when it cannot tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,6 +71,8 @@ class Resource(Protocol):
     def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Make a decided participant visible. Idempotent: may be called again, by another process.
 
+        `work.scope` names the sink of this participant.
+
         Ok: visible. Failed: the promise is gone, and this call did not make it visible; `applied` tells whether an
         earlier one did. Unknown: ask again.
         """
@@ -126,8 +128,10 @@ class Ledger(Protocol):
     def decide(self, decision: Decision) -> Outcome[None]:
         """Record the decision, durably, if this owner still owns the ledger.
 
-        With `Commit.ONE_TRANSACTION`: rows of all participants become visible in the same transaction, which
-        reaches the crash points of `commit.apply` once per participant; Failed if staged rows of one are gone.
+        With `Commit.ONE_TRANSACTION`: rows of the participants in `decision.to_move` become visible in the same
+        transaction, which reaches the crash points of `commit.apply` once for each; Failed if staged rows of one are
+        gone. Participants of other sinks are recorded and not touched. A later revision of a batch takes the place of
+        the earlier one.
         Failed: it is not in, and will not get in. Unknown: `claim` again, then look.
         """
 
@@ -182,10 +186,69 @@ class NeedsTarget(Protocol):
         """
 
 
-def ready_target(sink: Sink, schema: pa.Schema) -> None:
+def ready_target(sink: Sink | Several, schema: pa.Schema) -> None:
     """What has to be called before a claim, for any sink."""
     if isinstance(sink, NeedsTarget):
         sink.ready_target(schema)
+
+
+@runtime_checkable
+class SetsUp(Protocol):
+    """A resource whose tasks need something at the sink beside its rows: a topic or a table for markers. Opt-in.
+
+    A sink that keeps the ledger sets that up when the ledger is claimed. Beside another sink's ledger this is asked.
+    """
+
+    def set_up(self) -> None:
+        """Make what is missing. Runs on the driver at recovery, before the sweep; may be called again."""
+
+    def forget(self, batch: int) -> None:
+        """Markers of batches of this incarnation before `batch` are not asked for any more. May be called again."""
+
+
+Route = Callable[[pa.RecordBatch], pa.RecordBatch]
+"""Which rows and columns of a batch a sink gets. Picklable; the same rows give the same rows."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of several sinks that a batch is written to, all or nothing.
+
+    Attributes:
+        id: as in `Prepared.sink`: empty for the sink that keeps the ledger, else its name.
+        name: in the pipeline.
+        route: None: all rows, all columns.
+    """
+
+    id: str
+    name: str
+    sink: Sink
+    route: Route | None = None
+
+
+@runtime_checkable
+class Several(Protocol):
+    """Several sinks that share every batch. Its ledger decides for all of them; its resource tells whose participant
+    is whose by `Prepared.sink`, and by the sink that `Work.scope` names. Picklable."""
+
+    @property
+    def name(self) -> str:
+        """Of the sink that keeps the ledger."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """In the order in which they are prepared and applied. Exactly one has an empty id."""
+
+    @property
+    def others(self) -> frozenset[str]:
+        """Ids of all but the sink that keeps the ledger."""
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        """As of a sink: rows before the routes."""
+
+    def ledger(self, scope: Scope) -> Ledger: ...
+
+    def resource(self, scope: Scope) -> Resource: ...
 
 
 Offsets = dict[str, Any]

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tests.crash.group_sim import GroupSim
 from tests.crash.sim import END, Crash, Sim, points, role
 
 from delivered.model.capability import Commit
@@ -33,6 +34,7 @@ class Scenario:
     Attributes:
         decided_first: the first batch was decided before, and its driver died then: the crash meets a recovery.
         expired: every promise is gone by the time of each restart.
+        several: how each of several sinks commits; empty: one sink, by `commit`.
     """
 
     guarantee: Guarantee
@@ -40,12 +42,17 @@ class Scenario:
     crashes: tuple[tuple[str, int, str, str, bool], ...]
     decided_first: bool = False
     expired: bool = False
+    several: tuple[Commit, ...] = ()
 
     def run(self) -> Sim:
         crashes = [Crash(*c) for c in self.crashes]
         if self.decided_first:
             step = "commit.decide" if self.guarantee is Guarantee.EXACTLY_ONCE else "commit.record"
             crashes.insert(0, Crash(f"{step}:after", 1, "tree"))
+        if self.several:
+            return GroupSim(
+                self.guarantee, self.commit, tuple(crashes), expire_on_start=self.expired, commits=self.several
+            ).run()
         return Sim(self.guarantee, self.commit, tuple(crashes), expire_on_start=self.expired).run()
 
     def __str__(self) -> str:
@@ -54,16 +61,19 @@ class Scenario:
             for point, nth, how, resume, same in self.crashes
         )
         flags = (" after a decided batch" * self.decided_first) + (" promises expire" * self.expired)
-        return f"{self.guarantee}, {self.commit}: {stops}{flags}"
+        sinks = " + ".join(self.several) or self.commit
+        return f"{self.guarantee}, {sinks}: {stops}{flags}"
 
 
-def single(guarantee: Guarantee, commit: Commit, how: str) -> Iterator[tuple[Scenario, Sim]]:
+def single(
+    guarantee: Guarantee, commit: Commit, how: str, several: tuple[Commit, ...] = ()
+) -> Iterator[tuple[Scenario, Sim]]:
     """Run one crash at each point and occurrence; only runs in which it was hit are given."""
     for point in points():
         if how == "zombie_task" and role(point) is not Role.TASK:
             continue
         for decided_first, expired in _beginnings(guarantee, commit, how.startswith("zombie")):
-            yield from _occurrences(Scenario(guarantee, commit, (), decided_first, expired), point, how)
+            yield from _occurrences(Scenario(guarantee, commit, (), decided_first, expired, several), point, how)
 
 
 def _beginnings(guarantee: Guarantee, commit: Commit, zombie: bool) -> list[tuple[bool, bool]]:
@@ -104,7 +114,9 @@ def _occurrences(base: Scenario, point: str, how: str) -> Iterator[tuple[Scenari
             return
 
 
-def pairs(guarantee: Guarantee, commit: Commit, count: int, seed: int) -> Iterator[tuple[Scenario, Sim]]:
+def pairs(
+    guarantee: Guarantee, commit: Commit, count: int, seed: int, several: tuple[Commit, ...] = ()
+) -> Iterator[tuple[Scenario, Sim]]:
     """A seeded sample of two crashes in one history."""
     dice = random.Random(seed)
     for _ in range(count):
@@ -120,5 +132,5 @@ def pairs(guarantee: Guarantee, commit: Commit, count: int, seed: int) -> Iterat
         )
         stops = tuple(s for s in stops if s[2] != "zombie_task" or role(s[0]) is Role.TASK)
         expired = commit is Commit.TWO_PHASE and dice.random() < 0.3
-        scenario = Scenario(guarantee, commit, stops, dice.random() < 0.3, expired)
+        scenario = Scenario(guarantee, commit, stops, dice.random() < 0.3, expired, several)
         yield scenario, scenario.run()

@@ -28,6 +28,7 @@ from delivered.commit.decide import abort_batch, commit_batch
 from delivered.commit.recover import plan_batch
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS, Answer, State, make_world
+from delivered.contract import Several, Sink
 from delivered.model import step
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -103,9 +104,17 @@ class Driver:
     def __init__(self, sim: Sim, owner: str) -> None:
         self.sim = sim
         self.process = Process(owner)
-        scope = Scope("p", "memory", sim.checkpoint.incarnation)
+        scope = Scope("p", sim.sink.name, sim.checkpoint.incarnation)
         self.planner, self.committer = (
-            Context(scope, sim.guarantee, Owner(owner), sim.sink.ledger(scope), sim.sink.resource(scope), sim.tolerance)
+            Context(
+                scope,
+                sim.guarantee,
+                Owner(owner),
+                sim.sink.ledger(scope),
+                sim.sink.resource(scope),
+                sim.tolerance,
+                sim.sink.others if isinstance(sim.sink, Several) else frozenset(),
+            )
             for _ in range(2)
         )
         self.before: int | None = None
@@ -180,12 +189,15 @@ class Sim:
         self.world.inputs = [
             [(b"k", f"{p}-{i}".encode()) for i in range(self.batches * self.rows)] for p in range(self.shards)
         ]
-        self.sink = CONNECTOR.sink({"world": self.name, "commit": self.commit.value})
+        self.sink: Sink | Several = self.make_sink()
         self.source = CONNECTOR.source({"world": self.name})
         self._local = threading.local()
         self._pauses: list[tuple[Crash, Pause]] = []
         self._stop = False
         self._decided: tuple[int, list[Decision]] = (0, [])
+
+    def make_sink(self) -> Sink | Several:
+        return CONNECTOR.sink({"world": self.name, "commit": self.commit.value})
 
     # -- the world's side --------------------------------------------------------------------------------------
 
@@ -430,6 +442,9 @@ class Sim:
     def last(self) -> Decision:
         return self.decisions()[-1]
 
+    def given_up(self) -> int:
+        return self.last().given_up.count
+
     def verdict(self) -> list[str]:
         """What is wrong in the end. The oracle belongs to the guarantee."""
         found = list(self.problems)
@@ -443,18 +458,21 @@ class Sim:
                 if lost:
                     found.append(f"lost {lost}")
             case Guarantee.AT_MOST_ONCE:
-                given_up = self.last().given_up.count if self.decisions() else 0
+                given_up = self.given_up() if self.decisions() else 0
                 if duplicated:
                     found.append(f"duplicated {duplicated}")
                 if lost > given_up:
                     found.append(f"lost {lost}, counted as given up {given_up}")
         return found
 
-    def _account(self) -> Iterable[str]:
+    def _totals(self) -> Iterable[str]:
         seed = fingerprint_seed(Scope("p", "memory", "any"))
         seen = sum((fingerprint(b, seed) for _, b in self.world.visible), Fingerprint())
         if self.decisions() and self.last().total != seen:
             yield f"the ledger accounts for {self.last().total}, readers see {seen}"
+
+    def _account(self) -> Iterable[str]:
+        yield from self._totals()
         decided = Counter((d.scope.incarnation, d.batch, d.revision) for d in self.decisions())
         if any(n > 1 for n in decided.values()):
             yield f"a batch was decided twice: {decided}"

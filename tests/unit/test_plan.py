@@ -73,6 +73,22 @@ TO_SQLITE = SinkFacts(
         local=True,
     ),
 )
+TO_POSTGRES = SinkFacts(
+    "totals",
+    "postgres totals",
+    SinkCapability(
+        system="postgres",
+        commit=Commit.TWO_PHASE,
+        mechanism="two-phase commit",
+        stage="COPY in a transaction per shard, invisible",
+        prepare="PREPARE TRANSACTION",
+        decide="one row in the ledger",
+        apply="COMMIT PREPARED per shard",
+        send="COPY, a transaction per shard",
+        batch_atomic=False,
+        assumes=("the database is backed up and restored as one",),
+    ),
+)
 TO_HTTP = SinkFacts(
     "hook",
     "http hook",
@@ -106,6 +122,10 @@ PLANS = {
     "kafka_at_least_once": replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE),
     "kafka_at_most_once": replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE),
     "sqlite_exactly_once": replace(ASKED, source=LOG, sinks=(TO_SQLITE,)),
+    "two_that_prepare": replace(ASKED, sinks=(TO_KAFKA, TO_POSTGRES)),
+    "three_with_last_resource": replace(ASKED, sinks=(TO_KAFKA, TO_SQLITE, TO_POSTGRES)),
+    "several_at_least_once": replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE, sinks=(TO_KAFKA, TO_POSTGRES)),
+    "several_at_most_once": replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE, sinks=(TO_KAFKA, TO_POSTGRES)),
     "kafka_nondeterministic": replace(
         ASKED,
         transform=TransformFacts("python", "orders:clean", stateful=True, deterministic=False),
@@ -128,7 +148,11 @@ REFUSALS = {
         checkpoint=CheckpointFacts("/data/checkpoints/new", earlier=EarlierFacts("0f3c", 7, '{"orders":{"0":9}}')),
     ),
     "refused_sink_cannot_commit": replace(ASKED, sinks=(TO_HTTP,)),
-    "refused_two_sinks": replace(ASKED, sinks=(TO_KAFKA, TO_SQLITE)),
+    "refused_two_last_resources": replace(
+        ASKED, sinks=(TO_SQLITE, TO_KAFKA, replace(TO_SQLITE, name="copies", label="sqlite copies.db copies"))
+    ),
+    "refused_name_twice": replace(ASKED, sinks=(TO_KAFKA, TO_POSTGRES, TO_KAFKA)),
+    "refused_one_of_two_cannot_commit": replace(ASKED, sinks=(TO_KAFKA, TO_HTTP)),
     "refused_local_source": replace(ASKED, source=LOG, execution=Execution(cluster=True)),
     "refused_local_sink": replace(ASKED, sinks=(TO_SQLITE,), execution=Execution(cluster=True)),
     "refused_preflight": replace(
@@ -228,7 +252,21 @@ def test_an_old_checkpoint_without_offsets_and_a_ledger_with_batches_is_refused(
 def test_no_sink_is_refused() -> None:
     refusal = make_plan(replace(ASKED, sinks=()))
     assert isinstance(refusal, Refusal)
-    assert refusal.code == "SINKS_NOT_ONE"
+    assert refusal.code == "SINKS_NONE"
+
+
+@pytest.mark.parametrize("name", [n for n, r in PLANS.items() if r.several])
+def test_order_of_several_sinks_is_told(name: str) -> None:
+    """P27: which sink decides, and that readers of two sinks do not see a batch at one moment."""
+    plan = make_plan(PLANS[name])
+    assert isinstance(plan, Plan)
+    assert any(PLANS[name].decider.name in line for line in plan.order)
+    assert to_json(plan)["order"] == list(plan.order)
+    exactly_once = plan.guarantee is Guarantee.EXACTLY_ONCE
+    assert any(("after the last commit.apply" if exactly_once else "not atomic") in line for line in plan.limits)
+    named = [s.name for s in PLANS[name].sinks]
+    stages = [s.does.split(":")[0] for s in plan.steps if s.id in (StepId.WRITE_STAGE, StepId.WRITE_SEND)]
+    assert stages == named
 
 
 @pytest.mark.parametrize("width", [40, 72, 200])

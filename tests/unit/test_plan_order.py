@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from delivered.commit.recover import plan_batch
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract import Sink
+from delivered.contract import Member, Several, Sink
+from delivered.group import SinkGroup
 from delivered.model import step
 from delivered.model.capability import SourceCapability
 from delivered.model.guarantee import Guarantee
@@ -48,16 +49,25 @@ def memory(tmp_path: Path, commit: str) -> Sink:
     return MEMORY.sink({"world": world, "commit": commit})
 
 
-SINKS = {
+def group(*sinks: Sink) -> SinkGroup:
+    return SinkGroup.of([(f"sink-{i}", s, None) for i, s in enumerate(sinks)])
+
+
+SINKS: dict[str, Callable[[Path], Sink | Several]] = {
     "memory two_phase": lambda tmp: memory(tmp, "two_phase"),
     "memory one_transaction": lambda tmp: memory(tmp, "one_transaction"),
     "sqlite": lambda tmp: SQLITE.sink({"path": str(tmp / "out.db"), "table": "orders"}),
+    "two that prepare": lambda tmp: group(memory(tmp, "two_phase"), memory(tmp, "two_phase")),
+    "memory and sqlite as the last resource": lambda tmp: group(
+        memory(tmp, "two_phase"), SQLITE.sink({"path": str(tmp / "out.db"), "table": "orders"})
+    ),
 }
 
 
-def run_one_batch(sink: Sink, guarantee: Guarantee, shards: int = 2) -> None:
+def run_one_batch(sink: Sink | Several, guarantee: Guarantee, shards: int = 2) -> None:
     scope = Scope("orders", sink.name, "incarnation-1")
-    context = Context(scope, guarantee, Owner("driver-1"), sink.ledger(scope), sink.resource(scope))
+    others = sink.others if isinstance(sink, Several) else frozenset()
+    context = Context(scope, guarantee, Owner("driver-1"), sink.ledger(scope), sink.resource(scope), others=others)
     plan = plan_batch(context, CheckpointView("incarnation-1", 0, '{"0":2}', None), first=True)
     messages = []
     for shard in range(shards):
@@ -68,13 +78,14 @@ def run_one_batch(sink: Sink, guarantee: Guarantee, shards: int = 2) -> None:
     context.resource.close()
 
 
-def planned(sink: Sink, guarantee: Guarantee) -> Plan:
+def planned(sink: Sink | Several, guarantee: Guarantee) -> Plan:
+    members = sink.members if isinstance(sink, Several) else [Member("", sink.name, sink)]
     plan = make_plan(
         Request(
             pipeline="orders",
             guarantee=guarantee,
             source=SourceFacts("log in", SourceCapability("log", replayable=True)),
-            sinks=(SinkFacts(sink.name, "sink", sink.capability()),),
+            sinks=tuple(SinkFacts(m.name, "sink", m.sink.capability()) for m in members),
             checkpoint=CheckpointFacts("/checkpoint"),
         )
     )
@@ -93,7 +104,7 @@ def test_the_engine_meets_the_steps_in_the_order_of_the_plan(
     first_time = list(dict.fromkeys(after))
     plan = planned(sink, guarantee)
     recovery = [s.id for s in plan.recovery if s.id is not StepId.RECOVER_APPLY]
-    batch = [s.id for s in plan.steps if s.id not in SPARK_OWN]
+    batch = list(dict.fromkeys(s.id for s in plan.steps if s.id not in SPARK_OWN))
     assert first_time == [*recovery, *batch]
 
 

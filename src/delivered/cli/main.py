@@ -130,6 +130,7 @@ def audit(
     guarantee: GuaranteeOption = None,
     checkpoint: CheckpointOption = None,
     master: MasterOption = None,
+    sink: Annotated[str | None, typer.Option(metavar="NAME", help="One of several sinks; else all of them.")] = None,
     samples: Annotated[int, typer.Option(min=0, max=10_000, help="Damaged records to list, per class.")] = 20,
     sink_from: Annotated[
         str | None,
@@ -145,13 +146,26 @@ def audit(
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
     start = _offsets("--sink-from", sink_from)
+    if start is not None and sink is None and len(pipeline.sinks) > 1:
+        raise UsageError(
+            "AUDIT_SINK", "--sink-from speaks of one sink, and the pipeline has several.", "add --sink NAME"
+        )
     with working("starting Spark") as progress, quiet_spark(pipeline, spark_log) as spark:
-        report = pipeline.audit(spark, samples_max=samples, sink_from=start, progress=progress)
+        reports = [
+            pipeline.audit(spark, sink=name, samples_max=samples, sink_from=start, progress=progress)
+            for name in ([sink] if sink else pipeline.sink_names)
+        ]
     if output is Output.JSON:
-        say(report.to_json())
+        say(
+            reports[0].to_json()
+            if len(reports) == 1
+            else json.dumps([json.loads(r.to_json()) for r in reports], indent=2)
+        )
     else:
-        console().print(render(report))
-    return report.exit_code
+        for report in reports:
+            console().print(render(report))
+    codes = {r.exit_code for r in reports}
+    return 1 if 1 in codes else max(codes)
 
 
 @app.command()

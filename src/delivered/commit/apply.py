@@ -17,6 +17,11 @@ from delivered.model.work import Decision, Prepared
 _PARALLEL_MAX = 16
 
 
+def work_of(decision: Decision, prepared: Prepared) -> Work:
+    """The unit of work of a participant, at its own sink."""
+    return Work(decision.scope_of(prepared), decision.batch, prepared.shard, prepared.attempt)
+
+
 def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Prepared]:
     """Apply every participant of a decision; return those whose promise is gone.
 
@@ -25,12 +30,12 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
     Raises:
         OutcomeUnknown: a participant gave no answer within 120 s. The decision stands; the next start goes on.
     """
-    pending = [p for p in decision.participants if p.handle]
+    pending = [p for p in decision.participants if p.holds]
 
     def one(prepared: Prepared) -> Prepared | None:
-        facts = {"batch": decision.batch, "shard": prepared.shard}
+        work = work_of(decision, prepared)
+        facts = {"batch": decision.batch, "shard": prepared.shard, "sink": work.scope.sink}
         reach(step, Moment.BEFORE, **facts)
-        work = Work(decision.scope, decision.batch, prepared.shard, prepared.attempt)
         match _settle(context, work, prepared):
             case Ok():
                 reach(step, Moment.AFTER, **facts)
@@ -40,8 +45,8 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
             case Unknown(reason):
                 raise OutcomeUnknown(
                     "APPLY_UNKNOWN",
-                    f"Batch {decision.batch}, shard {prepared.shard} is decided, and the sink did not confirm within "
-                    f"{APPLY_TIMEOUT_S:.0f} s that it is visible: {reason}.",
+                    f"Batch {decision.batch}, shard {prepared.shard} is decided, and the sink {work.scope.sink!r} did "
+                    f"not confirm within {APPLY_TIMEOUT_S:.0f} s that it is visible: {reason}.",
                     next_step="start the pipeline again when the sink answers; recovery finishes the batch",
                 )
 

@@ -1,4 +1,4 @@
-"""What every part of the engine needs: one sink of one pipeline, as one driver."""
+"""What every part of the engine needs: the sinks of one pipeline behind one ledger, as one driver."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class Context:
     Attributes:
         ledger, resource: the sink's, opened for `scope`.
         owner: this driver. Two processes of one driver share its id.
+        others: sinks that share the batches of this one, as `Prepared.sink` names them.
     """
 
     scope: Scope
@@ -24,3 +25,4 @@ class Context:
     ledger: Ledger
     resource: Resource
     tolerance: Tolerance = Tolerance()
+    others: frozenset[str] = frozenset()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from delivered.commit.apply import apply_decided
+from delivered.commit.apply import apply_decided, work_of
 from delivered.commit.context import Context
 from delivered.commit.messages import all_skipped, checked, complete, strangers, written
 from delivered.commit.repair import repaired
@@ -20,11 +20,10 @@ from delivered.model.errors import (
 )
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Work
 from delivered.model.limits import DECISION_BYTES_MAX
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, LedgerState, Prepared, ShardMessage
+from delivered.model.work import Account, Decision, LedgerState, Prepared, ShardMessage
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +74,14 @@ def commit_batch(
             return last
         decision = repaired(context, last, said)
     else:
-        complete(batch, said)
+        complete(context, batch, said)
         decision = _decision(context, batch, offsets, said, last)
     _decide(context, decision, strangers(said, last) if last else list(written(said)))
+    decided = time.monotonic()
     _apply(context, decision)
+    if context.others and decision.guarantee is Guarantee.EXACTLY_ONCE:
+        ms = (time.monotonic() - decided) * 1000
+        log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, 1 + len(context.others), ms)
     _tidy(context, decision, said)
     return decision
 
@@ -89,7 +92,7 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
     Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a batch that
     was decided. A decision without an answer may still be on its way: it is fenced before anything is aborted.
     """
-    said = [m for m in messages if m is not None and m.prepared is not None and m.prepared.handle]
+    said = [m for m in messages if m is not None and any(p.holds for p in m.participants)]
     if not said:
         return
     try:
@@ -142,8 +145,13 @@ def _decision(
     context: Context, batch: int, offsets: str, said: Sequence[ShardMessage], last: Decision | None
 ) -> Decision:
     participants = written(said)
-    account = sum((p.fingerprint for p in participants), Fingerprint())
-    given_up = sum((m.given_up for m in said), Fingerprint())
+
+    def account(sink: str, before: Account) -> Account:
+        total = sum((p.fingerprint for p in participants if p.sink == sink), before.total)
+        return Account(total, sum((m.given_up.get(sink, Fingerprint()) for m in said), before.given_up))
+
+    own = account("", Account(last.total, last.given_up) if last else Account())
+    before = last.others if last else {}
     return Decision(
         scope=context.scope,
         owner=context.owner.id,
@@ -151,9 +159,10 @@ def _decision(
         batch=batch,
         offsets=said[0].plan.offsets if said else offsets,
         participants=participants,
-        total=(last.total if last else Fingerprint()) + account,
-        given_up=(last.given_up if last else Fingerprint()) + given_up,
+        total=own.total,
+        given_up=own.given_up,
         decided_at_ms=time.time_ns() // 1_000_000,
+        others={s: account(s, before.get(s, Account())) for s in sorted({*context.others, *before})},
     )
 
 
@@ -216,7 +225,7 @@ def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | 
 def _give_back(context: Context, participants: Sequence[Prepared]) -> None:
     """Abort participants that no decision names. What cannot be reached now, the next recovery sweeps."""
     for p in participants:
-        if p.handle:
+        if p.holds:
             context.resource.abort(p)
 
 
@@ -224,16 +233,13 @@ def _apply(context: Context, decision: Decision) -> None:
     if decision.guarantee is not Guarantee.EXACTLY_ONCE:
         return
     broken = apply_decided(context, decision, StepId.COMMIT_APPLY)
-    gone = [
-        p.shard
-        for p in broken
-        if not context.resource.applied(Work(decision.scope, decision.batch, p.shard, p.attempt))
-    ]
+    gone = [(p.shard, decision.scope_of(p).sink) for p in broken if not context.resource.applied(work_of(decision, p))]
     if gone:
+        text = ", ".join(f"{shard} at {sink!r}" for shard, sink in gone[:50])
         raise PromiseBroken(
             "PROMISE_EXPIRED",
-            f"Batch {decision.batch} is decided, and the sink dropped the prepared rows of shards {gone} before they "
-            "were made visible. Nothing is lost: these shards alone are written again by the next start.",
+            f"Batch {decision.batch} is decided, and prepared rows were dropped before they were made visible, of "
+            f"shards {text}. Nothing is lost: these alone are written again by the next start.",
             next_step="start the pipeline again; if it comes back, raise transactionTimeout or shorten the batches",
         )
 

@@ -47,21 +47,23 @@ def checked(context: Context, batch: int, messages: Sequence[ShardMessage | None
 
 
 def written(said: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
-    return tuple(m.prepared for m in said if m.prepared is not None)
+    return tuple(p for m in said for p in m.participants)
 
 
 def all_skipped(said: Sequence[ShardMessage]) -> bool:
     return bool(said) and all(m.did is Action.SKIP for m in said)
 
 
-def complete(batch: int, said: Sequence[ShardMessage]) -> None:
-    """Check that every shard of a new batch was written, or given up where that is allowed.
+def complete(context: Context, batch: int, said: Sequence[ShardMessage]) -> None:
+    """Check that every shard of a new batch was written to every sink, or given up where that is allowed.
 
     Raises:
         InvariantBroken: a decision would leave a shard's records out.
     """
+    sinks = sorted(("", *context.others))
     for m in said:
-        wrote = m.did is Action.WRITE and m.prepared is not None and m.prepared.shard == m.shard
+        named = sorted(p.sink for p in m.participants if p.shard == m.shard)
+        wrote = m.did is Action.WRITE and named == sinks and len(m.participants) == len(sinks)
         gave_up = m.did is Action.GIVE_UP and m.plan.guarantee is Guarantee.AT_MOST_ONCE
         if not (wrote or gave_up):
             raise InvariantBroken(
@@ -74,5 +76,9 @@ def complete(batch: int, said: Sequence[ShardMessage]) -> None:
 
 def strangers(said: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
     """What tasks prepared and the decision does not name."""
-    named = {(p.shard, str(sorted(p.handle.items()))) for p in decision.participants}
-    return [p for p in written(said) if p.handle and (p.shard, str(sorted(p.handle.items()))) not in named]
+    named = {_key(p) for p in decision.participants}
+    return [p for p in written(said) if p.holds and _key(p) not in named]
+
+
+def _key(p: Prepared) -> tuple[int, str, str]:
+    return p.shard, p.sink, str(sorted(p.handle.items()))

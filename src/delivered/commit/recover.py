@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from delivered.commit.apply import apply_decided
+from delivered.commit.apply import apply_decided, work_of
 from delivered.commit.context import Context
 from delivered.commit.rules import BegunBatch, DecidedBatch, NewBatch, judge
 from delivered.commit.sweep import sweep
-from delivered.model.errors import OutcomeUnknown, PromiseBroken
-from delivered.model.fingerprint import Fingerprint
+from delivered.model.errors import OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Work
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, LedgerState
@@ -49,7 +47,7 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
     reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
     verdict = judge(state, view, context.guarantee, context.tolerance)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
-    guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, Fingerprint]()
+    guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
     match verdict:
         case DecidedBatch(decision):
             log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
@@ -74,8 +72,9 @@ def _claim(context: Context) -> LedgerState:
     return state
 
 
-def _finish(context: Context, decision: Decision) -> dict[int, Fingerprint]:
-    """Apply a decided batch; return the shards whose promise is gone and that must be written again."""
+def _finish(context: Context, decision: Decision) -> dict[int, frozenset[str]]:
+    """Apply a decided batch; return the shards whose promise is gone, each with the sinks to write it to again."""
+    _known_sinks(context, decision)
     if decision.guarantee is not Guarantee.EXACTLY_ONCE:
         sweep(context, decision)
         return {}
@@ -83,15 +82,27 @@ def _finish(context: Context, decision: Decision) -> dict[int, Fingerprint]:
     broken = apply_decided(context, decision, StepId.RECOVER_APPLY)
     # Evidence is read only after the sweep: open transactions of the dead would hide it.
     sweep(context, decision)
-    lost = {
-        p.shard: p.fingerprint
-        for p in broken
-        if not context.resource.applied(Work(decision.scope, decision.batch, p.shard, p.attempt))
-    }
+    lost: dict[int, frozenset[str]] = {}
+    for p in broken:
+        if not context.resource.applied(work_of(decision, p)):
+            lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
     if lost:
         log.warning("batch %d: shards %s are written again, their promise expired", decision.batch, sorted(lost))
     reach(StepId.RECOVER_APPLY, Moment.AFTER, batch=decision.batch)
     return lost
+
+
+def _known_sinks(context: Context, decision: Decision) -> None:
+    """A sink that was left out since can neither be finished nor be asked."""
+    gone = sorted({p.sink for p in decision.participants if p.holds} - {"", *context.others})
+    if gone:
+        raise Refused(
+            "SINK_LEFT_OUT",
+            f"Batch {decision.batch} of incarnation {decision.scope.incarnation} was decided for the sinks {gone} too, "
+            f"and the pipeline names {sorted((context.scope.sink, *context.others))}. Whether their part of it is "
+            "visible cannot be told; nothing was changed.",
+            next_step="start once with the former sinks, let a batch end, stop, and change them then",
+        )
 
 
 def _undo(context: Context, earlier: Decision | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from delivered.commit.context import Context
@@ -20,32 +20,34 @@ def repaired(context: Context, last: Decision, said: Sequence[ShardMessage]) -> 
         InvariantBroken: a shard that had to be written again was not.
     """
     plan = said[0].plan
-    new = {p.shard: p for p in written(said)}
+    new = {(p.shard, p.sink): p for p in written(said)}
     try:
-        _same_batch(last, plan.rewrite.keys(), said)
+        _same_batch(last, plan.rewrite, said)
     except InvariantBroken:
         for p in new.values():
-            context.resource.abort(p)
+            if p.holds:
+                context.resource.abort(p)
         raise
     return replace(
         last,
         owner=context.owner.id,
-        participants=tuple(new.get(p.shard, p) for p in last.participants),
+        participants=tuple(new.get((p.shard, p.sink), p) for p in last.participants),
         decided_at_ms=time.time_ns() // 1_000_000,
         revision=last.revision + 1,
     )
 
 
-def _same_batch(last: Decision, rewrite: Collection[int], said: Sequence[ShardMessage]) -> None:
-    decided = {p.shard: p.fingerprint for p in last.participants}
-    if len(said) != len(decided):
+def _same_batch(last: Decision, rewrite: Mapping[int, frozenset[str]], said: Sequence[ShardMessage]) -> None:
+    decided = {(p.shard, p.sink): p.fingerprint for p in last.participants}
+    shards = len({p.shard for p in last.participants})
+    if len(said) != shards:
         raise ReplayDiffers(
             "REPLAY_SHARDS_DIFFER",
-            f"Batch {last.batch} was decided with {len(decided)} shards and ran again with {len(said)}; shards "
+            f"Batch {last.batch} was decided with {shards} shards and ran again with {len(said)}; shards "
             f"{sorted(rewrite)} must be written again and cannot be told apart now. Nothing more was applied.",
             next_step="start again with the former number of partitions (spark.sql.shuffle.partitions, repartition)",
         )
-    if {p.shard for p in written(said)} != set(rewrite):
+    if {(p.shard, p.sink) for p in written(said)} != {(shard, s) for shard, sinks in rewrite.items() for s in sinks}:
         raise InvariantBroken(
             "REWRITE_INCOMPLETE",
             f"Batch {last.batch}: shards {sorted(rewrite)} had to be written again, the tasks wrote "
@@ -53,12 +55,13 @@ def _same_batch(last: Decision, rewrite: Collection[int], said: Sequence[ShardMe
             next_step="start the pipeline again; the batch runs again",
         )
     for p in written(said):
-        if decided[p.shard] != p.fingerprint:
+        before = decided[p.shard, p.sink]
+        if before != p.fingerprint:
             raise ReplayDiffers(
                 "REPLAY_DIFFERS",
-                f"Batch {last.batch}, shard {p.shard}: decided with fingerprint {decided[p.shard]}, ran again with "
-                f"{p.fingerprint}. The transform is not deterministic. Nothing more was applied; what the other "
-                "shards of the batch wrote is visible.",
+                f"Batch {last.batch}, shard {p.shard}, sink {last.scope_of(p).sink!r}: decided with fingerprint "
+                f"{before}, ran again with {p.fingerprint}. The transform is not deterministic. Nothing more was "
+                "applied; what the other shards of the batch wrote is visible.",
                 next_step="take what changes between runs (rand(), now(), a look-up) out of the transform, then "
                 "start again",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -65,3 +66,9 @@ class SinkCapability:
     promise_s_max: float | None = None
     assumes: tuple[str, ...] = ()
     limits: tuple[str, ...] = field(default=())
+
+
+def deciding(sinks: Sequence[SinkCapability]) -> int:
+    """Which of several sinks keeps the ledger: the first that cannot prepare, for its own transaction must carry the
+    decision; else the first. The guarantee plays no part, so that a pipeline can change it."""
+    return next((i for i, s in enumerate(sinks) if s.commit is Commit.ONE_TRANSACTION), 0)

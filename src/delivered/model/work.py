@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -46,7 +46,7 @@ class BatchPlan:
 
     Attributes:
         action: for every shard that `rewrite` does not name.
-        rewrite: shard -> fingerprint that was decided for it; these shards alone are written again.
+        rewrite: shard -> the sinks (see `Prepared.sink`) whose promise is gone; these alone are written again.
         guarantee: of the decision, where the batch was decided already: it is finished as it was begun.
         epoch: the claim that this plan rests on; a later claim voids it.
     """
@@ -57,7 +57,7 @@ class BatchPlan:
     batch: int
     offsets: str
     action: Action
-    rewrite: Mapping[int, Fingerprint] = field(default_factory=dict)
+    rewrite: Mapping[int, frozenset[str]] = field(default_factory=dict)
     epoch: int = 0
 
     def action_for(self, shard: int) -> Action:
@@ -66,19 +66,28 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A shard's promise to commit, or the account of what it sent.
+    """A shard's promise to commit at one sink, or the account of what it sent there.
 
     Attributes:
         fingerprint: of the rows as they were handed to the sink.
         handle: all that a process which never saw the writer needs to apply or abort it. JSON values only. Names
             the rows of this one writer: Spark counts attempts from 0 again when a batch or a stage runs again, so
             two writers may share one `Work`. Empty when there is nothing to apply.
+        sink: where several sinks share a batch, the name of the one that prepared; empty: the sink that keeps the
+            ledger.
     """
 
     shard: int
     attempt: int
     fingerprint: Fingerprint
     handle: Mapping[str, Any] = field(default_factory=dict)
+    sink: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether something lies at the sink that must be applied or aborted. An account of records given up does
+        not."""
+        return bool(self.handle) and "given_up" not in self.handle
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -86,12 +95,17 @@ class Prepared:
             "attempt": self.attempt,
             "fingerprint": str(self.fingerprint),
             "handle": dict(self.handle),
+            **({"sink": self.sink} if self.sink else {}),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prepared:
         return cls(
-            int(data["shard"]), int(data["attempt"]), Fingerprint.parse(data["fingerprint"]), dict(data["handle"])
+            int(data["shard"]),
+            int(data["attempt"]),
+            Fingerprint.parse(data["fingerprint"]),
+            dict(data["handle"]),
+            str(data.get("sink", "")),
         )
 
 
@@ -101,15 +115,37 @@ class ShardMessage:
 
     Attributes:
         plan: the plan that the task worked by.
-        did: what it did. WRITE carries `prepared`; GIVE_UP carries the fingerprint of what was not sent.
+        did: what it did. WRITE carries a participant for each sink written; GIVE_UP the fingerprint of what was not
+            sent.
+        given_up: by sink, as `Prepared.sink` names it.
     """
 
     plan: BatchPlan
     shard: int
     attempt: int
     did: Action
-    prepared: Prepared | None = None
+    participants: tuple[Prepared, ...] = ()
+    given_up: Mapping[str, Fingerprint] = field(default_factory=dict)
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """Of the sink that keeps the ledger."""
+        return next((p for p in self.participants if not p.sink), None)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Running fingerprints of one sink: what was decided, and what at_most_once gave up."""
+
+    total: Fingerprint = Fingerprint()
     given_up: Fingerprint = Fingerprint()
+
+    def to_json(self) -> dict[str, str]:
+        return {"total": str(self.total), "given_up": str(self.given_up)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, str]) -> Account:
+        return cls(Fingerprint.parse(data["total"]), Fingerprint.parse(data["given_up"]))
 
 
 @dataclass(frozen=True)
@@ -117,11 +153,14 @@ class Decision:
     """The durable record from which on a batch counts.
 
     Attributes:
+        scope: of the sink that keeps the ledger.
         offsets: the sources' offsets of the batch; a replay must show the same.
-        participants: every shard that was written, in the order of shards.
-        total: running fingerprint of all decided batches of this incarnation, this one included.
-        given_up: running fingerprint of what at_most_once gave up (an upper bound of what it lost).
+        participants: every shard that was written, at every sink, in the order of shards, then of sinks.
+        total: running fingerprint of all decided batches of this incarnation, this one included, at the sink that
+            keeps the ledger.
+        given_up: running fingerprint of what at_most_once gave up there (an upper bound of what it lost).
         revision: 0, and one more each time a shard of a decided batch had to be written again.
+        others: the same two for every other sink of the batch, by name.
     """
 
     scope: Scope
@@ -134,11 +173,46 @@ class Decision:
     given_up: Fingerprint
     decided_at_ms: int
     revision: int = 0
+    others: Mapping[str, Account] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of this batch alone."""
-        return sum((p.fingerprint for p in self.participants), Fingerprint())
+        """Of this batch alone, at the sink that keeps the ledger."""
+        return sum((p.fingerprint for p in self.participants if not p.sink), Fingerprint())
+
+    @property
+    def to_move(self) -> tuple[Prepared, ...]:
+        """Whose rows the deciding transaction itself makes visible, where the ledger's sink commits so: its own, and
+        when the batch is decided first. A later revision replaces participants of other sinks."""
+        return () if self.revision else tuple(p for p in self.participants if not p.sink)
+
+    def scope_of(self, prepared: Prepared) -> Scope:
+        return replace(self.scope, sink=prepared.sink) if prepared.sink else self.scope
+
+    def told_by(self, sink: str) -> Decision:
+        """The same decision as the ledger of another of its sinks would hold it."""
+        if sink == self.scope.sink:
+            return self
+        accounts = {**self.others, self.scope.sink: Account(self.total, self.given_up)}
+        own = accounts.pop(sink, Account())
+
+        def named(p: Prepared) -> Prepared:
+            name = self.scope_of(p).sink
+            return replace(p, sink="" if name == sink else name)
+
+        return replace(
+            self,
+            scope=replace(self.scope, sink=sink),
+            participants=tuple(named(p) for p in self.participants),
+            total=own.total,
+            given_up=own.given_up,
+            others=accounts,
+        )
+
+    def seen_by(self, sink: str) -> Decision:
+        """This decision as if `sink` alone were written: what an audit of that sink asks for."""
+        told = self.told_by(sink)
+        return replace(told, participants=tuple(p for p in told.participants if not p.sink), others={})
 
     def to_json(self) -> str:
         return json.dumps(
@@ -155,6 +229,7 @@ class Decision:
                 "given_up": str(self.given_up),
                 "decided_at_ms": self.decided_at_ms,
                 "revision": self.revision,
+                **({"others": {n: a.to_json() for n, a in self.others.items()}} if self.others else {}),
             },
             separators=(",", ":"),
             sort_keys=True,  # one text for one decision, whatever keeps it
@@ -174,6 +249,7 @@ class Decision:
             given_up=Fingerprint.parse(data["given_up"]),
             decided_at_ms=data["decided_at_ms"],
             revision=data["revision"],
+            others={n: Account.from_json(a) for n, a in data.get("others", {}).items()},
         )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from delivered.contract import Sink, Source
 from delivered.model.errors import UsageError
 from delivered.model.options import redacted
+from delivered.pipeline.projection import Projection, parse_projection
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
 
 SPARK_OWN = "spark:"
@@ -25,11 +26,15 @@ class Endpoint:
         format: "kafka", or "spark:kafka" for a source that Spark itself or a JAR brings.
         options: as text, with keys as documented; secrets may be references (`env:NAME`, `file:PATH`).
         name: of a sink, in its pipeline; None: the connector's default.
+        projection: of a sink: the rows and columns it gets.
+        audit: of a sink: how the audit tells its records apart, {"id": SQL, "key": SQL}; empty: as the pipeline says.
     """
 
     format: str
     options: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
+    projection: Projection = Projection()
+    audit: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_spark_own(self) -> bool:
@@ -65,25 +70,45 @@ class Endpoint:
         """A copy with these options in place of those of the same name in any case."""
         taken = {k.lower() for k in options}
         kept = {k: v for k, v in self.options.items() if k.lower() not in taken}
-        return Endpoint(self.format, {**kept, **options}, self.name)
+        return self.keeping({**kept, **options})
+
+    def keeping(self, options: Mapping[str, str]) -> Endpoint:
+        """A copy with these options alone."""
+        return replace(self, options=options)
 
     def __repr__(self) -> str:
         return f"Endpoint({self.format!r}, {redacted(self.options)!r})"
 
 
-def endpoint(format: str, *, name: str | None = None, **options: Any) -> Endpoint:  # noqa: A002
+def endpoint(
+    format: str,  # noqa: A002
+    *,
+    name: str | None = None,
+    select: Sequence[str] = (),
+    where: str | None = None,
+    audit: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Endpoint:
     """Any source or sink, by the name of its format.
 
     Args:
         format: "kafka", "log", "sqlite"; or "spark:kafka" for a source that Spark itself or a JAR brings.
         name: of a sink, in its pipeline.
+        select: of a sink: the columns it gets, by name, or as SQL with a name: ["key", "amount * 2 AS double"].
+        where: of a sink: SQL; it gets the rows for which this is true.
+        audit: of a sink, for a pipeline with several: {"id": SQL, "key": SQL} over its own columns.
         options: as documented, for instance maxOffsetsPerTrigger=1000. Names with dots:
             **{"kafka.security.protocol": "SSL"}.
 
     Raises:
         UsageError: a value that cannot be an option.
     """
-    return Endpoint(format, {k: as_text(k, v) for k, v in options.items()}, name)
+    texts = {k: as_text(k, v) for k, v in options.items()}
+    if isinstance(select, str):
+        raise UsageError(
+            "SELECT_VALUE", f"select is {select!r}; it must be a list of columns.", next_step=f"[{select!r}]"
+        )
+    return Endpoint(format, texts, name, parse_projection(select, where), dict(audit or {}))
 
 
 def delta(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
@@ -102,7 +127,7 @@ def kafka(bootstrap: str, *, name: str | None = None, **options: Any) -> Endpoin
     Args:
         bootstrap: "host:port,host:port".
     """
-    return endpoint("kafka", name=name, **{"kafka.bootstrap.servers": bootstrap}, **options)
+    return endpoint("kafka", name=name, **{"kafka.bootstrap.servers": bootstrap, **options})
 
 
 def log(path: str, **options: Any) -> Endpoint:

@@ -24,6 +24,18 @@ class SourceSpec(BaseModel):
     format: str = Field(description='Name of the connector ("kafka", "log"), or "spark:kafka" for a source of Spark.')
 
 
+class AuditSpec(BaseModel):
+    """How the audit tells records apart."""
+
+    model_config = _STRICT
+
+    id: str | None = Field(None, description="SQL over the sink's columns that names a record. Default: all of it.")
+    key: str | None = Field(
+        None,
+        description="SQL over the sink's columns; records of one key have an order. Default: key, if there is one.",
+    )
+
+
 class SinkSpec(BaseModel):
     """Where records go; every other key is an option of the format."""
 
@@ -32,6 +44,11 @@ class SinkSpec(BaseModel):
 
     format: str = Field(description='Name of the connector: "kafka", "sqlite".')
     name: Name | None = Field(None, description="Name of this sink in its pipeline. Default: made from its target.")
+    select: list[str] | None = Field(
+        None, description='Columns that this sink gets: names, or SQL with a name: "amount * 2 AS double".'
+    )
+    where: str | None = Field(None, description="SQL; this sink gets the rows for which it is true.")
+    audit: AuditSpec | None = Field(None, description="How the audit tells records of this sink apart.")
 
 
 class TransformSpec(BaseModel):
@@ -54,18 +71,6 @@ class TransformSpec(BaseModel):
         if len(ways) > 1 or (ways and ways != ["arrow"] and self.select) or not (ways or self.select):
             raise ValueError("a transform is one of: sql, python, arrow (with or without select), select")
         return self
-
-
-class AuditSpec(BaseModel):
-    """How the audit tells records apart."""
-
-    model_config = _STRICT
-
-    id: str | None = Field(None, description="SQL over the sink's columns that names a record. Default: all of it.")
-    key: str | None = Field(
-        None,
-        description="SQL over the sink's columns; records of one key have an order. Default: key, if there is one.",
-    )
 
 
 class PipelineSpec(BaseModel):

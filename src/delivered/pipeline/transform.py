@@ -22,6 +22,11 @@ _CHANGES_BETWEEN_RUNS = re.compile(
 _KEEPS_STATE = re.compile(r"\b(group\s+by|distinct|join)\b", re.IGNORECASE)
 
 
+def changes_between_runs(sql: str) -> bool:
+    """Whether SQL calls a function that gives other values when a batch runs again."""
+    return bool(_CHANGES_BETWEEN_RUNS.search(sql))
+
+
 @dataclass(frozen=True)
 class Transform:
     """
@@ -45,7 +50,7 @@ class Transform:
         """What the planner wants to know. Nothing is run."""
         deterministic, stateful = self.deterministic, self.stateful
         if self.kind == "sql":
-            if deterministic is None and _CHANGES_BETWEEN_RUNS.search(self.sql):
+            if deterministic is None and changes_between_runs(self.sql):
                 deterministic = False
             stateful = stateful or bool(_KEEPS_STATE.search(self.sql))
         kind = "none" if self.kind == "arrow" and self.function is None else self.kind

@@ -39,6 +39,7 @@ def to_json(answer: Plan | Refusal) -> dict[str, Any]:
                 "assumptions": list(answer.assumptions),
                 "limits": list(answer.limits),
                 "warnings": list(answer.warnings),
+                **({"order": list(answer.order)} if answer.order else {}),
             }
         case Refusal():
             return {
@@ -71,14 +72,15 @@ def _plan_lines(plan: Plan, width: int) -> Iterable[str]:
         else:
             yield from _wrapped(step.id.value, step.does, width)
     yield ""
+    yield from _block("order", plan.order, width)
     yield from _wrapped("at a start", ", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery), width)
     yield from _block("assumes", plan.assumptions, width)
     yield from _block("limits", plan.limits, width)
     yield from _block("warning", plan.warnings, width)
     yield ""
     yield "  What a crash costs, right after"
-    for step in plan.steps:
-        yield from _wrapped(step.id.value, step.on_crash, width)
+    for name, cost in dict.fromkeys((s.id.value, s.on_crash) for s in plan.steps):
+        yield from _wrapped(name, cost, width)
 
 
 def _mark(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step
+from delivered.plan import several
 from delivered.plan.request import Request
 from delivered.plan.rules import Reason, reasons, seconds
 from delivered.plan.steps import batch_steps, mechanism, recovery_steps
@@ -24,6 +25,7 @@ class Plan:
         assumptions: what must hold outside of the pipeline.
         limits: bounds worth knowing before the start.
         warnings: what preflight saw and does not refuse.
+        order: of several sinks: which one decides, in which order the others come, and why. Empty for one sink.
     """
 
     pipeline: str
@@ -34,6 +36,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
 
     @property
     def deciding(self) -> Step:
@@ -89,7 +92,8 @@ def make_plan(request: Request) -> Plan | Refusal:
         recovery=recovery_steps(request),
         assumptions=tuple(_assumptions(request)),
         limits=tuple(_limits(request)),
-        warnings=tuple(f.message for f in [*request.source.findings, *request.sinks[0].findings]),
+        warnings=tuple(f.message for f in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]),
+        order=several.order(request) if request.several else (),
     )
 
 
@@ -100,18 +104,17 @@ def _refusal(request: Request, reason: Reason) -> Refusal:
 
 
 def _assumptions(request: Request) -> list[str]:
-    sink = request.sinks[0].capability
     found = list(request.source.capability.assumes)
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
-            found.extend(sink.assumes)
+            found.extend(dict.fromkeys(a for s in request.sinks for a in s.capability.assumes))
             found.extend(_same_rows(request))
         case Guarantee.AT_LEAST_ONCE:
-            found.append("readers of the sink bear repeated records")
+            found.append(f"readers of {_each(request)} bear repeated records")
             if request.transform.deterministic is False:
                 found.append("a repeated record may differ from its first copy: the transform is not deterministic")
         case Guarantee.AT_MOST_ONCE:
-            found.append("readers of the sink bear missing records; how many were given up is in the ledger")
+            found.append(f"readers of {_each(request)} bear missing records; how many were given up is in the ledger")
             if request.transform.kind in ("sql", "python"):
                 found.append(
                     "after lost shuffle files the query stops: spark.stage.maxConsecutiveAttempts=1 (sessions made "
@@ -124,10 +127,14 @@ def _assumptions(request: Request) -> list[str]:
 
 def _same_rows(request: Request) -> list[str]:
     """What exactly_once takes for granted of the transform: only an expired promise ever needs its rows again."""
-    sink = request.sinks[0].capability
-    if sink.commit is not Commit.TWO_PHASE or sink.promise_s_max is None or request.transform.kind == "none":
+    promises = [
+        s.capability.promise_s_max
+        for s in request.sinks
+        if s.capability.commit is Commit.TWO_PHASE and s.capability.promise_s_max is not None
+    ]
+    if not promises or request.transform.kind == "none":
         return []
-    span = seconds(sink.promise_s_max)
+    span = seconds(min(promises))
     if request.transform.deterministic is False:
         return [
             f"no decided transaction expires ({span}): the transform is not deterministic, so its rows could not be "
@@ -136,19 +143,24 @@ def _same_rows(request: Request) -> list[str]:
     return [f"a batch run again gives the same rows (only if a transaction expired: {span})"]
 
 
+def _each(request: Request) -> str:
+    return "every sink" if request.several else "the sink"
+
+
 def _limits(request: Request) -> list[str]:
-    sink = request.sinks[0]
-    found = list(sink.capability.limits)
-    promise = sink.capability.promise_s_max
-    if request.guarantee is Guarantee.EXACTLY_ONCE:
-        if promise is not None:
+    exactly_once = request.guarantee is Guarantee.EXACTLY_ONCE
+    found = list(dict.fromkeys(limit for s in request.sinks for limit in s.capability.limits))
+    promises = [p for s in request.sinks if (p := s.capability.promise_s_max) is not None]
+    if exactly_once:
+        if promises:
             declared = request.execution.batch_s_max
             tail = f"; a batch may take {seconds(declared)} as declared" if declared is not None else ""
-            found.append(f"from its first row to its end a transaction lives {seconds(promise)}{tail}")
-        if not sink.capability.batch_atomic:
+            found.append(f"from its first row to its end a transaction lives {seconds(min(promises))}{tail}")
+        if not all(s.capability.batch_atomic for s in request.sinks):
             found.append("a reader may see the shards of a batch appear one after the other")
+    if request.several:
+        found.extend(several.limits(request))
     if request.source.capability.local:
         found.append(f"the source {request.source.label} rests on files of this machine")
-    if sink.capability.local:
-        found.append(f"the sink {sink.label} rests on files of this machine")
+    found.extend(f"the sink {s.label} rests on files of this machine" for s in request.sinks if s.capability.local)
     return found

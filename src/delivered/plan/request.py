@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from delivered.contract import Finding
-from delivered.model.capability import SinkCapability, SourceCapability
+from delivered.model.capability import SinkCapability, SourceCapability, deciding
 from delivered.model.guarantee import Guarantee
 
 
@@ -130,3 +130,12 @@ class Request:
     checkpoint: CheckpointFacts
     transform: TransformFacts = TransformFacts()
     execution: Execution = Execution()
+
+    @property
+    def decider(self) -> SinkFacts:
+        """The sink that keeps the ledger."""
+        return self.sinks[deciding([s.capability for s in self.sinks])]
+
+    @property
+    def several(self) -> bool:
+        return len(self.sinks) > 1

@@ -29,15 +29,35 @@ class Reason:
 Rule = Callable[[Request], Reason | None]
 
 
-def one_sink(request: Request) -> Reason | None:
-    if len(request.sinks) == 1:
+def some_sink(request: Request) -> Reason | None:
+    if request.sinks:
         return None
-    names = ", ".join(s.name for s in request.sinks) or "none"
+    return Reason("SINKS_NONE", "The pipeline names no sink.", "name at least one sink")
+
+
+def names_differ(request: Request) -> Reason | None:
+    names = [s.name for s in request.sinks]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is None:
+        return None
     return Reason(
-        "SINKS_NOT_ONE",
-        f"The pipeline names {len(request.sinks)} sinks ({names}); one decision record covers one sink today, so two "
-        "sinks could not become visible together.",
-        "write to one sink here, and give every other sink a pipeline and a checkpoint of its own",
+        "SINK_NAME_TWICE",
+        f"Two sinks of the pipeline have the name {twice!r}: they would take each other's transactions.",
+        "give each sink a name of its own (name: ...)",
+    )
+
+
+def one_last_resource(request: Request) -> Reason | None:
+    unable = [s for s in request.sinks if s.capability.commit is Commit.ONE_TRANSACTION]
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or len(unable) < 2:
+        return None
+    named = " and ".join(f"{s.name} ({s.capability.system})" for s in unable)
+    return Reason(
+        "SINKS_CANNOT_PREPARE",
+        f"The sinks {named} make a batch count in a transaction of their own and cannot promise it before. One such "
+        "sink can decide for all the others; two of them could end differently, and a batch would be in one alone.",
+        "let all but one of them prepare (postgres: mechanism two_phase), or give all but one a pipeline and a "
+        "checkpoint of its own",
     )
 
 
@@ -79,8 +99,8 @@ def source_replays(request: Request) -> Reason | None:
 
 
 def sink_commits(request: Request) -> Reason | None:
-    sink = request.sinks[0]
-    if request.guarantee is not Guarantee.EXACTLY_ONCE or sink.capability.commit is not Commit.NONE:
+    sink = next((s for s in request.sinks if s.capability.commit is Commit.NONE), None)
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or sink is None:
         return None
     return Reason(
         "SINK_CANNOT_COMMIT",
@@ -91,8 +111,8 @@ def sink_commits(request: Request) -> Reason | None:
 
 
 def sink_sends_once(request: Request) -> Reason | None:
-    sink = request.sinks[0]
-    if request.guarantee is not Guarantee.AT_MOST_ONCE or sink.capability.keeps_records_apart:
+    sink = next((s for s in request.sinks if not s.capability.keeps_records_apart), None)
+    if request.guarantee is not Guarantee.AT_MOST_ONCE or sink is None:
         return None
     return Reason(
         "SINK_RESENDS",
@@ -112,8 +132,8 @@ def local_source(request: Request) -> Reason | None:
 
 
 def local_sink(request: Request) -> Reason | None:
-    sink = request.sinks[0]
-    if not (request.execution.cluster and sink.capability.local):
+    sink = next((s for s in request.sinks if s.capability.local), None)
+    if not request.execution.cluster or sink is None:
         return None
     return Reason(
         "SINK_LOCAL",
@@ -123,23 +143,31 @@ def local_sink(request: Request) -> Reason | None:
 
 
 def promise_within_limit(request: Request) -> Reason | None:
-    sink = request.sinks[0]
-    promise, limit = sink.capability.promise_s_max, sink.promise_s_limit
-    if request.guarantee is not Guarantee.EXACTLY_ONCE or promise is None or limit is None or promise <= limit:
+    if request.guarantee is not Guarantee.EXACTLY_ONCE:
         return None
-    return Reason(
-        "TRANSACTION_TIMEOUT_TOO_LONG",
-        f"The transaction time-out is {seconds(promise)}; the limit of {sink.capability.system} "
-        f"(transaction.max.timeout.ms) is {seconds(limit)}.",
-        f"set transactionTimeout to at most {seconds(limit)}, or raise transaction.max.timeout.ms at the broker",
-    )
+    for sink in request.sinks:
+        promise, limit = sink.capability.promise_s_max, sink.promise_s_limit
+        if promise is not None and limit is not None and promise > limit:
+            return Reason(
+                "TRANSACTION_TIMEOUT_TOO_LONG",
+                f"The transaction time-out is {seconds(promise)}; the limit of {sink.capability.system} "
+                f"(transaction.max.timeout.ms) is {seconds(limit)}.",
+                f"set transactionTimeout to at most {seconds(limit)}, or raise transaction.max.timeout.ms at the "
+                "broker",
+            )
+    return None
 
 
 def promise_outlives_batch(request: Request) -> Reason | None:
-    promise, batch = request.sinks[0].capability.promise_s_max, request.execution.batch_s_max
-    if request.guarantee is not Guarantee.EXACTLY_ONCE or promise is None or batch is None or promise > batch:
+    batch = request.execution.batch_s_max
+    promises = [s for s in request.sinks if s.capability.promise_s_max is not None]
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or batch is None or not promises:
         return None
-    limit = request.sinks[0].promise_s_limit or BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
+    sink = min(promises, key=lambda s: s.capability.promise_s_max or 0)
+    promise = sink.capability.promise_s_max
+    if promise is None or promise > batch:
+        return None
+    limit = sink.promise_s_limit or BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
     longer = "raise transactionTimeout above it"
     shorter = "make batches smaller (maxOffsetsPerTrigger) and declare a shorter batch_time_max"
     return Reason(
@@ -184,7 +212,7 @@ def checkpoint_known(request: Request) -> Reason | None:
     return Reason(
         "CHECKPOINT_NEW",
         f"The checkpoint {facts.location!r} holds nothing yet, and pipeline {request.pipeline!r} already wrote batch "
-        f"{earlier.batch} to sink {request.sinks[0].name!r} from another checkpoint (incarnation "
+        f"{earlier.batch} to sink {request.decider.name!r} from another checkpoint (incarnation "
         f"{earlier.incarnation}). Reading the source again from the start would write records twice. The earlier one "
         f"ended at the offsets {earlier.offsets[:500]}",
         "restore the earlier checkpoint, or start the source at those offsets and accept the new checkpoint "
@@ -193,18 +221,20 @@ def checkpoint_known(request: Request) -> Reason | None:
 
 
 def preflight_passed(request: Request) -> Reason | None:
-    for finding in [*request.source.findings, *request.sinks[0].findings]:
+    for finding in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]:
         if finding.refuses:
             return Reason(finding.code, finding.message, finding.next_step or "mend what the message names")
     return None
 
 
 RULES: tuple[Rule, ...] = (
-    one_sink,
+    some_sink,
+    names_differ,
     micro_batches,
     offsets_logged_first,
     source_replays,
     sink_commits,
+    one_last_resource,
     sink_sends_once,
     local_source,
     local_sink,
@@ -218,12 +248,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def reasons(request: Request) -> Iterator[Reason]:
-    """Every reason to refuse, in the order of `RULES`. Nothing comes after a wrong number of sinks."""
+    """Every reason to refuse, in the order of `RULES`. Nothing comes after a pipeline without a sink."""
     for rule in RULES:
         found = rule(request)
         if found is not None:
             yield found
-            if rule is one_sink:
+            if rule is some_sink:
                 return
 
 

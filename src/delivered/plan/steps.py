@@ -8,13 +8,15 @@ from __future__ import annotations
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step, StepId
+from delivered.plan import several
 from delivered.plan.request import Request
-
-_AGAIN = "nothing is visible; the batch runs again"
+from delivered.plan.spark_steps import AGAIN, log_step, read_step
 
 
 def batch_steps(request: Request) -> tuple[Step, ...]:
     """What a batch does when nothing goes wrong. Exactly one step decides."""
+    if request.several:
+        return several.batch_steps(request)
     sink = request.sinks[0].capability
     match request.guarantee, sink.commit:
         case Guarantee.EXACTLY_ONCE, Commit.ONE_TRANSACTION:
@@ -42,27 +44,18 @@ def mechanism(request: Request) -> str:
     """By what the guarantee is kept, as a phrase."""
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
-            return request.sinks[0].capability.mechanism
+            return several.mechanism(request) if request.several else request.sinks[0].capability.mechanism
         case Guarantee.AT_LEAST_ONCE:
             return "acknowledged sends, repeated after a crash"
         case Guarantee.AT_MOST_ONCE:
             return "sends that are never repeated"
 
 
-def _read(request: Request, on_crash: str) -> Step:
-    replay = "replayable by offset" if request.source.capability.replayable else "not replayable"
-    return Step(StepId.SOURCE_READ, f"{request.source.label}, {replay}", on_crash)
-
-
-def _log(on_crash: str = "nothing; the next batch runs") -> Step:
-    return Step(StepId.LOG, "Spark's own commit log", on_crash)
-
-
 def _two_phase(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
     return (
-        _read(request, _AGAIN),
-        Step(StepId.WRITE_STAGE, sink.stage, _AGAIN),
-        Step(StepId.WRITE_PREPARE, sink.prepare, _AGAIN),
+        read_step(request, AGAIN),
+        Step(StepId.WRITE_STAGE, sink.stage, AGAIN),
+        Step(StepId.WRITE_PREPARE, sink.prepare, AGAIN),
         Step(
             StepId.COMMIT_DECIDE,
             sink.decide,
@@ -74,15 +67,15 @@ def _two_phase(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
             sink.apply,
             "what is applied is visible; recovery applies the rest, and Spark's re-run writes nothing",
         ),
-        _log(),
+        log_step(),
     )
 
 
 def _one_transaction(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
     return (
-        _read(request, _AGAIN),
-        Step(StepId.WRITE_STAGE, sink.stage, _AGAIN),
-        Step(StepId.WRITE_PREPARE, sink.prepare, _AGAIN),
+        read_step(request, AGAIN),
+        Step(StepId.WRITE_STAGE, sink.stage, AGAIN),
+        Step(StepId.WRITE_PREPARE, sink.prepare, AGAIN),
         Step(
             StepId.COMMIT_APPLY,
             "rows of each shard into the open transaction",
@@ -94,7 +87,7 @@ def _one_transaction(request: Request, sink: SinkCapability) -> tuple[Step, ...]
             "the batch counts and is visible; Spark's re-run writes nothing",
             decides=True,
         ),
-        _log(),
+        log_step(),
     )
 
 
@@ -105,7 +98,7 @@ def _at_least_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
             "a checkpoint's first batch is recorded as begun",
             "nothing was sent; the batch runs again",
         ),
-        _read(request, "the batch runs again; nothing of this shard was sent"),
+        read_step(request, "the batch runs again; nothing of this shard was sent"),
         Step(StepId.WRITE_SEND, sink.send, "what was sent stays visible, and is sent once more"),
         Step(StepId.WRITE_FLUSH, "every row acknowledged", "all of the batch is visible, and is sent once more"),
         Step(
@@ -114,7 +107,7 @@ def _at_least_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
             "nothing; the batch is known to be in, and Spark's re-run writes nothing",
             decides=True,
         ),
-        _log(),
+        log_step(),
     )
 
 
@@ -122,7 +115,7 @@ def _at_most_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
     given_up = "the batch is given up, and what is given up is counted"
     return (
         Step(StepId.BATCH_BEGIN, "the batch is recorded as begun", f"nothing was sent; {given_up}"),
-        _read(request, given_up),
+        read_step(request, given_up),
         Step(StepId.WRITE_SEND, sink.send, f"what was sent stays visible; {given_up}"),
         Step(StepId.WRITE_FLUSH, "every row acknowledged or counted as given up", f"the rows are visible; {given_up}"),
         Step(
@@ -131,5 +124,5 @@ def _at_most_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
             "nothing; the batch is known to be in, and Spark's re-run writes nothing",
             decides=True,
         ),
-        _log(),
+        log_step(),
     )

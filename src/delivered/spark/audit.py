@@ -23,7 +23,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.audit.classes import Counts
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
-from delivered.contract import Offsets, Sink, Slice, Source
+from delivered.contract import Offsets, Several, Sink, Slice, Source
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -58,6 +58,7 @@ class AuditSpec:
         samples_max: damaged records listed, per class.
         source_from: where the pipeline started, if neither its checkpoint nor its source says so any more.
         sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
+        decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.
     """
 
     pipeline: str
@@ -72,6 +73,7 @@ class AuditSpec:
     samples_max: int = SAMPLES_MAX
     source_from: Offsets | None = None
     sink_from: Offsets | None = None
+    decided_by: tuple[str, Sink | Several] | None = None
 
     @property
     def named_sink(self) -> str:
@@ -120,7 +122,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     say("reading checkpoint and ledger")
     incarnation = read_view(spec.checkpoint).incarnation
     scope = Scope(spec.pipeline, spec.named_sink, incarnation)
-    ledger = read_ledger(spec.sink, scope, spec.guarantee)
+    ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by)
     say("reading the sink back")
     with _sent_range(spec) as read, ExitStack() as held:
         probe = read.frame(spark, ())

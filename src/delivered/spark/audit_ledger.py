@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from delivered.audit.history import History, check_history
-from delivered.contract import Resource, Sink
+from delivered.contract import Resource, Several, Sink
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Decision
@@ -26,11 +26,14 @@ class LedgerAccount:
     notes: list[str] = field(default_factory=list)
 
 
-def read_ledger(sink: Sink, scope: Scope, guarantee: Guarantee) -> LedgerAccount:
+def read_ledger(
+    sink: Sink, scope: Scope, guarantee: Guarantee, decided_by: tuple[str, Sink | Several] | None = None
+) -> LedgerAccount:
     """Read the ledger and the state of its newest decision. Takes nothing and fences nobody."""
-    ledger = sink.ledger(scope)
+    name, keeper = decided_by or (scope.sink, sink)
+    ledger = keeper.ledger(replace(scope, sink=name))
     try:
-        history = check_history(ledger.history())
+        history = check_history(d.seen_by(scope.sink) for d in ledger.history())
     finally:
         ledger.close()
     found = LedgerAccount(history, history.last)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import psutil
 
 from delivered.commit.context import Context
-from delivered.contract import Sink
+from delivered.contract import Several, Sink
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Owner
 from delivered.spark.settings import PipelineSettings
@@ -39,16 +39,22 @@ def _driver_process() -> psutil.Process:
 
 
 def context(
-    sink: Sink, options: Mapping[str, str], settings: PipelineSettings, incarnation: str, driver_id: str
+    sink: Sink | Several, options: Mapping[str, str], settings: PipelineSettings, incarnation: str, driver_id: str
 ) -> Context:
-    """The context of one sink of one pipeline, opened once per process."""
+    """The context of the sinks of one pipeline, opened once per process."""
     scope = Scope(settings.pipeline, settings.sink or sink.name, incarnation)
     key = (scope, driver_id, repr(sorted(options.items())) + repr(settings))
     if key in _contexts:
         _contexts.move_to_end(key)
         return _contexts[key]
     _contexts[key] = Context(
-        scope, settings.guarantee, owner(driver_id), sink.ledger(scope), sink.resource(scope), settings.tolerance
+        scope,
+        settings.guarantee,
+        owner(driver_id),
+        sink.ledger(scope),
+        sink.resource(scope),
+        settings.tolerance,
+        sink.others if isinstance(sink, Several) else frozenset(),
     )
     while len(_contexts) > _CONTEXTS_MAX:
         _, old = _contexts.popitem(last=False)

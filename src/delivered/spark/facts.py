@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -17,6 +18,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import LedgerState, Owner
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.transform import changes_between_runs
 from delivered.plan import (
     CheckpointFacts,
     EarlierFacts,
@@ -25,8 +27,10 @@ from delivered.plan import (
     Request,
     SinkFacts,
     SourceFacts,
+    TransformFacts,
 )
 from delivered.spark.checkpoint import open_folder
+from delivered.spark.sinks import opened, without_async
 
 if TYPE_CHECKING:
     from delivered.spark.pipeline import Pipeline
@@ -58,24 +62,29 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
     sinks = tuple(_sink(e, s, pipeline.guarantee, offline) for e, s in made)
     checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
     findings = [*source.findings, *(f for s in sinks for f in s.findings)]
-    blocked = any(f.refuses for f in findings)
-    if not offline and not blocked and len(made) == 1:
-        checkpoint = _checkpoint(pipeline, made[0][1], sinks[0].name, spark, takeover)
+    blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
+    if not offline and not blocked:
+        checkpoint = _checkpoint(pipeline, spark, takeover)
     return Request(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
         source=source,
         sinks=sinks,
         checkpoint=checkpoint,
-        transform=pipeline.transform.facts(),
+        transform=_transform(pipeline),
         execution=_execution(pipeline, spark),
     )
 
 
-def without_async(endpoint: Endpoint) -> Endpoint:
-    """Options of Spark's asynchronous progress stand beside the sink's, and are not the connector's."""
-    kept = {k: v for k, v in endpoint.options.items() if not k.lower().startswith("asyncprogress")}
-    return Endpoint(endpoint.format, kept, endpoint.name)
+def _transform(pipeline: Pipeline) -> TransformFacts:
+    """The transform with what sinks select of it: both must give the same rows when a batch runs again."""
+    facts = pipeline.transform.facts()
+    texts = " ".join(text for e in pipeline.sinks for text in e.projection.texts)
+    if not texts:
+        return facts
+    kind = "sql" if facts.kind == "none" else facts.kind
+    deterministic = False if facts.deterministic is None and changes_between_runs(texts) else facts.deterministic
+    return replace(facts, kind=kind, deterministic=deterministic)
 
 
 def _source(endpoint: Endpoint, offline: bool) -> SourceFacts:
@@ -122,7 +131,8 @@ def _execution(pipeline: Pipeline, spark: Any) -> Execution:
     )
 
 
-def _checkpoint(pipeline: Pipeline, sink: Sink, sink_name: str, spark: Any, takeover: bool) -> CheckpointFacts:
+def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFacts:
+    sink_name, sink = opened(pipeline.sinks)
     incarnation, newest = logged(pipeline.checkpoint)
     ledger = sink.ledger(Scope(pipeline.name, sink_name, incarnation or _NO_INCARNATION))
     try:

@@ -16,7 +16,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
-from delivered.contract import Sink, Source
+from delivered.contract import Several, Sink, Source
 from delivered.model.errors import Refused
 from delivered.pipeline.registry import connectors, find_sink, find_source
 from delivered.spark.batch_writer import BatchWriter
@@ -24,6 +24,8 @@ from delivered.spark.direct import is_direct, read_direct, without_direct
 from delivered.spark.drain import drain_of, without_drain
 from delivered.spark.readers import BatchReader, StreamReader
 from delivered.spark.settings import PipelineSettings, split_options
+from delivered.spark.sinks import FORMAT as SINKS_FORMAT
+from delivered.spark.sinks import unpacked
 from delivered.spark.stream_writer import StreamWriter
 from delivered.write.direct import SLICE_SCHEMA
 
@@ -49,7 +51,10 @@ class DeliveredDataSource(DataSource):
     def _direct(self) -> bool:
         return is_direct(self.options)
 
-    def _sink(self, schema: pa.Schema, overwrite: bool) -> tuple[Sink, dict[str, str], PipelineSettings]:
+    def _opened(self, options: dict[str, str]) -> Sink | Several:
+        return find_sink(self.system, options)
+
+    def _sink(self, schema: pa.Schema, overwrite: bool) -> tuple[Sink | Several, dict[str, str], PipelineSettings]:
         settings, options = split_options(without_direct(self.options))
         if overwrite:
             raise Refused(
@@ -57,7 +62,7 @@ class DeliveredDataSource(DataSource):
                 f"{self.name()} appends; it does not replace what the sink holds.",
                 next_step='use outputMode("append") or outputMode("update"), or mode("append") of df.write',
             )
-        sink = find_sink(self.system, options)
+        sink = self._opened(options)
         sink.check_schema(schema)
         return sink, options, settings
 
@@ -75,6 +80,12 @@ class DeliveredDataSource(DataSource):
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         rows = to_arrow_schema(schema, timezone="UTC")
         sink, options, settings = self._sink(rows, overwrite)
+        if isinstance(sink, Several):
+            raise Refused(
+                "BATCH_SEVERAL",
+                f"df.write with {self.name()} is not offered: several sinks share the batches of a stream.",
+                next_step="use delivered.Pipeline with several sinks",
+            )
         return BatchWriter(sink, options, settings, self.driver_id, rows)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
@@ -92,6 +103,13 @@ def is_registered(spark: SparkSession) -> bool:
     return spark in _registered
 
 
+class SeveralSinks(DeliveredDataSource):
+    """The internal format of a pipeline with several sinks."""
+
+    def _opened(self, options: dict[str, str]) -> Sink | Several:
+        return unpacked(options)
+
+
 def register(spark: SparkSession) -> None:
     """Make every format of this package known to a session. May be called again.
 
@@ -106,4 +124,6 @@ def register(spark: SparkSession) -> None:
         attributes: dict[str, Any] = {"system": name, "driver_id": driver_id}
         # Not importable by name, so that Spark pickles the class by value, id included.
         spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
+    several: dict[str, Any] = {"system": SINKS_FORMAT, "driver_id": driver_id}
+    spark.dataSource.register(type(f"Delivered_{SINKS_FORMAT}", (SeveralSinks,), several))
     _registered.add(spark)

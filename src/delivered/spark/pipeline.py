@@ -11,6 +11,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
 from delivered.pipeline.endpoint import Endpoint, as_text
 from delivered.pipeline.load import load_file
+from delivered.pipeline.projection import parse_projection
 from delivered.pipeline.spec import AuditSpec, PipelineSpec, SinkSpec, SourceSpec, TransformSpec
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, arrow, as_transform, load_function
 from delivered.pipeline.transform import transform as declare
@@ -68,6 +69,12 @@ class Pipeline:
         self.source = _endpoint("source", source)
         self.sinks = tuple(_endpoint("sinks", s) for s in sinks)
         self.transform = as_transform(transform)
+        if not self.source.projection.is_all:
+            raise UsageError(
+                "SOURCE_SELECT",
+                "The source has select or where; these belong to a sink.",
+                next_step="write them into the transform",
+            )
         self.trigger = parse_trigger(trigger)
         self.batch_s_max = batch_s_max
         self.audit_by = dict(audit or {})
@@ -75,8 +82,9 @@ class Pipeline:
         self.master = master
         self.new_checkpoint = new_checkpoint
         self.missing_ledger = missing_ledger
-        if unknown := set(self.audit_by) - set(AuditSpec.model_fields):
-            raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key.")
+        for said in (self.audit_by, *(s.audit for s in self.sinks)):
+            if unknown := set(said) - set(AuditSpec.model_fields):
+                raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key.")
         self._drains: dict[str, Path] = {}
 
     @classmethod
@@ -160,6 +168,7 @@ class Pipeline:
         self,
         spark: SparkSession | None = None,
         *,
+        sink: str | None = None,
         samples_max: int = 20,
         sink_from: Mapping[str, Any] | None = None,
         progress: Callable[[str], None] | None = None,
@@ -167,17 +176,23 @@ class Pipeline:
         """Read the source range and the sink back as a Spark job, and say what became of every record.
 
         Args:
+            sink: name of the one to follow, where there are several: each is held against its own rows and columns.
             samples_max: damaged records listed, per class.
             sink_from: offsets of the sink to read it from; what stands before them belongs to others, or to an earlier
                 checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. None: all that the sink holds.
             progress: called with what is being done, a few times.
 
         Raises:
-            UsageError: bad options, more than one sink, or a source of Spark's own.
+            UsageError: bad options, several sinks and none named, or a source of Spark's own.
         """
         from delivered.spark.start import audit
 
-        return audit(self, spark, samples_max, sink_from, progress)
+        return audit(self, spark, sink, samples_max, sink_from, progress)
+
+    @property
+    def sink_names(self) -> tuple[str, ...]:
+        """Of every sink, in order: as named, or as its connector names it."""
+        return tuple(e.name or e.sink().name for e in self.sinks)
 
     def __repr__(self) -> str:
         return (
@@ -213,7 +228,10 @@ def _from_spec(spec: SourceSpec | SinkSpec, folder: Path) -> Endpoint:
     options = {k: as_text(k, v) for k, v in (spec.__pydantic_extra__ or {}).items()}
     for key in [k for k in options if k.lower() == "path"]:
         options[key] = _beside(folder, options[key])
-    return Endpoint(spec.format, options, spec.name if isinstance(spec, SinkSpec) else None)
+    if isinstance(spec, SourceSpec):
+        return Endpoint(spec.format, options)
+    audit = spec.audit.model_dump(exclude_none=True) if spec.audit else {}
+    return Endpoint(spec.format, options, spec.name, parse_projection(spec.select or (), spec.where), audit)
 
 
 def _transform(spec: TransformSpec | None, folder: Path) -> Transform:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from delivered.contract import Ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
-from delivered.spark.facts import without_async
+from delivered.spark.sinks import opened
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
@@ -22,7 +22,7 @@ class Progress:
     """
     Attributes:
         batch: the newest decided batch; None: none yet.
-        records: decided since `watch` began; given_up: the same, of at_most_once.
+        records: decided since `watch` began, at all sinks; given_up: the same, of at_most_once.
         rate: records per second between the last two looks at the ledger that differed.
         lag: what Spark says of the source, if it does.
     """
@@ -48,7 +48,11 @@ class Progress:
             last = self._ledger.look().last
         except DeliveredError:
             return
-        batch, records, given_up = (last.batch, last.total.count, last.given_up.count) if last else (-1, 0, 0)
+        batch, records, given_up = -1, 0, 0
+        if last is not None:  # several sinks: what each of them got
+            batch = last.batch
+            records = last.total.count + sum(a.total.count for a in last.others.values())
+            given_up = last.given_up.count + sum(a.given_up.count for a in last.others.values())
         if self._first is None:
             self._first = (batch, records, given_up)
             self.batch = batch if batch >= 0 else None
@@ -92,9 +96,8 @@ class Progress:
 @contextlib.contextmanager
 def watch(pipeline: Pipeline, query: StreamingQuery) -> Iterator[Progress]:
     """Progress of a query from `Pipeline.start`; counts from now."""
-    sink = without_async(pipeline.sinks[0])
-    opened = sink.sink()
-    ledger = opened.ledger(Scope(pipeline.name, sink.name or opened.name, str(query.id)))
+    name, sink = opened(pipeline.sinks)
+    ledger = sink.ledger(Scope(pipeline.name, name, str(query.id)))
     try:
         progress = Progress(ledger)
         progress.refresh()

@@ -28,16 +28,17 @@ from delivered.spark.audit import audit as run_audit
 from delivered.spark.direct import mark_sink, mark_source
 from delivered.spark.drain import OPTION as DRAIN
 from delivered.spark.drain import new_drain
-from delivered.spark.facts import without_async
 from delivered.spark.formats import is_registered, register
 from delivered.spark.frames import batches_fit_for
 from delivered.spark.messages import translated
 from delivered.spark.session import session
+from delivered.spark.sinks import FORMAT, OPTION, opened, packed, plain_routes, projected, routed, without_async
 from delivered.write.direct import ArrowTransform, Direct
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
     from delivered.spark.pipeline import Pipeline
 
@@ -82,7 +83,8 @@ def new_session(pipeline: Pipeline) -> SparkSession:
 
 
 def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQuery:
-    source, sink = pipeline.source, pipeline.sinks[0]
+    source = pipeline.source
+    projections = [s.projection for s in pipeline.sinks]
     opened: Source | None = None
     direct: Direct | None = None
     if source.is_spark_own:
@@ -93,7 +95,8 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         source = source.with_options(startingOffsets=json.dumps(offsets))
         reader = spark.readStream.format(f"delivered_{source.system}").options(**source.options)
         reader = reader.option(DRAIN, str(drain))
-        if pipeline.transform.kind in ("none", "arrow"):
+        plain = all(p.is_plain if len(projections) > 1 else p.is_all for p in projections)
+        if pipeline.transform.kind in ("none", "arrow") and plain:
             direct = Direct(opened, arrow_transform(pipeline.transform))
             reader = mark_source(reader)
     frame = reader.load()
@@ -105,13 +108,9 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
                 "The transform gave a DataFrame that does not come from its source: it holds no stream.",
                 next_step="build the result from the DataFrame that the function gets, or from the view `source`",
             )
-    writer = frame.writeStream.format(f"delivered_{sink.system}").options(**without_async(sink).options)
-    asynchronous = {k: v for k, v in sink.options.items() if k not in without_async(sink).options}
-    writer = writer.options(**asynchronous)
+    writer = _to_sinks(pipeline, frame, direct=direct is not None)
     writer = writer.option("guarantee", pipeline.guarantee.value).option("pipeline", pipeline.name)
     writer = writer.option("checkpointLocation", pipeline.checkpoint).queryName(pipeline.name)
-    if sink.name is not None:
-        writer = writer.option("sink", sink.name)
     if pipeline.new_checkpoint:
         writer = writer.option("newCheckpoint", "accept")
     if pipeline.missing_ledger:
@@ -122,6 +121,25 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         writer = writer.outputMode("update")
     with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
         return writer.trigger(**pipeline.trigger.for_spark()).start()
+
+
+def _to_sinks(pipeline: Pipeline, frame: DataFrame, direct: bool) -> DataStreamWriter:
+    """The format and the options that name the sinks, with what Spark's asynchronous progress was told beside them."""
+    sinks = pipeline.sinks
+    projections = [s.projection for s in sinks]
+    if len(sinks) == 1:
+        if not direct:
+            frame = projected(frame, projections[0])
+        writer = frame.writeStream.format(f"delivered_{sinks[0].system}").options(**without_async(sinks[0]).options)
+        if sinks[0].name is not None:
+            writer = writer.option("sink", sinks[0].name)
+    else:
+        routes = plain_routes(projections)
+        if not direct:
+            frame, routes = routed(frame, projections)
+        writer = frame.writeStream.format(f"delivered_{FORMAT}").option(OPTION, packed(sinks, routes))
+    beside = {k: v for s in sinks for k, v in s.options.items() if k not in without_async(s).options}
+    return writer.options(**beside)
 
 
 def apply_transform(
@@ -182,13 +200,17 @@ def _travel_by_value(transform: Transform) -> None:
 def audit(
     pipeline: Pipeline,
     given: SparkSession | None,
+    sink: str | None,
     samples_max: int,
     sink_from: Mapping[str, Any] | None,
     progress: Callable[[str], None] | None,
 ) -> AuditReport:
-    """Audit the one sink of a pipeline. Raises UsageError for more sinks, or a source that is Spark's own."""
-    if len(pipeline.sinks) != 1:
-        raise UsageError("SINKS_NOT_ONE", f"The pipeline names {len(pipeline.sinks)} sinks; an audit follows one.")
+    """Audit one sink of a pipeline, against its own rows and columns.
+
+    Raises:
+        UsageError: no such sink, several and none named, or a source that is Spark's own.
+    """
+    chosen = _chosen(pipeline, sink)
     if pipeline.source.is_spark_own:
         raise UsageError(
             "AUDIT_SOURCE",
@@ -197,21 +219,44 @@ def audit(
         )
     spark = ready(pipeline, given)
     source = pipeline.source.source()
-    transform: Any = None
-    if pipeline.transform.kind != "none":
-        transform = apply_transform(pipeline.transform, spark, source)
-    sink: Endpoint = without_async(pipeline.sinks[0])
+    decider, everything = opened(pipeline.sinks)
+    by = {**pipeline.audit_by, **chosen.audit}
     spec = AuditSpec(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
         checkpoint=pipeline.checkpoint,
         source=source,
-        sink=sink.sink(),
-        sink_name=sink.name,
-        transform=transform,
-        id=pipeline.audit_by.get("id"),
-        key=pipeline.audit_by.get("key"),
+        sink=chosen.sink(),
+        sink_name=chosen.name,
+        transform=_all_transforms(pipeline, chosen, spark, source),
+        id=by.get("id"),
+        key=by.get("key"),
         samples_max=samples_max,
         sink_from=dict(sink_from) if sink_from is not None else None,
+        decided_by=(decider, everything),
     )
     return run_audit(spark, spec, progress)
+
+
+def _chosen(pipeline: Pipeline, sink: str | None) -> Endpoint:
+    endpoints = {e.name or e.sink().name: e for e in map(without_async, pipeline.sinks)}
+    if sink is None and len(endpoints) == 1:
+        return next(iter(endpoints.values()))
+    if sink not in endpoints:
+        said = "no sink was named" if sink is None else f"there is none of the name {sink!r}"
+        raise UsageError(
+            "AUDIT_SINK",
+            f"An audit follows one sink, and {said}; the pipeline writes to {', '.join(endpoints)}.",
+            next_step="name one of them; `delivered audit` goes through all",
+        )
+    return endpoints[sink]
+
+
+def _all_transforms(
+    pipeline: Pipeline, sink: Endpoint, spark: SparkSession, source: Source
+) -> Callable[[DataFrame], DataFrame] | None:
+    """The pipeline's transform, then what the sink selects of it."""
+    shared = apply_transform(pipeline.transform, spark, source) if pipeline.transform.kind != "none" else None
+    if sink.projection.is_all:
+        return shared
+    return lambda frame: projected(frame if shared is None else shared(frame), sink.projection)

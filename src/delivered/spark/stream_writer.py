@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
-from delivered.contract import Sink, ready_target
+from delivered.contract import Several, Sink, ready_target
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, ShardMessage
@@ -33,7 +33,11 @@ class ShardCommit(WriterCommitMessage):
 
 
 def write_task(
-    sink: Sink, plan: BatchPlan, batches: Iterator[pa.RecordBatch], schema: pa.Schema, direct: Direct | None = None
+    sink: Sink | Several,
+    plan: BatchPlan,
+    batches: Iterator[pa.RecordBatch],
+    schema: pa.Schema,
+    direct: Direct | None = None,
 ) -> WriterCommitMessage:
     """One task of a batch, streamed or not. With `direct`, `batches` name slices that the task reads itself."""
     arm()
@@ -53,7 +57,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
 
     def __init__(
         self,
-        sink: Sink,
+        sink: Sink | Several,
         options: Mapping[str, str],
         settings: PipelineSettings,
         driver_id: str,

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.spark.facts import logged, without_async
+from delivered.spark.facts import logged
+from delivered.spark.sinks import opened, without_async
 
 if TYPE_CHECKING:
     from delivered.model.work import LedgerState
@@ -106,23 +107,30 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
 def _sinks(pipeline: Pipeline) -> list[tuple[Any, LedgerState]]:
     found: list[tuple[Any, LedgerState]] = []
     incarnation, _ = logged(pipeline.checkpoint)
+    decider, everything = opened(pipeline.sinks)
+    ledger = everything.ledger(Scope(pipeline.name, decider, incarnation or "new"))
+    try:
+        state = ledger.look()
+    finally:
+        ledger.close()
     for endpoint in map(without_async, pipeline.sinks):
         sink = endpoint.sink()
         scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or "new")
         resource = sink.resource(scope)
         if not hasattr(resource, "open_transactions"):
             continue
-        ledger = sink.ledger(scope)
-        try:
-            found.append((resource, ledger.look()))
-        finally:
-            ledger.close()
+        found.append((resource, _seen_by(scope.sink, state)))
     if not found:
         systems = ", ".join(e.system for e in pipeline.sinks)
         raise UsageError(
             "NO_TRANSACTIONS", f"The sinks of pipeline {pipeline.name!r} ({systems}) keep no transactions open."
         )
     return found
+
+
+def _seen_by(sink: str, state: LedgerState) -> LedgerState:
+    last = state.last.seen_by(sink) if state.last is not None else None
+    return replace(state, last=last, earlier=tuple(d.seen_by(sink) for d in state.earlier))
 
 
 def _decided(state: LedgerState) -> list[dict[str, Any]]:

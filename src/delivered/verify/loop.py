@@ -88,6 +88,8 @@ class Loop:
         transform = self.pipeline.transform
         if transform.kind not in ("none", "arrow"):
             raise DeliveredError("LOOP_TRANSFORM", f"A loop without Spark cannot run a transform in {transform.kind}.")
+        if len(self.pipeline.sinks) > 1 or not self.pipeline.sinks[0].projection.is_all:
+            raise DeliveredError("LOOP_SINKS", "A loop without Spark runs one sink, without select and where.")
         endpoint = self.pipeline.sinks[0]
         self.sink = endpoint.sink()
         self.source = self.pipeline.source.source()

@@ -1,12 +1,14 @@
-"""One task, one shard: take the rows, prepare, tell the driver."""
+"""One task, one shard: take the rows, prepare at every sink, tell the driver."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from delivered.contract import ShardWriter, Sink
+from delivered.contract import Member, Several, ShardWriter, Sink
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.guarantee import Guarantee
@@ -22,7 +24,7 @@ def fingerprint_seed(scope: Scope) -> int:
 
 
 def write_shard(
-    sink: Sink,
+    sink: Sink | Several,
     plan: BatchPlan,
     shard: int,
     attempt: int,
@@ -51,42 +53,81 @@ def write_shard(
     if plan.guarantee is Guarantee.AT_MOST_ONCE and attempt > 0:
         # An earlier attempt of this task may have sent records. Sending again could double them.
         action = Action.GIVE_UP
-    seed = fingerprint_seed(plan.scope)
+    lines = _lines(sink, plan, shard)
     if action is Action.GIVE_UP:
-        lost = sum((fingerprint(sink.records(b), seed) for b in batches), Fingerprint())
-        return ShardMessage(plan, shard, attempt, Action.GIVE_UP, given_up=lost)
-    writer = sink.shard_writer(Work(plan.scope, plan.batch, shard, attempt), plan.guarantee, schema)
-    try:
-        prepared = _stage_and_prepare(sink, writer, plan, shard, attempt, batches, seed)
-    except BaseException:
-        writer.abort()
-        raise
+        for batch in batches:
+            for line in lines:
+                line.count(batch)
+        return ShardMessage(plan, shard, attempt, Action.GIVE_UP, given_up={n.member.id: n.total for n in lines})
+    with ExitStack() as undo:
+        writers = []
+        for line in lines:
+            writers.append(line.writer(plan, shard, attempt, schema))
+            undo.callback(writers[-1].abort)
+        participants = _stage_and_prepare(lines, writers, plan, shard, attempt, batches)
+        undo.pop_all()
     # Records of a shard that was written, which the sink gave up without an answer: a count, for nobody knows which.
-    unanswered = Fingerprint(int(prepared.handle.get("given_up", 0)))
-    return ShardMessage(plan, shard, attempt, Action.WRITE, prepared=prepared, given_up=unanswered)
+    unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) for p in participants}
+    return ShardMessage(plan, shard, attempt, Action.WRITE, participants, unanswered)
+
+
+@dataclass
+class _Line:
+    """What goes to one sink."""
+
+    member: Member
+    scope: Scope
+    seed: int
+    total: Fingerprint = Fingerprint()
+
+    def writer(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> ShardWriter:
+        mine = self._routed(pa.RecordBatch.from_pylist([], schema=schema)).schema if self.member.route else schema
+        return self.member.sink.shard_writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, mine)
+
+    def count(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows of this sink, added to its fingerprint."""
+        mine = self._routed(batch)
+        self.total += fingerprint(self.member.sink.records(mine), self.seed)
+        return mine
+
+    def _routed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch if self.member.route is None else self.member.route(batch)
+
+
+def _lines(sink: Sink | Several, plan: BatchPlan, shard: int) -> list[_Line]:
+    """One for each sink that this shard is written to."""
+    members = sink.members if isinstance(sink, Several) else (Member("", plan.scope.sink, sink),)
+    wanted = plan.rewrite.get(shard)
+    found = []
+    for member in members:
+        if wanted is None or member.id in wanted:
+            scope = replace(plan.scope, sink=member.id) if member.id else plan.scope
+            found.append(_Line(member, scope, fingerprint_seed(scope)))
+    return found
 
 
 def _stage_and_prepare(
-    sink: Sink,
-    writer: ShardWriter,
+    lines: Sequence[_Line],
+    writers: Sequence[ShardWriter],
     plan: BatchPlan,
     shard: int,
     attempt: int,
     batches: Iterator[pa.RecordBatch],
-    seed: int,
-) -> Prepared:
+) -> tuple[Prepared, ...]:
     exactly_once = plan.guarantee is Guarantee.EXACTLY_ONCE
     write = StepId.WRITE_STAGE if exactly_once else StepId.WRITE_SEND
     promise = StepId.WRITE_PREPARE if exactly_once else StepId.WRITE_FLUSH
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
-    total = Fingerprint()
     reach(write, Moment.BEFORE, **facts)
     for batch in batches:
-        total += fingerprint(sink.records(batch), seed)
-        writer.stage(batch)
-        reach(write, Moment.AFTER, rows=total.count, **facts)
-    reach(promise, Moment.BEFORE, **facts)
-    # The writer learns the fingerprint only now: sinks that keep it beside the rows write it last.
-    handle = writer.prepare(total)
-    reach(promise, Moment.AFTER, **facts)
-    return Prepared(shard, attempt, total, handle)
+        for line, writer in zip(lines, writers, strict=True):
+            writer.stage(line.count(batch))
+            reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)
+    prepared = []
+    for line, writer in zip(lines, writers, strict=True):
+        reach(promise, Moment.BEFORE, sink=line.scope.sink, **facts)
+        # The writer learns the fingerprint only now: sinks that keep it beside the rows write it last.
+        handle = writer.prepare(line.total)
+        reach(promise, Moment.AFTER, sink=line.scope.sink, **facts)
+        prepared.append(Prepared(shard, attempt, line.total, handle, line.member.id))
+    return tuple(prepared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka.ledger_topic import ensure_topic
 from delivered.connectors.kafka.markers import find_marker, ledger_topic
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
@@ -54,6 +55,13 @@ class KafkaResource:
         """Fence every id of this sink that holds, or could open, a transaction that `keep` does not name."""
         handles = [Handle.from_json(p.handle) for p in keep if p.handle]
         return transactions.sweep(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
+
+    def set_up(self) -> None:
+        """The topic for markers, where another sink keeps the ledger. See `delivered.contract.SetsUp`."""
+        ensure_topic(self._wire, self._topic, self._options.ledger_replication)
+
+    def forget(self, batch: int) -> None:
+        """Nothing: a shard's marker takes the place of its former one."""
 
     def open_transactions(self) -> list[OpenTransaction]:
         """Every transaction of this sink of this pipeline that is not over, of any incarnation, oldest first.

@@ -59,7 +59,7 @@ class MemoryLedger:
     def decide(self, decision: Decision) -> Outcome[None]:
         text = decision.to_json()
         if self._commit is Commit.ONE_TRANSACTION and decision.guarantee is Guarantee.EXACTLY_ONCE:
-            for p in decision.participants:
+            for p in decision.to_move:
                 # The transaction is open here and holds no lock: a driver that is paused in it blocks nobody.
                 reach(StepId.COMMIT_APPLY, Moment.BEFORE, batch=decision.batch, shard=p.shard)
                 reach(StepId.COMMIT_APPLY, Moment.AFTER, batch=decision.batch, shard=p.shard)
@@ -102,10 +102,12 @@ class MemoryLedger:
     def _in_one_transaction(self, decision: Decision, text: str) -> Failed | None:
         """Rows and record together, or neither."""
         staged = []
-        for p in decision.participants:
+        for p in decision.to_move:
             found = self._world.participants.get(int(p.handle["id"]))
             if found is None or found.state is not State.PREPARED:
                 return Failed(f"the staged rows of shard {p.shard} are gone")
+            if found.work.scope.sink != self._scope.sink:
+                return Failed(f"the rows of shard {p.shard} lie at {found.work.scope.sink!r}, out of reach from here")
             staged.append(found)
         failed = self._append(decision, text)
         if failed is None:

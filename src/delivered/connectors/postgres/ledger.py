@@ -107,7 +107,7 @@ class PostgresLedger:
                     "stay; nothing was added.",
                     next_step="stop every other driver on this checkpoint, then start the pipeline again",
                 )
-            for prepared in decision.participants:
+            for prepared in decision.to_move:
                 if stage.KEY in prepared.handle:
                     facts = {"batch": decision.batch, "shard": prepared.shard}
                     reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.connectors.postgres import stage, transactions
 from delivered.connectors.postgres.client import connect, discard, explained
-from delivered.connectors.postgres.migrate import quoted, version_of
+from delivered.connectors.postgres.migrate import migrate, quoted, version_of
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.transactions import GONE, OpenTransaction
 from delivered.model.errors import DeliveredError, UsageError
@@ -106,6 +106,22 @@ class PostgresResource:
             return Unknown(str(error))
         return Ok(count)
 
+    def set_up(self) -> None:
+        """The table for markers, where another sink keeps the ledger. See `delivered.contract.SetsUp`."""
+        self._ask(lambda c: migrate(c, self._options.ledger_schema))
+
+    def forget(self, batch: int) -> None:
+        """Markers of batches before this one, which a decision in this database would have forgotten."""
+
+        def delete(connection: psycopg.Connection[Any]) -> None:
+            connection.execute(
+                f"DELETE FROM {quoted(self._options.ledger_schema)}.marker "  # noqa: S608
+                f"{_BATCH.replace('batch =', 'batch <')}",
+                [self._scope.pipeline, self._scope.sink, self._scope.incarnation, batch],
+            )
+
+        self._ask(delete)
+
     def open_transactions(self) -> list[OpenTransaction]:
         """Every prepared transaction of this sink of this pipeline, of any incarnation, oldest first.
 
@@ -175,7 +191,7 @@ class PostgresResource:
                 _key(work),
             ).fetchone()
             participants = Decision.from_json(row[0]).participants if row else ()
-            return any(p.shard == work.shard and stage.KEY in p.handle for p in participants)
+            return any(p.shard == work.shard and not p.sink and stage.KEY in p.handle for p in participants)
 
         return self._ask(question)
 

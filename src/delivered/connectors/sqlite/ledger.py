@@ -101,7 +101,7 @@ class SqliteLedger:
         return self._one_transaction(write, there)
 
     def decide(self, decision: Decision) -> Outcome[None]:
-        """Rows of all participants and the decision, in one transaction.
+        """Rows of this sink's participants and the decision, in one transaction.
 
         1  become the one writer; look whether this very decision is in already
         2  check that this claim is the newest
@@ -115,14 +115,15 @@ class SqliteLedger:
             return self._decision(connection, decision.batch) == text
 
         def write(connection: sqlite3.Connection) -> None:
-            if self._decision(connection, decision.batch) is not None:
+            known = self._decision(connection, decision.batch)
+            if known is not None and Decision.from_json(known).revision >= decision.revision:
                 raise InvariantBroken(
                     "DECIDED_OTHERWISE",
                     f"Batch {decision.batch} of {self._scope} is decided already, for other rows. They are visible and "
                     "stay; nothing was added.",
                     next_step="stop every other driver on this checkpoint, then start the pipeline again",
                 )
-            participants = [p for p in decision.participants if p.handle]
+            participants = [p for p in decision.to_move if p.handle]
             if participants:
                 schema = staged_schema(self._options, self._scope, participants[0].handle)
                 target.ready(connection, self._options, schema)
@@ -303,9 +304,10 @@ class SqliteLedger:
 
 
 def record(connection: sqlite3.Connection, scope: Scope, batch: int, decision: str) -> None:
-    """Write a decision and forget those beyond the history. Inside an open transaction."""
+    """Write a decision, or its next revision, and forget those beyond the history. Inside an open transaction."""
     connection.execute(
-        "INSERT INTO _delivered_decision (pipeline, sink, incarnation, batch, decision) VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO _delivered_decision (pipeline, sink, incarnation, batch, decision) VALUES (?, ?, ?, ?, ?) "
+        "ON CONFLICT (pipeline, sink, incarnation, batch) DO UPDATE SET decision = excluded.decision",
         (scope.pipeline, scope.sink, scope.incarnation, batch, decision),
     )
     connection.execute(

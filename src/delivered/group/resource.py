@@ -1,0 +1,67 @@
+"""The hand on every sink's participants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from delivered.contract import Resource, SetsUp
+from delivered.model.errors import InvariantBroken
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Ok, Outcome
+from delivered.model.work import Prepared
+
+
+class GroupResource:
+    """See `delivered.contract.Resource`."""
+
+    def __init__(self, resources: Mapping[str, tuple[str, Resource]], scope: Scope) -> None:
+        self._scope = scope
+        self._by_id = {i: resource for i, (_, resource) in resources.items()}
+        self._by_name = dict(resources.values())
+        self._is_set_up = False
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        return self._named(work.scope.sink).apply(work, prepared)
+
+    def applied(self, work: Work) -> bool:
+        return self._named(work.scope.sink).applied(work)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        return self._by_id[prepared.sink].abort(prepared)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Every sink is swept, also after one that did not answer: what is open there blocks its readers."""
+        self._set_up()
+        count = 0
+        trouble: Outcome[int] | None = None
+        for sink, resource in self._by_id.items():
+            match resource.sweep([p for p in keep if p.sink == sink]):
+                case Ok(gone):
+                    count += gone
+                case other:
+                    trouble = trouble or other
+        return trouble or Ok(count)
+
+    def close(self) -> None:
+        for resource in self._by_id.values():
+            resource.close()
+
+    def _set_up(self) -> None:
+        """What the claim of its own ledger would have made at a sink."""
+        if self._is_set_up:
+            return
+        for sink, resource in self._by_id.items():
+            if sink and isinstance(resource, SetsUp):
+                resource.set_up()
+        self._is_set_up = True
+
+    def _named(self, name: str) -> Resource:
+        found = self._by_name.get(name)
+        if found is None:
+            raise InvariantBroken(
+                "SINK_UNKNOWN",
+                f"A participant belongs to the sink {name!r}, and pipeline {self._scope.pipeline!r} names "
+                f"{sorted(self._by_name)}.",
+                next_step="start once with the former sinks, let a batch end, stop, and change them then",
+            )
+        return found

@@ -1,0 +1,76 @@
+"""The sinks of a pipeline as the engine sees them: one ledger, one resource."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from delivered.contract import Ledger, Member, Resource, Route, Sink
+from delivered.group.ledger import GroupLedger
+from delivered.group.resource import GroupResource
+from delivered.model.capability import deciding
+from delivered.model.errors import UsageError
+from delivered.model.identity import Scope, checked_name
+
+
+@dataclass(frozen=True)
+class SinkGroup:
+    """See `delivered.contract.Several`. Picklable, no connection."""
+
+    members: tuple[Member, ...]
+
+    @classmethod
+    def of(cls, sinks: Sequence[tuple[str | None, Sink, Route | None]]) -> SinkGroup:
+        """From (name, sink, route), in the order in which the user named them.
+
+        Raises:
+            UsageError: two sinks of one name: their ids at the servers would be the same.
+        """
+        first = deciding([sink.capability() for _, sink, _ in sinks])
+        names = [checked_name("sink", name or sink.name) for name, sink, _ in sinks]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise UsageError(
+                "SINK_NAME_TWICE",
+                f"Two sinks of the pipeline have the name {twice[0]!r}; they would take each other's transactions.",
+                next_step="give each sink a name of its own: name: ...",
+            )
+        return cls(
+            tuple(
+                Member("" if i == first else name, name, sink, route)
+                for i, (name, (_, sink, route)) in enumerate(zip(names, sinks, strict=True))
+            )
+        )
+
+    @property
+    def decider(self) -> Member:
+        return next(m for m in self.members if not m.id)
+
+    @property
+    def name(self) -> str:
+        return self.decider.name
+
+    @property
+    def others(self) -> frozenset[str]:
+        return frozenset(m.id for m in self.members if m.id)
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        empty = pa.RecordBatch.from_pylist([], schema=schema)
+        for member in self.members:
+            member.sink.check_schema(schema if member.route is None else member.route(empty).schema)
+
+    def ledger(self, scope: Scope) -> Ledger:
+        others = [m for m in self.members if m.id]
+        return GroupLedger(
+            scope,
+            self.decider.sink.ledger(scope),
+            [(m, replace(scope, sink=m.name)) for m in others],
+        )
+
+    def resource(self, scope: Scope) -> Resource:
+        return GroupResource(
+            {m.id: (m.name, m.sink.resource(replace(scope, sink=m.name) if m.id else scope)) for m in self.members},
+            scope,
+        )

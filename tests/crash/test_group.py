@@ -1,0 +1,242 @@
+"""Several sinks, one batch, all or nothing: every crash point x {task, driver, zombie}, also between the sinks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.crash.group_sim import BOTH_PREPARE, LAST_RESOURCE, GroupSim
+from tests.crash.scenarios import pairs, single
+from tests.crash.sim import HOWS, Crash, Driver
+from tests.crash.test_history import again, codes, other_rows
+from tests.crash.test_points import expected_points, judge
+
+from delivered.group import SinkGroup
+from delivered.group.resource import GroupResource
+from delivered.model.capability import Commit
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.outcome import Ok
+from delivered.model.work import Action, BatchPlan, Decision, ShardMessage
+from delivered.write import shard
+
+GROUPS = {"both prepare": BOTH_PREPARE, "last resource": LAST_RESOURCE}
+
+
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_batch_reaches_every_sink_once(group: str, guarantee: Guarantee) -> None:
+    sim = GroupSim(guarantee, commits=GROUPS[group]).run()
+    assert sim.verdict() == []
+    assert sim.visible() == sim.expected()
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+@pytest.mark.parametrize("group", GROUPS)
+def test_one_crash_at_every_point(group: str, guarantee: Guarantee, how: str) -> None:
+    hit: set[str] = set()
+    wrong: list[str] = []
+    for scenario, sim in single(guarantee, Commit.TWO_PHASE, how, GROUPS[group]):
+        hit.add(scenario.crashes[0][0])
+        wrong += judge((scenario, sim))
+    assert wrong == []
+    assert hit == expected_points(guarantee, how)
+
+
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+@pytest.mark.parametrize("group", GROUPS)
+def test_two_crashes(group: str, guarantee: Guarantee) -> None:
+    runs = list(pairs(guarantee, Commit.TWO_PHASE, count=100, seed=7, several=GROUPS[group]))
+    assert [w for run in runs for w in judge(run)] == []
+    assert sum(1 for _, sim in runs if all(c.hit for c in sim.crashes)) >= 10
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_p27_killed_between_two_applies_then_all_is_there(nth: int) -> None:
+    """P27: some sinks show the batch and others do not, until the next start."""
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, batches=1, crashes=(Crash("commit.apply:after", nth, "tree"),))
+    torn: list[int] = []
+    sim.on_start = lambda sim, start: torn.append(sum(sim.visible().values())) if start else None
+    sim.run()
+    assert sim.verdict() == []
+    assert 0 < torn[0] < sum(sim.expected().values())
+
+
+def test_one_expired_promise_of_one_sink_is_written_again_alone() -> None:
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, batches=1, crashes=(Crash("commit.apply:after", 3, "tree"),))
+    sim.expire_on_start = True
+    plans: list[BatchPlan] = []
+    tasks = sim.tasks
+
+    def noted(driver: Driver, plan: BatchPlan) -> list[ShardMessage | None]:
+        plans.append(plan)
+        return tasks(driver, plan)
+
+    sim.tasks = noted  # type: ignore[method-assign]
+    sim.run()
+    assert sim.verdict() == []
+    # Shard 0 was in at both sinks, shard 1 at the first: its part for the second alone comes again.
+    assert [dict(p.rewrite) for p in plans] == [{}, {1: frozenset({"second"})}]
+    assert sim.last().revision == 1
+
+
+def test_last_resource_adds_its_rows_once_though_another_sink_is_written_again() -> None:
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, commits=LAST_RESOURCE, crashes=(Crash("commit.decide:after"),))
+    sim.expire_on_start = True
+    sim.run()
+    assert sim.verdict() == []
+    assert [(d.batch, d.revision) for d in sim.decisions()] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_p5_a_replay_that_differs_at_one_sink_stops_the_query() -> None:
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, commits=LAST_RESOURCE, crashes=(Crash("commit.decide:after"),))
+    sim.expire_on_start = True
+    sim.change = other_rows
+    sim.run()
+    assert "REPLAY_DIFFERS" in codes(sim)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_at_most_once_is_begun_before_the_first_row_leaves_to_any_sink(group: str) -> None:
+    sim = GroupSim(Guarantee.AT_MOST_ONCE, commits=GROUPS[group], batches=1)
+    sim.crashes = (Crash("write.send:after", 1, "tree"),)
+    sim.run()
+    assert sim.verdict() == []
+    # Rows of one read reached the first sink and none the second; the account has all of both.
+    assert {s for s, _ in sim.visible()} == {"first"}
+    assert [sim.last().seen_by(n).given_up.count for n in ("first", "second")] == [8, 4]
+
+
+@pytest.mark.parametrize("stop", ["commit.decide:after", "commit.apply:after", "write.prepare:after", "log:after"])
+def test_another_sink_and_with_it_another_ledger(stop: str) -> None:
+    """Stopped anywhere, then started with another sink whose ledger decides: the former decision is finished."""
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, crashes=(Crash(stop, 1, "tree"),))
+
+    def change(sim: GroupSim, start: int) -> None:
+        if start:
+            sim.commits = (*BOTH_PREPARE, Commit.ONE_TRANSACTION)
+            sim.sink = sim.make_sink()
+
+    sim.on_start = change  # type: ignore[assignment]
+    sim.run()
+    assert codes(sim) == []
+    both = Counter({k: n for k, n in sim.expected().items() if k[0] != "third"})
+    assert Counter({k: n for k, n in sim.visible().items() if k[0] != "third"}) == both
+    assert sim.world.unsettled() == []
+    # It gets what comes after it was named.
+    third = Counter({k: n for k, n in sim.visible().items() if k[0] == "third"})
+    assert set(third.values()) == {1}
+    assert len(third) == (16 if stop == "write.prepare:after" else 8)
+
+
+def test_a_sink_left_out_while_its_part_is_open_is_refused() -> None:
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, crashes=(Crash("commit.decide:after"),))
+
+    def leave_out(sim: GroupSim, start: int) -> None:
+        if start:
+            sim.commits = BOTH_PREPARE[:1]
+            sim.sink = sim.make_sink()
+
+    sim.on_start = leave_out  # type: ignore[assignment]
+    sim.run()
+    assert set(codes(sim)) == {"SINK_LEFT_OUT"}
+    assert sum(sim.visible().values()) == 0
+    assert len(sim.world.unsettled()) == 4  # nothing was touched
+    sim.commits = BOTH_PREPARE
+    sim.sink = sim.make_sink()
+    again(sim, on_start=None)
+    assert sim.verdict() == []
+    assert sim.visible() == sim.expected()
+
+
+def test_a_driver_with_the_former_sinks_is_fenced() -> None:
+    """F7: it is paused before its decision; another one runs with another deciding ledger; then it goes on."""
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, crashes=(Crash("commit.decide:before", 2, "zombie"),))
+
+    def change(sim: GroupSim, start: int) -> None:
+        if start:
+            sim.commits = LAST_RESOURCE
+            sim.sink = sim.make_sink()
+
+    sim.on_start = change  # type: ignore[assignment]
+    sim.run()
+    assert sim.lost() == sim.duplicated() == 0
+    assert sim.visible() == sim.expected()
+    assert [d.batch for d in sim.decisions()] == [0, 1]
+
+
+def test_two_sinks_of_one_name_are_refused() -> None:
+    sim = GroupSim(Guarantee.EXACTLY_ONCE)
+    with pytest.raises(UsageError, match="SINK_NAME_TWICE"):
+        SinkGroup.of([("a", m.sink, None) for m in sim.make_sink().members])
+
+
+# -- the verifier verified: one thing broken at a time, and a run above must find it ---------------------------------
+
+
+def second_sink_not_applied(patch: pytest.MonkeyPatch) -> None:
+    honest = GroupResource.apply
+    patch.setattr(GroupResource, "apply", lambda self, w, p: Ok(None) if p.sink else honest(self, w, p))
+
+
+def second_sink_not_swept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupResource, "sweep", lambda self, keep: self._by_id[""].sweep(keep))
+
+
+def every_sink_written_again(patch: pytest.MonkeyPatch) -> None:
+    honest = shard._lines
+
+    def all_lines(sink: Any, plan: Any, number: int) -> Any:
+        return honest(sink, replace(plan, rewrite={}), number)
+
+    patch.setattr(shard, "_lines", all_lines)
+
+
+def moved_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Decision, "to_move", property(lambda self: tuple(p for p in self.participants if not p.sink)))
+
+
+def all_seen_as_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Decision, "to_move", property(lambda self: self.participants))
+
+
+def first_sink_alone_gives_up(patch: pytest.MonkeyPatch) -> None:
+    honest = shard._lines
+    patch.setattr(
+        shard, "_lines", lambda s, p, n: honest(s, p, n)[:1] if p.action is Action.GIVE_UP else honest(s, p, n)
+    )
+
+
+def marker_of_the_deciding_sink_for_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        GroupResource,
+        "applied",
+        lambda self, w: self._by_id[""].applied(replace(w, scope=replace(w.scope, sink="first"))),
+    )
+
+
+def runs(guarantee: Guarantee, group: tuple[Commit, ...], how: str = "tree") -> Callable[[], Iterator[list[str]]]:
+    return lambda: (sim.verdict() for _, sim in single(guarantee, Commit.TWO_PHASE, how, group))
+
+
+EXACTLY, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_MOST_ONCE
+MUTANTS = {
+    "second sink not applied": (second_sink_not_applied, runs(EXACTLY, LAST_RESOURCE)),
+    "second sink not swept": (second_sink_not_swept, runs(EXACTLY, BOTH_PREPARE)),
+    "every sink written again": (every_sink_written_again, runs(EXACTLY, LAST_RESOURCE)),
+    "rows of the last resource moved again": (moved_again, runs(EXACTLY, LAST_RESOURCE)),
+    "rows of other sinks taken for its own": (all_seen_as_own, runs(EXACTLY, LAST_RESOURCE)),
+    "only one sink's rows counted as given up": (first_sink_alone_gives_up, runs(MOST, BOTH_PREPARE)),
+    "marker of one sink taken for all": (marker_of_the_deciding_sink_for_all, runs(EXACTLY, BOTH_PREPARE)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_group_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, tried = MUTANTS[name]
+    patch(monkeypatch)
+    assert any(found for found in tried()), f"no run notices: {name}"
