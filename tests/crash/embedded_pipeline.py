@@ -27,18 +27,22 @@ from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract import ready_target
+from delivered.contract import Several, Sink, ready_target
+from delivered.group import Columns, SinkGroup
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.step import Moment, StepId, install, reach
 from delivered.model.work import CheckpointView, Owner
+from delivered.pipeline.registry import find_sink
 from delivered.testing.crash import install_from_environment
 from delivered.write.shard import write_shard
 
 ROWS_PER_BATCH = 400
 TABLE = "events"
 PIPELINE = "embedded"
+ROUTES = {"kafka": Columns((("key", "id"), ("value", "payload")))}
+"""Of several sinks: Kafka gets two of the columns."""
 
 
 def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -78,7 +82,12 @@ def write(path: Path, text: str) -> None:
 
 def run(spec: dict[str, Any]) -> None:
     source = LOG.source({"path": spec["log"]})
-    if "delta" in spec:
+    sink: Sink | Several
+    if "sinks" in spec:
+        sink = SinkGroup.of(
+            [(s["name"], find_sink(s["format"], s["options"]), ROUTES.get(s["format"])) for s in spec["sinks"]]
+        )
+    elif "delta" in spec:
         sink = DELTA.sink(spec["delta"])
     elif "postgres" in spec:
         sink = POSTGRES.sink(spec["postgres"])
@@ -92,7 +101,15 @@ def run(spec: dict[str, Any]) -> None:
     ready_target(sink, schema)
     # As under Spark: one process plans, another one commits. Here each has its own ledger and resource.
     planning, committing = (
-        Context(scope, guarantee, owner, sink.ledger(scope), sink.resource(scope)) for _ in range(2)
+        Context(
+            scope,
+            guarantee,
+            owner,
+            sink.ledger(scope),
+            sink.resource(scope),
+            others=sink.others if isinstance(sink, Several) else frozenset(),
+        )
+        for _ in range(2)
     )
     driver = source.driver()
     for turn in itertools.count():

@@ -1,0 +1,193 @@
+"""One batch into Kafka, PostgreSQL and SQLite, all or nothing: real servers, a pipeline killed at every step of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.conftest import Kafka, Postgres
+from tests.crash.embedded_pipeline import PIPELINE
+from tests.kafka_tools import read_committed
+
+from delivered.connectors.log import append
+from delivered.group import SinkGroup
+from delivered.model.identity import Scope
+from delivered.model.outcome import Ok
+from delivered.model.work import Decision
+from delivered.pipeline.registry import find_sink
+
+RECORDS = 1_000
+CHILD = Path(__file__).parents[1] / "crash" / "embedded_pipeline.py"
+COLUMNS = "id text, payload bytea, position bigint, at timestamptz"
+GROUPS = {
+    "kafka and postgres, both prepare": ("kafka", "postgres two_phase"),
+    "kafka, and postgres as the last resource": ("kafka", "postgres one_transaction"),
+    "kafka and postgres, sqlite as the last resource": ("kafka", "postgres two_phase", "sqlite"),
+}
+
+
+@dataclass
+class World:
+    """One pipeline from a log to several sinks, in processes of its own."""
+
+    kafka: Kafka
+    postgres: Postgres
+    folder: Path
+    group: tuple[str, ...]
+    guarantee: str = "exactly_once"
+    runs: int = 0
+    sinks: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        log = self.folder / "events"
+        ids = {"key": [f"id-{i}".encode() for i in range(RECORDS)], "value": [b"v" * (i % 7) for i in range(RECORDS)]}
+        append(str(log), pa.table(ids), partition_by=2)
+        self.topic, self.table = self.kafka.topic(3), self.postgres.table(COLUMNS)
+        for named in self.group:
+            system, _, mechanism = named.partition(" ")
+            options: dict[str, dict[str, str]] = {
+                "kafka": {"kafka.bootstrap.servers": self.kafka.bootstrap, "topic": self.topic},
+                "postgres": {"url": self.postgres.url, "dbtable": self.table, "mechanism": mechanism},
+                "sqlite": {"path": str(self.folder / "out.db"), "table": "events"},
+            }
+            self.sinks.append({"name": system, "format": system, "options": options[system]})
+
+    def run(self, crash: str = "") -> int:
+        self.runs += 1
+        (self.folder / "crashes").mkdir(exist_ok=True)
+        spec = {
+            "log": str(self.folder / "events"), "sinks": self.sinks, "checkpoint": str(self.folder / "checkpoint"),
+            "guarantee": self.guarantee, "owner": f"owner-{self.runs}",
+        }  # fmt: skip
+        env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(self.folder / "crashes")}
+        done = subprocess.run(
+            [sys.executable, str(CHILD), json.dumps(spec)],
+            env=env, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        self.error = done.stderr
+        return done.returncode
+
+    def seen(self, sink: str) -> Counter[str]:
+        """By a client of the sink that is not ours."""
+        match sink:
+            case "kafka":
+                found = read_committed(self.kafka.bootstrap, self.topic)
+                return Counter((m.key() or b"").decode() for m in found)
+            case "postgres":
+                return Counter(name for (name,) in self.postgres.execute(f"SELECT id FROM {self.table}"))
+        path = self.folder / "out.db"
+        connection = sqlite3.connect(path)
+        try:
+            return Counter(name for (name,) in connection.execute("SELECT id FROM events"))
+        except sqlite3.OperationalError:
+            return Counter()
+        finally:
+            connection.close()
+
+    @property
+    def opened(self) -> SinkGroup:
+        return SinkGroup.of([(s["name"], find_sink(s["format"], s["options"]), None) for s in self.sinks])
+
+    @property
+    def scope(self) -> Scope:
+        incarnation = (self.folder / "checkpoint" / "metadata").read_text()
+        return Scope(PIPELINE, self.opened.name, incarnation)
+
+    def decided(self) -> list[Decision]:
+        if not (self.folder / "checkpoint" / "metadata").exists():
+            return []
+        ledger = self.opened.ledger(self.scope)
+        try:
+            return list(ledger.history()) if ledger.look().last is not None else []
+        finally:
+            ledger.close()
+
+    def sweep(self) -> object:
+        resource = self.opened.resource(self.scope)
+        try:
+            return resource.sweep(())
+        finally:
+            resource.close()
+
+
+def points(group: tuple[str, ...]) -> list[str]:
+    """One death before and after every step of a batch at every sink, over three batches."""
+    found = ["recover.claim:after", "recover.sweep:before", "write.stage:after#3@batch=0"]
+    names = [named.split()[0] for named in group]
+    for name in names:
+        found += [f"write.prepare:{m}@batch=0@shard={s}@sink={name}" for m, s in (("before", 0), ("after", 1))]
+    found += ["commit.decide:before@batch=1", "commit.decide:after@batch=1", "recover.apply:after"]
+    for name in names:
+        found += [f"commit.apply:before@batch=2@shard=0@sink={name}", f"recover.apply:after@shard=1@sink={name}"]
+        found += [f"commit.apply:after@batch={b}@shard={s}@sink={name}" for b, s in ((0, 0), (1, 1))]
+    return [*found, "log:before@batch=2"]
+
+
+@pytest.fixture(params=list(GROUPS))
+def world(request: pytest.FixtureRequest, kafka: Kafka, postgres: Postgres, tmp_path: Path) -> World:
+    return World(kafka, postgres, tmp_path, GROUPS[request.param])
+
+
+def test_a_death_at_every_step_leaves_all_or_none_at_every_sink(world: World) -> None:
+    """F3, F6, P5, P6, P27: killed for real at each step of a batch, started again each time."""
+    names = [s["name"] for s in world.sinks]
+    crash = ",".join(f"{p}!kill" for p in points(world.group))
+    deaths = partly = 0
+    while (code := world.run(crash)) == -signal.SIGKILL:
+        deaths += 1
+        decided = world.decided()
+        whole = decided[-1].total.count if decided else 0
+        before = decided[-2].total.count if len(decided) > 1 else 0
+        counts = {}
+        for name in names:
+            seen = world.seen(name)
+            counts[name] = seen.total()
+            assert seen.total() == len(seen), f"a record twice at {name}, right after a death"
+            assert before <= seen.total() <= whole, f"{name} shows what nobody decided, or lacks an earlier batch"
+        deciding = world.opened.decider
+        if deciding.sink.capability().commit == "one_transaction":
+            assert counts[deciding.name] == whole, "the last resource shows a batch when it is decided, whole"
+        partly += len(set(counts.values())) > 1
+        assert deaths <= len(points(world.group))
+    assert code == 0, world.error
+    assert partly > 0, "no death fell between two applies: this run showed nothing"
+    hits = {p.name.partition("-")[0] for p in (world.folder / "crashes").glob("*.hit.json")}
+    assert len(hits) == deaths >= len(names) * 4
+    expected = Counter(f"id-{i}" for i in range(RECORDS))
+    for name in names:
+        assert world.seen(name) == expected, name
+        assert world.decided()[-1].seen_by(name).total.count == RECORDS
+    assert world.sweep() == Ok(0), "a participant outlived its batch"
+
+
+@pytest.mark.parametrize("world", ["kafka and postgres, both prepare"], indirect=True)
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+def test_the_weaker_guarantees_keep_their_word_at_every_sink(world: World, guarantee: str) -> None:
+    world.guarantee = guarantee
+    assert world.run("write.flush:after@batch=1@shard=0@sink=kafka!kill") == -signal.SIGKILL
+    assert world.run() == 0, world.error
+    last = world.decided()[-1]
+    for name in ("kafka", "postgres"):
+        seen, account = world.seen(name), last.seen_by(name)
+        lost, repeats = RECORDS - len(seen), seen.total() - len(seen)
+        assert set(seen) <= {f"id-{i}" for i in range(RECORDS)}
+        if guarantee == "at_least_once":
+            assert lost == 0
+            assert account.total.count == RECORDS
+            # Shard 0 had reached Kafka, and comes again there; PostgreSQL had not committed it.
+            assert (repeats > 0) == (name == "kafka")
+        else:
+            assert repeats == 0
+            assert lost <= account.given_up.count == 400
+            assert (lost < 400) == (name == "kafka")

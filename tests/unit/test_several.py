@@ -1,0 +1,204 @@
+"""Several sinks: what a user may write, what travels to a task, what a ledger holds, what an audit of one sink sees."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from tests.unit.test_rooms import fresh
+
+import delivered
+from delivered.commit.context import Context
+from delivered.commit.decide import commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.connectors.memory import CONNECTOR as MEMORY
+from delivered.connectors.memory.world import ROWS, make_world
+from delivered.group import Columns, SinkGroup
+from delivered.model import step
+from delivered.model.errors import UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
+from delivered.pipeline.projection import Item, parse_projection
+from delivered.plan import Plan, Refusal
+from delivered.spark.audit_ledger import read_ledger
+from delivered.spark.pipeline import Pipeline
+from delivered.spark.sinks import OPTION, opened, packed, plain_routes, unpacked
+from delivered.write.shard import write_shard
+
+FILE = """\
+pipeline: orders
+guarantee: exactly_once
+checkpoint: checkpoint
+source: {format: log, path: in}
+sinks:
+  - {format: kafka, name: events, kafka.bootstrap.servers: "localhost:1", topic: clean, select: [key, value]}
+  - {format: sqlite, name: large, path: out.db, table: large, where: "length(value) > 3", audit: {id: id},
+     select: ["CAST(key AS STRING) AS id", value]}
+"""
+EXACTLY = Guarantee.EXACTLY_ONCE
+
+
+def group(name: str, *commits: str) -> SinkGroup:
+    """Sinks that know nothing of each other: each in a world of its own."""
+    for i in range(len(commits)):
+        make_world(f"{name}-{i}")
+    sinks = [MEMORY.sink({"world": f"{name}-{i}", "commit": c}) for i, c in enumerate(commits)]
+    return SinkGroup.of([(f"s{i}", s, None) for i, s in enumerate(sinks)])
+
+
+def context(sink: SinkGroup, owner: str = "o") -> Context:
+    scope = Scope("p", sink.name, "i")
+    return Context(scope, EXACTLY, Owner(owner), sink.ledger(scope), sink.resource(scope), others=sink.others)
+
+
+def run(sink: SinkGroup, batch: int, on: Context) -> Decision | None:
+    plan = plan_batch(on, CheckpointView("i", batch, f"o{batch}", batch - 1 if batch else None), first=True)
+    rows = pa.record_batch([[b"k"] * 3, [b"v%d" % i for i in range(3)]], schema=ROWS)
+    return commit_batch(on, batch, f"o{batch}", [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
+
+
+def test_a_file_names_rows_and_columns_of_each_sink(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(FILE)
+    pipeline = Pipeline.from_file(tmp_path / "p.yaml")
+    events, large = pipeline.sinks
+    assert events.projection.is_plain
+    assert large.projection.items == (Item("id", "CAST(key AS STRING)"), Item("value"))
+    assert (large.projection.where, dict(large.audit)) == ("length(value) > 3", {"id": "id"})
+    assert pipeline.sink_names == ("events", "large")
+    plan = pipeline.plan(offline=True)
+    assert isinstance(plan, Plan)
+    assert "large decides for all" in " ".join(plan.order)
+    assert "select" not in large.options
+
+
+@pytest.mark.parametrize(
+    ("select", "where", "code"),
+    [
+        (["a + b"], None, "SELECT_UNNAMED"),
+        (["*"], None, "SELECT_UNNAMED"),
+        (["a", "b AS a"], None, "SELECT_NAME_TWICE"),
+        ([], "  ", "WHERE_EMPTY"),
+    ],
+)
+def test_a_wrong_projection_is_told(select: list[str], where: str | None, code: str) -> None:
+    with pytest.raises(UsageError, match=code):
+        parse_projection(select, where)
+
+
+def test_select_as_text_and_select_of_a_source_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="SELECT_VALUE"):
+        delivered.sqlite("out.db", "t", select="key")
+    with pytest.raises(UsageError, match="SOURCE_SELECT"):
+        delivered.Pipeline(
+            name="p", guarantee="exactly_once", checkpoint=tmp_path,
+            source=delivered.log("in", select=["key"]), sinks=[delivered.sqlite("out.db", "t")],
+        )  # fmt: skip
+
+
+def test_rand_in_a_where_is_no_deterministic_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(FILE.replace("length(value) > 3", "rand() < 0.5"))
+    plan = Pipeline.from_file(tmp_path / "p.yaml").plan(offline=True)
+    assert isinstance(plan, Plan)
+    assert any("not deterministic" in a for a in plan.assumptions)
+
+
+def test_two_sinks_of_one_name_are_refused_by_the_plan(tmp_path: Path) -> None:
+    sinks = [delivered.sqlite(str(tmp_path / f"{n}.db"), "t", name="one") for n in "ab"]
+    made = delivered.Pipeline(
+        name="p", guarantee="at_least_once", checkpoint=tmp_path / "c", source=delivered.log(str(tmp_path)), sinks=sinks
+    )
+    plan = made.plan()
+    assert isinstance(plan, Refusal)
+    assert plan.code == "SINK_NAME_TWICE"
+
+
+def test_what_travels_in_the_option_is_the_same_group(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(
+        FILE.replace('"CAST(key AS STRING) AS id"', "key").replace('where: "length(value) > 3", ', "")
+    )
+    sinks = Pipeline.from_file(tmp_path / "p.yaml").sinks
+    text = packed(sinks, plain_routes([s.projection for s in sinks]))
+    made = unpacked({OPTION: text})
+    assert [(m.id, m.name) for m in made.members] == [("events", "events"), ("", "large")]
+    assert made.name == opened(sinks)[0] == "large"
+    assert pickle.loads(pickle.dumps(made)) == made
+    with pytest.raises(UsageError, match="SINKS_OPTION"):
+        unpacked({})
+
+
+def test_a_route_leaves_out_what_is_not_true() -> None:
+    rows = pa.record_batch({"a": [1, 2, 3], "b": ["x", "y", "z"], "keep": [True, None, False]})
+    assert Columns((("c", "b"),), "keep")(rows).to_pylist() == [{"c": "x"}]
+    assert Columns((("c", "b"), ("a", "a")))(rows).num_rows == 3
+    with pytest.raises(UsageError, match="SELECT_COLUMN"):
+        Columns((("c", "nothing"),))(rows)
+
+
+def test_an_executor_loads_the_group_and_its_connectors_alone() -> None:
+    sink = group("executor-group", "two_phase", "one_transaction")
+    plan = BatchPlan(Scope("p", sink.name, "i"), "o", EXACTLY, 0, "{}", Action.WRITE)
+    code = """
+import pickle, sys
+sink, plan, schema = (pickle.loads(bytes.fromhex(a)) for a in sys.argv[1:])
+from delivered.connectors.memory.world import make_world
+from delivered.write.shard import write_shard
+for i in range(2):
+    make_world(f"executor-group-{i}")
+assert len(write_shard(sink, plan, 0, 0, iter(()), schema).participants) == 2
+"""
+    loaded = fresh(code, *(pickle.dumps(x) for x in (sink, plan, ROWS)))
+    rooms = {m.split(".")[1] for m in loaded if m.startswith("delivered.")}
+    assert rooms <= {"model", "contract", "write", "group", "connectors"}
+    assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "yaml"})
+
+
+def test_a_decision_is_the_same_text_for_one_sink_and_keeps_all_for_several() -> None:
+    own = Prepared(0, 0, Fingerprint(1, 2, 3), {"id": 1})
+    one = Decision(Scope("p", "a", "i"), "o", EXACTLY, 4, "x", (own,), Fingerprint(9, 9, 9), Fingerprint(), 7)
+    assert "others" not in json.loads(one.to_json())
+    assert "sink" not in json.loads(one.to_json())["participants"][0]
+    account = Account(Fingerprint(5, 5, 5), Fingerprint(1, 0, 0))
+    two = replace(one, participants=(own, replace(own, sink="b")), others={"b": account})
+    assert Decision.from_json(two.to_json()) == two
+    assert two.fingerprint == own.fingerprint
+    assert two.to_move == (own,)
+    assert replace(two, revision=1).to_move == ()
+    told = two.told_by("b")
+    assert (told.scope.sink, told.total, told.others["a"].total) == ("b", account.total, one.total)
+    assert [p.sink for p in told.participants] == ["a", ""]
+    assert told.told_by("a") == two
+    assert two.seen_by("b").total == account.total
+    assert two.seen_by("a") == one
+
+
+def test_an_audit_reads_each_sink_from_the_one_ledger() -> None:
+    sink = group("audit-group", "two_phase", "two_phase")
+    on = context(sink)
+    run(sink, 0, on)
+    stopped: list[str] = []
+
+    def stop(point: str, facts: dict[str, object]) -> None:
+        if point == "commit.apply:before" and facts["batch"] == 1 and facts["sink"] == "s1":
+            stopped.append(point)
+            raise KeyboardInterrupt
+
+    step.install(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(sink, 1, context(sink))
+    finally:
+        step.install(None)
+    assert stopped
+    for member, visible in zip(sink.members, (1, 0), strict=True):
+        scope = Scope("p", member.name, "i")
+        account = read_ledger(member.sink, scope, EXACTLY, (sink.name, sink))
+        assert account.history.faults == ()
+        assert account.visible is not None
+        assert (account.visible.batch, account.visible.scope.sink) == (visible, member.name)
+        assert account.visible.total.count == 3 * (visible + 1)
