@@ -19,12 +19,17 @@ from tests.conftest import Kafka, Postgres
 from tests.crash.embedded_pipeline import PIPELINE
 from tests.kafka_tools import read_committed
 
+from delivered.commit.context import Context
+from delivered.commit.decide import commit_batch
+from delivered.commit.recover import plan_batch
 from delivered.connectors.log import append
 from delivered.group import SinkGroup
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
-from delivered.model.work import Decision
+from delivered.model.work import CheckpointView, Decision, Owner
 from delivered.pipeline.registry import find_sink
+from delivered.write.shard import write_shard
 
 RECORDS = 1_000
 CHILD = Path(__file__).parents[1] / "crash" / "embedded_pipeline.py"
@@ -191,3 +196,30 @@ def test_the_weaker_guarantees_keep_their_word_at_every_sink(world: World, guara
             assert repeats == 0
             assert lost <= account.given_up.count == 400
             assert (lost < 400) == (name == "kafka")
+
+
+def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
+    kafka: Kafka, postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P4: Kafka decides, so no decision in PostgreSQL forgets the markers there."""
+    monkeypatch.setattr("delivered.group.ledger.FORGET_EVERY", 2)
+    world = World(kafka, postgres, tmp_path, GROUPS["kafka and postgres, both prepare"])
+    sink = world.opened
+    scope = Scope("bounded", sink.name, "i")
+    context = Context(
+        scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.resource(scope), others=sink.others
+    )
+    postgres.execute(f"ALTER TABLE {world.table} ADD COLUMN key text, ADD COLUMN value bytea")
+    schema = pa.schema([pa.field("key", pa.string()), pa.field("value", pa.binary())])
+    for batch in range(7):
+        plan = plan_batch(
+            context, CheckpointView("i", batch, f"o{batch}", batch - 1 if batch else None), first=batch == 0
+        )
+        rows = [pa.record_batch([[f"{batch}-{s}"], [b"v"]], schema=schema) for s in range(2)]
+        messages = [write_shard(sink, plan, s, 0, iter([rows[s]]), schema) for s in range(2)]
+        commit_batch(context, batch, f"o{batch}", messages)
+    markers = postgres.execute("SELECT batch FROM delivered.marker WHERE pipeline = 'bounded' ORDER BY batch")
+    assert [b for (b,) in markers] == [6, 6]
+    assert postgres.execute(f"SELECT count(*) FROM {world.table}") == [(14,)]
+    context.ledger.close()
+    context.resource.close()

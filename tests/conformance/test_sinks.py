@@ -6,7 +6,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, ShardMessage
+from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage
 from delivered.write.shard import fingerprint_seed, write_shard
 
 SHARDS = 2
@@ -209,6 +209,27 @@ def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
     assert rig.visible() == rig.expected(0)
     assert all(again.resource.applied(Work(rig.scope, 0, p.shard, p.attempt)) for p in prepared)
     assert not again.resource.applied(Work(rig.scope, 1, 0))
+
+
+def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> None:
+    """The ledger decides for other sinks too; a later revision replaces theirs and adds no row of its own again."""
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    own = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
+    other = Prepared(0, 0, Fingerprint(7, 7, 7), {"only": "they know"}, "elsewhere")
+    total = sum((p.fingerprint for p in own), Fingerprint())
+    accounts = {"elsewhere": Account(other.fingerprint)}
+    decision = Decision(
+        rig.scope, "first", EXACT, 0, plan.offsets, (*own, other), total, Fingerprint(), 1, others=accounts
+    )
+    assert context.ledger.decide(decision) == Ok(None)
+    for p in own:
+        assert context.resource.apply(Work(rig.scope, 0, p.shard, p.attempt), p) == Ok(None)
+    replaced = replace(decision, participants=(*own, replace(other, handle={"only": "again"})), revision=1)
+    assert context.ledger.decide(replaced) == Ok(None)
+    assert context.ledger.look().last == replaced
+    assert rig.visible() == rig.expected(0)
+    assert all(context.resource.applied(Work(rig.scope, 0, p.shard, p.attempt)) for p in own)
 
 
 def test_batch_prepared_by_a_dead_driver_runs_again(rig: Rig) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """A source, a transform, a sink, and the guarantee between them. Making one asks nobody and imports nothing heavy.
+    """A source, a transform, sinks, and the guarantee between them. Making one asks nobody and imports nothing heavy.
 
     Args:
         name: 1 to 64 letters, digits, '.', '_' or '-'; two pipelines that share a sink need two names.
