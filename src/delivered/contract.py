@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
+from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import SinkCapability, SourceCapability
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -206,6 +207,34 @@ class SetsUp(Protocol):
         """Markers of batches of this incarnation before `batch` are not asked for any more. May be called again."""
 
 
+@runtime_checkable
+class Screens(Protocol):
+    """A sink that can tell which rows it would refuse for themselves, before it writes them. Opt-in."""
+
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """For each row the reason, null where there is none; None: it takes all of them.
+
+        Runs on an executor; asks no server; the same row gets the same answer.
+        """
+
+
+LETTERS = pa.schema(
+    [
+        pa.field("sink", pa.string()),
+        pa.field("reason", pa.string()),
+        pa.field("batch", pa.int64()),
+        pa.field("shard", pa.int32()),
+        pa.field("row", pa.int64()),
+        pa.field("topic", pa.string()),
+        pa.field("partition", pa.int32()),
+        pa.field("offset", pa.int64()),
+        pa.field("record", pa.string()),
+    ]
+)
+"""What a dead-letter sink gets: who refused the row and why, its place in the batch (`row` counts the rows of that sink
+in that shard), where the source had it, if the rows still say so, and the row itself as JSON."""
+
+
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]
 """Which rows and columns of a batch a sink gets. Picklable; the same rows give the same rows."""
 
@@ -218,12 +247,14 @@ class Member:
         id: as in `Prepared.sink`: empty for the sink that keeps the ledger, else its name.
         name: in the pipeline.
         route: None: all rows, all columns.
+        letters: it gets the dead letters of the others, through its route, and no rows.
     """
 
     id: str
     name: str
     sink: Sink
     route: Route | None = None
+    letters: bool = False
 
 
 @runtime_checkable
@@ -238,6 +269,10 @@ class Several(Protocol):
     @property
     def members(self) -> Sequence[Member]:
         """In the order in which they are prepared and applied. Exactly one has an empty id."""
+
+    @property
+    def on_bad_row(self) -> OnBadRow:
+        """What becomes of rows that a member `Screens` and refuses."""
 
     @property
     def others(self) -> frozenset[str]:

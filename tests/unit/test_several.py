@@ -6,6 +6,7 @@ import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -122,11 +123,12 @@ def test_what_travels_in_the_option_is_the_same_group(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(
         FILE.replace('"CAST(key AS STRING) AS id"', "key").replace('where: "length(value) > 3", ', "")
     )
-    sinks = Pipeline.from_file(tmp_path / "p.yaml").sinks
-    text = packed(sinks, plain_routes([s.projection for s in sinks]))
+    pipeline = Pipeline.from_file(tmp_path / "p.yaml")
+    sinks = pipeline.sinks
+    text = packed(pipeline, plain_routes([s.projection for s in sinks]))
     made = unpacked({OPTION: text})
     assert [(m.id, m.name) for m in made.members] == [("events", "events"), ("", "large")]
-    assert made.name == opened(sinks)[0] == "large"
+    assert made.name == opened(pipeline)[0] == "large"
     assert pickle.loads(pickle.dumps(made)) == made
     with pytest.raises(UsageError, match="SINKS_OPTION"):
         unpacked({})
@@ -138,6 +140,62 @@ def test_a_route_leaves_out_what_is_not_true() -> None:
     assert Columns((("c", "b"), ("a", "a")))(rows).num_rows == 3
     with pytest.raises(UsageError, match="SELECT_COLUMN"):
         Columns((("c", "nothing"),))(rows)
+
+
+LETTERS = "on_bad_row: dead_letter\ndead_letter: {format: sqlite, path: bad.db, table: letters, name: bad}\n"
+
+
+def test_dead_letters_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(
+        FILE.replace(
+            "sqlite, name: large, path: out.db, table",
+            'kafka, name: large, kafka.bootstrap.servers: "localhost:1", topic',
+        ).replace('"CAST(key AS STRING) AS id"', "key")
+        + LETTERS
+    )
+    pipeline = Pipeline.from_file(tmp_path / "p.yaml")
+    assert [e.name for e in pipeline.all_sinks] == ["events", "large", "bad"]
+    assert pipeline.sink_names == ("events", "large")
+    plan = pipeline.plan(offline=True)
+    assert isinstance(plan, Plan)
+    assert any("events or large refuses for itself goes to bad" in line for line in plan.limits)
+    assert "bad decides for all" in " ".join(plan.order)
+    name, group_ = opened(pipeline)
+    assert name == "bad"
+    assert (
+        unpacked({OPTION: packed(pipeline, plain_routes([s.projection for s in pipeline.sinks]))}).members[-1].letters
+    )
+    assert group_.members[-1].route is None  # SQLite takes letters as columns
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({"on_bad_row": "dead_letter"}, "DEAD_LETTER"),
+        ({"dead_letter": delivered.sqlite("a.db", "t")}, "DEAD_LETTER"),
+        ({"on_bad_row": "dead_letter", "dead_letter": delivered.sqlite("a.db", "t", where="true")}, "DEAD_LETTER"),
+        ({"on_bad_row": "skip"}, "OPTION_VALUE"),
+    ],
+)
+def test_wrong_choices_for_bad_rows_are_told(tmp_path: Path, more: dict[str, Any], code: str) -> None:
+    sinks = [delivered.sqlite("out.db", "t")]
+    with pytest.raises(UsageError, match=code):
+        delivered.Pipeline(
+            name="p", guarantee="exactly_once", checkpoint=tmp_path, source=delivered.log("in"), sinks=sinks, **more
+        )
+
+
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+def test_drop_is_for_at_most_once(tmp_path: Path, guarantee: Guarantee) -> None:
+    plan = delivered.Pipeline(
+        name="p", guarantee=guarantee, checkpoint=tmp_path, source=delivered.log("in"),
+        sinks=[delivered.sqlite("out.db", "t")], on_bad_row="drop",
+    ).plan(offline=True)  # fmt: skip
+    if guarantee is Guarantee.AT_MOST_ONCE:
+        assert isinstance(plan, Plan)
+    else:
+        assert isinstance(plan, Refusal)
+        assert plan.code == "BAD_ROW_DROP"
 
 
 def test_an_executor_loads_the_group_and_its_connectors_alone() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from delivered.contract import LETTERS, Route, Sink
 from delivered.model.errors import UsageError
 
 
@@ -42,3 +44,19 @@ class Columns:
                 f"A sink's select names the column {column!r}; the rows have {', '.join(schema.names)}.",
             )
         return place
+
+
+def letters_route(sink: Sink) -> Route | None:
+    """How letters go to a sink: as columns, or as one value of JSON where it only takes key and value."""
+    try:
+        sink.check_schema(LETTERS)
+    except UsageError:
+        return as_key_and_value
+    return None
+
+
+def as_key_and_value(letters: pa.RecordBatch) -> pa.RecordBatch:
+    """The refusing sink as the key, all of the letter as JSON."""
+    texts = [json.dumps(row, ensure_ascii=False) for row in letters.to_pylist()]
+    columns = [letters.column(0).cast(pa.binary()), pa.array([t.encode() for t in texts], pa.binary())]
+    return pa.RecordBatch.from_arrays(columns, names=["key", "value"])

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from delivered.contract import Ledger, Member, Resource, Route, Sink
+from delivered.contract import LETTERS, Ledger, Member, Resource, Route, Sink
 from delivered.group.ledger import GroupLedger
 from delivered.group.resource import GroupResource
+from delivered.group.route import letters_route
+from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import deciding
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, checked_name
@@ -20,14 +22,22 @@ class SinkGroup:
     """See `delivered.contract.Several`. Picklable, no connection."""
 
     members: tuple[Member, ...]
+    on_bad_row: OnBadRow = OnBadRow.FAIL
 
     @classmethod
-    def of(cls, sinks: Sequence[tuple[str | None, Sink, Route | None]]) -> SinkGroup:
-        """From (name, sink, route), in the order in which the user named them.
+    def of(
+        cls,
+        sinks: Sequence[tuple[str | None, Sink, Route | None]],
+        on_bad_row: OnBadRow = OnBadRow.FAIL,
+        dead_letter: tuple[str | None, Sink] | None = None,
+    ) -> SinkGroup:
+        """From (name, sink, route), in the order in which the user named them; the dead-letter sink comes last.
 
         Raises:
             UsageError: two sinks of one name: their ids at the servers would be the same.
         """
+        if dead_letter is not None:
+            sinks = [*sinks, (*dead_letter, letters_route(dead_letter[1]))]
         first = deciding([sink.capability() for _, sink, _ in sinks])
         names = [checked_name("sink", name or sink.name) for name, sink, _ in sinks]
         twice = sorted({n for n in names if names.count(n) > 1})
@@ -37,11 +47,13 @@ class SinkGroup:
                 f"Two sinks of the pipeline have the name {twice[0]!r}; they would take each other's transactions.",
                 next_step="give each sink a name of its own: name: ...",
             )
+        last = len(sinks) - 1 if dead_letter is not None else None
         return cls(
             tuple(
-                Member("" if i == first else name, name, sink, route)
+                Member("" if i == first else name, name, sink, route, letters=i == last)
                 for i, (name, (_, sink, route)) in enumerate(zip(names, sinks, strict=True))
-            )
+            ),
+            on_bad_row,
         )
 
     @property
@@ -59,7 +71,8 @@ class SinkGroup:
     def check_schema(self, schema: pa.Schema) -> None:
         empty = pa.RecordBatch.from_pylist([], schema=schema)
         for member in self.members:
-            member.sink.check_schema(schema if member.route is None else member.route(empty).schema)
+            given = pa.RecordBatch.from_pylist([], schema=LETTERS) if member.letters else empty
+            member.sink.check_schema(given.schema if member.route is None else member.route(given).schema)
 
     def ledger(self, scope: Scope) -> Ledger:
         others = [m for m in self.members if m.id]

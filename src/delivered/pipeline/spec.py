@@ -88,6 +88,13 @@ class PipelineSpec(BaseModel):
     source: SourceSpec
     transform: TransformSpec | None = None
     sinks: list[SinkSpec] = Field(min_length=1)
+    on_bad_row: Literal["fail", "dead_letter", "drop"] = Field(
+        "fail",
+        description="What becomes of a row that a sink refuses for itself. drop: at_most_once only; it is counted.",
+    )
+    dead_letter: SinkSpec | None = Field(
+        None, description="Where such rows go, in the same batch, with the reason; select and where have no place here."
+    )
     trigger: str | dict[Literal["processing_time", "continuous", "real_time"], str] = Field(
         "0 seconds",
         description='available_now: end when all is delivered that was there at the start; "10 seconds": a batch '

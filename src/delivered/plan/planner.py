@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.guarantee import Guarantee
@@ -143,6 +144,26 @@ def _same_rows(request: Request) -> list[str]:
     return [f"a batch run again gives the same rows (only if a transaction expired: {span})"]
 
 
+def _bad_rows(request: Request) -> list[str]:
+    """What becomes of rows that a sink refuses for themselves, and which of them are not seen in time."""
+    if request.on_bad_row is OnBadRow.FAIL:
+        return []
+    goes = (
+        "is left out and counted as given up"
+        if request.on_bad_row is OnBadRow.DROP
+        else f"goes to {request.letters} in the same batch, with the reason"
+    )
+    written = [s.name for s in request.sinks if s.name != request.letters]
+    screening = [n for n in written if n in request.screening]
+    blind = [n for n in written if n not in request.screening]
+    found = []
+    if screening:
+        found.append(f"a row that {' or '.join(screening)} refuses for itself {goes}")
+    stops = "what a server refuses by its own rules (constraints, limits of a topic) stops the query all the same"
+    tail = f"; {', '.join(blind)} cannot tell bad rows before it writes" if blind else ""
+    return [*found, stops + tail]
+
+
 def _each(request: Request) -> str:
     return "every sink" if request.several else "the sink"
 
@@ -160,6 +181,7 @@ def _limits(request: Request) -> list[str]:
             found.append("a reader may see the shards of a batch appear one after the other")
     if request.several:
         found.extend(several.limits(request))
+    found.extend(_bad_rows(request))
     if request.source.capability.local:
         found.append(f"the source {request.source.label} rests on files of this machine")
     found.extend(f"the sink {s.label} rests on files of this machine" for s in request.sinks if s.capability.local)

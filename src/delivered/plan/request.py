@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from delivered.contract import Finding
+from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import SinkCapability, SourceCapability, deciding
 from delivered.model.guarantee import Guarantee
 
@@ -121,7 +122,13 @@ class CheckpointFacts:
 
 @dataclass(frozen=True)
 class Request:
-    """A pipeline, and what is known about it."""
+    """A pipeline, and what is known about it.
+
+    Attributes:
+        on_bad_row: what becomes of a row that a sink refuses for itself.
+        screening: names of the sinks that tell such rows before they write.
+        letters: name of the sink, the last one, that gets dead letters; None: there is none.
+    """
 
     pipeline: str
     guarantee: Guarantee
@@ -130,6 +137,9 @@ class Request:
     checkpoint: CheckpointFacts
     transform: TransformFacts = TransformFacts()
     execution: Execution = Execution()
+    on_bad_row: OnBadRow = OnBadRow.FAIL
+    screening: tuple[str, ...] = ()
+    letters: str | None = None
 
     @property
     def decider(self) -> SinkFacts:

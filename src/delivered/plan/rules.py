@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
@@ -58,6 +59,16 @@ def one_last_resource(request: Request) -> Reason | None:
         "sink can decide for all the others; two of them could end differently, and a batch would be in one alone.",
         "let all but one of them prepare (postgres: mechanism two_phase), or give all but one a pipeline and a "
         "checkpoint of its own",
+    )
+
+
+def drops_what_may_be_lost(request: Request) -> Reason | None:
+    if request.on_bad_row is not OnBadRow.DROP or request.guarantee is Guarantee.AT_MOST_ONCE:
+        return None
+    return Reason(
+        "BAD_ROW_DROP",
+        f"on_bad_row is drop, which loses rows on purpose, and {request.guarantee.value} promises that none is lost.",
+        "send such rows to a dead-letter sink (on_bad_row: dead_letter)",
     )
 
 
@@ -230,6 +241,7 @@ def preflight_passed(request: Request) -> Reason | None:
 RULES: tuple[Rule, ...] = (
     some_sink,
     names_differ,
+    drops_what_may_be_lost,
     micro_batches,
     offsets_logged_first,
     source_replays,

@@ -58,6 +58,7 @@ class AuditSpec:
         samples_max: damaged records listed, per class.
         source_from: where the pipeline started, if neither its checkpoint nor its source says so any more.
         sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
+        letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
         decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.
     """
 
@@ -74,6 +75,7 @@ class AuditSpec:
     source_from: Offsets | None = None
     sink_from: Offsets | None = None
     decided_by: tuple[str, Sink | Several] | None = None
+    letters: str | None = None
 
     @property
     def named_sink(self) -> str:
@@ -122,7 +124,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     say("reading checkpoint and ledger")
     incarnation = read_view(spec.checkpoint).incarnation
     scope = Scope(spec.pipeline, spec.named_sink, incarnation)
-    ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by)
+    ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by, spec.letters)
     say("reading the sink back")
     with _sent_range(spec) as read, ExitStack() as held:
         probe = read.frame(spark, ())

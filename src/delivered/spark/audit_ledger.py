@@ -27,16 +27,24 @@ class LedgerAccount:
 
 
 def read_ledger(
-    sink: Sink, scope: Scope, guarantee: Guarantee, decided_by: tuple[str, Sink | Several] | None = None
+    sink: Sink,
+    scope: Scope,
+    guarantee: Guarantee,
+    decided_by: tuple[str, Sink | Several] | None = None,
+    letters: str | None = None,
 ) -> LedgerAccount:
     """Read the ledger and the state of its newest decision. Takes nothing and fences nobody."""
     name, keeper = decided_by or (scope.sink, sink)
     ledger = keeper.ledger(replace(scope, sink=name))
     try:
+        last = ledger.look().last if letters is not None else None
         history = check_history(d.seen_by(scope.sink) for d in ledger.history())
     finally:
         ledger.close()
     found = LedgerAccount(history, history.last)
+    if last is not None and letters is not None:
+        count = last.seen_by(letters).total.count
+        found.notes.append(f"{count:,} rows that a sink refused are in the dead letters {letters!r}, by the ledger")
     if history.last is None or guarantee is not Guarantee.EXACTLY_ONCE:
         return found
     resource = sink.resource(scope)

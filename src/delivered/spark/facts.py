@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pyarrow import fs
 
-from delivered.contract import Finding, Sink
+from delivered.contract import Finding, Screens, Sink
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import Refused, Unreachable
 from delivered.model.guarantee import Guarantee
@@ -58,7 +58,7 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
         Unreachable: the checkpoint or the ledger cannot be read.
     """
     source = _source(pipeline.source, offline)
-    made = [(e, without_async(e).sink()) for e in pipeline.sinks]
+    made = [(e, without_async(e).sink()) for e in pipeline.all_sinks]
     sinks = tuple(_sink(e, s, pipeline.guarantee, offline) for e, s in made)
     checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
     findings = [*source.findings, *(f for s in sinks for f in s.findings)]
@@ -73,6 +73,9 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
         checkpoint=checkpoint,
         transform=_transform(pipeline),
         execution=_execution(pipeline, spark),
+        on_bad_row=pipeline.on_bad_row,
+        screening=tuple(n.name for (_, s), n in zip(made, sinks, strict=True) if isinstance(s, Screens)),
+        letters=sinks[-1].name if pipeline.dead_letter is not None else None,
     )
 
 
@@ -116,7 +119,7 @@ def _asked(preflight: Any) -> tuple[Finding, ...]:
 
 
 def _execution(pipeline: Pipeline, spark: Any) -> Execution:
-    options = {k.lower(): v.lower() for e in pipeline.sinks for k, v in e.options.items()}
+    options = {k.lower(): v.lower() for e in pipeline.all_sinks for k, v in e.options.items()}
     conf = {k.lower(): str(v).lower() for k, v in pipeline.conf.items()}
     asynchronous = "true" in (options.get(ASYNC_PROGRESS), conf.get(_ASYNC_CONF))
     master = pipeline.master or "local"
@@ -132,7 +135,7 @@ def _execution(pipeline: Pipeline, spark: Any) -> Execution:
 
 
 def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFacts:
-    sink_name, sink = opened(pipeline.sinks)
+    sink_name, sink = opened(pipeline)
     incarnation, newest = logged(pipeline.checkpoint)
     ledger = sink.ledger(Scope(pipeline.name, sink_name, incarnation or _NO_INCARNATION))
     try:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
+from delivered.model.options import choice
 from delivered.pipeline.endpoint import Endpoint, as_text
 from delivered.pipeline.load import load_file
 from delivered.pipeline.projection import parse_projection
@@ -41,6 +43,9 @@ class Pipeline:
         conf, master: of the Spark session, if the pipeline makes one.
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
         missing_ledger: go on although the ledger lacks batches of this checkpoint.
+        on_bad_row: of a row that a sink refuses for itself: "fail"; "dead_letter": it goes to that sink, in the same
+            batch; "drop": it is left out and counted as given up, at_most_once only.
+        dead_letter: the sink of such rows.
 
     Raises:
         UsageError: a name, guarantee, trigger or transform that is not allowed.
@@ -62,6 +67,8 @@ class Pipeline:
         master: str | None = None,
         new_checkpoint: bool = False,
         missing_ledger: bool = False,
+        on_bad_row: str = "fail",
+        dead_letter: Endpoint | None = None,
     ) -> None:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
@@ -82,6 +89,8 @@ class Pipeline:
         self.master = master
         self.new_checkpoint = new_checkpoint
         self.missing_ledger = missing_ledger
+        self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
+        self.dead_letter = dead_letter
         for said in (self.audit_by, *(s.audit for s in self.sinks)):
             if unknown := set(said) - set(AuditSpec.model_fields):
                 raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key.")
@@ -114,6 +123,8 @@ class Pipeline:
             master=spec.master,
             new_checkpoint=spec.new_checkpoint == "accept",
             missing_ledger=spec.missing_ledger == "accept",
+            on_bad_row=spec.on_bad_row,
+            dead_letter=_from_spec(spec.dead_letter, folder) if spec.dead_letter else None,
         )
 
     def plan(
@@ -190,6 +201,11 @@ class Pipeline:
         return audit(self, spark, sink, samples_max, sink_from, progress)
 
     @property
+    def all_sinks(self) -> tuple[Endpoint, ...]:
+        """The sinks, and the one of dead letters."""
+        return self.sinks if self.dead_letter is None else (*self.sinks, self.dead_letter)
+
+    @property
     def sink_names(self) -> tuple[str, ...]:
         """Of every sink, in order: as named, or as its connector names it."""
         return tuple(e.name or e.sink().name for e in self.sinks)
@@ -216,6 +232,20 @@ def _endpoint(what: str, given: object) -> Endpoint:
             next_step='write it as in delivered.kafka("localhost:9092", topic="orders")',
         )
     return given
+
+
+def _on_bad_row(said: str, dead_letter: Endpoint | None) -> OnBadRow:
+    found = OnBadRow(choice("delivered.Pipeline", "on_bad_row", str(said), [o.value for o in OnBadRow]))
+    if (found is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
+        raise UsageError(
+            "DEAD_LETTER",
+            f"on_bad_row is {found.value!r}, and there is {'a' if dead_letter else 'no'} dead_letter sink; one needs "
+            "the other.",
+            next_step="write on_bad_row: dead_letter and dead_letter: {format: ...}, or neither",
+        )
+    if dead_letter is not None and not _endpoint("dead_letter", dead_letter).projection.is_all:
+        raise UsageError("DEAD_LETTER", "The dead_letter sink has select or where; it gets letters as they are.")
+    return found
 
 
 def _beside(folder: Path, location: str) -> str:

@@ -96,7 +96,7 @@ class Progress:
 @contextlib.contextmanager
 def watch(pipeline: Pipeline, query: StreamingQuery) -> Iterator[Progress]:
     """Progress of a query from `Pipeline.start`; counts from now."""
-    name, sink = opened(pipeline.sinks)
+    name, sink = opened(pipeline)
     ledger = sink.ledger(Scope(pipeline.name, name, str(query.id)))
     try:
         progress = Progress(ledger)

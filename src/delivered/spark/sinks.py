@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from delivered.contract import Several, Sink
+from delivered.contract import Screens, Several, Sink
 from delivered.group import Columns, SinkGroup
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.projection import Projection
 from delivered.pipeline.registry import find_sink
+from delivered.write.letters import screened
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame
+
+    from delivered.spark.pipeline import Pipeline
 
 OPTION = "delivered.sinks"
 """Of the internal format `delivered_sinks`: what each sink of the group is, as JSON. `Pipeline` sets it."""
 
 FORMAT = "sinks"
+COORDINATES = ("topic", "partition", "offset")
 _OWN = "__delivered_sink_"
 _ASYNC = "asyncprogress"
 
@@ -29,34 +35,45 @@ def without_async(endpoint: Endpoint) -> Endpoint:
     return endpoint.keeping({k: v for k, v in endpoint.options.items() if not k.lower().startswith(_ASYNC)})
 
 
-def opened(endpoints: Sequence[Endpoint]) -> tuple[str, Sink | Several]:
+def is_group(pipeline: Pipeline) -> bool:
+    return len(pipeline.sinks) > 1 or pipeline.on_bad_row is not OnBadRow.FAIL
+
+
+def opened(pipeline: Pipeline) -> tuple[str, Sink | Several]:
     """The sinks of a pipeline without their routes, for ledger and resource, and the name they decide under.
 
     Raises:
         UsageError: bad options, or two sinks of one name.
     """
-    plain = [without_async(e) for e in endpoints]
-    if len(plain) == 1:
+    plain = [without_async(e) for e in pipeline.sinks]
+    if not is_group(pipeline):
         sink = plain[0].sink()
         return plain[0].name or sink.name, sink
-    group = SinkGroup.of([(e.name, e.sink(), None) for e in plain])
+    letters = without_async(pipeline.dead_letter) if pipeline.dead_letter is not None else None
+    group = SinkGroup.of(
+        [(e.name, e.sink(), None) for e in plain],
+        pipeline.on_bad_row,
+        (letters.name, letters.sink()) if letters is not None else None,
+    )
     return group.name, group
 
 
-def packed(endpoints: Sequence[Endpoint], routes: Sequence[Columns | None]) -> str:
+def packed(pipeline: Pipeline, routes: Sequence[Columns | None]) -> str:
     """For the option `OPTION`."""
-    return json.dumps(
-        [
-            {
-                "format": e.system,
-                "name": e.name,
-                "options": dict(without_async(e).options),
-                "take": r.take if r is not None else None,
-                "where": r.where if r is not None else None,
-            }
-            for e, r in zip(endpoints, routes, strict=True)
-        ]
-    )
+    sinks = [
+        {
+            **_endpoint(e),
+            "take": r.take if r is not None else None,
+            "where": r.where if r is not None else None,
+        }
+        for e, r in zip(pipeline.sinks, routes, strict=True)
+    ]
+    letters = _endpoint(pipeline.dead_letter) if pipeline.dead_letter is not None else None
+    return json.dumps({"sinks": sinks, "on_bad_row": pipeline.on_bad_row.value, "dead_letter": letters})
+
+
+def _endpoint(endpoint: Endpoint) -> dict[str, Any]:
+    return {"format": endpoint.system, "name": endpoint.name, "options": dict(without_async(endpoint).options)}
 
 
 def unpacked(options: Mapping[str, str]) -> SinkGroup:
@@ -73,12 +90,15 @@ def unpacked(options: Mapping[str, str]) -> SinkGroup:
             f"{sorted(options)}.",
             next_step="name several sinks in delivered.Pipeline(sinks=[...]) or in a pipeline file",
         )
+    told = json.loads(text)
     made: list[tuple[str | None, Sink, Columns | None]] = []
-    for said in json.loads(text):
+    for said in told["sinks"]:
         take = said["take"]
         route = Columns(tuple((n, c) for n, c in take), said["where"]) if take is not None else None
         made.append((said["name"], find_sink(said["format"], said["options"]), route))
-    return SinkGroup.of(made)
+    letters = told["dead_letter"]
+    dead_letter = (letters["name"], find_sink(letters["format"], letters["options"])) if letters is not None else None
+    return SinkGroup.of(made, OnBadRow(told["on_bad_row"]), dead_letter)
 
 
 def plain_routes(projections: Sequence[Projection]) -> list[Columns | None]:
@@ -86,8 +106,13 @@ def plain_routes(projections: Sequence[Projection]) -> list[Columns | None]:
     return [None if p.is_all else Columns(tuple((i.name, i.name) for i in p.items)) for p in projections]
 
 
-def routed(frame: DataFrame, projections: Sequence[Projection]) -> tuple[DataFrame, list[Columns | None]]:
+def routed(
+    frame: DataFrame, projections: Sequence[Projection], keep: Sequence[str] = ()
+) -> tuple[DataFrame, list[Columns | None]]:
     """The frame with the columns that every sink needs, and how each finds its own. No row is added or moved.
+
+    Args:
+        keep: columns of the frame, if it has them, that are kept beside: where a row came from.
 
     Raises:
         UsageError: an expression is no SQL over the frame's columns, gives more or fewer rows than it gets, or a
@@ -100,7 +125,7 @@ def routed(frame: DataFrame, projections: Sequence[Projection]) -> tuple[DataFra
     _check_conditions(frame, projections)
     made: dict[str, str] = {}
     routes: list[Columns | None] = []
-    used: list[str] = []
+    used = [c for c in keep if c in given]
     for number, projection in enumerate(projections):
         where = f"{_OWN}{number}" if projection.where is not None else None
         take = []
@@ -123,6 +148,18 @@ def routed(frame: DataFrame, projections: Sequence[Projection]) -> tuple[DataFra
         used += given
         routes = [r or Columns(tuple((n, n) for n in given)) for r in routes]
     return frame.select(*[_quoted(c) for c in dict.fromkeys(used)]), routes
+
+
+def taken(frame: DataFrame, sink: Sink) -> DataFrame:
+    """The rows of a frame that a sink does not refuse for themselves."""
+    if not isinstance(sink, Screens):
+        return frame
+
+    def pick(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield screened(sink, batch)[0]
+
+    return frame.mapInArrow(pick, frame.schema)
 
 
 def projected(frame: DataFrame, projection: Projection) -> DataFrame:

@@ -16,7 +16,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.audit.report import AuditReport
-from delivered.contract import Source
+from delivered.contract import Several, Source
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.endpoint import Endpoint
@@ -32,7 +33,19 @@ from delivered.spark.formats import is_registered, register
 from delivered.spark.frames import batches_fit_for
 from delivered.spark.messages import translated
 from delivered.spark.session import session
-from delivered.spark.sinks import FORMAT, OPTION, opened, packed, plain_routes, projected, routed, without_async
+from delivered.spark.sinks import (
+    COORDINATES,
+    FORMAT,
+    OPTION,
+    is_group,
+    opened,
+    packed,
+    plain_routes,
+    projected,
+    routed,
+    taken,
+    without_async,
+)
 from delivered.write.direct import ArrowTransform, Direct
 
 if TYPE_CHECKING:
@@ -95,7 +108,7 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         source = source.with_options(startingOffsets=json.dumps(offsets))
         reader = spark.readStream.format(f"delivered_{source.system}").options(**source.options)
         reader = reader.option(DRAIN, str(drain))
-        plain = all(p.is_plain if len(projections) > 1 else p.is_all for p in projections)
+        plain = all(p.is_plain if is_group(pipeline) else p.is_all for p in projections)
         if pipeline.transform.kind in ("none", "arrow") and plain:
             direct = Direct(opened, arrow_transform(pipeline.transform))
             reader = mark_source(reader)
@@ -127,7 +140,7 @@ def _to_sinks(pipeline: Pipeline, frame: DataFrame, direct: bool) -> DataStreamW
     """The format and the options that name the sinks, with what Spark's asynchronous progress was told beside them."""
     sinks = pipeline.sinks
     projections = [s.projection for s in sinks]
-    if len(sinks) == 1:
+    if not is_group(pipeline):
         if not direct:
             frame = projected(frame, projections[0])
         writer = frame.writeStream.format(f"delivered_{sinks[0].system}").options(**without_async(sinks[0]).options)
@@ -136,9 +149,10 @@ def _to_sinks(pipeline: Pipeline, frame: DataFrame, direct: bool) -> DataStreamW
     else:
         routes = plain_routes(projections)
         if not direct:
-            frame, routes = routed(frame, projections)
-        writer = frame.writeStream.format(f"delivered_{FORMAT}").option(OPTION, packed(sinks, routes))
-    beside = {k: v for s in sinks for k, v in s.options.items() if k not in without_async(s).options}
+            keep = COORDINATES if pipeline.on_bad_row is OnBadRow.DEAD_LETTER else ()
+            frame, routes = routed(frame, projections, keep)
+        writer = frame.writeStream.format(f"delivered_{FORMAT}").option(OPTION, packed(pipeline, routes))
+    beside = {k: v for s in pipeline.all_sinks for k, v in s.options.items() if k not in without_async(s).options}
     return writer.options(**beside)
 
 
@@ -219,7 +233,7 @@ def audit(
         )
     spark = ready(pipeline, given)
     source = pipeline.source.source()
-    decider, everything = opened(pipeline.sinks)
+    decider, everything = opened(pipeline)
     by = {**pipeline.audit_by, **chosen.audit}
     spec = AuditSpec(
         pipeline=pipeline.name,
@@ -234,6 +248,9 @@ def audit(
         samples_max=samples_max,
         sink_from=dict(sink_from) if sink_from is not None else None,
         decided_by=(decider, everything),
+        letters=next((m.name for m in everything.members if m.letters), None)
+        if isinstance(everything, Several)
+        else None,
     )
     return run_audit(spark, spec, progress)
 
@@ -257,6 +274,12 @@ def _all_transforms(
 ) -> Callable[[DataFrame], DataFrame] | None:
     """The pipeline's transform, then what the sink selects of it."""
     shared = apply_transform(pipeline.transform, spark, source) if pipeline.transform.kind != "none" else None
-    if sink.projection.is_all:
+    screening = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
+    if sink.projection.is_all and not screening:
         return shared
-    return lambda frame: projected(frame if shared is None else shared(frame), sink.projection)
+
+    def all_of_it(frame: DataFrame) -> DataFrame:
+        mine = projected(frame if shared is None else shared(frame), sink.projection)
+        return taken(mine, sink.sink()) if screening else mine
+
+    return all_of_it

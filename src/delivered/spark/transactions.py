@@ -107,13 +107,13 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
 def _sinks(pipeline: Pipeline) -> list[tuple[Any, LedgerState]]:
     found: list[tuple[Any, LedgerState]] = []
     incarnation, _ = logged(pipeline.checkpoint)
-    decider, everything = opened(pipeline.sinks)
+    decider, everything = opened(pipeline)
     ledger = everything.ledger(Scope(pipeline.name, decider, incarnation or "new"))
     try:
         state = ledger.look()
     finally:
         ledger.close()
-    for endpoint in map(without_async, pipeline.sinks):
+    for endpoint in map(without_async, pipeline.all_sinks):
         sink = endpoint.sink()
         scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or "new")
         resource = sink.resource(scope)
@@ -121,7 +121,7 @@ def _sinks(pipeline: Pipeline) -> list[tuple[Any, LedgerState]]:
             continue
         found.append((resource, _seen_by(scope.sink, state)))
     if not found:
-        systems = ", ".join(e.system for e in pipeline.sinks)
+        systems = ", ".join(e.system for e in pipeline.all_sinks)
         raise UsageError(
             "NO_TRANSACTIONS", f"The sinks of pipeline {pipeline.name!r} ({systems}) keep no transactions open."
         )

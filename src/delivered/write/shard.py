@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from delivered.contract import Member, Several, ShardWriter, Sink
+from delivered.contract import LETTERS, Member, Several, ShardWriter, Sink
+from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.guarantee import Guarantee
@@ -16,6 +17,7 @@ from delivered.model.identity import Scope, Work
 from delivered.model.limits import SHARDS_MAX
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, BatchPlan, Prepared, ShardMessage
+from delivered.write.letters import letters, screened
 
 
 def fingerprint_seed(scope: Scope) -> int:
@@ -56,63 +58,97 @@ def write_shard(
     lines = _lines(sink, plan, shard)
     if action is Action.GIVE_UP:
         for batch in batches:
-            for line in lines:
-                line.count(batch)
+            for line, _ in _shared(lines, batch, plan.batch, shard):
+                line.total += line.dropped
+                line.dropped = Fingerprint()
         return ShardMessage(plan, shard, attempt, Action.GIVE_UP, given_up={n.member.id: n.total for n in lines})
     with ExitStack() as undo:
-        writers = []
         for line in lines:
-            writers.append(line.writer(plan, shard, attempt, schema))
-            undo.callback(writers[-1].abort)
-        participants = _stage_and_prepare(lines, writers, plan, shard, attempt, batches)
+            if line.wanted:
+                line.open(plan, shard, attempt, schema)
+                undo.callback(line.abort)
+        participants = _stage_and_prepare(lines, plan, shard, attempt, batches)
         undo.pop_all()
     # Records of a shard that was written, which the sink gave up without an answer: a count, for nobody knows which.
-    unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) for p in participants}
+    dropped = {n.member.id: n.dropped for n in lines}
+    unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) + dropped[p.sink] for p in participants}
     return ShardMessage(plan, shard, attempt, Action.WRITE, participants, unanswered)
 
 
 @dataclass
 class _Line:
-    """What goes to one sink."""
+    """What goes to one sink.
+
+    Attributes:
+        wanted: it is written; else its rows are only looked at, for the letters among them.
+        dropped: rows that the sink refuses and that are left out.
+    """
 
     member: Member
     scope: Scope
     seed: int
+    on_bad_row: OnBadRow
+    wanted: bool
+    rows: int = 0
     total: Fingerprint = Fingerprint()
+    dropped: Fingerprint = Fingerprint()
+    writer: ShardWriter | None = None
 
-    def writer(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> ShardWriter:
-        mine = self._routed(pa.RecordBatch.from_pylist([], schema=schema)).schema if self.member.route else schema
-        return self.member.sink.shard_writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, mine)
+    def open(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> None:
+        given = LETTERS if self.member.letters else schema
+        mine = self.routed(pa.RecordBatch.from_pylist([], schema=given)).schema
+        self.writer = self.member.sink.shard_writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, mine)
 
-    def count(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows of this sink, added to its fingerprint."""
-        mine = self._routed(batch)
-        self.total += fingerprint(self.member.sink.records(mine), self.seed)
-        return mine
-
-    def _routed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def routed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch if self.member.route is None else self.member.route(batch)
+
+    def count(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows, added to the sink's fingerprint."""
+        self.total += fingerprint(self.member.sink.records(rows), self.seed)
+        return rows
+
+    def abort(self) -> None:
+        if self.writer is not None:
+            self.writer.abort()
 
 
 def _lines(sink: Sink | Several, plan: BatchPlan, shard: int) -> list[_Line]:
-    """One for each sink that this shard is written to."""
+    """One for each sink that this shard is written to; and, if its letters are, for those that refuse rows."""
     members = sink.members if isinstance(sink, Several) else (Member("", plan.scope.sink, sink),)
-    wanted = plan.rewrite.get(shard)
+    on_bad_row = sink.on_bad_row if isinstance(sink, Several) else OnBadRow.FAIL
+    asked = plan.rewrite.get(shard)
+    wanted = [m for m in members if asked is None or m.id in asked]
     found = []
-    for member in members:
-        if wanted is None or member.id in wanted:
-            scope = replace(plan.scope, sink=member.id) if member.id else plan.scope
-            found.append(_Line(member, scope, fingerprint_seed(scope)))
+    for member in members if any(m.letters for m in wanted) else wanted:
+        scope = replace(plan.scope, sink=member.id) if member.id else plan.scope
+        found.append(_Line(member, scope, fingerprint_seed(scope), on_bad_row, member in wanted))
     return found
 
 
+def _shared(
+    lines: Sequence[_Line], batch: pa.RecordBatch, number: int, shard: int
+) -> Iterator[tuple[_Line, pa.RecordBatch]]:
+    """Each sink's rows of a batch, counted, in the order of the sinks; letters come last."""
+    found: list[pa.RecordBatch] = []
+    for line in (n for n in lines if not n.member.letters):
+        rows = line.routed(batch)
+        if line.on_bad_row is not OnBadRow.FAIL:
+            given = rows
+            rows, reasons = screened(line.member.sink, given)
+            if reasons is not None and line.on_bad_row is OnBadRow.DROP:
+                line.dropped += Fingerprint(given.num_rows - rows.num_rows)
+            elif reasons is not None:
+                origin = batch if given.num_rows == batch.num_rows else None
+                found.append(letters(line.scope.sink, reasons, given, origin, number, shard, line.rows))
+            line.rows += given.num_rows
+        yield line, line.count(rows)
+    for line in (n for n in lines if n.member.letters):
+        for written in found:
+            yield line, line.count(line.routed(written))
+
+
 def _stage_and_prepare(
-    lines: Sequence[_Line],
-    writers: Sequence[ShardWriter],
-    plan: BatchPlan,
-    shard: int,
-    attempt: int,
-    batches: Iterator[pa.RecordBatch],
+    lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int, batches: Iterator[pa.RecordBatch]
 ) -> tuple[Prepared, ...]:
     exactly_once = plan.guarantee is Guarantee.EXACTLY_ONCE
     write = StepId.WRITE_STAGE if exactly_once else StepId.WRITE_SEND
@@ -120,14 +156,16 @@ def _stage_and_prepare(
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     reach(write, Moment.BEFORE, **facts)
     for batch in batches:
-        for line, writer in zip(lines, writers, strict=True):
-            writer.stage(line.count(batch))
-            reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)
+        for line, rows in _shared(lines, batch, plan.batch, shard):
+            if line.writer is not None:
+                line.writer.stage(rows)
+                reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)
     prepared = []
-    for line, writer in zip(lines, writers, strict=True):
-        reach(promise, Moment.BEFORE, sink=line.scope.sink, **facts)
-        # The writer learns the fingerprint only now: sinks that keep it beside the rows write it last.
-        handle = writer.prepare(line.total)
-        reach(promise, Moment.AFTER, sink=line.scope.sink, **facts)
-        prepared.append(Prepared(shard, attempt, line.total, handle, line.member.id))
+    for line in lines:
+        if line.writer is not None:
+            reach(promise, Moment.BEFORE, sink=line.scope.sink, **facts)
+            # The writer learns the fingerprint only now: sinks that keep it beside the rows write it last.
+            handle = line.writer.prepare(line.total)
+            reach(promise, Moment.AFTER, sink=line.scope.sink, **facts)
+            prepared.append(Prepared(shard, attempt, line.total, handle, line.member.id))
     return tuple(prepared)

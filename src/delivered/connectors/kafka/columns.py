@@ -10,6 +10,8 @@ from delivered.model.errors import BadRecord, UsageError
 
 HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 KNOWN = ("key", "value", "headers", "topic", "partition")
+RECORD_OVERHEAD = 128
+"""Bytes that the client adds to key and value before it compares with its limit; a bound, without headers."""
 
 
 def check_schema(schema: pa.Schema, topic: str | None) -> None:
@@ -116,6 +118,28 @@ def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
             next_step='filter such rows, or add .option("topic", ...)',
         )
     return column
+
+
+def refused(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa.Array | None:
+    """For each row why the client would refuse it, null where it would not; None: it takes all.
+
+    Args:
+        bytes_max: of key and value together.
+    """
+    n, nothing = batch.num_rows, pa.scalar(None, pa.string())
+    size = pc.add(
+        *(pc.fill_null(pc.cast(pc.binary_length(binary(batch, c, n)), pa.int64()), 0) for c in ("key", "value"))
+    )
+    found = [pc.if_else(pc.greater(size, bytes_max), f"key and value longer than {bytes_max} bytes", nothing)]
+    names = batch.schema.names
+    if topic is None and "topic" in names:
+        column = batch.column(names.index("topic"))
+        found.append(pc.if_else(pc.is_null(column), "no topic", nothing))
+    if "partition" in names:
+        negative = pc.fill_null(pc.less(batch.column(names.index("partition")), 0), False)
+        found.append(pc.if_else(negative, "partition below 0", nothing))
+    reasons = pc.coalesce(*found)
+    return None if reasons.null_count == n else reasons
 
 
 def _check(schema: pa.Schema, name: str, fits: bool, wanted: str) -> None:

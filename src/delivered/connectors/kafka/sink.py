@@ -60,6 +60,12 @@ class KafkaSink:
     def check_schema(self, schema: pa.Schema) -> None:
         columns.check_schema(schema, self.options.topic)
 
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        """What the client tells by itself. A lower limit of the broker's, or a partition that is not there, stops the
+        query all the same."""
+        longest = int(self.options.client.get("message.max.bytes", "1048588")) - columns.RECORD_OVERHEAD
+        return columns.refused(batch, self.options.topic, longest)
+
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return columns.records(batch)
 

@@ -19,7 +19,11 @@ SOURCE = OptionTable(
 )
 SINK = OptionTable(
     "delivered_memory sink",
-    (_WORLD, Option("commit", "two_phase or one_transaction: how a batch counts.", "two_phase")),
+    (
+        _WORLD,
+        Option("commit", "two_phase or one_transaction: how a batch counts.", "two_phase"),
+        Option("valueBytesMax", "A row with a longer value is refused.", "no bound"),
+    ),
 )
 
 
@@ -42,9 +46,15 @@ class MemorySourceOptions:
 class MemorySinkOptions:
     world: str
     commit: Commit
+    value_bytes_max: int | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> MemorySinkOptions:
         found = SINK.restore(given)
         allowed = [Commit.TWO_PHASE.value, Commit.ONE_TRANSACTION.value]
-        return cls(found["world"], Commit(choice(SINK.owner, "commit", found.get("commit", allowed[0]), allowed)))
+        longest = found.get("valueBytesMax")
+        return cls(
+            found["world"],
+            Commit(choice(SINK.owner, "commit", found.get("commit", allowed[0]), allowed)),
+            None if longest is None else whole_number(SINK.owner, "valueBytesMax", longest, 0),
+        )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.connectors.memory.ledger import MemoryLedger
 from delivered.connectors.memory.options import MemorySinkOptions, MemorySourceOptions
@@ -15,7 +16,7 @@ from delivered.connectors.memory.world import ROWS, World, world
 from delivered.connectors.memory.writer import SendingWriter, StagingWriter
 from delivered.contract import Finding, ShardWriter, Source
 from delivered.model.capability import Commit, SinkCapability
-from delivered.model.errors import UsageError
+from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 
@@ -56,6 +57,13 @@ class MemorySink:
                 next_step="select value and key",
             )
 
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        longest = self.options.value_bytes_max
+        if longest is None:
+            return None
+        long = pc.greater(pc.binary_length(self.records(batch).column("value")), longest)
+        return pc.if_else(long, f"value longer than {longest} bytes", pa.scalar(None, pa.string()))
+
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         given = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
         columns = [given[f.name].cast(f.type) if f.name in given else pa.nulls(batch.num_rows, f.type) for f in ROWS]
@@ -63,8 +71,8 @@ class MemorySink:
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:  # noqa: ARG002
         if guarantee is Guarantee.EXACTLY_ONCE:
-            return StagingWriter(self._world, work, self.records)
-        return SendingWriter(self._world, work, self.records)
+            return StagingWriter(self._world, work, self._taken)
+        return SendingWriter(self._world, work, self._taken)
 
     def read_back(self) -> Source:
         return MemorySource(MemorySourceOptions(self.options.world, None), read_sink=True)
@@ -74,6 +82,13 @@ class MemorySink:
 
     def resource(self, scope: Scope) -> MemoryResource:
         return MemoryResource(self._world, scope, self.options.commit)
+
+    def _taken(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The records, if none of them is refused."""
+        reasons = self.refused(batch)
+        if reasons is not None and reasons.null_count < len(reasons):
+            raise BadRecord("ROW_REFUSED", f"A row was refused: {reasons.drop_null()[0].as_py()}.")
+        return self.records(batch)
 
     @property
     def _world(self) -> World:

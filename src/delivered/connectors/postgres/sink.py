@@ -73,6 +73,9 @@ class PostgresSink:
     def check_schema(self, schema: pa.Schema) -> None:
         types.check(schema)
 
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        return types.refused(batch)
+
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return types.with_schema(batch, types.canonical_schema(batch.schema))
 

@@ -157,3 +157,19 @@ def from_hex(column: pa.Array) -> pa.Array:
         [None, pa.py_buffer(((offsets - offsets[0]) // 2).astype(np.int32)), pa.py_buffer(values)],
     )
     return made if column.null_count == 0 else pc.if_else(column.is_valid(), made, pa.scalar(None, pa.binary()))
+
+
+def refused(batch: pa.RecordBatch) -> pa.Array | None:
+    """For each row why the server would refuse it whatever the table, null where it would not; None: it takes all.
+
+    Constraints of the table are the server's to tell: a row that breaks one stops the query.
+    """
+    reasons: pa.Array | None = None
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if not (pa.types.is_string(field.type) or pa.types.is_large_string(field.type)):
+            continue
+        zero = pc.fill_null(pc.match_substring(column, "\0"), False)
+        if pc.any(zero).as_py():
+            here = pc.if_else(zero, f"column {field.name!r}: text with a zero byte", pa.scalar(None, pa.string()))
+            reasons = here if reasons is None else pc.coalesce(reasons, here)
+    return reasons

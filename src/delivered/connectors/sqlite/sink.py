@@ -87,6 +87,9 @@ class SqliteSink:
     def check_schema(self, schema: pa.Schema) -> None:
         types.check(schema)
 
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        return types.refused(types.with_schema(batch, types.plain_schema(batch.schema)))
+
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return types.with_schema(batch, types.canonical_schema(batch.schema))
 

@@ -1,0 +1,156 @@
+"""Dead letters: a refused row is in the dead-letter sink if and only if its batch counts; a crash changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.crash.group_sim import GroupSim
+from tests.crash.sim import Crash, points
+from tests.crash.test_history import codes
+
+from delivered.connectors.memory import CONNECTOR
+from delivered.contract import LETTERS, Several
+from delivered.group import SinkGroup
+from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Commit
+from delivered.model.guarantee import Guarantee
+from delivered.write import letters as letters_module
+from delivered.write import shard
+
+EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
+NTH_MAX = 30
+
+
+@dataclass
+class LetterSim(GroupSim):
+    """Every third row is too long for the first sink."""
+
+    on_bad_row: OnBadRow = OnBadRow.DEAD_LETTER
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.world.inputs = [
+            [(k, (v or b"") + b"-long" * (i % 3 == 1)) for i, (k, v) in enumerate(rows)] for rows in self.world.inputs
+        ]
+
+    def make_sink(self) -> Several:
+        first = CONNECTOR.sink({"world": self.name, "commit": self.commits[0].value, "valueBytesMax": "5"})
+        letters = CONNECTOR.sink({"world": self.name, "commit": self.commits[1].value})
+        dead_letter = ("letters", letters) if self.on_bad_row is OnBadRow.DEAD_LETTER else None
+        return SinkGroup.of([("first", first, None)], self.on_bad_row, dead_letter)
+
+    def watch(self, point: str) -> None:
+        decided = {(d.scope.incarnation, d.batch) for d in self.decisions()}
+        if self.guarantee is EXACTLY:
+            with self.world.lock:
+                seen = {(w.scope.incarnation, w.batch) for w, batch in self.world.visible if batch.num_rows}
+            self.problems += [f"at {point}: {s} is visible and not decided" for s in seen - decided]
+
+    def visible(self) -> Counter[Any]:
+        found: Counter[Any] = Counter()
+        for work, batch in self.world.visible:
+            for value in batch.column("value").to_pylist():
+                name = work.scope.sink
+                told = json.loads(value) if name == "letters" else None
+                found[(name, told["record"] and json.loads(told["record"])["value"].encode() if told else value)] += 1
+        return found
+
+    def expected(self) -> Counter[Any]:
+        values = [v for rows in self.world.inputs for _, v in rows if v is not None]
+        return Counter(("letters" if v.endswith(b"long") else "first", v) for v in values)
+
+    def given_up(self) -> int:
+        return sum(self.last().seen_by(n).given_up.count for n in ("first", "letters"))
+
+    def _totals(self) -> Iterator[str]:
+        for name in ("first", "letters"):
+            seen = sum(n for (sink, _), n in self.visible().items() if sink == name)
+            if self.decisions() and self.last().seen_by(name).total.count != seen:
+                yield f"{name}: {seen} rows are seen, the ledger has {self.last().seen_by(name).total}"
+
+
+def crashed(guarantee: Guarantee, how: str, commits: tuple[Commit, ...], expired: bool = False) -> Iterator[LetterSim]:
+    for point in points():
+        for nth in range(1, NTH_MAX):
+            sim = LetterSim(guarantee, crashes=(Crash(point, nth, how),), commits=commits, expire_on_start=expired)
+            sim.run()
+            if not sim.crashes[0].hit:
+                break
+            yield sim
+
+
+@pytest.mark.parametrize("how", ["kill", "tree", "fail"])
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+@pytest.mark.parametrize("last", [Commit.TWO_PHASE, Commit.ONE_TRANSACTION])
+def test_one_crash_at_every_point(guarantee: Guarantee, how: str, last: Commit) -> None:
+    sims = list(crashed(guarantee, how, (Commit.TWO_PHASE, last)))
+    assert len(sims) > 20
+    assert [(s.crashes, w) for s in sims for w in s.verdict()] == []
+
+
+def test_letters_alone_are_written_again() -> None:
+    """The promise of the dead-letter sink is gone, that of the others was kept: its rows come from theirs."""
+    for sim in crashed(EXACTLY, "tree", (Commit.TWO_PHASE, Commit.TWO_PHASE), expired=True):
+        assert sim.verdict() == []
+
+
+def test_a_letter_says_who_why_and_where_from() -> None:
+    sim = LetterSim(EXACTLY, batches=1).run()
+    told = [
+        json.loads(v)
+        for work, batch in sim.world.visible
+        if work.scope.sink == "letters"
+        for v in batch.column("value").to_pylist()
+    ]
+    assert sorted((t["shard"], t["row"], t["batch"]) for t in told) == [(0, 1, 0), (1, 1, 0)]
+    assert {(t["sink"], t["reason"]) for t in told} == {("first", "value longer than 5 bytes")}
+    rows = pa.record_batch({"partition": [3, 3], "offset": [7, 8], "value": ["a", "b"]})
+    reasons = pa.array([None, "no"])
+    (letter,) = letters_module.letters("s", reasons, rows.select(["value"]), rows, 5, 1, 10).to_pylist()
+    assert (letter["partition"], letter["offset"], letter["topic"], letter["row"]) == (3, 8, None, 11)
+    assert json.loads(letter["record"]) == {"value": "b"}
+
+
+def test_fail_stops_and_nothing_counts() -> None:
+    sim = LetterSim(EXACTLY, on_bad_row=OnBadRow.FAIL).run()
+    assert "ROW_REFUSED" in codes(sim)
+    assert sim.visible() == Counter()
+    assert sim.decisions() == []
+
+
+def test_dropped_rows_are_counted_as_given_up() -> None:
+    sim = LetterSim(MOST, on_bad_row=OnBadRow.DROP).run()
+    assert sim.problems == []
+    long = sum(1 for rows in sim.world.inputs for _, v in rows if v is not None and v.endswith(b"long"))
+    assert sim.last().given_up.count == long
+    assert sum(sim.visible().values()) == 16 - long
+
+
+def letters_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shard, "letters", lambda *_: pa.RecordBatch.from_pylist([], schema=LETTERS))
+
+
+def letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
+    honest = shard._lines
+    patch.setattr(shard, "_lines", lambda s, p, n: [x for x in honest(s, p, n) if x.wanted])
+
+
+def bad_rows_written_too(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shard, "screened", lambda sink, rows: (rows, letters_module.screened(sink, rows)[1]))
+
+
+@pytest.mark.parametrize(
+    "broken", [letters_forgotten, letters_not_looked_for_when_alone, bad_rows_written_too], ids=lambda f: f.__name__
+)
+def test_broken_letters_are_found(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    runs = crashed(EXACTLY, "tree", (Commit.TWO_PHASE, Commit.TWO_PHASE), expired=True)
+    assert any(sim.verdict() for sim in runs)
