@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from delivered.contract import LETTERS, Ledger, Member, Resource, Route, Sink
+from delivered.contract import LETTERS, Ledger, Member, Resource, Route, Sink, ready_target
 from delivered.group.ledger import GroupLedger
 from delivered.group.resource import GroupResource
 from delivered.group.route import letters_route
@@ -73,6 +73,12 @@ class SinkGroup:
         for member in self.members:
             given = pa.RecordBatch.from_pylist([], schema=LETTERS) if member.letters else empty
             member.sink.check_schema(given.schema if member.route is None else member.route(given).schema)
+
+    def ready_target(self, schema: pa.Schema) -> None:
+        """See `delivered.contract.NeedsTarget`: for every sink that needs one."""
+        for member in self.members:
+            given = pa.RecordBatch.from_pylist([], schema=LETTERS if member.letters else schema)
+            ready_target(member.sink, given.schema if member.route is None else member.route(given).schema)
 
     def ledger(self, scope: Scope) -> Ledger:
         others = [m for m in self.members if m.id]

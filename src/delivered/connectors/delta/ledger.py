@@ -102,7 +102,7 @@ class DeltaLedger:
         return self._as_owner(write)
 
     def decide(self, decision: Decision) -> Outcome[None]:
-        """The decision and the files of all participants, in one commit of the log.
+        """The decision and the files of this sink's participants, in one commit of the log.
 
         1  read the log; check that this claim is the newest, and whether this very decision is in
         2  check that the files are there, whole, and fit the table   <- crash points of commit.apply
@@ -114,9 +114,15 @@ class DeltaLedger:
 
         def write(table: Any) -> Outcome[None]:
             newest = self._records.newest(table, incarnation)
+            previous, revised = newest, False
             if newest is not None and newest[0] >= decision.batch:
-                if self._records.decided(incarnation, newest).text == text:
+                known = self._records.decided(incarnation, newest)
+                if known.text == text:
                     return Ok(None)
+                # The next revision of this very batch takes its place in the chain.
+                revised = newest[0] == decision.batch and known.decision.revision < decision.revision
+                previous = known.previous
+            if newest is not None and newest[0] >= decision.batch and not revised:
                 raise InvariantBroken(
                     "DECIDED_OTHERWISE",
                     f"Batch {decision.batch} of {self._scope} is decided already, or a later one is. What is visible "
@@ -124,7 +130,7 @@ class DeltaLedger:
                     next_step="stop every other driver on this checkpoint, then start the pipeline again",
                 )
             files = self._staged(table, decision)
-            data = Record(text, newest).encode()
+            data = Record(text, previous).encode()
             mine = (decision.batch, digest(data))
             name = self._names.decided_file(incarnation, *mine)
             self._records.store.put(name, data)
@@ -194,12 +200,12 @@ class DeltaLedger:
             return Failed(str(error))
 
     def _staged(self, table: Any, decision: Decision) -> list[DataFile]:
-        """The files of all participants, after a check that they are there, whole, and fit the table.
+        """The files of this sink's participants, after a check that they are there, whole, and fit the table.
 
         Raises:
             InvariantBroken: a file is gone, or is not what was prepared.
         """
-        participants = [p for p in decision.participants if p.handle]
+        participants = [p for p in decision.to_move if p.handle]
         if decision.guarantee is not Guarantee.EXACTLY_ONCE or not participants:
             return []
         files: list[DataFile] = []

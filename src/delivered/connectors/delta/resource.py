@@ -100,4 +100,4 @@ class DeltaResource:
         if newest is None:
             return None, set()
         participants = records.decided(incarnation, newest).decision.participants
-        return newest[0], {str(f["path"]) for p in participants for f in p.handle.get("files", ())}
+        return newest[0], {str(f["path"]) for p in participants if not p.sink for f in p.handle.get("files", ())}
