@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from delivered.contract import Finding
+from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
@@ -126,6 +127,13 @@ PLANS = {
     "three_with_last_resource": replace(ASKED, sinks=(TO_KAFKA, TO_SQLITE, TO_POSTGRES)),
     "several_at_least_once": replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE, sinks=(TO_KAFKA, TO_POSTGRES)),
     "several_at_most_once": replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE, sinks=(TO_KAFKA, TO_POSTGRES)),
+    "dead_letters": replace(
+        ASKED,
+        sinks=(TO_KAFKA, replace(TO_POSTGRES, name="refused", label="postgres refused")),
+        on_bad_row=OnBadRow.DEAD_LETTER,
+        screening=("orders-clean", "refused"),
+        letters="refused",
+    ),
     "kafka_nondeterministic": replace(
         ASKED,
         transform=TransformFacts("python", "orders:clean", stateful=True, deterministic=False),
@@ -151,6 +159,7 @@ REFUSALS = {
     "refused_two_last_resources": replace(
         ASKED, sinks=(TO_SQLITE, TO_KAFKA, replace(TO_SQLITE, name="copies", label="sqlite copies.db copies"))
     ),
+    "refused_drop": replace(ASKED, on_bad_row=OnBadRow.DROP, screening=("orders-clean",)),
     "refused_name_twice": replace(ASKED, sinks=(TO_KAFKA, TO_POSTGRES, TO_KAFKA)),
     "refused_one_of_two_cannot_commit": replace(ASKED, sinks=(TO_KAFKA, TO_HTTP)),
     "refused_local_source": replace(ASKED, source=LOG, execution=Execution(cluster=True)),
