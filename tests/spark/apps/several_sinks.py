@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from pyspark.sql import SparkSession
+
 import delivered
 
 
@@ -14,7 +16,8 @@ def main() -> None:
     pipeline = delivered.Pipeline.from_file(file)
     query = pipeline.start()
     query.awaitTermination()
-    spark = query.sparkSession
+    spark = SparkSession.getActiveSession()
+    assert spark is not None
     found = {name: json.loads(pipeline.audit(spark, sink=name).to_json()) for name in pipeline.sink_names}
     report.write_text(json.dumps(found))
     spark.stop()
