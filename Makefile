@@ -52,12 +52,11 @@ bench-delta: setup ## the same for Delta Lake, into build/bench-delta.json
 	$(BIN)/python -m benchmarks.delta
 
 verify: setup ## every failure point, every guarantee, every sink, judged from outside; about two hours, goes on where it was
-	$(BIN)/delivered verify --service engine --jobs 2 --resume --out build/verify-engine.json --folder build/verify-engine
+	$(BIN)/delivered verify --service engine --jobs 2 --resume
 	$(BIN)/delivered verify --resume
 
 soak: setup ## a thousand faults, at most half an hour, goes on where it was
-	$(BIN)/delivered verify --service engine --faults 1000 --minutes 30 --jobs 2 --resume --out build/soak.json \
-		--folder build/soak
+	$(BIN)/delivered verify --service engine --faults 1000 --minutes 30 --jobs 2 --resume --out build/soak.json
 
 docs: setup ## reference pages and schema, from the code
 	$(BIN)/python -m docs.generate

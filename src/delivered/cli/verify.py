@@ -12,6 +12,7 @@ from delivered.cli.output import Output, note, say
 from delivered.model.errors import UsageError
 from delivered.verify.cell import Result
 from delivered.verify.matrix import SPARK, Choice, Store, cells, own_cells, run_matrix, worst
+from delivered.verify.runs import RunLog
 from delivered.verify.template import load
 from delivered.verify.verdict import Verdict
 
@@ -40,29 +41,47 @@ def verify(
     store = Store(out)
     if resume:
         store.load()
-    results = run_matrix(choice, store, folder, resume=resume, say=note, done=done, template=template)
+    log = RunLog(folder, _asked(file, choice))
+
+    def keep(result: Result, number: int, of: int) -> None:
+        log.add(result)
+        done(result, number, of)
+
+    results = run_matrix(choice, store, folder, resume=resume, say=note, done=keep, template=template)
     page = out.with_suffix(".html")
-    _write_page(store, page)
+    listed = _write_pages(store, page, log)
     everything = list(store.results.values())
     if output is Output.JSON:
         say(json.dumps([r.to_json() for r in everything], indent=1, ensure_ascii=False))
     else:
         _show(everything)
-        say(f"results: {out}" + (f"; page: {page}" if page.exists() else ""))
+        say(f"results: {out}" + (f"; page: {page}" if page.exists() else "") + (f"; runs: {listed}" if listed else ""))
     if not results and not everything:
         note("no cell matches")
         return 2
     return worst(everything).exit_code
 
 
-def _write_page(store: Store, page: Path) -> None:
+def _asked(file: Path | None, choice: Choice) -> str:
+    """What makes this run another one than the default, as options."""
+    said = [str(file)] if file is not None else []
+    said += [f"--only {pattern}" for pattern in choice.only]
+    said += ["--quick"] if choice.quick else []
+    said += [f"--faults {choice.faults}"] if choice.faults is not None else []
+    return " ".join([*said, f"--seed {choice.seed}", f"--service {choice.service}"])
+
+
+def _write_pages(store: Store, page: Path, log: RunLog) -> Path | None:
+    """The page of the store, the page of this run and the list of runs; returns the last."""
     from delivered.model.errors import MissingExtra
     from delivered.verify.report import write_report
 
     try:
         write_report(list(store.results.values()), page)
+        return log.end()
     except MissingExtra as error:
         note(f"no page was written: {error}")
+        return None
 
 
 def _show(results: list[Result]) -> None:

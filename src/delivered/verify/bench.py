@@ -41,7 +41,7 @@ class Setting:
         checkpoint: its folder.
         extra: more keys of the pipeline file.
         proxy, broker: None without Kafka.
-        plain_s: time to the first effect of a start without a fault; None: not known.
+        plain_s: time to the first effect of a plain restart; None: not known.
         environment: of the pipeline's processes.
         template: a pipeline of the user's to take in place of the verifier's own.
     """
@@ -74,6 +74,7 @@ class Bench:
         self.history = History(self.folder / "history.jsonl")
         self.checkpoint = setting.checkpoint
         self.sql: str | None = setting.workload.sql
+        self.arrow: str | None = setting.workload.arrow
         self.extra = dict(setting.extra)
         self.runs: list[Run] = []
         self.stops: list[Stop] = []
@@ -88,7 +89,7 @@ class Bench:
         self._reader_error: str | None = None
         self._stop_reading = threading.Event()
         self._reader = threading.Thread(target=self._read_all_along, name=f"reader {setting.name}", daemon=True)
-        self._restarts: list[float] = []
+        self._killed = False
 
     # -- before and after -------------------------------------------------------------------------------------------
 
@@ -158,23 +159,34 @@ class Bench:
             "trigger": self.extra.get("trigger", "available_now"),
             "master": self.extra.get("master", "local[2]"),
         }
+        if "spark" in self.extra:
+            data["spark"] = self.extra["spark"]
         path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
         return path
 
     def _transform(self) -> dict[str, Any]:
         if self.sql:
             return {"sql": self.sql}
-        arrow = self.setting.workload.arrow
-        return {"select": ["key", "value"]} | ({"arrow": arrow} if arrow else {})
+        workload = self.setting.workload
+        if workload.python:
+            return {"python": workload.python, "stateful": True, "deterministic": True}
+        if workload.topics > 1:
+            # A table has no topics: there both go into one.
+            return (
+                {"select": ["key", "value", "topic"], "arrow": self.arrow}
+                if self.setting.drain.system == "kafka"
+                else {"select": ["key", "value"]}
+            )
+        return {"select": ["key", "value"]} | ({"arrow": self.arrow} if self.arrow else {})
 
     def start(self, crash: str = "", *arguments: str) -> Run:
         """Start the pipeline, to stop at these points."""
         number = len(self.runs) + 1
         s = self.setting
         run = start(number, self.pipeline_file(), self.folder, crash, arguments, s.environment, s.service)
-        run.started_s = self.history.now_s
+        run.started_s, run.after_kill = self.history.now_s, self._killed
+        self._killed = False
         self.runs.append(run)
-        self._restarts.append(run.started_s)
         self.history.add(run.name, "run", End.BEGUN, {"crash": crash, "arguments": arguments})
         return run
 
@@ -193,6 +205,7 @@ class Bench:
     def kill(self, run: Run) -> None:
         """SIGKILL a run and all its processes."""
         processes = run.kill()
+        self._killed = True
         self.history.add(run.name, "run", End.UNKNOWN, {"killed": processes})
 
     def must_stop(self, *codes: str, arguments: Sequence[str] = (), when: str) -> str | None:
@@ -254,6 +267,7 @@ class Bench:
         if self._reader_error is not None:
             raise Trouble("READER_DIED", f"The reader of cell {s.name} ended early: {self._reader_error}")
         ends = sends(self.history)
+        by_record = s.template is None and s.workload.together is None
         return Evidence(
             guarantee=s.guarantee,
             expected=self._expected(source, final),
@@ -263,9 +277,9 @@ class Bench:
             seen=self._seen,
             final=final,
             snapshots=self._snapshots,
-            batches=self._batches(source) if s.template is None else None,
-            # Which rows of an own transform make a batch cannot be told from outside.
-            batch_atomic=s.drain.batch_atomic and s.template is None,
+            batches=self._batches(source) if by_record else None,
+            # Which rows of an own transform, or of one with state, make a batch cannot be told from outside.
+            batch_atomic=s.drain.batch_atomic and by_record,
             ordered=ordered,
             given_up=self._audited("counts", "given_up"),
             audit_verdict=self.audited["verdict"] if self.audited else None,
@@ -290,7 +304,9 @@ class Bench:
         return found if isinstance(found, int) else None
 
     def _expected(self, source: Sequence[Row], final: Sequence[Seen]) -> Counter[str]:
-        template = self.setting.template
+        template, workload = self.setting.template, self.setting.workload
+        if template is None and workload.together is not None:
+            return Counter(workload.told_by(None, v).id for v in workload.together([r.value for r in source]))
         if template is None:
             return Counter(e for r in source for e in self._effects(r))
         if template.reference is None:
@@ -305,16 +321,28 @@ class Bench:
 
     def first_effect_s(self) -> float | None:
         """Seconds from the first start to the first effect that the reader saw."""
-        return round(self._seen[0].at_s - self._restarts[0], 2) if self._seen and self._restarts else None
+        return self._visible_after(self.runs[0], None) if self.runs else None
+
+    def plain_restart_s(self) -> float | None:
+        """The same of the last start, in a cell whose runs all ended by themselves; None: there was none."""
+        plain = [r for r in self.runs[1:] if not r.after_kill]
+        return self._visible_after(plain[0], None) if plain else None
 
     def _recoveries(self) -> list[float]:
-        """From each start after a kill to the first effect seen after it, if that came before the next start."""
-        found = []
-        for at, until in itertools.pairwise([*self._restarts[1:], float("inf")]):
-            first = next((s.at_s for s in self._seen if s.at_s > at), None)
-            if first is not None and first <= until:
-                found.append(round(first - at, 2))
-        return found
+        """From each start after a SIGKILL of the driver to the first effect seen after it, if that came before the next
+        start."""
+        found = [
+            self._visible_after(run, after)
+            for run, after in itertools.zip_longest(self.runs, self.runs[1:])
+            if run.after_kill
+        ]
+        return [s for s in found if s is not None]
+
+    def _visible_after(self, run: Run, next_run: Run | None) -> float | None:
+        first = next((s.at_s for s in self._seen if s.at_s > run.started_s), None)
+        if first is None or (next_run is not None and first > next_run.started_s):
+            return None
+        return round(first - run.started_s, 2)
 
     def _effects(self, row: Row) -> list[str]:
         workload = self.setting.workload

@@ -67,7 +67,14 @@ class Cell:
 
 @dataclass
 class Result:
-    """What came out of a cell. The first ten fields are the format that others read."""
+    """What came out of a cell. The first ten fields are the format that others read.
+
+    Attributes:
+        plain_s: seconds from a plain restart to its first effect: of this cell if nothing was killed in it, else the
+            one that recovery is compared with.
+        recovery_s: the same of each restart after a SIGKILL of the driver; recovery: the verdict on them, apart from
+            the cell's.
+    """
 
     sink: str
     guarantee: str
@@ -93,7 +100,9 @@ class Result:
     runs: int = 0
     seconds: float = 0.0
     first_effect_s: float | None = None
+    plain_s: float | None = None
     recovery_s: list[float] = field(default_factory=list)
+    recovery: str = ""
     folder: str = ""
     again: str = ""
 
@@ -157,7 +166,7 @@ def run_cell(cell: Cell, ground: Ground, *, plain_s: float | None = None, audit:
     """Run it and judge it. Whatever goes wrong with the judging itself is unknown, never a pass.
 
     Args:
-        plain_s: time to the first effect of a start without a fault; None: not known.
+        plain_s: time to the first effect of a plain restart; None: not known.
         audit: also ask `delivered audit`. Under at_most_once it is always asked, for what was given up.
     """
     began = time.monotonic()
@@ -184,7 +193,7 @@ def _run(cell: Cell, bench: Bench, audit: bool) -> Judgement:
     cell.fault.script(bench)
     if (audit or cell.guarantee is Guarantee.AT_MOST_ONCE) and not bench.stays_down:
         bench.audit()
-    ordered = bench.setting.workload.ordered and cell.fault.name != "shards-changed"
+    ordered = bench.setting.workload.ordered and cell.fault.keeps_order
     bench.result = bench.evidence(cell.fault.requires, ordered)
     return judge(bench.result)
 
@@ -212,6 +221,8 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         template=ground.template,
     )
     source = ground.template.source if ground.template is not None else _SOURCE_OF[cell.sink]
+    if setting.workload.topics > 1:
+        source = KAFKA
     if KAFKA in (cell.sink, source):
         setting.broker = ground.broker
         if PROXY in fault.needs:
@@ -232,9 +243,10 @@ def _topics(cell: Cell, setting: Setting, sink_options: dict[str, Any]) -> tuple
     real = setting.broker.bootstrap
     given = setting.proxy.bootstrap if setting.proxy is not None else real
     big = {"kafka.message.max.bytes": "2097152"} if cell.workload == "big" else {}
+    topics = setting.workload.topics
     return (
-        Topic(real, f"{cell.name}-in", given).as_feed(),
-        Topic(real, f"{cell.name}-out", given, extra=big | sink_options),
+        Topic(real, f"{cell.name}-in", given, topics=topics).as_feed(),
+        Topic(real, f"{cell.name}-out", given, extra=big | sink_options, topics=topics),
     )
 
 
@@ -280,6 +292,8 @@ def _add_facts(result: Result, bench: Bench) -> None:
     result.runs = len(bench.runs)
     result.first_effect_s = bench.first_effect_s()
     result.recovery_s = list(evidence.recovery_s)
+    result.plain_s = bench.plain_restart_s() if result.fault == "none" else evidence.plain_s
+    result.recovery = next((str(f["verdict"]) for f in result.findings if f["checker"] == "recovery"), "")
 
 
 def _tidy(folder: Path) -> None:

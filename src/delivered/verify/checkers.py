@@ -157,11 +157,13 @@ def stopped_right(evidence: Evidence) -> Finding:
 
 
 def recovery(evidence: Evidence) -> Finding:
-    """From a restart to the first new effect: at most twice the time of a start without a fault."""
-    if evidence.plain_s is None or not evidence.recovery_s:
-        return Finding("recovery", Verdict.UNKNOWN, note="not measured")
+    """From a restart after SIGKILL to the first new effect: at most twice the time of a plain restart."""
+    if not evidence.recovery_s:
+        return Finding("recovery", Verdict.UNKNOWN, note="no driver was killed before it had something to show")
+    if evidence.plain_s is None:
+        return Finding("recovery", Verdict.UNKNOWN, note="the time of a plain restart is not known")
     limit = RECOVERY_RATIO_MAX * evidence.plain_s
-    slow = [f"{s:.1f} s (a plain start: {evidence.plain_s:.1f} s)" for s in evidence.recovery_s if s > limit]
+    slow = [f"{s:.1f} s (a plain restart: {evidence.plain_s:.1f} s)" for s in evidence.recovery_s if s > limit]
     return _found("recovery", slow, f"slowest {max(evidence.recovery_s):.1f} s, plain {evidence.plain_s:.1f} s")
 
 

@@ -69,7 +69,7 @@ class Evidence:
         required, fired: names of faults.
         stops: ends of runs on which something depends; the last one is the end of the cell.
         stays_down: the pipeline is right not to go on any more: what it did not get to is not lost.
-        recovery_s: seconds from each restart to the first new effect; plain_s: the same without a fault.
+        recovery_s: seconds from each restart after a SIGKILL to the first new effect; plain_s: of a plain restart.
     """
 
     guarantee: Guarantee

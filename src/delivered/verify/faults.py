@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import scripts
+from delivered.verify import attempts, expiry, scripts
 from delivered.verify.proxy import Api, Mischief, Rule
 from delivered.verify.scripts import Script, kills
 
@@ -27,7 +27,7 @@ PLACES = {
 SQLITE, KAFKA = "sqlite", "kafka"
 EXACTLY, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 
-PROXY, BROKER, MOUNT = "proxy", "broker", "mount"
+PROXY, BROKER, MOUNT, CLUSTER = "proxy", "broker", "mount", "cluster"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Fault:
         workload: the one that this fault needs; None: the cell's.
         extra: more keys of the pipeline file.
         needs: PROXY: the pipeline reaches its server through one; BROKER: a server that may be killed; MOUNT: a small
-            disk of its own.
+            disk of its own; CLUSTER: a Spark with executors on several hosts.
+        keeps_order: whether a key's effects must still come in order.
         quick: part of the quick subset; soak: part of the soak alone.
     """
 
@@ -51,6 +52,7 @@ class Fault:
     workload: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
+    keeps_order: bool = True
     quick: bool = False
     soak: bool = False
 
@@ -83,6 +85,9 @@ def _producer() -> Iterator[Fault]:
         scripts.producer_killed,
         ("producer killed",) * 2,
     )
+    script, requires = scripts.producer_killed_at("before", "after")
+    text = "the producing application is killed right before a send, and after one that it could not note any more"
+    yield Fault("producer-killed-at", "F1", text, script, requires)
 
 
 def _kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
@@ -149,6 +154,10 @@ def _server(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
             requires,
             needs=frozenset({BROKER}),
         )
+        if guarantee is EXACTLY:
+            script, requires = expiry.broker_restarted("commit.decide:before", "commit.apply:before")
+            text = "the broker is restarted with transactions open: before a batch is decided, and before it is applied"
+            yield Fault("broker-restarted", "F3", text, script, requires, needs=frozenset({BROKER}))
         return
     inside = "commit.apply:after#2" if guarantee is EXACTLY else f"{prepare}:before"
     script, requires = kills(inside, f"{decide}:after")
@@ -222,6 +231,24 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     script, requires = kills("source.read:before", "source.read:after")
     text = "killed while records are read, through the JVM"
     yield Fault("killed-reading", "F6a", text, script, requires, workload="sql")
+    text = "killed while records are read, by the task that writes them"
+    yield Fault("killed-reading-directly", "F6a", text, script, requires)
+    # Under at_most_once a second attempt gives its shard up, and comes to no further point.
+    failing = [f"{write}:after", f"{prepare}:before", f"{prepare}:after"][: 1 if guarantee is AT_MOST else 3]
+    script, requires = attempts.task_retried(*failing)
+    text = f"a task fails {len(failing)} times, and is run again in the same batch"
+    yield Fault("task-retried", "F6b", text, script, requires, extra=attempts.RETRIES)
+    if sink == KAFKA:
+        script = attempts.speculation(f"{prepare}:before")
+        text = "two attempts of a task at a time, on two hosts: the second one wins, then the first one goes on"
+        yield Fault("speculation", "F6b", text, script, ("a speculative attempt won",), needs=frozenset({CLUSTER}))
+    met = ("poison met",) * 2
+    text = "the transform fails at a record until it is mended"
+    yield Fault("poison", "F6a", text, attempts.poison, met, workload="poison")
+    if sink == KAFKA:
+        met = ("record too large",) * 2
+        text = "the sink cannot take a record until its limit is raised"
+        yield Fault("oversized", "F6b", text, attempts.oversized, met, workload="oversized")
     script, requires = scripts.random_kills(3)
     yield Fault("killed-at-random", "F6b", "killed three times at random moments", script, requires)
 
@@ -244,21 +271,25 @@ def _zombies(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         ("second driver",),
     )
     if guarantee is EXACTLY and sink == KAFKA:
-        short = {"sink": {"transactionTimeout": scripts.TRANSACTION_TIMEOUT_S}}
+        short = {"sink": {"transactionTimeout": expiry.TRANSACTION_TIMEOUT_S}}
         for name, text, moment, workload in (
             ("expired-before-decide", "prepared transactions expire before the decision", "before", None),
             ("expired-after-decide", "prepared transactions expire after the decision", "after", None),
             ("expired-random", "they expire, and the transform gives other rows the second time", "after", "random"),
+            ("expired-random-sql", "the same with uuid() in SQL", "after", "random-sql"),
         ):
             yield Fault(
                 name,
                 "F7",
                 text,
-                scripts.expired(moment, workload is None),
+                expiry.expired(moment, workload is None),
                 ("transactions expired",),
                 workload=workload,
                 extra=short,
             )
+        text = "all of a driver is paused with a prepared batch until its transactions expired; then it goes on"
+        requires = ("paused past the time-out",)
+        yield Fault("paused-past-timeout", "F7", text, expiry.paused_past_timeout, requires, extra=short)
 
 
 def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
@@ -285,14 +316,17 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         ("checkpoint deleted",),
     )
     prepare, decide = (scripts.point(guarantee, s) for s in ("prepare", "decide"))
-    yield Fault(
-        "shards-changed",
-        "F8",
-        "the number of shards changes over two kills",
-        scripts.shards_changed,
-        (f"kill@{prepare}:after", f"kill@{decide}:after"),
-        workload="sql",
-    )
+    requires = (f"kill@{prepare}:after", f"kill@{decide}:after")
+    text = "the number of shards changes over two kills"
+    script = scripts.shards_changed(scripts.by_hint)
+    yield Fault("shards-changed", "F8", text, script, requires, workload="sql", keeps_order=False)
+    text = "spark.sql.shuffle.partitions of a query with state changes over two kills"
+    script = scripts.shards_changed(scripts.by_shuffle)
+    yield Fault("shuffle-changed", "F8", text, script, requires, workload="windowed")
+    if sink == KAFKA:
+        text = "the source's minPartitions, and so the number of shards, changes over two kills"
+        script = scripts.shards_changed(scripts.by_slices)
+        yield Fault("slices-changed", "F8", text, script, requires, keeps_order=False)
 
 
 SOAK_KILLS, SOAK_FRAMES = 20, 12

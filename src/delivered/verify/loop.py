@@ -3,8 +3,9 @@
     python -m delivered.verify.loop pipeline.yaml [--takeover] [--accounts]
 
 It keeps a checkpoint as Spark keeps one (metadata, offsets/N before a batch, commits/N after it), runs each shard in a
-worker process, and starts a batch again with the same number and offsets after a crash. What it cannot show is what
-Spark itself does; for that the verifier's service is `spark`. Transforms: none, or Arrow to Arrow.
+worker process, runs a task that failed again as often as the master allows (`local[2,4]`: three times), and starts a
+batch again with the same number and offsets after a crash. What it cannot show is what Spark itself does; for that the
+verifier's service is `spark`. Transforms: none, or Arrow to Arrow.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +74,10 @@ class Checkpoint:
         draft.rename(path)
 
 
-def task(sink: Sink, direct: Direct, plan: BatchPlan, shard: int, piece: Slice) -> ShardMessage:
-    """One task of a batch, in a worker process."""
+def task(sink: Sink, direct: Direct, plan: BatchPlan, shard: int, attempt: int, piece: Slice) -> ShardMessage:
+    """One attempt of a task of a batch, in a worker process."""
     install_from_environment()
-    reach(StepId.SOURCE_READ, Moment.BEFORE)
-    return write_shard(sink, plan, shard, 0, direct.rows(iter([pack(piece)])), direct.schema())
+    return write_shard(sink, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema())
 
 
 class Loop:
@@ -95,6 +97,8 @@ class Loop:
         self.source = self.pipeline.source.source()
         self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
         self.sink_name = endpoint.name or self.sink.name
+        failures = re.fullmatch(r"local\[\w+,(\d+)\]", self.pipeline.master or "")
+        self.attempts_max = int(failures[1]) if failures else 1
 
     def context(self, checkpoint: Checkpoint) -> Context:
         scope = Scope(self.pipeline.name, self.sink_name, checkpoint.incarnation)
@@ -155,14 +159,22 @@ class Loop:
         return found
 
     def _one(self, context: Context, plan: BatchPlan, pool: ProcessPoolExecutor, pieces: Sequence[Slice]) -> None:
-        tasks = [pool.submit(task, self.sink, self.direct, plan, n, piece) for n, piece in enumerate(pieces)]
+        def attempt(shard: int, number: int) -> Future[ShardMessage]:
+            return pool.submit(task, self.sink, self.direct, plan, shard, number, pieces[shard])
+
+        tasks = [attempt(n, 0) for n in range(len(pieces))]
         said: list[ShardMessage] = []
         failed: Exception | None = None
-        for t in tasks:
-            try:
-                said.append(t.result())
-            except Exception as error:
-                failed = failed or error
+        for shard, t in enumerate(tasks):
+            for number in range(1, self.attempts_max + 1):
+                try:
+                    said.append(t.result())
+                    break
+                except Exception as error:
+                    if number == self.attempts_max or isinstance(error, BrokenProcessPool):
+                        failed = failed or error
+                        break
+                    t = attempt(shard, number)
         try:
             if failed is not None:
                 raise failed

@@ -17,7 +17,7 @@ from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.cell import Cell, Ground, Result, Say, run_cell
-from delivered.verify.faults import KAFKA, MOUNT, SQLITE, catalogue
+from delivered.verify.faults import CLUSTER, KAFKA, MOUNT, SQLITE, catalogue
 from delivered.verify.scripts import can_mount
 from delivered.verify.services import ENGINE, SERVICES, SPARK
 from delivered.verify.template import Template
@@ -28,8 +28,6 @@ SINKS = (SQLITE, KAFKA)
 GUARANTEES = (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
 DEFAULT_WORKLOAD = "keyed"
 SEEDS_MAX = 1_000
-_EVERY_WORKLOAD = ("none", "killed-between")
-"""Faults that are tried with every workload, not only with the default one."""
 _SETTLED = {Verdict.HELD.value, Verdict.BROKEN.value}
 
 
@@ -69,15 +67,20 @@ def cells(choice: Choice) -> list[Cell]:
                         named = [] if other_workloads else [fault.workload]
                     elif not other_workloads:
                         named = [DEFAULT_WORKLOAD]
-                    elif fault.name in _EVERY_WORKLOAD:
-                        named = [w.name for w in WORKLOADS.values() if w.deterministic and w.name != DEFAULT_WORKLOAD]
                     else:
-                        named = []
+                        named = [
+                            w.name for w in WORKLOADS.values() if fault.name in w.faults and w.name != DEFAULT_WORKLOAD
+                        ]
                     found += [Cell(sink, guarantee, w, fault, choice.seed, choice.service) for w in named]
     if choice.quick:
         found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
-    possible = [c for c in found if SERVICES[c.service].can_run(WORKLOADS[c.workload])]
+    possible = [c for c in found if _possible(c)]
     return [c for c in possible if not choice.only or any(_matches(c, p) for p in choice.only)]
+
+
+def _possible(cell: Cell) -> bool:
+    service = SERVICES[cell.service]
+    return service.can_run(WORKLOADS[cell.workload]) and (service.sql or CLUSTER not in cell.fault.needs)
 
 
 def own_cells(choice: Choice, template: Template) -> list[Cell]:
@@ -86,7 +89,7 @@ def own_cells(choice: Choice, template: Template) -> list[Cell]:
     found = [
         Cell(template.sink, template.guarantee, template.workload.name, fault, choice.seed, choice.service)
         for fault in catalogue(template.guarantee, template.sink)
-        if fault.workload is None and not fault.soak
+        if fault.workload is None and not fault.soak and CLUSTER not in fault.needs
     ]
     undisturbed, others = found[0], found[1:]
     if choice.quick:
@@ -125,10 +128,13 @@ class Store:
         return found is not None and found.verdict in _SETTLED
 
     def plain_s(self, cell: Cell) -> float | None:
-        """How long an undisturbed start took to its first effect, with this sink, guarantee and service."""
-        key = (cell.sink, cell.guarantee.value, cell.workload, "none", cell.seed, cell.service)
-        found = self.results.get(key)
-        return found.first_effect_s if found is not None else None
+        """How long a plain restart took to its first effect, with this sink, guarantee and service; of this workload
+        if that is known, else of the default one."""
+        for workload in (cell.workload, DEFAULT_WORKLOAD):
+            found = self.results.get((cell.sink, cell.guarantee.value, workload, "none", cell.seed, cell.service))
+            if found is not None and found.plain_s is not None:
+                return found.plain_s
+        return None
 
 
 def run_matrix(

@@ -62,13 +62,22 @@ def main() -> None:
             file.flush()
             os.fsync(file.fileno())
 
+        def stand(at: int, moment: str) -> None:
+            stop = order.get("stop")
+            if stop is not None and (at // portion, moment) == (stop["portion"], stop["moment"]):
+                Path(stop["file"]).touch()
+                while True:
+                    time.sleep(1)
+
         for at in range(0, len(records), portion):
             if at in done:
                 continue
             part = records[at : at + portion]
             ids = [r.id for r in part]
             note(at, "begun", ids)
+            stand(at, "before")
             feed.send(part)
+            stand(at, "after")
             note(at, "ok", ids)
             time.sleep(float(order["pause_s"]))
 

@@ -33,23 +33,30 @@ class Producer:
             if feed.system == "log"
             else {"system": "kafka", "bootstrap": feed.bootstrap, "name": feed.name}  # type: ignore[attr-defined]
         )
-        self._order = json.dumps(
-            {
-                "feed": where,
-                "records": str(records_file),
-                "notes": str(self._notes),
-                "portion": portion,
-                "pause_s": pause_s,
-            }
-        )
+        self._order = {
+            "feed": where,
+            "records": str(records_file),
+            "notes": str(self._notes),
+            "portion": portion,
+            "pause_s": pause_s,
+        }
         self._told = 0
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, stop_at: int | None = None, moment: str = "before") -> Path:
+        """Start it, to stand still `moment` ("before", "after") it sends portion `stop_at`; None: not at all.
+
+        Returns the file that appears when it stands there.
+        """
+        stands = self._folder / f"producer.{moment}-{stop_at}"
+        stop = {} if stop_at is None else {"stop": {"portion": stop_at, "moment": moment, "file": str(stands)}}
         with (self._folder / "producer.log").open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "delivered.verify.producer", self._order], stdout=out, stderr=out
+                [sys.executable, "-m", "delivered.verify.producer", json.dumps(self._order | stop)],
+                stdout=out,
+                stderr=out,
             )
+        return stands
 
     @property
     def acknowledged(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from delivered.model.errors import MissingExtra
 from delivered.verify.cell import Result
+from delivered.verify.checkers import RECOVERY_RATIO_MAX
 from delivered.verify.faults import PLACES
 from delivered.verify.history import End, Operation, load
 from delivered.verify.matrix import GUARANTEES, versions
@@ -43,29 +44,45 @@ def write_report(results: Sequence[Result], path: Path) -> None:
     path.write_text(page(results), encoding="utf-8")
 
 
-def page(results: Sequence[Result]) -> str:
-    """The whole file."""
+def environment() -> Any:
+    """What pages are made with.
+
+    Raises:
+        MissingExtra: the extra `report` is not installed.
+    """
     try:
         import jinja2
     except ImportError:
         raise MissingExtra("report") from None
+    return jinja2.Environment(autoescape=True)
+
+
+def page(results: Sequence[Result]) -> str:
+    """The whole file."""
     columns = sorted({(r.sink, r.guarantee, r.service) for r in results}, key=_order)
-    environment = jinja2.Environment(autoescape=True)
-    return environment.from_string(_TEMPLATE).render(
-        columns=columns,
-        places=[(p, text) for p, text in PLACES.items() if any(r.place == p for r in results)],
-        square=lambda place, column: square(results, place, column),
-        groups=[(c, [r for r in results if (r.sink, r.guarantee, r.service) == c]) for c in columns],
-        signs={v.value: s for v, s in SIGNS.items()},
-        timeline=_timeline_of,
-        total=len(results),
-        fired=sum(r.fired for r in results),
-        verdicts={v.value: sum(r.verdict == v.value for r in results) for v in Verdict},
-        lost=sum(r.lost for r in results if r.guarantee != "at_most_once"),
-        doubled=sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
-        versions=versions(),
-        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    text: str = (
+        environment()
+        .from_string(_TEMPLATE)
+        .render(
+            style=STYLE,
+            columns=columns,
+            places=[(p, text) for p, text in PLACES.items() if any(r.place == p for r in results)],
+            square=lambda place, column: square(results, place, column),
+            speeds=[(c, s) for c in columns if (s := recovery(results, c)) is not None],
+            ratio_max=RECOVERY_RATIO_MAX,
+            groups=[(c, [r for r in results if (r.sink, r.guarantee, r.service) == c]) for c in columns],
+            signs={v.value: s for v, s in SIGNS.items()},
+            timeline=_timeline_of,
+            total=len(results),
+            fired=sum(r.fired for r in results),
+            verdicts={v.value: sum(r.verdict == v.value for r in results) for v in Verdict},
+            lost=sum(r.lost for r in results if r.guarantee != "at_most_once"),
+            doubled=sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
+            versions=versions(),
+            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        )
     )
+    return text
 
 
 def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) -> Square | None:
@@ -75,6 +92,39 @@ def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) 
         return None
     verdict = Verdict.worst([Verdict(r.verdict) for r in found])
     return Square(verdict.value, SIGNS[verdict], len(found), sum(r.fired for r in found))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How soon the first new record was visible after a SIGKILL of the driver, for one guarantee and sink.
+
+    Attributes:
+        cells: in which that was measured; slow: those that took longer than twice a plain restart.
+        plain_s, slowest_s: a plain restart, and the slowest restart after a kill, of the cell with the worst ratio.
+    """
+
+    cells: int
+    slow: int
+    plain_s: float
+    slowest_s: float
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict.BROKEN if self.slow else Verdict.HELD
+
+
+def recovery(results: Iterable[Result], column: tuple[str, str, str]) -> Speed | None:
+    """None: it was measured in no cell."""
+    found = [
+        (r.plain_s, max(r.recovery_s))
+        for r in results
+        if (r.sink, r.guarantee, r.service) == column and r.recovery_s and r.plain_s
+    ]
+    if not found:
+        return None
+    plain_s, slowest_s = max(found, key=lambda pair: pair[1] / pair[0])
+    slow = sum(slowest > RECOVERY_RATIO_MAX * plain for plain, slowest in found)
+    return Speed(len(found), slow, plain_s, slowest_s)
 
 
 def _order(column: tuple[str, str, str]) -> tuple[int, str, str]:
@@ -151,13 +201,7 @@ def _seen(history: Sequence[Operation], x: Any, y: int) -> list[str]:
     return [f'<path class="seen" d="{" ".join(path)}"><title>{most} effects seen</title></path>']
 
 
-_TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>delivered verify</title>
-<style>
+STYLE = """
   :root { color-scheme: light dark; --ink: #1c1e21; --page: #fff; --line: #d5d9df; --soft: #5b616b; --panel: #f5f6f8;
     --held: #00684a; --broken: #a83f00; --invalid: #6a3d9a; --unknown: #7a5c00; --bar: #0072b2; --seen: #009e73; }
   @media (prefers-color-scheme: dark) { :root { --ink: #e8e8ea; --page: #16181c; --line: #3a3f47; --soft: #a6adb8;
@@ -180,7 +224,16 @@ _TEMPLATE = """<!doctype html>
   svg line.rail { stroke: var(--line); } svg line.fault { stroke: var(--broken); stroke-dasharray: 3 2; }
   svg rect.run { fill: var(--bar); } svg rect.killed { fill: var(--broken); } svg rect.failed { fill: var(--unknown); }
   svg circle.send { fill: var(--soft); } svg path.seen { fill: none; stroke: var(--seen); stroke-width: 1.5; }
-</style>
+"""
+"""Of every page: light and dark, colours of the Okabe-Ito palette."""
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>delivered verify</title>
+<style>{{ style | safe }}</style>
 </head>
 <body>
 <h1>delivered verify</h1>
@@ -199,7 +252,16 @@ cell whose fault did not fire, or whose sink nobody read at the end, is invalid.
 {% if s %}<b class="{{ s.verdict }}">{{ s.sign }} {{ s.verdict }}</b><small>{{ s.cells }} cells, {{ s.faults }}
 faults</small>{% else %}<small>not run</small>{% endif %}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
-<h2>Cells</h2>
+{% if speeds %}<h2>Back after a kill</h2>
+<p>From the start after a SIGKILL of the driver until a reader sees the first new record. It should take at most {{
+ratio_max | round | int }} times a plain restart; this is reported beside the verdicts, it is not part of them.</p>
+<div class="scroll"><table><tr><th>guarantee</th><th>cells</th><th>slower</th><th>worst ratio</th><th>there</th></tr>
+{% for (sink, guarantee, service), s in speeds %}<tr><th>{{ guarantee }}<small>{{ sink }}, {{ service }}</small></th>
+<td>{{ s.cells }}</td><td><b class="{{ s.verdict.value }}">{{ signs[s.verdict.value] }} {{ s.slow }}</b></td>
+<td>{{ (s.slowest_s / s.plain_s) | round(2) }}</td><td>{{ s.slowest_s | round(1) }} s, plain {{ s.plain_s | round(1) }}
+s</td></tr>
+{% endfor %}</table></div>
+{% endif %}<h2>Cells</h2>
 {% for (sink, guarantee, service), cells in groups %}<h3>{{ guarantee }}, {{ sink }}, {{ service }}</h3>
 {% for r in cells %}<details{% if r.verdict != "held" %} open{% endif %}><summary><b class="{{ r.verdict }}">{{
 signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.workload }}: {{ r.text }}</summary>
@@ -208,7 +270,10 @@ signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.worklo
 {%- if r.given_up is not none %}, {{ r.given_up }} said to be given up{% endif %}. {{ r.fired }} faults in {{ r.runs }}
 starts, {{ r.seconds }} s, seed {{ r.seed }}.
 {%- for s in r.stops if s.got %} {{ s.when }}: stopped with {{ s.got }}.{% endfor %}
-{%- if r.undelivered %} {{ r.undelivered }} records wait behind the stop.{% endif %}</p>
+{%- if r.undelivered %} {{ r.undelivered }} records wait behind the stop.{% endif %}
+{%- if r.recovery_s and r.plain_s %} Back after a kill in at most {{ r.recovery_s | max | round(1) }} s, a plain restart
+takes {{ r.plain_s | round(1) }} s: <b class="{{ r.recovery }}">{{ signs[r.recovery] }} {{ "within" if r.recovery ==
+"held" else "above" }} {{ ratio_max | round | int }}x</b>.{% endif %}</p>
 {{ timeline(r) | safe }}
 <p><code>{{ r.again }}</code></p></div></details>
 {% endfor %}{% endfor %}

@@ -23,16 +23,13 @@ from delivered.verify.evidence import Stop
 from delivered.verify.proxy import Rule
 from delivered.verify.services import Run
 
-TRANSACTION_TIMEOUT_S = 10
-"""Of cells in which transactions must expire. Longer than a batch on a busy machine, its first imports included."""
-
 Script = Callable[[Bench], None]
 
 
 # -- pieces of scripts -----------------------------------------------------------------------------------
 
 
-def _waits(bench: Bench, run: Run) -> Path | None:
+def waits(bench: Bench, run: Run) -> Path | None:
     """Until the run stands at its point; None: it ended before."""
     found = run.wait_hit(HIT_TIMEOUT_S)
     if found is None:
@@ -66,6 +63,9 @@ def kills(*points: str) -> tuple[Script, tuple[str, ...]]:
 
 
 def nothing(bench: Bench) -> None:
+    """Two starts, each with something to do: the second one is the plain restart that recovery is compared with."""
+    bench.send(0.5)
+    bench.stops.append(Stop((), bench.end(bench.start()), "the first half"))
     bench.send()
     bench.drain()
 
@@ -88,6 +88,27 @@ def producer_killed(bench: Bench) -> None:
     producer.finish(END_TIMEOUT_S)
     bench.end(run)
     bench.drain()
+
+
+def producer_killed_at(*moments: str) -> tuple[Script, tuple[str, ...]]:
+    """The producing application is killed right before it sends a portion, and right after the portion was acknowledged
+    and before it could note that."""
+
+    def script(bench: Bench) -> None:
+        bench.send(0.2)
+        producer = bench.produce_aside(portion=40, pause_s=0.0)
+        run = bench.start()
+        for number, moment in enumerate(moments):
+            stop = producer.start(3 + 4 * number, moment)
+            bench.wait(stop.exists, f"the producer stands {moment} a send")
+            producer.kill()
+            bench.fire(f"producer killed {moment} a send", portion=3 + 4 * number)
+        producer.start()
+        producer.finish(END_TIMEOUT_S)
+        bench.end(run)
+        bench.drain()
+
+    return script, tuple(f"producer killed {m} a send" for m in moments)
 
 
 # -- F2 and F5: the network ------------------------------------------------------------------------------
@@ -130,7 +151,7 @@ def lock_held(bench: Bench) -> None:
     """Another program holds the table's write lock when a batch is decided."""
     bench.send()
     run = bench.start(f"{_point(bench, 'decide')}:before!wait")
-    hit = _waits(bench, run)
+    hit = waits(bench, run)
     if hit is not None:
         with contextlib.closing(sqlite3.connect(_database(bench), timeout=20, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -146,7 +167,7 @@ def slow_reader(bench: Bench) -> None:
     """A reader holds its transaction open while a batch commits."""
     bench.send()
     run = bench.start(f"{_point(bench, 'decide')}:before@batch=1!wait")
-    hit = _waits(bench, run)
+    hit = waits(bench, run)
     if hit is not None:
         with contextlib.closing(sqlite3.connect(_database(bench), timeout=20, isolation_level=None)) as other:
             other.execute("BEGIN")
@@ -172,7 +193,7 @@ def broker_killed(*points: str) -> tuple[Script, tuple[str, ...]]:
             # A run may live through the broker's death and go on to the end: the next one needs records of its own.
             bench.send(1 / (len(points) + 1))
             run = bench.start(f"{point}!wait")
-            hit = _waits(bench, run)
+            hit = waits(bench, run)
             if hit is None:
                 continue
             broker.kill()
@@ -212,7 +233,7 @@ def disk_full(bench: Bench) -> None:
     """The disk of checkpoint, staging and table has no byte left for a while."""
     bench.send()
     run = bench.start(f"{_point(bench, 'write')}:before!wait")
-    hit = _waits(bench, run)
+    hit = waits(bench, run)
     if hit is not None:
         filler = bench.checkpoint.parent / "filler"
         with filler.open("wb") as file, contextlib.suppress(OSError):
@@ -236,8 +257,8 @@ def random_kills(times: int) -> tuple[Script, tuple[str, ...]]:
     """The tree is killed at moments that only the seed knows, after a batch began."""
 
     def script(bench: Bench) -> None:
-        killed = 0
-        for _ in range(3 * times):
+        killed, moments = 0, [round(bench.random.uniform(0, 0.7), 3) for _ in range(3 * times)]
+        for after_s in moments:
             if killed == times:
                 break
             if bench.left:
@@ -250,10 +271,10 @@ def random_kills(times: int) -> tuple[Script, tuple[str, ...]]:
                 return not run.lives or len(bench.batches_planned()) > planned or len(bench.batches_logged()) > logged
 
             bench.wait(begun, "a batch begins")
-            bench.wait(_after(bench.random.uniform(0, 0.7)), "the moment comes")
+            bench.wait(_after(after_s), "the moment comes")
             if run.lives:
                 bench.kill(run)
-                bench.fire("kill at random", logged=len(bench.batches_logged()))
+                bench.fire("kill at random", after_s=after_s, logged=len(bench.batches_logged()))
                 killed += 1
             else:
                 bench.end(run)
@@ -273,7 +294,7 @@ def zombie(step: str) -> Script:
     def script(bench: Bench) -> None:
         bench.send()
         first = bench.start(f"{_point(bench, step)}:before@batch=1!wait")
-        hit = _waits(bench, first)
+        hit = waits(bench, first)
         if hit is None:
             return
         first.pause()
@@ -294,7 +315,7 @@ def second_driver(bench: Bench) -> None:
     """A second driver starts while the first one is in the middle of a batch; nobody asked it to take over."""
     bench.send()
     first = bench.start(f"{_point(bench, 'decide')}:before@batch=1!wait")
-    hit = _waits(bench, first)
+    hit = waits(bench, first)
     if hit is None:
         return
     code = bench.must_stop("CHECKPOINT_OWNED", when="the second driver")
@@ -303,33 +324,6 @@ def second_driver(bench: Bench) -> None:
     code = bench.end(first)
     bench.stops.append(Stop((), code, "the first driver, which nobody may disturb"))
     bench.drain()
-
-
-def expired(moment: str, deterministic: bool) -> Script:
-    """The broker aborts prepared transactions before, or after, their batch is decided."""
-
-    def script(bench: Bench) -> None:
-        bench.send()
-        run = bench.start(f"commit.decide:{moment}!wait")
-        hit = _waits(bench, run)
-        if hit is None:
-            return
-        opened = bench.setting.drain.open_transactions(bench.setting.name)
-        bench.wait(lambda: not bench.setting.drain.open_transactions(bench.setting.name), "transactions expire", 60)
-        if opened:
-            bench.fire("transactions expired", opened=opened)
-        if moment == "before":
-            run.go_on(hit)
-            bench.end(run)
-        else:
-            bench.kill(run)
-        if deterministic:
-            bench.drain()
-            return
-        bench.stays_down = True
-        bench.must_stop("REPLAY_DIFFERS", when="the batch runs again and gives other rows")
-
-    return script
 
 
 # -- F8: state put back ----------------------------------------------------------------------------------
@@ -382,15 +376,31 @@ def checkpoint_deleted(bench: Bench) -> None:
     bench.drain()
 
 
-def shards_changed(bench: Bench) -> None:
+def shards_changed(change: Callable[[Bench, int], None]) -> Script:
     """A batch runs again with another number of shards than it was staged, and decided, with."""
-    sql = "SELECT /*+ REPARTITION({n}, key) */ key, value FROM source"
-    bench.send()
-    for shards, point in ((3, f"{_point(bench, 'prepare')}:after"), (5, f"{_point(bench, 'decide')}:after")):
-        bench.sql = sql.format(n=shards)
-        _kill_at(bench, point)
-    bench.sql = sql.format(n=2)
-    bench.drain()
+
+    def script(bench: Bench) -> None:
+        bench.send()
+        for shards, point in ((3, f"{_point(bench, 'prepare')}:after"), (5, f"{_point(bench, 'decide')}:after")):
+            change(bench, shards)
+            _kill_at(bench, point)
+        change(bench, 2)
+        bench.drain()
+
+    return script
+
+
+def by_hint(bench: Bench, shards: int) -> None:
+    bench.sql = f"SELECT /*+ REPARTITION({shards}, key) */ key, value FROM source"  # noqa: S608
+
+
+def by_slices(bench: Bench, shards: int) -> None:
+    bench.extra["source"] = {"minPartitions": 4 * shards}
+
+
+def by_shuffle(bench: Bench, shards: int) -> None:
+    """Of a query with state. Spark goes on with the number that the checkpoint began with, whatever is asked for."""
+    bench.extra["spark"] = {"spark.sql.shuffle.partitions": str(shards)}
 
 
 # -- names of steps --------------------------------------------------------------------------------------

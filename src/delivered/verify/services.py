@@ -52,6 +52,7 @@ class Run:
     Attributes:
         number: 1 for the first of a cell.
         output: file with what it said.
+        after_kill: it was started because the run before it was killed.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Run:
     crash_folder: Path
     output: Path
     started_s: float = 0.0
+    after_kill: bool = False
     _known: set[Path] = field(default_factory=set)
 
     @property
@@ -257,7 +259,7 @@ class Service:
     Attributes:
         command: (pipeline file, the cell's folder, number of the run) -> what to start.
         audit: (pipeline file, the cell's folder, environment) -> what the product says of itself.
-        sql: whether it can run a transform in SQL.
+        sql: whether it can run a transform in SQL, or one of DataFrames.
     """
 
     name: str
@@ -266,7 +268,7 @@ class Service:
     sql: bool
 
     def can_run(self, workload: Workload) -> bool:
-        return self.sql or workload.sql is None
+        return self.sql or not workload.needs_spark
 
 
 SPARK, ENGINE = "spark", "engine"

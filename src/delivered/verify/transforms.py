@@ -1,11 +1,18 @@
-"""Transforms from Arrow to Arrow for the verifier's workloads, as a user would name them in a pipeline file."""
+"""Transforms for the verifier's workloads, as a user would name them in a pipeline file: Arrow to Arrow, and one from
+DataFrame to DataFrame."""
 
 from __future__ import annotations
 
 import json
 import uuid
+from typing import Any
 
 import pyarrow as pa
+
+POISON = "poison"
+WINDOW_S, WATERMARK_S, WINDOWS = 20, 100, 36
+"""Of event time, which is the record's number in seconds: 36 windows end at 720, and records go on until 1,200."""
+_STRETCH = 300
 
 
 def _made(batch: pa.RecordBatch, rows: list[tuple[bytes | None, bytes]]) -> pa.RecordBatch:
@@ -28,3 +35,59 @@ def other_each_time(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Not deterministic: every run of a batch gives other values."""
     keys, values = batch.column("key").to_pylist(), batch.column("value").to_pylist()
     return _made(batch, [(k, v + b"#" + uuid.uuid4().hex.encode()) for k, v in zip(keys, values, strict=True)])
+
+
+def to_topics(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Every row goes to the sink's topic of the same number."""
+    targets = ["-out".join(name.rsplit("-in", 1)) for name in batch.column("topic").to_pylist()]
+    columns = [batch.column("key"), batch.column("value"), pa.array(targets, pa.string())]
+    return pa.RecordBatch.from_arrays(columns, names=["key", "value", "topic"])
+
+
+def in_kept_stretch(record_id: str) -> bool:
+    """Stretches of 300 records, of which every second one stays."""
+    return int(record_id[1:]) // _STRETCH % 2 == 0
+
+
+def sparse(batch: pa.RecordBatch) -> pa.RecordBatch:
+    kept = [in_kept_stretch(str(json.loads(v)["id"])) for v in batch.column("value").to_pylist()]
+    return batch.filter(pa.array(kept, pa.bool_()))
+
+
+def _is_poison(value: bytes) -> bool:
+    return str(json.loads(value)["id"]).startswith(POISON)
+
+
+def refuses_poison(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """What a transform does that was not written for such a record."""
+    for value in batch.column("value").to_pylist():
+        if _is_poison(value):
+            raise ValueError(f"{POISON}: cannot parse {value[:40]!r}")
+    return batch
+
+
+def drops_poison(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same after it was mended."""
+    kept = [not _is_poison(v) for v in batch.column("value").to_pylist()]
+    return batch.filter(pa.array(kept, pa.bool_()))
+
+
+def windowed(frame: Any) -> Any:
+    """Count and sum per key and window. Written in SQL expressions: this module is loaded where there is no Spark."""
+    return (
+        frame.selectExpr(
+            "CAST(key AS STRING) AS k", "CAST(substr(get_json_object(CAST(value AS STRING), '$.id'), 2) AS INT) AS i"
+        )
+        .selectExpr("k", "i", "timestamp_seconds(i) AS at")
+        .withWatermark("at", f"{WATERMARK_S} seconds")
+        .selectExpr("k", "i", f"window(at, '{WINDOW_S} seconds') AS w")
+        .groupBy("k", "w")
+        .agg({"*": "count", "i": "sum"})
+        .selectExpr("k", f"unix_timestamp(w.start) DIV {WINDOW_S} AS n", "`count(1)` AS c", "`sum(i)` AS s")
+        .where(f"n < {WINDOWS}")
+        .selectExpr(
+            "k AS key",
+            """concat('{"id": "', k, '@', n, '", "k": "', k, '", "n": ', n, ', "count": ', c, ', "sum": ', s, '}')"""
+            " AS value",
+        )
+    )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from delivered.verify import transforms
 
 PARTITIONS = 4
 _BIG = 1 << 20
 """A record that fills a broker's default limit but for its own frame."""
+_OVERSIZE = 1_200_000
+"""Above the limit of a client with default settings, 1,000,000 bytes, and below the test broker's."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,11 @@ class Workload:
     Attributes:
         make: (random, how many) -> records, in the order of sending.
         effects: value of a source record -> values that the sink must hold for it.
-        sql: the transform, over the view `source`; arrow: the same as "module:function"; None, None: none.
+        together: values of all source records -> values that the sink must hold, where an effect has many causes.
+        sql: the transform, over the view `source`; arrow, python: the same as "module:function"; all None: none.
         ordered: effects of one key must appear in the order of their numbers.
+        topics: of source and sink; more than one wants a source with topics.
+        faults: those that are tried with it, beside what needs it by name.
         teller: (key, value) of the sink -> effect; None: the value says it, as `Record.value` made it.
     """
 
@@ -69,11 +76,19 @@ class Workload:
     effects: Callable[[str], list[str]] = lambda value: [value]
     sql: str | None = None
     arrow: str | None = None
+    python: str | None = None
+    together: Callable[[Sequence[str]], list[str]] | None = None
     ordered: bool = True
     rows_per_batch: int | None = None
     records: int = 1_200
+    topics: int = 1
+    faults: tuple[str, ...] = ("none", "killed-between")
     deterministic: bool = True
     teller: Callable[[str | None, str], Effect] | None = None
+
+    @property
+    def needs_spark(self) -> bool:
+        return self.sql is not None or self.python is not None
 
     def told_by(self, key: str | None, value: str) -> Effect:
         """What a row in the sink says of itself."""
@@ -132,21 +147,65 @@ def _doubled(random: random.Random, count: int) -> Iterator[Record]:
             yield record
 
 
+def _spread(random: random.Random, count: int) -> Iterator[Record]:
+    """Partitions grow evenly, so that a batch is a stretch of numbers."""
+    del random
+    for i in range(count):
+        yield Record(f"r{i}", f"k{i % 16}", i // 16, i % PARTITIONS)
+
+
+def _topics(random: random.Random, count: int) -> Iterator[Record]:
+    for record in _keyed(random, count):
+        yield replace(record, partition=int(record.key[1:]) % (2 * PARTITIONS) if record.key else 0)
+
+
+def _poisoned(random: random.Random, count: int) -> Iterator[Record]:
+    """Two records in the middle that no transform can take."""
+    for i, record in enumerate(_keyed(random, count)):
+        yield record
+        if i in (count // 2, count // 2 + 1):
+            yield Record(f"{transforms.POISON}{i}", transforms.POISON, i, record.partition)
+
+
+def _oversized(random: random.Random, count: int) -> Iterator[Record]:
+    """One record that the sink's client does not take by its own limit."""
+    for i, record in enumerate(_keyed(random, count)):
+        yield replace(record, filler=_OVERSIZE) if i == count // 2 else record
+
+
 def _big(random: random.Random, count: int) -> Iterator[Record]:
     for record in _plain(random, count):
         yield Record(record.id, record.key, 0, record.partition, _BIG - 2048)
 
 
-def _number(value: str) -> int:
-    return int(json.loads(value)["n"])
-
-
 def _fan_out(value: str) -> list[str]:
     """Multiples of three vanish; even numbers come out twice."""
-    n = _number(value)
+    n = int(json.loads(value)["n"])
     if n % 3 == 0:
         return []
     return [value + "#0", value + "#1"] if n % 2 == 0 else [value + "#0"]
+
+
+def _sparse(value: str) -> list[str]:
+    return [value] if transforms.in_kept_stretch(str(json.loads(value)["id"])) else []
+
+
+def _no_poison(value: str) -> list[str]:
+    return [] if str(json.loads(value)["id"]).startswith(transforms.POISON) else [value]
+
+
+def _windows(values: Sequence[str]) -> list[str]:
+    """Count and sum per key and window, of the windows that close before the records end."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for value in values:
+        data = json.loads(value)
+        i = int(data["id"][1:])
+        found.setdefault((data["k"], i // transforms.WINDOW_S), []).append(i)
+    return [
+        json.dumps({"id": f"{k}@{n}", "k": k, "n": n, "count": len(members), "sum": sum(members)})
+        for (k, n), members in found.items()
+        if n < transforms.WINDOWS
+    ]
 
 
 _FAN_OUT_SQL = """
@@ -157,6 +216,7 @@ SELECT key, concat(value, '#', part) AS value FROM (
   FROM source
   WHERE get_json_object(CAST(value AS STRING), '$.n') % 3 <> 0)
 """
+_RANDOM_SQL = "SELECT key, concat(CAST(value AS STRING), '#', uuid()) AS value FROM source"
 _SAME_SQL = "SELECT key, value FROM source"
 _MODULE = "delivered.verify.transforms"
 
@@ -165,8 +225,23 @@ WORKLOADS: dict[str, Workload] = {
     for w in (
         Workload("unique", "ids, each once, spread evenly", _plain),
         Workload("keyed", "sequences of 16 keys in 4 partitions", _keyed),
+        Workload(
+            "topics",
+            "two topics with four partitions each, in every batch",
+            _topics,
+            arrow=f"{_MODULE}:to_topics",
+            topics=2,
+        ),
         Workload("skewed", "nine of ten records in one partition, one partition empty", _skewed),
         Workload("doubled", "records that are in the source two and three times", _doubled),
+        Workload(
+            "sparse",
+            "a filter that leaves nothing of whole batches",
+            _spread,
+            _sparse,
+            arrow=f"{_MODULE}:sparse",
+            rows_per_batch=100,
+        ),
         Workload("big", "records of 1 MB", _big, records=48, rows_per_batch=12),
         Workload(
             "fan-out-sql", "a filter, and one record to two, in SQL", _keyed, _fan_out, _FAN_OUT_SQL, ordered=False
@@ -176,10 +251,36 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("sql", "a transform in SQL that changes nothing", _keyed, sql=_SAME_SQL),
         Workload(
+            "windowed",
+            "counts and sums per key and window of event time, with state and a watermark",
+            _spread,
+            together=_windows,
+            python=f"{_MODULE}:windowed",
+            ordered=False,
+        ),
+        Workload(
+            "poison",
+            "two records that the transform cannot take",
+            _poisoned,
+            _no_poison,
+            arrow=f"{_MODULE}:refuses_poison",
+            faults=(),
+        ),
+        Workload("oversized", "a record that is too large for the sink as it is set", _oversized, faults=()),
+        Workload(
             "random",
             "a transform that gives other rows each time",
             _keyed,
             arrow=f"{_MODULE}:other_each_time",
+            faults=(),
+            deterministic=False,
+        ),
+        Workload(
+            "random-sql",
+            "the same in SQL",
+            _keyed,
+            sql=_RANDOM_SQL,
+            faults=(),
             deterministic=False,
         ),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.contract import Slice, Source
+from delivered.model.step import Moment, StepId, reach
 
 SLICE_COLUMN = "__delivered_slice"
 SLICE_SCHEMA = pa.schema([pa.field(SLICE_COLUMN, pa.binary(), nullable=False)])
@@ -52,8 +53,10 @@ class Direct:
         """Read every slice that `slices` names, one after the other."""
         for batch in slices:
             for packed in batch.column(0).to_pylist():
+                reach(StepId.SOURCE_READ, Moment.BEFORE)
                 for rows in self.source.read(unpack(packed)):
                     yield self.transform(rows)
+                reach(StepId.SOURCE_READ, Moment.AFTER)
 
 
 def pack(piece: Slice) -> pa.RecordBatch:

@@ -12,6 +12,8 @@ from delivered.verify.clients.base import Look, Row
 from delivered.verify.workloads import PARTITIONS, Record
 
 ANSWER_TIMEOUT_S = 60.0
+MESSAGE_BYTES_MAX = 2 << 20
+"""The judge may send what a pipeline with default settings may not."""
 _QUIET: dict[str, Any] = {"log_level": 0, "reconnect.backoff.max.ms": 500}
 """A broker that was killed on purpose is no news."""
 _END_TIMEOUT_S = 30.0
@@ -24,6 +26,7 @@ class Topic:
         bootstrap: of the broker itself, for the judge.
         seen_by_pipeline: the address that the pipeline is given: the broker's, or a proxy's.
         extra: more options of the source or sink in the pipeline file.
+        topics: how many; the second one's name ends in "-1".
     """
 
     system = "kafka"
@@ -36,9 +39,11 @@ class Topic:
         seen_by_pipeline: str | None = None,
         partitions: int = PARTITIONS,
         extra: dict[str, Any] | None = None,
+        topics: int = 1,
     ) -> None:
         self.bootstrap = bootstrap
         self.name = name
+        self.names = [name, *(f"{name}-{n}" for n in range(1, topics))]
         self.partitions = partitions
         self._given = seen_by_pipeline or bootstrap
         self._extra = extra or {}
@@ -52,30 +57,39 @@ class Topic:
     def create(self) -> None:
         from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
-        made = self._admin().create_topics([NewTopic(self.name, self.partitions, 1)])
-        made[self.name].result(ANSWER_TIMEOUT_S)
+        for made in self._admin().create_topics([NewTopic(n, self.partitions, 1) for n in self.names]).values():
+            made.result(ANSWER_TIMEOUT_S)
 
     def remove(self) -> None:
-        self._admin().delete_topics([self.name])[self.name].result(ANSWER_TIMEOUT_S)
+        for gone in self._admin().delete_topics(self.names).values():
+            gone.result(ANSWER_TIMEOUT_S)
 
     def options(self) -> dict[str, Any]:
         common = {"format": "kafka", "kafka.bootstrap.servers": self._given, **self._extra}
         if self._role == "source":
-            return {**common, "subscribe": self.name, "startingOffsets": "earliest"}
-        return {**common, "topic": self.name}
+            return {**common, "subscribe": ",".join(self.names), "startingOffsets": "earliest"}
+        # Of several topics, every row names its own.
+        return {**common, "topic": self.name} if len(self.names) == 1 else common
 
     def send(self, records: Sequence[Record]) -> None:
         from confluent_kafka import Producer
 
         producer = Producer(
-            {"bootstrap.servers": self.bootstrap, "acks": "all", "enable.idempotence": True, "linger.ms": 5, **_QUIET}
+            {
+                "bootstrap.servers": self.bootstrap,
+                "acks": "all",
+                "enable.idempotence": True,
+                "linger.ms": 5,
+                "message.max.bytes": MESSAGE_BYTES_MAX,
+                **_QUIET,
+            }
         )
         failed: list[str] = []
         for r in records:
             while True:
                 try:
                     producer.produce(
-                        self.name,
+                        self.names[r.partition // self.partitions % len(self.names)],
                         key=r.key,
                         value=r.value,
                         partition=r.partition % self.partitions,
@@ -110,7 +124,7 @@ class Topic:
         return found
 
     def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
-        consumer = self._consumer(range(self.partitions))
+        consumer = self._consumer(self._all())
         try:
             while not stop.is_set():
                 rows = self._rows(consumer.consume(1_000, 0.05))
@@ -125,25 +139,29 @@ class Topic:
             consumer.close()
 
     def offsets(self, logged: Any) -> dict[str, int]:
-        return {f"{self.name}-{p}": int(at) for p, at in logged[self.name].items()}
+        return {f"{name}-{p}": int(at) for name in self.names for p, at in logged.get(name, {}).items()}
 
-    def ends(self, committed: bool = True) -> dict[int, int]:
-        """Partition -> last stable offset, or the end of the log."""
+    def ends(self, committed: bool = True) -> dict[tuple[str, int], int]:
+        """(topic, partition) -> last stable offset, or the end of the log."""
         from confluent_kafka import IsolationLevel, TopicPartition
         from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         newest: Any = OffsetSpec.latest
-        asked = {TopicPartition(self.name, p): newest() for p in range(self.partitions)}
+        asked = {TopicPartition(name, p): newest() for name, p in self._all()}
         answers = self._admin().list_offsets(asked, isolation_level=level, request_timeout=ANSWER_TIMEOUT_S)
-        return {tp.partition: f.result().offset for tp, f in answers.items()}
+        return {(tp.topic, tp.partition): f.result().offset for tp, f in answers.items()}
 
     def open_transactions(self, pipeline: str) -> list[str]:
         """Partitions where committed readers cannot get to the end, and transactions of the pipeline that are open."""
         from kafka.admin import KafkaAdminClient
 
         stable, high = self.ends(), self.ends(committed=False)
-        blocked = [f"{self.name}-{p}: readers stop at {stable[p]} of {high[p]}" for p in stable if stable[p] < high[p]]
+        blocked = [
+            f"{name}-{p}: readers stop at {stable[name, p]} of {high[name, p]}"
+            for name, p in stable
+            if stable[name, p] < high[name, p]
+        ]
         admin = KafkaAdminClient(bootstrap_servers=self.bootstrap)
         try:
             listed = admin.list_transactions(state_filters=["Ongoing"])
@@ -172,15 +190,18 @@ class Topic:
                 **_QUIET,
             }
         )
-        consumer.assign([TopicPartition(self.name, p, 0) for p in partitions])
+        consumer.assign([TopicPartition(name, p, 0) for name, p in partitions])
         return consumer
 
-    def _reached(self, consumer: Any, ends: dict[int, int]) -> bool:
+    def _all(self) -> list[tuple[str, int]]:
+        return [(name, p) for name in self.names for p in range(self.partitions)]
+
+    def _reached(self, consumer: Any, ends: dict[tuple[str, int], int]) -> bool:
         """Positions move past markers and aborted records too, so they get to the end; counts would not."""
         from confluent_kafka import TopicPartition
 
-        at = consumer.position([TopicPartition(self.name, p) for p in ends])
-        return all(max(tp.offset, 0) >= ends[tp.partition] for tp in at)
+        at = consumer.position([TopicPartition(name, p) for name, p in ends])
+        return all(max(tp.offset, 0) >= ends[tp.topic, tp.partition] for tp in at)
 
     def _rows(self, messages: list[Any]) -> list[Row]:
         # Errors are the client's own trouble with a broker that is down; it goes on by itself.

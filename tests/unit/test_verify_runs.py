@@ -1,0 +1,93 @@
+"""Runs of the verifier as files and pages, time to recovery as it is judged, faults as a seed makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from delivered.model.guarantee import Guarantee
+from delivered.verify import report, runs
+from delivered.verify.cell import Cell, Result
+from delivered.verify.faults import KAFKA, SQLITE, catalogue
+from delivered.verify.matrix import Choice, Store, cells
+from delivered.verify.services import ENGINE, SPARK
+from delivered.verify.verdict import Verdict
+from delivered.verify.workloads import WORKLOADS
+
+
+def result(fault: str = "killed-between", verdict: str = "held", **more: object) -> Result:
+    base = Result(SQLITE, "exactly_once", "keyed", fault, 1, verdict, 0, 0, 4, True, service=ENGINE, place="F6b")
+    for name, value in more.items():
+        setattr(base, name, value)
+    return base
+
+
+def test_a_run_is_listed_while_it_goes_on_and_when_it_ended(tmp_path: Path) -> None:
+    log = runs.RunLog(tmp_path, "--only F6b --seed 1")
+    log.add(result())
+    runs.write_index(tmp_path)
+    page = (tmp_path / runs.INDEX).read_text()
+    assert "did not end" in page
+    log.add(result("killed-at-random", "broken", lost=3))
+    assert log.end() == tmp_path / runs.INDEX
+    page = (tmp_path / runs.INDEX).read_text()
+    assert "did not end" not in page
+    assert "✕ broken" in page
+    assert "--only F6b --seed 1" in page
+    assert f"runs/{log.run.name}.html" in page
+    assert (tmp_path / "runs" / f"{log.run.name}.html").exists()
+    (found,) = runs.load_runs(tmp_path)
+    assert found == log.run
+    assert found.verdict is Verdict.BROKEN
+
+
+def test_a_file_that_is_no_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    log = runs.RunLog(tmp_path, "")
+    log.add(result())
+    (tmp_path / "runs" / "other.json").write_text('{"name": "x"')
+    assert [r.name for r in runs.load_runs(tmp_path)] == [log.run.name]
+
+
+def test_a_run_without_a_cell_leaves_nothing(tmp_path: Path) -> None:
+    assert runs.RunLog(tmp_path, "").end() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("slowest", "slow"), [(3.9, 0), (4.1, 1)])
+def test_recovery_is_judged_against_twice_a_plain_restart(slowest: float, slow: int) -> None:
+    found = result(plain_s=2.0, recovery_s=[1.0, slowest], recovery="broken" if slow else "held")
+    speed = report.recovery([found, result(recovery_s=[9.0])], (SQLITE, "exactly_once", ENGINE))
+    assert speed == report.Speed(1, slow, 2.0, slowest)
+    page = report.page([found])
+    assert ("above 2x" if slow else "within 2x") in page
+    assert report.recovery([result()], (SQLITE, "exactly_once", ENGINE)) is None
+
+
+def test_a_plain_restart_is_taken_from_the_same_workload_if_it_is_known(tmp_path: Path) -> None:
+    fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == "killed-between")
+    cell = Cell(SQLITE, Guarantee.EXACTLY_ONCE, "unique", fault, 1, ENGINE)
+    store = Store(tmp_path / "v.json")
+    assert store.plain_s(cell) is None
+    store.add(result("none", plain_s=2.0))
+    assert store.plain_s(cell) == 2.0
+    store.add(result("none", plain_s=3.0, workload="unique"))
+    assert store.plain_s(cell) == 3.0
+
+
+def test_every_workload_is_run_somewhere_and_the_engine_runs_all_that_need_no_spark() -> None:
+    everywhere = {c.workload for c in cells(Choice(service=SPARK))}
+    assert everywhere == set(WORKLOADS)
+    engine = {c.workload for c in cells(Choice(service=ENGINE))}
+    assert engine == {n for n, w in WORKLOADS.items() if not w.needs_spark}
+
+
+def test_the_faults_that_were_asked_for_exist() -> None:
+    names = {f.name for f in catalogue(Guarantee.EXACTLY_ONCE, KAFKA)}
+    assert names >= {
+        "producer-killed-at", "replies-lost", "late-end-txn", "broker-killed", "broker-restarted", "worker-killed",
+        "disk-full", "black-hole", "killed-reading", "killed-reading-directly", "task-retried", "poison", "oversized",
+        "killed-at-random", "zombie-prepare", "second-driver", "expired-before-decide", "expired-after-decide",
+        "expired-random", "expired-random-sql", "paused-past-timeout", "log-entry-removed", "older-checkpoint",
+        "checkpoint-deleted", "shards-changed", "shuffle-changed", "slices-changed",
+    }  # fmt: skip
