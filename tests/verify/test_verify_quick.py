@@ -80,6 +80,26 @@ def test_the_same_seed_gives_the_same_cells_and_records() -> None:
     assert records(WORKLOADS["keyed"], 3) != records(WORKLOADS["keyed"], 4)
 
 
+def test_the_same_seed_gives_the_same_faults(tmp_path: Path) -> None:
+    """Run twice with one seed and once with another: the moments of the kills, not only their number."""
+
+    def moments(seed: int, folder: Path) -> list[object]:
+        fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == "killed-at-random")
+        ground = Ground(folder, print)
+        try:
+            found = run_cell(Cell(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, seed, ENGINE), ground)
+        finally:
+            ground.close()
+        assert found.verdict == Verdict.HELD, found.reasons
+        history = load(Path(found.folder) / "history.jsonl")
+        return [(o.name, o.value["after_s"]) for o in history if o.process == "fault"]
+
+    first = moments(3, tmp_path / "1")
+    assert len(first) == 3
+    assert moments(3, tmp_path / "2") == first
+    assert moments(4, tmp_path / "3") != first
+
+
 @pytest.mark.parametrize(
     ("pattern", "count"), [("F7", None), ("kafka/exactly_once/keyed/expired-random", 0), ("nothing/*", 0)]
 )

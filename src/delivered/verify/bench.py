@@ -147,6 +147,7 @@ class Bench:
             own = s.template.filled(source, s.drain.options() | self.extra.get("sink", {}))
             own |= {"pipeline": s.name, "checkpoint": str(self.checkpoint), "trigger": "available_now"}
             own.setdefault("master", "local[2]")
+            own |= {k: v for k, v in self.extra.items() if k == "master"}
             path.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
             return path
         data: dict[str, Any] = {

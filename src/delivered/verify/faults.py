@@ -27,7 +27,7 @@ PLACES = {
 SQLITE, KAFKA = "sqlite", "kafka"
 EXACTLY, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 
-PROXY, BROKER, MOUNT, CLUSTER = "proxy", "broker", "mount", "cluster"
+PROXY, BROKER, MOUNT, CLUSTER, TOPICS = "proxy", "broker", "mount", "cluster", "topics"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Fault:
         workload: the one that this fault needs; None: the cell's.
         extra: more keys of the pipeline file.
         needs: PROXY: the pipeline reaches its server through one; BROKER: a server that may be killed; MOUNT: a small
-            disk of its own; CLUSTER: a Spark with executors on several hosts.
+            disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads
+            topics.
         keeps_order: whether a key's effects must still come in order.
         quick: part of the quick subset; soak: part of the soak alone.
     """
@@ -326,7 +327,7 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     if sink == KAFKA:
         text = "the source's minPartitions, and so the number of shards, changes over two kills"
         script = scripts.shards_changed(scripts.by_slices)
-        yield Fault("slices-changed", "F8", text, script, requires, keeps_order=False)
+        yield Fault("slices-changed", "F8", text, script, requires, needs=frozenset({TOPICS}), keeps_order=False)
 
 
 SOAK_KILLS, SOAK_FRAMES = 20, 12

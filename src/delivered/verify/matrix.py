@@ -17,7 +17,7 @@ from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.cell import Cell, Ground, Result, Say, run_cell
-from delivered.verify.faults import CLUSTER, KAFKA, MOUNT, SQLITE, catalogue
+from delivered.verify.faults import CLUSTER, KAFKA, MOUNT, SQLITE, TOPICS, catalogue
 from delivered.verify.scripts import can_mount
 from delivered.verify.services import ENGINE, SERVICES, SPARK
 from delivered.verify.template import Template
@@ -89,7 +89,10 @@ def own_cells(choice: Choice, template: Template) -> list[Cell]:
     found = [
         Cell(template.sink, template.guarantee, template.workload.name, fault, choice.seed, choice.service)
         for fault in catalogue(template.guarantee, template.sink)
-        if fault.workload is None and not fault.soak and CLUSTER not in fault.needs
+        if fault.workload is None
+        and not fault.soak
+        and CLUSTER not in fault.needs
+        and (TOPICS not in fault.needs or template.source == KAFKA)
     ]
     undisturbed, others = found[0], found[1:]
     if choice.quick:

@@ -1,0 +1,242 @@
+"""The same workload, kills and judges for `delivered` and for what a user would take instead.
+
+    python -m benchmarks.peers                     all of them, three seeds, into build/peers.json and docs/peers.md
+    python -m benchmarks.peers --peer quix-alo     one of them; results of the others are kept
+
+Peers that are no part of our own environment are installed into build/peers-env, once. Each peer is judged by what it
+states itself; what was seen is reported either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import SPARK_KAFKA_JARS
+from delivered.model.guarantee import Guarantee
+from delivered.verify.bench import HIT_TIMEOUT_S, Bench
+from delivered.verify.cell import Cell, Ground, Result, run_cell
+from delivered.verify.evidence import Stop
+from delivered.verify.faults import BROKER, KAFKA, Fault
+from delivered.verify.scripts import Script
+from delivered.verify.services import SERVICES, SPARK, Service
+
+BUILD = Path("build")
+PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
+APPS = Path(__file__).parent / "peer_apps"
+PACKAGES = ("quixstreams==3.28.1", "bytewax[kafka]==0.21.1", "pyyaml")
+RECORD_S = 0.003
+"""What a record takes in peers that would copy all of them before anybody could kill them."""
+KILLS = 4
+_BATCH = {"rows_per_batch": 60}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """
+    Attributes:
+        states: its own guarantee, from its documentation.
+        command: pipeline file -> what to start.
+    """
+
+    name: str
+    text: str
+    states: Guarantee
+    command: Callable[[Path], list[str]] | None
+
+
+def _jars() -> Path:
+    from delivered.brokers.fetch import fetch_jars
+    from delivered.brokers.java import java_home
+
+    return fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
+
+
+def _environment() -> Path:
+    """The interpreter of the peers' own environment."""
+    folder = BUILD / "peers-env"
+    python = folder / "bin" / "python"
+    if not (folder / ".ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+        (folder / ".ready").touch()
+    return python
+
+
+def _spark_own(pipeline: Path) -> list[str]:
+    return [sys.executable, str(APPS / "spark_own.py"), str(pipeline), str(_jars())]
+
+
+def _quix(pipeline: Path) -> list[str]:
+    return [str(_environment()), str(APPS / "quix.py"), str(pipeline), str(RECORD_S)]
+
+
+def _bytewax(pipeline: Path) -> list[str]:
+    return [str(_environment()), str(APPS / "bytewax_copy.py"), str(pipeline), str(RECORD_S)]
+
+
+EXACTLY, AT_LEAST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE
+PEERS = {
+    p.name: p
+    for p in (
+        Peer("delivered-eo", "delivered, exactly_once, on Spark", EXACTLY, None),
+        Peer("delivered-alo", "delivered, at_least_once, on Spark", AT_LEAST, None),
+        Peer("own-sink", "Spark's own Kafka sink 4.2.0", AT_LEAST, _spark_own),
+        Peer("quix-eo", "Quix Streams 3.28.1, exactly-once", EXACTLY, _quix),
+        Peer("quix-alo", "Quix Streams 3.28.1, at-least-once", AT_LEAST, _quix),
+        Peer("wax", "Bytewax 0.21.1, Kafka sink with recovery", AT_LEAST, _bytewax),
+    )
+}
+
+
+# -- faults that ask nothing of the product: no crash points, no checkpoint layout -------------------------------------
+
+
+def _works(bench: Bench) -> Any:
+    """Start it, and wait until a reader sees something new, or it ended."""
+    seen = bench.effects_seen
+    run = bench.start()
+    bench.wait(lambda: not run.lives or bench.effects_seen > seen, "something new is visible", HIT_TIMEOUT_S)
+    return run
+
+
+def _pause(bench: Bench, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    bench.wait(lambda: time.monotonic() >= until, "the moment comes")
+
+
+def undisturbed(bench: Bench) -> None:
+    bench.send(0.5)
+    bench.stops.append(Stop((), bench.end(bench.start()), "the first half"))
+    bench.send()
+    bench.drain()
+
+
+def killed(bench: Bench) -> None:
+    """SIGKILL of the whole process tree while it works, at moments that the seed knows."""
+    moments = [round(bench.random.uniform(0, 0.6), 3) for _ in range(KILLS)]
+    for number, after_s in enumerate(moments):
+        bench.send(1 / (KILLS + 1))
+        if number == 0:
+            bench.send(1 / (KILLS + 1))
+        run = _works(bench)
+        _pause(bench, after_s)
+        if run.lives:
+            bench.kill(run)
+            bench.fire("kill while it works", after_s=after_s)
+        else:
+            bench.end(run)
+    if bench.left:
+        bench.send()
+    bench.drain()
+
+
+def broker_killed(bench: Bench) -> None:
+    """SIGKILL of the broker while it works; it comes back after a second."""
+    assert bench.setting.broker is not None
+    bench.send(0.6)
+    run = _works(bench)
+    bench.setting.broker.kill()
+    bench.fire("broker killed")
+    _pause(bench, 1.0)
+    bench.setting.broker.restart()
+    bench.end(run)
+    bench.send()
+    bench.drain()
+
+
+def _fault(
+    name: str, place: str, text: str, script: Script, *requires: str, needs: frozenset[str] = frozenset()
+) -> Fault:
+    return Fault(name, place, text, script, requires, extra=_BATCH, needs=needs)
+
+
+FAULTS = (
+    _fault("none", "none", "nothing is done", undisturbed),
+    _fault("killed", "F6b", f"killed up to {KILLS} times while it works", killed, "kill while it works"),
+    _fault("broker-killed", "F3", "the broker is killed while it works", broker_killed, "broker killed",
+           needs=frozenset({BROKER})),
+)  # fmt: skip
+
+
+def _service(peer: Peer) -> str:
+    if peer.command is None:
+        return SPARK
+    command = peer.command
+
+    def audit(pipeline: Path, folder: Path, environment: Mapping[str, str] | None) -> dict[str, Any]:
+        raise NotImplementedError(f"{peer.name} has no audit")
+
+    SERVICES[peer.name] = Service(peer.name, lambda pipeline, *_: command(pipeline), audit, sql=True)
+    return peer.name
+
+
+def run(peers: list[str], seeds: int, out: Path, minutes: float) -> None:
+    """Every fault with every seed; what is there already is not run again."""
+    kept: dict[str, dict[str, Any]] = json.loads(out.read_text()) if out.exists() else {}
+    ground = Ground((BUILD / "peers").resolve(), print)
+    ends = time.monotonic() + 60 * minutes
+    try:
+        for seed in range(1, seeds + 1):
+            for peer in (PEERS[name] for name in peers):
+                for fault in FAULTS:
+                    key = f"{peer.name}/{fault.name}/{seed}"
+                    if key in kept or time.monotonic() > ends:
+                        continue
+                    found = run_cell(Cell(KAFKA, peer.states, "keyed", fault, seed, _service(peer)), ground)
+                    kept[key] = found.to_json()
+                    out.parent.mkdir(exist_ok=True)
+                    out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+                    say = f"{key}: {found.verdict}, {found.fired} faults, {found.lost} lost, {found.duplicated} doubled"
+                    print(f"{say}, {found.seconds:.0f} s {'; '.join(found.reasons)}", flush=True)
+    finally:
+        ground.close()
+    PAGE.write_text(page({k: Result.from_json(v) for k, v in kept.items()}), encoding="utf-8")
+
+
+def page(results: Mapping[str, Result]) -> str:
+    """What each states, and what was seen."""
+    lines = [
+        "# Beside others",
+        "",
+        "Written by `python -m benchmarks.peers`: 1,200 records from one Kafka topic to another on one machine, the",
+        "same kills and the same judges as in `delivered verify`. *Held*: what the product states of itself was not",
+        "contradicted. Lost and doubled are what a read-committed reader found, whatever was stated. Every product is",
+        "set up as its documentation says for the guarantee it states.",
+        "",
+        "| product | states | what is done | runs | faults | held | lost | doubled |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for peer in PEERS.values():
+        for fault in FAULTS:
+            found = [r for k, r in results.items() if k.startswith(f"{peer.name}/{fault.name}/")]
+            if not found:
+                continue
+            held = sum(r.verdict == "held" for r in found)
+            lines.append(
+                f"| {peer.text} | `{peer.states}` | {fault.text} | {len(found)} | {sum(r.fired for r in found)} | "
+                f"{held} of {len(found)} | {sum(r.lost for r in found)} | {sum(r.duplicated for r in found)} |"
+            )
+    reasons = [f"- {k}: {'; '.join(r.reasons)}" for k, r in sorted(results.items()) if r.reasons]
+    return "\n".join([*lines, "", *(["What did not hold, or could not be told:", "", *reasons, ""] if reasons else [])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", action="append", choices=list(PEERS), default=None)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--out", type=Path, default=BUILD / "peers.json")
+    told = parser.parse_args()
+    run(told.peer or list(PEERS), told.seeds, told.out, told.minutes)
+
+
+if __name__ == "__main__":
+    main()
