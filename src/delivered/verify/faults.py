@@ -226,6 +226,9 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
             requires,
             quick=name == "killed-between" and (guarantee is EXACTLY) == (sink == KAFKA),
         )
+    script, requires = kills(f"{prepare}:after@batch=1", f"{decide}:after@batch=2")
+    text = "killed when a batch is prepared, and when a later one is decided"
+    yield Fault("killed-twice", "F6b", text, script, requires)
     script, requires = kills(f"{prepare}:after@batch=1")
     text = "killed once, when the shards of a batch are prepared"
     yield Fault("killed-after-staging", "F6b", text, script, requires, quick=guarantee is EXACTLY and sink == SQLITE)

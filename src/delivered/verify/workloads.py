@@ -82,7 +82,7 @@ class Workload:
     rows_per_batch: int | None = None
     records: int = 1_200
     topics: int = 1
-    faults: tuple[str, ...] = ("none", "killed-between")
+    faults: tuple[str, ...] = ("none", "killed-twice")
     deterministic: bool = True
     teller: Callable[[str | None, str], Effect] | None = None
 
