@@ -73,12 +73,17 @@ def poison(bench: Bench) -> None:
     bench.drain()
 
 
-def oversized(bench: Bench) -> None:
-    """A record is above the client's limit, every time; then the limit is raised, and it must come out too."""
-    bench.send()
-    for _ in range(2):
-        code = bench.must_stop("RECORD_TOO_LARGE", when="a record that is too large")
-        if code is not None:
-            bench.fire("record too large", code=code)
-    bench.extra["sink"] = {"kafka.message.max.bytes": "2097152"}
-    bench.drain()
+def oversized(times: int) -> tuple[Script, tuple[str, ...]]:
+    """A record is above the client's limit, as often as the pipeline is started; then the limit is raised, and it must
+    come out too."""
+
+    def script(bench: Bench) -> None:
+        bench.send()
+        for _ in range(times):
+            code = bench.must_stop("RECORD_TOO_LARGE", when="a record that is too large")
+            if code is not None:
+                bench.fire("record too large", code=code)
+        bench.extra["sink"] = {"kafka.message.max.bytes": "2097152"}
+        bench.drain()
+
+    return script, ("record too large",) * times

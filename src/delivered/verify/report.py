@@ -210,6 +210,7 @@ STYLE = """
   body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 2rem auto;
     max-width: 72rem; padding: 0 1rem; }
   h1 { margin-bottom: 0; } p.made { color: var(--soft); margin-top: .2rem; }
+  a { color: var(--bar); }
   .scroll { overflow-x: auto; }
   table { border-collapse: collapse; } th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line);
     text-align: left; vertical-align: top; } th { font-weight: 600; }
