@@ -147,7 +147,8 @@ _TEMPLATE = """<!doctype html>
 <h1>delivered verify: runs</h1>
 <p class="made">runs: {{ runs | length }}, cells: {{ total }}, faults injected: {{ fired }}</p>
 <div class="scroll"><table>
-<tr><th>began</th><th>asked</th><th class="square">run by</th><th>verdict</th><th>cells</th><th>faults</th><th>lost<small>where none
+<tr><th>began</th><th>asked</th>
+<th>run by</th><th>verdict</th><th>cells</th><th>faults</th><th>lost<small>where none
 may be</small></th><th>doubled<small>where none may be</small></th><th>back within 2x<small>of a
 plain restart</small></th><th>took</th></tr>
 {% for r in runs %}<tr>
