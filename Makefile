@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test check format bench bench-postgres bench-delta verify soak docs lock clean
+.PHONY: help setup demo demo-kafka test check format bench bench-postgres bench-delta peers verify soak docs lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ bench-postgres: setup ## the same for PostgreSQL, into build/bench-postgres.json
 
 bench-delta: setup ## the same for Delta Lake, into build/bench-delta.json
 	$(BIN)/python -m benchmarks.delta
+
+peers: setup ## the same kills for what a user would take instead, into docs/peers.md; installs Quix Streams and Bytewax
+	$(BIN)/python -m benchmarks.peers
 
 verify: setup ## every failure point, every guarantee, every sink, judged from outside; about two hours, goes on where it was
 	$(BIN)/delivered verify --service engine --jobs 2 --resume

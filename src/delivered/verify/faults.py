@@ -250,9 +250,10 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     text = "the transform fails at a record until it is mended"
     yield Fault("poison", "F6a", text, attempts.poison, met, workload="poison")
     if sink == KAFKA:
-        # Under at_most_once the second start gives the batch up, and goes on.
-        script, requires = attempts.oversized(1 if guarantee is AT_MOST else 2)
-        text = "the sink cannot take a record until its limit is raised"
+        given_up = guarantee is AT_MOST
+        script = attempts.oversized_given_up if given_up else attempts.oversized
+        text = "the sink cannot take a record" + (": it is given up" if given_up else " until its limit is raised")
+        requires = ("record too large",) * (1 if given_up else 2)
         yield Fault("oversized", "F6b", text, script, requires, workload="oversized")
     script, requires = scripts.random_kills(3)
     yield Fault("killed-at-random", "F6b", "killed three times at random moments", script, requires)

@@ -17,6 +17,7 @@ MESSAGE_BYTES_MAX = 2 << 20
 _QUIET: dict[str, Any] = {"log_level": 0, "reconnect.backoff.max.ms": 500}
 """A broker that was killed on purpose is no news."""
 _END_TIMEOUT_S = 30.0
+_RETRY_S = 0.2
 
 
 class Topic:
@@ -142,7 +143,25 @@ class Topic:
         return {f"{name}-{p}": int(at) for name in self.names for p, at in logged.get(name, {}).items()}
 
     def ends(self, committed: bool = True) -> dict[tuple[str, int], int]:
-        """(topic, partition) -> last stable offset, or the end of the log."""
+        """(topic, partition) -> last stable offset, or the end of the log.
+
+        Raises:
+            KafkaException: no answer within 60 s.
+        """
+        from confluent_kafka import KafkaException
+
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            try:
+                return self._ends(committed)
+            except KafkaException:
+                # A client that knew the broker before its restart asks with an epoch that is over.
+                if time.monotonic() > deadline:
+                    raise
+                self._client = None
+                time.sleep(_RETRY_S)
+
+    def _ends(self, committed: bool) -> dict[tuple[str, int], int]:
         from confluent_kafka import IsolationLevel, TopicPartition
         from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
