@@ -140,13 +140,12 @@ def killed(bench: Bench) -> None:
 
 def broker_killed(bench: Bench) -> None:
     """SIGKILL of the broker while it works; it comes back after a second."""
-    assert bench.setting.broker is not None
     bench.send(0.6)
     run = _works(bench)
-    bench.setting.broker.kill()
+    bench.broker.kill()
     bench.fire("broker killed")
     _pause(bench, 1.0)
-    bench.setting.broker.restart()
+    bench.broker.restart()
     bench.end(run)
     bench.send()
     bench.drain()

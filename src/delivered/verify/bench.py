@@ -243,6 +243,16 @@ class Bench:
         wait_for(what, timeout_s, text)
 
     @property
+    def broker(self) -> brokers.Broker:
+        """
+        Raises:
+            Trouble: the cell has none.
+        """
+        if self.setting.broker is None:
+            raise Trouble("NO_BROKER", f"The cell {self.setting.name} has no broker to restart.")
+        return self.setting.broker
+
+    @property
     def effects_seen(self) -> int:
         """How many effects the reader saw until now."""
         return len(self._seen)

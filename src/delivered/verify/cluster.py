@@ -3,6 +3,7 @@ their own, because Spark never runs a speculative attempt on the host of the fir
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 from delivered.brokers.java import java_home
+from delivered.model.errors import MissingExtra
 from delivered.testing.supervisor import kill_tree
 from delivered.verify.services import QUICK_JAVA, wait_for
 
@@ -22,10 +24,9 @@ class Cluster:
     """Context manager. One core for each worker."""
 
     def __init__(self, folder: Path) -> None:
-        import importlib.util
-
         found = importlib.util.find_spec("pyspark")
-        assert found is not None and found.origin is not None  # noqa: S101 - the service runs on it
+        if found is None or found.origin is None:
+            raise MissingExtra("spark")
         self._home = Path(found.origin).parent
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -62,8 +62,7 @@ def broker_restarted(*points: str) -> tuple[Script, tuple[str, ...]]:
     """At each point the broker is stopped as an operator does it, with transactions open, and started again."""
 
     def script(bench: Bench) -> None:
-        broker = bench.setting.broker
-        assert broker is not None  # noqa: S101 - the cell gave it one
+        broker = bench.broker
         for point in points:
             bench.send(1 / (len(points) + 1))
             run = bench.start(f"{point}!wait")
