@@ -97,9 +97,8 @@ class FileWriter:
             file = self._file(values)
             file.waiting.append(rows)
             file.rows += rows.num_rows
-            size = rows.get_total_buffer_size() if rows is batch else rows.nbytes
-            file.bytes += size
-            self._waiting += size
+            file.bytes += rows.nbytes
+            self._waiting += rows.nbytes
             if file.rows >= GROUP_ROWS:
                 self._flush(file)
         while self._waiting >= GROUP_BYTES:
