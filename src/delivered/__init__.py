@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from delivered.model.guarantee import Guarantee
-    from delivered.pipeline.endpoint import Endpoint, delta, endpoint, kafka, log, postgres, sqlite
+    from delivered.pipeline.endpoint import Endpoint, delta, endpoint, files, kafka, log, postgres, sqlite
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.plan.planner import Plan, Refusal
     from delivered.spark.formats import register
@@ -62,6 +62,7 @@ _WHERE = {
     "arrow": "delivered.pipeline.transform",
     "delta": "delivered.pipeline.endpoint",
     "endpoint": "delivered.pipeline.endpoint",
+    "files": "delivered.pipeline.endpoint",
     "kafka": "delivered.pipeline.endpoint",
     "log": "delivered.pipeline.endpoint",
     "postgres": "delivered.pipeline.endpoint",
@@ -95,6 +96,7 @@ __all__ = [
     "arrow",
     "delta",
     "endpoint",
+    "files",
     "kafka",
     "log",
     "postgres",

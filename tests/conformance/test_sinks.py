@@ -17,6 +17,7 @@ from delivered.commit.context import Context
 from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
 from delivered.connectors.delta import CONNECTOR as DELTA
+from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract import Sink, ready_target
@@ -119,6 +120,11 @@ def _delta_s3(request: pytest.FixtureRequest) -> Sink:
     return DELTA.sink({"path": f"s3://lake/t{next(_names)}", **s3})
 
 
+def _files(request: pytest.FixtureRequest, kind: str) -> Sink:
+    folder: Path = request.getfixturevalue("tmp_path")
+    return FILES.sink({"path": str(folder / "orders"), "fileFormat": kind})
+
+
 def _kafka(request: pytest.FixtureRequest) -> Sink:
     from delivered.connectors.kafka import CONNECTOR as KAFKA
 
@@ -137,6 +143,8 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
     "sqlite": _sqlite,
     "delta": _delta,
+    "files-parquet": lambda request: _files(request, "parquet"),
+    "files-json": lambda request: _files(request, "json"),
     "delta-s3": _delta_s3,
     "kafka": _kafka,
     "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),

@@ -24,6 +24,7 @@ from delivered.commit.context import Context
 from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
 from delivered.connectors.delta import CONNECTOR as DELTA
+from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
@@ -89,6 +90,8 @@ def run(spec: dict[str, Any]) -> None:
         )
     elif "delta" in spec:
         sink = DELTA.sink(spec["delta"])
+    elif "files" in spec:
+        sink = FILES.sink(spec["files"])
     elif "postgres" in spec:
         sink = POSTGRES.sink(spec["postgres"])
     else:

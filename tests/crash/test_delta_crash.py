@@ -30,14 +30,18 @@ from delivered.model.work import Decision
 __all__ = ["log"]  # the fixture
 
 
-class DeltaWorld(World):
+class TableWorld(World):
+    """A sink that is a folder of its own, named by its format in the child's spec."""
+
+    format = ""
+
     @property
     def table(self) -> Path:
         return self.folder / "events"
 
     @property
     def sink(self) -> Sink:
-        return CONNECTOR.sink({"path": str(self.table)})
+        raise NotImplementedError
 
     @property
     def incarnation(self) -> str:
@@ -48,7 +52,7 @@ class DeltaWorld(World):
         crashes = self.folder / "crashes"
         crashes.mkdir(exist_ok=True)
         spec = {
-            "log": str(self.log), "delta": {"path": str(self.table)}, "checkpoint": str(self.checkpoint),
+            "log": str(self.log), self.format: {"path": str(self.table)}, "checkpoint": str(self.checkpoint),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
         environment = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(crashes)}
@@ -56,18 +60,8 @@ class DeltaWorld(World):
             [sys.executable, str(CHILD), json.dumps(spec)], env=environment, stderr=subprocess.PIPE, text=True
         )
 
-    def rows(self) -> Counter[str]:
-        if not self.table.exists():
-            return Counter()
-        return Counter(pa.table(DeltaTable(str(self.table)).to_pyarrow_table())["id"].to_pylist())
-
     def decisions(self) -> list[Decision]:
         return list(self.sink.ledger(Scope(PIPELINE, self.sink.name, self.incarnation)).history())
-
-    def staged(self) -> list[Path]:
-        """Files of batches, not of direct writers, that the table's log does not name."""
-        there = {p for p in (self.table / "delivered").rglob("*.parquet") if "direct" not in p.parts}
-        return sorted(there - {Path(uri) for uri in DeltaTable(str(self.table)).file_uris()})
 
     def sweep(self) -> None:
         assert isinstance(self.sink.resource(Scope(PIPELINE, self.sink.name, "other")).sweep(()), Ok)
@@ -77,6 +71,24 @@ class DeltaWorld(World):
         driver = source.driver()
         batches = (b for piece in driver.slices(*driver.batch()) for b in source.read(piece))
         return sum((fingerprint(b, seed_of(PIPELINE, self.sink.name)) for b in batches), Fingerprint())
+
+
+class DeltaWorld(TableWorld):
+    format = "delta"
+
+    @property
+    def sink(self) -> Sink:
+        return CONNECTOR.sink({"path": str(self.table)})
+
+    def rows(self) -> Counter[str]:
+        if not self.table.exists():
+            return Counter()
+        return Counter(pa.table(DeltaTable(str(self.table)).to_pyarrow_table())["id"].to_pylist())
+
+    def staged(self) -> list[Path]:
+        """Files of batches, not of direct writers, that the table's log does not name."""
+        there = {p for p in (self.table / "delivered").rglob("*.parquet") if "direct" not in p.parts}
+        return sorted(there - {Path(uri) for uri in DeltaTable(str(self.table)).file_uris()})
 
 
 @pytest.fixture
@@ -89,7 +101,7 @@ def world(log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> DeltaWor
     [(g, p) for g in ("exactly_once", "at_least_once", "at_most_once") for p in points(g)],
     indirect=["world"],
 )
-def test_killed_once_at_each_point(world: DeltaWorld, point: str) -> None:
+def test_killed_once_at_each_point(world: TableWorld, point: str) -> None:
     """F4, F6: the process dies there in the second batch (or where the point knows no batch), and is started again."""
     no_batch = point.startswith(("recover.claim", "recover.sweep"))
     first_only = point.startswith("batch.begin") and world.guarantee == "at_least_once"
@@ -104,7 +116,7 @@ def test_killed_once_at_each_point(world: DeltaWorld, point: str) -> None:
 
 
 @pytest.mark.parametrize("nth", range(1, PARTITIONS + 1))
-def test_killed_between_the_shards_of_a_decision(world: DeltaWorld, nth: int) -> None:
+def test_killed_between_the_shards_of_a_decision(world: TableWorld, nth: int) -> None:
     """P27: files of one shard were taken into the decision, of the next not; nothing of the batch is seen."""
     assert world.run(f"commit.apply:after#{nth}@batch=1!kill") == -signal.SIGKILL
     assert len(world.decisions()) == 1
@@ -113,7 +125,7 @@ def test_killed_between_the_shards_of_a_decision(world: DeltaWorld, nth: int) ->
     assert world.judge() == (0, 0)
 
 
-def test_killed_again_while_recovering(world: DeltaWorld) -> None:
+def test_killed_again_while_recovering(world: TableWorld) -> None:
     crash = (
         "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill,recover.sweep:after!kill"
     )
@@ -123,7 +135,7 @@ def test_killed_again_while_recovering(world: DeltaWorld) -> None:
     assert world.judge() == (0, 0)
 
 
-def test_p1_last_file_of_commits_deleted_changes_nothing(world: DeltaWorld) -> None:
+def test_p1_last_file_of_commits_deleted_changes_nothing(world: TableWorld) -> None:
     """P1: a replayed micro-batch was committed twice elsewhere."""
     world.finish(1)
     before = world.rows()
@@ -133,7 +145,7 @@ def test_p1_last_file_of_commits_deleted_changes_nothing(world: DeltaWorld) -> N
     assert world.judge() == (0, 0)
 
 
-def test_p2_new_checkpoint_is_refused_not_skipped(world: DeltaWorld) -> None:
+def test_p2_new_checkpoint_is_refused_not_skipped(world: TableWorld) -> None:
     """P2: with txnAppId and txnVersion, a new checkpoint restarts at 0, and its batches are skipped."""
     world.finish(1)
     shutil.rmtree(world.checkpoint)
@@ -142,7 +154,7 @@ def test_p2_new_checkpoint_is_refused_not_skipped(world: DeltaWorld) -> None:
     assert len(world.rows()) == RECORDS
 
 
-def test_p3_the_last_batch_is_known_when_the_log_was_cleaned_up(world: DeltaWorld) -> None:
+def test_p3_the_last_batch_is_known_when_the_log_was_cleaned_up(world: TableWorld) -> None:
     """P3: a replay recognised only within the retained history; compaction and vacuum of the table besides."""
     world.finish(1)
     table = DeltaTable(str(world.table))
@@ -158,7 +170,7 @@ def test_p3_the_last_batch_is_known_when_the_log_was_cleaned_up(world: DeltaWorl
     assert world.judge() == (0, 0)
 
 
-def test_older_checkpoint_put_back_stops(world: DeltaWorld) -> None:
+def test_older_checkpoint_put_back_stops(world: TableWorld) -> None:
     """F8: neither skipped nor appended."""
     world.finish(1)
     for name in ("offsets", "commits"):
@@ -169,7 +181,7 @@ def test_older_checkpoint_put_back_stops(world: DeltaWorld) -> None:
     assert world.rows().total() == RECORDS
 
 
-def test_older_copy_of_the_table_put_back_stops(world: DeltaWorld) -> None:
+def test_older_copy_of_the_table_put_back_stops(world: TableWorld) -> None:
     assert world.run("log:after@batch=0!kill") == -signal.SIGKILL
     shutil.copytree(world.table, world.folder / "copy")
     world.finish()
@@ -182,7 +194,7 @@ def test_older_copy_of_the_table_put_back_stops(world: DeltaWorld) -> None:
 
 @pytest.mark.parametrize("world", ["exactly_once", "at_least_once", "at_most_once"], indirect=True)
 @pytest.mark.parametrize("stop_at", ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"])
-def test_zombie_driver_is_fenced(world: DeltaWorld, stop_at: str) -> None:
+def test_zombie_driver_is_fenced(world: TableWorld, stop_at: str) -> None:
     """F7: a process stopped past every time-out goes on after another one has finished its work."""
     exact = world.guarantee == "exactly_once"
     middle = ("stage" if exact else "send") if stop_at.endswith("after") else ("prepare" if exact else "flush")
@@ -190,12 +202,12 @@ def test_zombie_driver_is_fenced(world: DeltaWorld, stop_at: str) -> None:
     fenced(world, point)
 
 
-def test_zombie_inside_its_decision_is_fenced(world: DeltaWorld) -> None:
+def test_zombie_inside_its_decision_is_fenced(world: TableWorld) -> None:
     """Stopped after it looked at the log and at the files: only its commit can still find the later claim."""
     assert "Concurrent transaction" in fenced(world, "commit.apply:after")
 
 
-def fenced(world: DeltaWorld, point: str) -> str:
+def fenced(world: TableWorld, point: str) -> str:
     """What the zombie says in the end."""
     zombie = world.start(stop_at=point)
     _, status = os.waitpid(zombie.pid, os.WUNTRACED)

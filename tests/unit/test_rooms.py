@@ -65,7 +65,7 @@ assert write_shard(sink, plan, 0, 0, iter(()), schema).prepared is not None
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "typer", "rich", "yaml"})
 
 
-@pytest.mark.parametrize("name", ["delta", "kafka", "log", "postgres", "sqlite", "memory"])
+@pytest.mark.parametrize("name", ["delta", "files", "kafka", "log", "postgres", "sqlite", "memory"])
 def test_importing_a_connector_loads_no_client(name: str) -> None:
     if not (SOURCE / "connectors" / name / "__init__.py").exists():
         pytest.skip(f"there is no connector {name} yet")

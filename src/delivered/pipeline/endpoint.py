@@ -121,6 +121,11 @@ def delta(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
     return endpoint("delta", name=name, path=str(path), **options)
 
 
+def files(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
+    """A local folder of Parquet files, as a sink; of JSON or CSV by `fileFormat=`. Needs no server."""
+    return endpoint("files", name=name, path=str(path), **options)
+
+
 def kafka(bootstrap: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """Kafka as a source (`subscribe=`, `subscribePattern=`, `assign=`) or a sink (`topic=`).
 

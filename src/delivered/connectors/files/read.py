@@ -1,0 +1,126 @@
+"""The folder as a source of all its rows, a slice for each few files, for the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from delivered.connectors.files import formats
+from delivered.connectors.files.disk import failed, schema_file
+from delivered.connectors.files.options import FilesOptions
+from delivered.contract import Finding, Offsets, Slice
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import DeliveredError, UsageError
+
+SLICE_BYTES = 64 << 20
+"""Of files in one slice, about; a file is never split."""
+
+
+@dataclass(frozen=True)
+class FolderRows:
+    """The rows of all files that a reader of the folder sees."""
+
+    options: FilesOptions
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        return None
+
+    def capability(self) -> SourceCapability:
+        return SourceCapability("files", replayable=True, local=True, assumes=("files are only ever added",))
+
+    def preflight(self) -> Sequence[Finding]:
+        try:
+            self.schema()
+        except DeliveredError as error:
+            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+        return []
+
+    def schema(self) -> pa.Schema:
+        """
+        Raises:
+            UsageError: nothing was ever written to the folder by this package.
+        """
+        found = stored_schema(self.options)
+        if found is None:
+            raise UsageError(
+                "FOLDER_UNKNOWN",
+                f"The folder {self.options.path!r} holds nothing that a pipeline wrote.",
+                next_step="run the pipeline first, or check the path",
+            )
+        return found
+
+    def driver(self) -> FolderDriver:
+        return FolderDriver(self)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        schema = self.schema()
+        try:
+            for name in piece.data:
+                yield from formats.decode(self.options.format, self.options.folder / name, schema)
+        except OSError as error:
+            raise failed(self.options, error) from error
+
+    def files(self) -> dict[str, int]:
+        """Name -> size of every file that a reader sees, whoever wrote it."""
+        root = self.options.folder
+        found = {}
+        for path in sorted(root.rglob(f"*.{self.options.format}")):
+            name = path.relative_to(root)
+            if not any(part.startswith(("_", ".")) for part in name.parts):
+                found[str(name)] = path.stat().st_size
+        return found
+
+
+class FolderDriver:
+    """Offsets are `{"files": [names]}`: those that are read."""
+
+    def __init__(self, rows: FolderRows) -> None:
+        self._rows = rows
+
+    def initial(self) -> Offsets:
+        raise self._no_stream()
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:  # noqa: ARG002
+        raise self._no_stream()
+
+    def newest(self) -> Offsets | None:
+        return None
+
+    def freeze(self) -> None:
+        raise self._no_stream()
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        known, sizes = set(start["files"]), self._rows.files()
+        groups: list[list[str]] = []
+        room = 0
+        for name in end["files"]:
+            if name in known:
+                continue
+            size = sizes.get(name, 0)
+            if size > room or not groups:
+                groups.append([])
+                room = SLICE_BYTES
+            groups[-1].append(name)
+            room -= size
+        return [Slice(group) for group in groups]
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        return {"files": []}, {"files": list(self._rows.files())}
+
+    def acknowledge(self, end: Offsets) -> None:
+        """A folder needs no telling."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _no_stream(self) -> UsageError:
+        return UsageError("NO_STREAM", f"The folder {self._rows.options.path!r} is read as a whole, not as a stream.")
+
+
+def stored_schema(options: FilesOptions) -> pa.Schema | None:
+    path: Path = schema_file(options)
+    return pa.ipc.read_schema(pa.py_buffer(path.read_bytes())) if path.exists() else None

@@ -1,0 +1,56 @@
+"""The driver's hand on staged files. The rows themselves got in with the decision, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from delivered.connectors.files.disk import RECORD, Places, numbered
+from delivered.connectors.files.options import FilesOptions
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.model.work import Prepared
+
+
+class FilesResource:
+    """See `delivered.contract.Resource`."""
+
+    def __init__(self, options: FilesOptions, scope: Scope) -> None:
+        self._places = Places(options, scope)
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """The decision made the rows visible already, and took the staged file away."""
+        del work, prepared
+        return Ok(None)
+
+    def applied(self, work: Work) -> bool:
+        incarnation = work.scope.incarnation
+        if (self._places.batch(incarnation, work.batch) / RECORD).exists():
+            return True
+        return max(numbered(self._places.decided(incarnation)), default=-1) >= work.batch
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        """A file that counts is not staged any more: none of those is ever taken away from here."""
+        if not prepared.handle:
+            return Ok(None)
+        try:
+            for folder in (self._places.root / "staged").glob("*"):
+                (folder / Path(str(prepared.handle["file"])).name).unlink(missing_ok=True)
+        except OSError as error:
+            return Unknown(str(error))
+        return Ok(None)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        kept = {str(p.handle["file"]) for p in keep if p.handle}
+        count = 0
+        try:
+            for path in (self._places.root / "staged").glob("*/*"):
+                if path.name not in kept:
+                    path.unlink(missing_ok=True)
+                    count += 1
+        except OSError as error:
+            return Unknown(str(error))
+        return Ok(count)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,107 @@
+"""The sink `delivered_files`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from delivered.connectors.files import types
+from delivered.connectors.files.disk import failed, make_folder, put, schema_file
+from delivered.connectors.files.ledger import FilesLedger
+from delivered.connectors.files.options import FilesOptions
+from delivered.connectors.files.read import FolderRows, stored_schema
+from delivered.connectors.files.resource import FilesResource
+from delivered.connectors.files.writer import DirectWriter, StagingWriter
+from delivered.contract import Finding
+from delivered.model.capability import Commit, SinkCapability
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.limits import LEDGER_HISTORY_BATCHES
+
+
+@dataclass(frozen=True)
+class FilesSink:
+    """Holds options alone."""
+
+    options: FilesOptions
+
+    @property
+    def name(self) -> str:
+        return self.options.sink_name
+
+    def capability(self) -> SinkCapability:
+        return SinkCapability(
+            system="files",
+            commit=Commit.ONE_TRANSACTION,
+            mechanism="rename of the batch's folder",
+            stage=f"a {self.options.format} file for each shard, where readers do not look",
+            prepare="the file is closed and durable",
+            decide="files of all shards and the record in one folder, which is renamed into place",
+            apply="nothing left to do; the rows are visible since the decision",
+            send="a folder for each shard, renamed into place",
+            batch_atomic=True,
+            local=True,
+            assumes=(
+                "the folder lies on one file system whose rename is atomic, and is backed up and restored as one",
+                "readers leave names alone that start with _ (Spark, Hive and Arrow do)",
+            ),
+            limits=(
+                f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept",
+                "each batch is a folder, with a file for each shard",
+            ),
+        )
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        del guarantee
+        probe = self.options.folder / "_delivered" / f"probe-{uuid.uuid4().hex}"
+        try:
+            put(probe, b"may this user write here?")
+            probe.unlink()
+        except OSError as error:
+            found = failed(self.options, error)
+            return [Finding(found.code.removeprefix("DELIVERED_"), found.message, True, found.next_step)]
+        return []
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        types.check(self.options, schema)
+
+    def ready_target(self, schema: pa.Schema) -> None:
+        schema = types.canonical_schema(schema)
+        try:
+            known = stored_schema(self.options)
+            if known is None:
+                make_folder(self.options.folder)
+                put(schema_file(self.options), schema.serialize().to_pybytes())
+                known = stored_schema(self.options)
+        except OSError as error:
+            raise failed(self.options, error) from error
+        if known is None or not known.equals(schema):
+            raise UsageError(
+                "SCHEMA_CHANGED",
+                f"Files in {self.options.path!r} have the columns {_columns(known)}; the rows have {_columns(schema)}.",
+                next_step="cast and order the columns so, or write to another folder",
+            )
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return types.with_schema(batch, types.canonical_schema(batch.schema))
+
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:
+        kind = StagingWriter if guarantee is Guarantee.EXACTLY_ONCE else DirectWriter
+        return kind(self.options, work, schema)
+
+    def read_back(self) -> FolderRows:
+        return FolderRows(self.options)
+
+    def ledger(self, scope: Scope) -> FilesLedger:
+        return FilesLedger(self.options, scope)
+
+    def resource(self, scope: Scope) -> FilesResource:
+        return FilesResource(self.options, scope)
+
+
+def _columns(schema: pa.Schema | None) -> str:
+    return "none" if schema is None else ", ".join(f"{f.name} {f.type}" for f in schema)

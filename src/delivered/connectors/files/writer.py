@@ -1,0 +1,127 @@
+"""A task's side: one file for its shard, in a folder that readers leave alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.files import formats, types
+from delivered.connectors.files.disk import Places, failed, make_folder, sync, take_away
+from delivered.connectors.files.options import FilesOptions
+from delivered.model.errors import InvariantBroken
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Work
+
+
+class StagingWriter:
+    """exactly_once: a staged file, which the decision takes into the batch's folder."""
+
+    def __init__(self, options: FilesOptions, work: Work, schema: pa.Schema) -> None:
+        self._options = options
+        self._work = work
+        self._schema = types.canonical_schema(schema)
+        self._places = Places(options, work.scope)
+        self._nonce = uuid.uuid4().hex
+        self._path: Path | None = None
+        self._file: Any = None
+        self._encoder: formats.Encoder | None = None
+        self.rows = 0
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if not batch.num_rows:
+            return
+        with _as_ours(self._options, self._work):
+            if self._encoder is None:
+                self._begin()
+            assert self._encoder is not None  # noqa: S101 - begun above
+            self._encoder.write(types.with_schema(batch, self._schema))
+        self.rows += batch.num_rows
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        if self._encoder is None or self._path is None:
+            return {}
+        with _as_ours(self._options, self._work):
+            self._encoder.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            size = self._file.tell()
+            self._file.close()
+            self._check(fingerprint)
+            return self._keep(self._path, size)
+
+    def abort(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._file is not None:
+                self._file.close()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+    @property
+    def _folder(self) -> Path:
+        return self._places.staged(self._work.scope.incarnation)
+
+    def _keep(self, path: Path, size: int) -> dict[str, Any]:
+        # A sweep may have taken the file away while it was written: its name says so.
+        if not path.exists():
+            raise FileNotFoundError(path)
+        sync([path.parent])
+        return {"file": path.name, "bytes": size, "rows": self.rows}
+
+    def _begin(self) -> None:
+        work = self._work
+        name = f"{work.batch}-{work.shard}-{work.attempt}-{self._nonce}.staged"
+        self._path = make_folder(self._folder) / name
+        self._file = self._path.open("xb")
+        self._encoder = formats.encoder(self._options.format, self._file, self._schema)
+
+    def _check(self, fingerprint: Fingerprint) -> None:
+        if self.rows != fingerprint.count:
+            raise InvariantBroken(
+                "ROWS_DIFFER",
+                f"Shard {self._work.shard} of batch {self._work.batch}: {self.rows} rows were written, the fingerprint "
+                f"counts {fingerprint.count}. Nothing of the shard is visible.",
+                next_step="start the pipeline again; the batch runs again",
+            )
+
+
+class DirectWriter(StagingWriter):
+    """at_least_once, at_most_once: a folder of its own for the shard, which appears by its own rename."""
+
+    @property
+    def _folder(self) -> Path:
+        return self._places.root / "direct" / self._nonce
+
+    def _keep(self, path: Path, size: int) -> dict[str, Any]:
+        del size
+        work, folder = self._work, path.parent
+        path.rename(folder / f"{work.shard:05d}.{self._options.format}")
+        sync([folder])
+        folder.rename(self._places.shard(work.scope.incarnation, work.batch, work.shard))
+        sync([self._options.folder])
+        return {}
+
+    def abort(self) -> None:
+        super().abort()
+        take_away(self._folder)
+
+
+@contextlib.contextmanager
+def _as_ours(options: FilesOptions, work: Work) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise InvariantBroken(
+            "STAGED_FILE_GONE",
+            f"The file of shard {work.shard} of batch {work.batch} was taken away while the task wrote it: a later "
+            "start of the pipeline swept what this one left. Nothing of the shard is visible.",
+            next_step="nothing, if the later start is running; else start the pipeline again",
+        ) from None
+    except OSError as error:
+        raise failed(options, error) from error
