@@ -21,7 +21,7 @@ from delivered.connectors.delta.commit import Change, commit
 from delivered.connectors.delta.resource import DeltaResource
 from delivered.connectors.delta.sink import DeltaSink
 from delivered.contract import Ledger
-from delivered.model.errors import BadRecord, InvariantBroken, Refused, UsageError
+from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -297,6 +297,24 @@ def test_p7_a_commit_that_met_itself_is_in(tmp_path: Path) -> None:
     assert isinstance(commit(sink.options, open_at(sink, 0), Change((), {"x": 2}), there(2)), Failed)
 
 
+def test_p7_a_decision_whose_answer_was_lost_is_found_behind_later_ones(tmp_path: Path) -> None:
+    """Meanwhile another driver claimed, and decided the next batch: ours is in all the same, with its record."""
+    sink = sink_at(tmp_path)
+    mine = claimed(sink)
+    prepared = staged(sink, ROWS)
+    seen = mine._refresh()  # type: ignore[attr-defined]
+    twin = sink.ledger(SCOPE)
+    twin.resume("o")
+    assert twin.decide(decision(0, prepared)) == Ok(None)
+    other = sink.ledger(SCOPE)
+    other.claim(Owner("other"))
+    assert other.decide(decision(1, staged(sink, ROWS, 1), owner="other")) == Ok(None)
+    mine._refresh = lambda: seen  # type: ignore[attr-defined]
+    assert mine.decide(decision(0, prepared)) == Ok(None)
+    assert [d.batch for d in other.history()] == [0, 1]
+    assert read_back(sink).num_rows == 2 * ROWS.num_rows
+
+
 def open_at(sink: DeltaSink, version: int) -> DeltaTable:
     return DeltaTable(sink.options.path, version=version)
 
@@ -305,15 +323,21 @@ def test_two_drivers_that_claim_at_once_are_one_after_the_other(tmp_path: Path) 
     sink = sink_at(tmp_path)
     sink.ready_target(ROWS.schema)
     epochs: list[int] = []
-    threads = [
-        threading.Thread(target=lambda i=i: epochs.append(sink.ledger(SCOPE).claim(Owner(f"o{i}")).epoch))
-        for i in range(6)
-    ]
+    fenced: list[Fenced] = []
+
+    def claim(name: str) -> None:
+        try:
+            epochs.append(sink.ledger(SCOPE).claim(Owner(name)).epoch)
+        except Fenced as error:
+            fenced.append(error)
+
+    threads = [threading.Thread(target=claim, args=(f"o{i}",)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(epochs)) == 6
+    assert len(set(epochs)) == len(epochs) == 6 - len(fenced) > 0
+    assert sink.ledger(SCOPE).look().epoch in epochs
     owner = sink.ledger(SCOPE).look().owner
     assert owner is not None
     assert len(owner.superseded) == 5

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +73,10 @@ class DeltaLedger:
                     next_step="see whether another driver of this pipeline starts again and again; then start again",
                 )
         self._forget(self._refresh())
-        return self._state(self._refresh())
+        state = self._state(self._refresh())
+        if self._claimed is None or state.epoch != self._claimed[1]:
+            raise self._fenced(owner.id, state.owner)  # by a claim that came right behind
+        return state
 
     def resume(self, owner_id: str) -> LedgerState:
         state = self._read(self._refresh)
@@ -94,7 +97,7 @@ class DeltaLedger:
                 return Ok(None)
             before = table.transaction_version(self._names.begun(incarnation))
             self._records.store.put(self._names.begun_file(incarnation, digest(data)), data)
-            outcome = self._commit(table, {self._names.begun(incarnation): digest(data)}, [])
+            outcome = self._commit(table, {self._names.begun(incarnation): digest(data)})
             if isinstance(outcome, Ok) and before is not None:
                 self._take_away([self._names.begun_file(incarnation, before)])
             return outcome
@@ -136,7 +139,13 @@ class DeltaLedger:
             self._records.store.put(name, data)
             change = {self._names.batch(incarnation): mine[0], self._names.record(incarnation): mine[1]}
             before = table.version()
-            outcome = self._commit(table, change, files)
+
+            def there(now: Any) -> bool:
+                # Others may have claimed and decided since: look along the chain.
+                with explained(self._options):
+                    return any(at == mine for at in self._records.positions(now, incarnation, mine[0]))
+
+            outcome = self._commit(table, change, files, there)
             if isinstance(outcome, Failed):
                 self._take_away([name])
             if isinstance(outcome, Ok):
@@ -173,16 +182,23 @@ class DeltaLedger:
             data = json.dumps(dataclasses.asdict(replace(owner, superseded=superseded))).encode()
             self._records.store.put(self._names.owner_file(claim), data)
         self._claimed = (owner.id, claim)
-        return self._commit(table, {}, [])
+        return self._commit(table, {})
 
-    def _commit(self, table: Any, transactions: Mapping[str, int], files: list[DataFile]) -> Outcome[None]:
+    def _commit(
+        self,
+        table: Any,
+        transactions: Mapping[str, int],
+        files: Sequence[DataFile] = (),
+        there: Callable[[Any], bool] | None = None,
+    ) -> Outcome[None]:
         """One commit under this claim: in before any later claim, or not at all."""
         claim = self._claimed[1] if self._claimed else 0
         change = Change(files, {**transactions, self._names.owner: claim})
 
-        def there(now: Any) -> bool:
+        def newest(now: Any) -> bool:
             return all(now.transaction_version(name) == version for name, version in change.transactions.items())
 
+        there = there or newest
         return commit(self._options, table, change, there)  # THE line that decides a batch in this sink
 
     def _as_owner(self, write: Callable[[Any], Outcome[None]]) -> Outcome[None]:

@@ -157,6 +157,13 @@ class Records:
             yield record.decision
             at = record.previous
 
+    def positions(self, table: Any, incarnation: str, batch: int) -> Iterator[tuple[int, int]]:
+        """(batch, hash) of the decisions from the newest one back to `batch`."""
+        at = self.newest(table, incarnation)
+        while at is not None and at[0] >= batch:
+            yield at
+            at = self.decided(incarnation, at).previous
+
     def incarnations(self) -> list[str]:
         return self.store.folders(f"{self.names.folder}/decided")
 

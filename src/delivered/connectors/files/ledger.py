@@ -65,7 +65,10 @@ class FilesLedger:
                     )
             self._fence()
             self._forget()
-            return self._state()
+            state = self._state()
+            if self._claimed is None or state.epoch != self._claimed[1]:
+                raise self._fenced(owner.id, state.owner)  # by a claim that came right behind
+            return state
         except OSError as error:
             raise failed(self._options, error) from error
 
@@ -97,7 +100,7 @@ class FilesLedger:
         return self._as_owner(write)
 
     def decide(self, decision: Decision) -> Outcome[None]:
-        """The decision and the files of all participants, by one rename.
+        """The decision and the files of this sink's participants, by one rename.
 
         1  check that this claim is the newest, and whether this very decision is in
         2  take the staged file of each participant into one folder   <- crash points of commit.apply
@@ -105,16 +108,17 @@ class FilesLedger:
         4  rename the folder to its final name                        <- from here on the batch counts, and is visible
         5  a copy of the record for the time when the folder is gone; forget old ones
 
-        A batch without rows has no folder: its record alone is renamed.
+        A batch without rows has no folder: its record alone is renamed. So is a later revision, in place of the copy.
         """
         text = decision.to_json()
         incarnation = self._scope.incarnation
 
         def write(work: Path) -> None:
             last = self._last(incarnation)
-            if last is not None and last.batch >= decision.batch:
-                if last.to_json() == text:
-                    return
+            if last is not None and last.to_json() == text:
+                return
+            revised = last is not None and last.batch == decision.batch and last.revision < decision.revision
+            if last is not None and last.batch >= decision.batch and not revised:
                 raise InvariantBroken(
                     "DECIDED_OTHERWISE",
                     f"Batch {decision.batch} of {self._scope} is decided already, or a later one is. What is visible "
@@ -125,7 +129,7 @@ class FilesLedger:
             if last is not None:
                 self._copy(last)
             exact = decision.guarantee is Guarantee.EXACTLY_ONCE
-            participants = [p for p in decision.participants if p.handle and exact]
+            participants = [p for p in decision.to_move if p.handle and exact]
             target = self._places.batch(incarnation, decision.batch)
             draft = work / f"{decision.batch}-{uuid.uuid4().hex}"
             if not participants:

@@ -41,7 +41,7 @@ class FilesResource:
         return Ok(None)
 
     def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        kept = {str(p.handle["file"]) for p in keep if p.handle}
+        kept = {str(p.handle.get("file")) for p in keep}
         count = 0
         try:
             for path in (self._places.root / "staged").glob("*/*"):
