@@ -63,7 +63,7 @@ class FilesLedger:
                         f"{CONNECT_TIMEOUT_S:.0f} s: others claim it again and again.",
                         next_step="see which drivers of this pipeline run; then start again",
                     )
-            self._fence()
+            self._fence(self._claimed[1] if self._claimed else 0)
             self._forget()
             state = self._state()
             if self._claimed is None or state.epoch != self._claimed[1]:
@@ -192,12 +192,11 @@ class FilesLedger:
         self._claimed = (owner.id, epoch + 1, work)
         return True
 
-    def _fence(self) -> None:
+    def _fence(self, epoch: int) -> None:
         """Whatever an earlier claim has under way rests in its folder."""
-        assert self._claimed is not None  # noqa: S101 - called by `claim`
         claims, gone = self._places.root / "claims", make_folder(self._places.root / "gone")
         for path in list(claims.iterdir()):
-            if int(path.name.partition("-")[0]) < self._claimed[1]:
+            if int(path.name.partition("-")[0]) < epoch:
                 with contextlib.suppress(FileNotFoundError):
                     path.rename(gone / f"{path.name}.{uuid.uuid4().hex}")
         sync([claims])

@@ -37,10 +37,7 @@ class StagingWriter:
         if not batch.num_rows:
             return
         with _as_ours(self._options, self._work):
-            if self._encoder is None:
-                self._begin()
-            assert self._encoder is not None  # noqa: S101 - begun above
-            self._encoder.write(types.with_schema(batch, self._schema))
+            self._begun().write(types.with_schema(batch, self._schema))
         self.rows += batch.num_rows
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
@@ -74,12 +71,15 @@ class StagingWriter:
         sync([path.parent])
         return {"file": path.name, "bytes": size, "rows": self.rows}
 
-    def _begin(self) -> None:
+    def _begun(self) -> formats.Encoder:
+        if self._encoder is not None:
+            return self._encoder
         work = self._work
         name = f"{work.batch}-{work.shard}-{work.attempt}-{self._nonce}.staged"
         self._path = make_folder(self._folder) / name
         self._file = self._path.open("xb")
         self._encoder = formats.encoder(self._options.format, self._file, self._schema)
+        return self._encoder
 
     def _check(self, fingerprint: Fingerprint) -> None:
         if self.rows != fingerprint.count:
