@@ -214,7 +214,8 @@ STYLE = """
   .scroll { overflow-x: auto; }
   table { border-collapse: collapse; } th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line);
     text-align: left; vertical-align: top; } th { font-weight: 600; }
-  td.square { white-space: nowrap; } td small, th small { color: var(--soft); font-weight: 400; display: block; }
+  td.square { white-space: nowrap; }
+  td.asked { min-width: 16rem; } td small, th small { color: var(--soft); font-weight: 400; display: block; }
   .held { color: var(--held); } .broken { color: var(--broken); } .invalid { color: var(--invalid); }
   .unknown { color: var(--unknown); } b.broken, b.invalid { text-decoration: underline; }
   details { border-bottom: 1px solid var(--line); padding: .35rem 0; } summary { cursor: pointer; }

@@ -147,22 +147,21 @@ _TEMPLATE = """<!doctype html>
 <h1>delivered verify: runs</h1>
 <p class="made">runs: {{ runs | length }}, cells: {{ total }}, faults injected: {{ fired }}</p>
 <div class="scroll"><table>
-<tr><th>began</th><th>asked</th>
-<th>run by</th><th>verdict</th><th>cells</th><th>faults</th><th>lost<small>where none
-may be</small></th><th>doubled<small>where none may be</small></th><th>back within 2x<small>of a
-plain restart</small></th><th>took</th></tr>
+<tr><th>began</th><th>asked</th><th>run by</th><th>verdict</th><th>cells</th><th>faults</th>
+<th>lost, doubled<small>where none may be</small></th><th>back within 2x<small>of a plain restart</small></th>
+<th>took</th></tr>
 {% for r in runs %}<tr>
 <td class="square">{% if r.name in pages %}<a href="runs/{{ r.name }}.html">{{ r.began[:16] | replace("T", " ") }}</a>
 {%- else %}{{ r.began[:16] | replace("T", " ") }}{% endif %}</td>
-<td><code>{{ r.asked }}</code></td><td>{{ services(r) }}</td>
+<td class="asked" title="{{ r.asked }}"><code>{{ r.asked | truncate(120) }}</code></td><td>{{ services(r) }}</td>
 <td class="square"><b class="{{ r.verdict.value }}">{{ signs[r.verdict.value] }} {{ r.verdict.value }}</b>
 {%- if r.ended is none %}<small>did not end</small>{% endif %}</td>
-<td class="square">{{ r.results | length }}<small>{% for v, n in counts(r).items() if n %}{{ n }} {{ v }}
+<td>{{ r.results | length }}<small>{% for v, n in counts(r).items() if n %}{{ n }} {{ v }}
 {%- if not loop.last %}, {% endif %}{% endfor %}</small></td>
-<td>{{ r.results | sum(attribute="fired") }}</td><td>{{ lost(r) }}</td><td>{{ doubled(r) }}</td>
+<td>{{ r.results | sum(attribute="fired") }}</td><td>{{ lost(r) }}, {{ doubled(r) }}</td>
 {% set measured = r.results | selectattr("recovery", "in", ["held", "broken"]) | list %}
 <td class="square">{% if measured %}{{ measured | selectattr("recovery", "equalto", "held") | list | length }} of {{
-measured | length }}<small>cells with a killed driver</small>{% else %}<small>not measured</small>{% endif %}</td>
+measured | length }}<small>cells with kills</small>{% else %}<small>not measured</small>{% endif %}</td>
 <td class="square">{% if r.seconds is not none %}{{ (r.seconds / 60) | round(1) }} min{% else %}-{% endif %}</td>
 </tr>
 {% endfor %}</table></div>
