@@ -16,7 +16,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.conftest import Kafka, Postgres
-from tests.crash.embedded_pipeline import PIPELINE
 from tests.kafka_tools import read_committed
 
 from delivered.commit.context import Context
@@ -59,6 +58,8 @@ class World:
         ids = {"key": [f"id-{i}".encode() for i in range(RECORDS)], "value": [b"v" * (i % 7) for i in range(RECORDS)]}
         append(str(log), pa.table(ids), partition_by=2)
         self.topic, self.table = self.kafka.topic(3), self.postgres.table(COLUMNS)
+        # On servers that others share: a new checkpoint of a pipeline that wrote there before would be refused.
+        self.pipeline = f"group-{self.table}"
         for named in self.group:
             system, _, mechanism = named.partition(" ")
             options: dict[str, dict[str, str]] = {
@@ -73,7 +74,7 @@ class World:
         (self.folder / "crashes").mkdir(exist_ok=True)
         spec = {
             "log": str(self.folder / "events"), "sinks": self.sinks, "checkpoint": str(self.folder / "checkpoint"),
-            "guarantee": self.guarantee, "owner": f"owner-{self.runs}",
+            "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "pipeline": self.pipeline,
         }  # fmt: skip
         env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(self.folder / "crashes")}
         done = subprocess.run(
@@ -107,7 +108,7 @@ class World:
     @property
     def scope(self) -> Scope:
         incarnation = (self.folder / "checkpoint" / "metadata").read_text()
-        return Scope(PIPELINE, self.opened.name, incarnation)
+        return Scope(self.pipeline, self.opened.name, incarnation)
 
     def decided(self) -> list[Decision]:
         if not (self.folder / "checkpoint" / "metadata").exists():

@@ -97,7 +97,7 @@ def run(spec: dict[str, Any]) -> None:
     else:
         sink = SQLITE.sink({"path": spec["database"], "table": TABLE})
     checkpoint = Checkpoint(Path(spec["checkpoint"]))
-    scope = Scope(PIPELINE, sink.name, checkpoint.incarnation)
+    scope = Scope(spec.get("pipeline", PIPELINE), sink.name, checkpoint.incarnation)
     owner, guarantee = Owner(spec["owner"], process=os.getpid()), Guarantee(spec["guarantee"])
     schema = transform(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
     sink.check_schema(schema)
