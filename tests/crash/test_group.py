@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.crash.group_sim import BOTH_PREPARE, LAST_RESOURCE, GroupSim
 from tests.crash.scenarios import pairs, single
-from tests.crash.sim import HOWS, Crash, Driver
+from tests.crash.sim import HOWS, Checkpoint, Crash, Driver
 from tests.crash.test_history import again, codes, other_rows
 from tests.crash.test_points import expected_points, judge
 
@@ -173,6 +173,19 @@ def test_a_driver_with_the_former_sinks_is_fenced() -> None:
     assert sim.lost() == sim.duplicated() == 0
     assert sim.visible() == sim.expected()
     assert [d.batch for d in sim.decisions()] == [0, 1]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_p2_new_checkpoint_of_several_sinks(group: str) -> None:
+    """P2: the ledger that decided for all knows of the other checkpoint."""
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, commits=GROUPS[group]).run()
+    before = sim.visible()
+    again(sim, checkpoint=Checkpoint("inc-2"))
+    assert set(codes(sim)) == {"CHECKPOINT_NEW"}
+    assert sim.visible() == before
+    again(sim, checkpoint=Checkpoint("inc-3"), guarantee=Guarantee.AT_LEAST_ONCE)
+    assert codes(sim) == []
+    assert sim.visible() == before + before
 
 
 def test_two_sinks_of_one_name_are_refused() -> None:
