@@ -174,3 +174,80 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     server.kill()
     server.wait()
     output.close()
+
+
+class Rabbitmq:
+    """A real RabbitMQ and what tests do with it.
+
+    `rabbitmq.url` is its address, `rabbitmq.queue()` makes a fresh queue, `rabbitmq.send(...)` is a client that is not
+    ours. `rabbitmq.broker` can kill and restart it: do that only with one from the fixture `new_rabbitmq`.
+    """
+
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        self.broker = broker
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def connect(self) -> Any:
+        import pika
+
+        return pika.BlockingConnection(pika.URLParameters(self.url))
+
+    def queue(self, kind: str = "quorum", durable: bool = True, **arguments: Any) -> str:
+        """Name of a queue nobody else uses."""
+        name = f"q{next(self._names)}"
+        given = {"x-queue-type": kind, **{k.replace("_", "-"): v for k, v in arguments.items()}}
+        connection = self.connect()
+        connection.channel().queue_declare(name, durable=durable, arguments=given)
+        connection.close()
+        return name
+
+    def send(self, queue: str, messages: Any) -> None:
+        """(id, body) pairs; all are in the queue when this returns."""
+        import pika
+
+        connection = self.connect()
+        channel = connection.channel()
+        given = list(messages)
+        for at, (message_id, body) in enumerate(given, 1):
+            if at == len(given):  # a confirm for each would cost 5 ms; the last one's says that all before it are in
+                channel.confirm_delivery()
+            properties = pika.BasicProperties(message_id=message_id, delivery_mode=2, headers={"n": 1, "s": "text"})
+            channel.basic_publish("", queue, body, properties)
+        connection.close()
+
+    def left(self, queue: str) -> int:
+        """Messages that are ready for somebody."""
+        connection = self.connect()
+        count = connection.channel().queue_declare(queue, passive=True).method.message_count
+        connection.close()
+        return int(count)
+
+
+@pytest.fixture(scope="session")
+def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rabbitmq]:
+    """One server for the whole session. Do not stop it: other tests use it."""
+    folder = tmp_path_factory.mktemp("rabbitmq")
+    broker = brokers.start("rabbitmq", folder, dies_with_parent=True)
+    yield Rabbitmq(broker)
+    broker.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_rabbitmq(tmp_path: Path) -> Iterator[Callable[[], Rabbitmq]]:
+    """`new_rabbitmq()`: a server of this test's own, to be killed at will."""
+    started: list[brokers.Broker] = []
+
+    def make() -> Rabbitmq:
+        folder = tmp_path / f"rabbitmq{len(started)}"
+        started.append(brokers.start("rabbitmq", folder, dies_with_parent=True))
+        return Rabbitmq(started[-1])
+
+    yield make
+    for broker in started:
+        broker.stop()

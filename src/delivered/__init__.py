@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from delivered.model.guarantee import Guarantee
     from delivered.pipeline.endpoint import Endpoint, delta, endpoint, files, kafka, log, postgres, sqlite
+    from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.plan.planner import Plan, Refusal
     from delivered.spark.formats import register
@@ -66,6 +67,7 @@ _WHERE = {
     "kafka": "delivered.pipeline.endpoint",
     "log": "delivered.pipeline.endpoint",
     "postgres": "delivered.pipeline.endpoint",
+    "receive": "delivered.pipeline.receive",
     "register": "delivered.spark.formats",
     "session": "delivered.spark.session",
     "sqlite": "delivered.pipeline.endpoint",
@@ -100,6 +102,7 @@ __all__ = [
     "kafka",
     "log",
     "postgres",
+    "receive",
     "register",
     "session",
     "sqlite",

@@ -359,6 +359,17 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class KeptSinkConnector(Protocol):
+    """What a connector has whose system cannot hold a ledger: its sink takes another one's, a SQLite file named by
+    the option `ledger`."""
+
+    sink_options: OptionTable | None
+
+    def kept_sink(self, options: Mapping[str, str], keeper: Sink) -> Sink:
+        """As `Connector.sink`; `keeper.ledger` is where batches are recorded."""
+
+
+@runtime_checkable
 class Connector(Protocol):
     """One folder of `connectors/`, reached by its entry point in the group `delivered.connectors`.
 

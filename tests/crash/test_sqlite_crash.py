@@ -25,7 +25,7 @@ from delivered.connectors.sqlite import CONNECTOR
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
-from delivered.model.step import ROLE_OF_STEP, Moment, StepId
+from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
 from delivered.model.work import Decision
 
 RECORDS = 1_000
@@ -155,6 +155,7 @@ def points(guarantee: str) -> list[str]:
     skipped = {StepId.RECOVER_APPLY, StepId.SOURCE_READ} | (direct if guarantee == "exactly_once" else transactional)
     if guarantee == "exactly_once":
         skipped.add(StepId.BATCH_BEGIN)
+    skipped |= {step for step, role in ROLE_OF_STEP.items() if role is Role.RECEIVER}
     return [f"{step}:{moment}" for step in ROLE_OF_STEP if step not in skipped for moment in Moment]
 
 

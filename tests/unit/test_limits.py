@@ -52,3 +52,12 @@ def test_a_usual_batch_is_far_below_the_limit_of_a_decision() -> None:
         Scope("p", "s", "i"), "o", Guarantee.EXACTLY_ONCE, 1, offsets, shards, Fingerprint(), Fingerprint(), 0
     )
     assert len(decision.to_json()) < limits.DECISION_BYTES_MAX / 2
+
+
+def test_a_window_holds_what_receivers_have_in_flight_many_times() -> None:
+    """P22: whatever a dead receiver held comes again after at most a few windows' tenth of others."""
+    from delivered.connectors.rabbitmq.options import PREFETCH, PREFETCH_MAX
+
+    assert limits.DEDUP_WINDOW >= 10 * PREFETCH_MAX >= 10 * PREFETCH
+    assert 2 * limits.RECEIVE_MESSAGES_MAX <= PREFETCH, "the next bunch gathers while one is appended"
+    assert limits.MESSAGE_BYTES_MAX <= limits.RECEIVE_BYTES_MAX

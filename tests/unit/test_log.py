@@ -206,12 +206,12 @@ KILLED = """
     import pyarrow as pa
     from delivered.connectors.log import append, produce
     path, when = sys.argv[1:]
-    kill, commit = lambda: os.kill(os.getpid(), signal.SIGKILL), produce._commit
+    kill, commit = lambda: os.kill(os.getpid(), signal.SIGKILL), produce.commit
     def dies(*arguments):
         if when == "before": kill()
         commit(*arguments)
         kill()
-    if when != "never": produce._commit = dies
+    if when != "never": produce.commit = dies
     done = append(path, pa.table({"value": [b"a", b"b"]}), idempotence=("shop", 1))
     print(done.repeated)
 """

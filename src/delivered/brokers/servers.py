@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delivered.brokers import kafka, postgres
+from delivered.brokers import kafka, postgres, rabbitmq
 from delivered.brokers.fetch import Say
 from delivered.brokers.java import java_home
 from delivered.brokers.process import State
@@ -48,6 +48,10 @@ def _postgres(folder: Path, state: State, say: Say) -> list[str]:
     return postgres.command(folder, state.settings["dies_with_parent"])
 
 
+def _rabbitmq(folder: Path, state: State, say: Say) -> list[str]:
+    return rabbitmq.prepare(folder, state.listeners, state.settings["properties"], say)
+
+
 SERVERS: Mapping[str, Server] = {
     "kafka": Server(
         listeners=lambda settings: kafka.listeners_wanted(settings["tls"], bool(settings["scram"])),
@@ -64,5 +68,13 @@ SERVERS: Mapping[str, Server] = {
         answers=postgres.answers,
         url=postgres.url,
         stop=signal.SIGINT,  # SIGTERM would wait until every client has gone
+    ),
+    "rabbitmq": Server(
+        listeners=lambda _: [rabbitmq.AMQP, rabbitmq.EPMD, rabbitmq.ERLANG],
+        main=rabbitmq.AMQP,
+        hidden=frozenset({rabbitmq.EPMD, rabbitmq.ERLANG}),
+        prepare=_rabbitmq,
+        answers=rabbitmq.answers,
+        url=rabbitmq.url,
     ),
 }

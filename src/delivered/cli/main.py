@@ -13,6 +13,7 @@ from delivered.cli import open as open_
 from delivered.cli import servers
 from delivered.cli.output import Output, OutputOption, command, console, say, say_json, working
 from delivered.model.errors import UsageError
+from delivered.model.limits import RECEIVERS_MAX
 from delivered.pipeline.load import parse_override
 from delivered.spark.pipeline import Pipeline
 
@@ -106,6 +107,9 @@ def run(
         bool, typer.Option("--available-now", help="End when all is delivered that is there at the start.")
     ] = False,
     takeover: TakeoverOption = False,
+    receivers: Annotated[
+        int, typer.Option(min=0, max=RECEIVERS_MAX, help="Also run so many receivers of the source's queue.")
+    ] = 0,
     stop_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that a stop (SIGTERM, Ctrl-C) waits for the running batch.")
     ] = 120.0,
@@ -119,7 +123,29 @@ def run(
 
     trigger = "available_now" if available_now else None
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master, trigger=trigger)
-    return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output)
+    if not receivers:
+        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output)
+    from delivered.pipeline.receive import receiving
+
+    with receiving(pipeline.source, receivers) as raise_failure:
+        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, raise_failure)
+
+
+@app.command()
+@command
+def receive(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006
+    processes: Annotated[int, typer.Option(min=1, max=RECEIVERS_MAX, help="Receivers, each a process.")] = 1,
+    idle_seconds: Annotated[
+        float | None, typer.Option(min=0, help="End when nothing arrived for so long. Default: go on.")
+    ] = None,
+    output: OutputOption = Output.TEXT,
+) -> int:
+    """Receive a queue into the durable log of a pipeline's source: persist, then acknowledge; until it is stopped."""
+    from delivered.cli.receive import receive_file
+
+    return receive_file(file, dict(parse_override(s) for s in set_), processes, idle_seconds, output)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,19 @@ class Asked:
         (self.now if self.stop.is_set() else self.stop).set()
 
 
-def run_pipeline(pipeline: Pipeline, takeover: bool, stop_timeout: float, spark_log: str | None, output: Output) -> int:
-    """Run it; returns the exit code. Raises what made the query fail, as an error of ours."""
+def run_pipeline(
+    pipeline: Pipeline,
+    takeover: bool,
+    stop_timeout: float,
+    spark_log: str | None,
+    output: Output,
+    beside: Callable[[], None] = lambda: None,
+) -> int:
+    """Run it; returns the exit code. Raises what made the query fail, as an error of ours.
+
+    Args:
+        beside: raises if something that runs beside the query failed; it ends the query.
+    """
     from delivered.plan import Refusal
     from delivered.spark.progress import watch
 
@@ -63,7 +74,7 @@ def run_pipeline(pipeline: Pipeline, takeover: bool, stop_timeout: float, spark_
         query = pipeline.start(spark, takeover=takeover)
         with watch(pipeline, query) as progress:
             show = _Shown(output)
-            idle = _until_done(pipeline, query, progress, show, asked, stop_timeout)
+            idle = _until_done(pipeline, query, progress, show, asked, stop_timeout, beside)
             progress.refresh()
             failure = query.exception()
             show.end()
@@ -79,7 +90,13 @@ def _listen(asked: Asked) -> None:
 
 
 def _until_done(
-    pipeline: Pipeline, query: Any, progress: Progress, show: _Shown, asked: Asked, stop_timeout: float
+    pipeline: Pipeline,
+    query: Any,
+    progress: Progress,
+    show: _Shown,
+    asked: Asked,
+    stop_timeout: float,
+    beside: Callable[[], None],
 ) -> bool:
     """Watch until the query ends, or until it was asked to stop and did. Returns whether a batch was cut off: False."""
     while query.isActive:
@@ -97,6 +114,7 @@ def _until_done(
             except _StopNow:
                 query.stop()
                 return False
+        beside()
         progress.refresh(every_s=_LEDGER_EVERY_S)
         show.line(progress)
     return True

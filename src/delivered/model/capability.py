@@ -25,6 +25,7 @@ class SourceCapability:
         system: for people: "kafka", "log".
         replayable: reading the same offsets again gives the same records.
         why_not: why it cannot replay, if it cannot.
+        repeats: why a message may be in it twice; empty: it is not.
         local: it rests on files of one machine.
         assumes: what the guarantee takes for granted of this source.
     """
@@ -32,6 +33,7 @@ class SourceCapability:
     system: str
     replayable: bool
     why_not: str = ""
+    repeats: str = ""
     local: bool = False
     assumes: tuple[str, ...] = ()
 

@@ -59,3 +59,33 @@ SOURCE_BATCH_RECORDS_MAX = 16_384
 
 SOURCE_QUEUE_KBYTES = 16_384
 """Records that a Kafka consumer holds ready ahead of the task, in KiB."""
+
+DEDUP_WINDOW = 1_000_000
+"""Newest messages of each partition of a receiver's log among which one that comes again is recognised."""
+
+DEDUP_BYTES_PER_ID = 130
+"""Memory of one remembered id of 36 characters; measured: 124 to 132."""
+
+RECEIVE_MESSAGES_MAX = 10_000
+"""Messages that a receiver appends in one commit."""
+
+RECEIVE_BYTES_MAX = 64 << 20
+"""Bytes of messages that a receiver holds before it appends them."""
+
+MESSAGE_BYTES_MAX = 16 << 20
+"""One message that a receiver takes."""
+
+RECEIVE_LINGER_S = 0.1
+"""A receiver waits so long for more messages before it appends."""
+
+APPEND_ATTEMPTS_MAX = 30
+"""Tries of one append against other receivers of the same log."""
+
+LOG_FILES_MAX = 200
+"""Files of a receiver's log before it puts small ones together."""
+
+RECEIVE_UPKEEP_S = 10.0
+"""Between two looks of a receiver at its log: is it full, are there too many files, may something go."""
+
+RECEIVERS_MAX = 64
+"""Receiver processes that one command starts."""

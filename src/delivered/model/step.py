@@ -14,7 +14,7 @@ from typing import Any
 
 
 class StepId(StrEnum):
-    """In the order in which a batch meets them."""
+    """In the order in which a batch meets them; `receive.*` is a receiver's, beside the batches."""
 
     SOURCE_READ = "source.read"
     RECOVER_CLAIM = "recover.claim"
@@ -30,6 +30,9 @@ class StepId(StrEnum):
     COMMIT_APPLY = "commit.apply"
     COMMIT_RECORD = "commit.record"
     LOG = "log"
+    RECEIVE_TAKE = "receive.take"
+    RECEIVE_PERSIST = "receive.persist"
+    RECEIVE_ACK = "receive.ack"
 
 
 class Moment(StrEnum):
@@ -42,6 +45,7 @@ class Role(StrEnum):
 
     DRIVER = "driver"
     TASK = "task"
+    RECEIVER = "receiver"
 
 
 ROLE_OF_STEP: dict[StepId, Role] = {
@@ -59,6 +63,9 @@ ROLE_OF_STEP: dict[StepId, Role] = {
     StepId.COMMIT_APPLY: Role.DRIVER,
     StepId.COMMIT_RECORD: Role.DRIVER,
     StepId.LOG: Role.DRIVER,
+    StepId.RECEIVE_TAKE: Role.RECEIVER,
+    StepId.RECEIVE_PERSIST: Role.RECEIVER,
+    StepId.RECEIVE_ACK: Role.RECEIVER,
 }
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
-from delivered.contract import Connector, Sink, Source
+from delivered.contract import Connector, KeptSinkConnector, Sink, Source
+from delivered.contract_queue import QueueConnector
 from delivered.model.errors import UsageError
+
+if TYPE_CHECKING:
+    from delivered.source.received import ReceivedSource
 
 ENTRY_POINTS = "delivered.connectors"
 PREFIX = "delivered_"
@@ -47,7 +52,30 @@ def find_source(system: str, options: Mapping[str, str]) -> Source:
     found = connector(system)
     if found.source_options is None:
         raise UsageError("NOT_A_SOURCE", f"delivered_{system} cannot be read as a source.")
+    if isinstance(found, QueueConnector):
+        return received(system, options)
     return found.source(options)
+
+
+def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
+    """A queue and the log that its receivers fill, as one source.
+
+    Raises:
+        UsageError: no such connector, not a queue, or a bad option.
+    """
+    from delivered.source.received import ReceivedSource, parse
+
+    found = connector(system)
+    if not isinstance(found, QueueConnector):
+        raise UsageError(
+            "NOT_A_QUEUE",
+            f"delivered_{found.name} needs no receiver: it can be read again by itself.",
+            next_step="start the pipeline with `delivered run`",
+        )
+    given = found.queue_options.restore(options)
+    receive = parse(found.queue_options.owner, given)
+    log = find_source("log", {"path": receive.log, **receive.log_options, **receive.storage})
+    return ReceivedSource(found.name, found.queue(given), receive, log)
 
 
 def find_sink(system: str, options: Mapping[str, str]) -> Sink:
@@ -55,4 +83,8 @@ def find_sink(system: str, options: Mapping[str, str]) -> Sink:
     found = connector(system)
     if found.sink_options is None:
         raise UsageError("NOT_A_SINK", f"delivered_{system} cannot be written to.")
+    if isinstance(found, KeptSinkConnector) and found.sink_options is not None:
+        given = found.sink_options.restore(options)
+        keeper = find_sink("sqlite", {"path": given["ledger"], "table": "delivered_unused"})
+        return found.kept_sink(given, keeper)
     return found.sink(options)

@@ -109,6 +109,18 @@ def source_replays(request: Request) -> Reason | None:
     )
 
 
+def source_recognises(request: Request) -> Reason | None:
+    source = request.source
+    if not source.capability.repeats or request.guarantee is Guarantee.AT_LEAST_ONCE:
+        return None
+    return Reason(
+        "SOURCE_REPEATS",
+        f"{request.guarantee.value} needs a source that holds every message once, and {source.label} cannot say so: "
+        f"{source.capability.repeats}.",
+        "let the senders set a message id and take messageId=none out, or choose at_least_once",
+    )
+
+
 def sink_commits(request: Request) -> Reason | None:
     sink = next((s for s in request.sinks if s.capability.commit is Commit.NONE), None)
     if request.guarantee is not Guarantee.EXACTLY_ONCE or sink is None:
@@ -245,6 +257,7 @@ RULES: tuple[Rule, ...] = (
     micro_batches,
     offsets_logged_first,
     source_replays,
+    source_recognises,
     sink_commits,
     one_last_resource,
     sink_sends_once,

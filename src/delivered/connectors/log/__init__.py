@@ -4,6 +4,8 @@ table.py    the layout: columns, files and the offsets they hold
 produce.py  producers: assign offsets, one commit, durable when it returns
 read.py     a range of offsets as record batches, found by offset and not by file name
 source.py   the contract's source over these
+journal.py  the log behind receivers: appends that know what it holds already, and its upkeep
+progress.py how far each reader is
 """
 
 from __future__ import annotations
@@ -51,3 +53,12 @@ def append(*args: Any, **kwargs: Any) -> Any:
     from delivered.connectors.log.produce import append as run
 
     return run(*args, **kwargs)
+
+
+def open_journal(*args: Any, **kwargs: Any) -> Any:
+    """See `delivered.connectors.log.journal.LogJournal`."""
+    from delivered.connectors.log.journal import LogJournal
+    from delivered.connectors.log.options import absolute
+
+    path, *rest = args
+    return LogJournal(absolute(path), *rest, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ SOURCE_OPTIONS = OptionTable(
         Option("endingOffsets", 'Where a batch read ends: latest or {"0": 12}.', LATEST),
         Option("maxOffsetsPerTrigger", "At most about so many records in one batch; none: no bound."),
         Option("includeHeaders", "Whether there is a column headers.", "false"),
+        Option("reader", "Name under which this pipeline's progress is kept beside the log, for its retention."),
     ),
     passthrough=("storage.",),
 )
@@ -33,6 +35,7 @@ class LogOptions:
     """
     Attributes:
         path: absolute when the log is a local folder.
+        reader: name of this pipeline's progress beside the log; None: it keeps none.
         storage: options of the object store's client; values may be references to secrets.
     """
 
@@ -41,6 +44,7 @@ class LogOptions:
     ending: Position = LATEST
     rows_max: int | None = None
     headers: bool = False
+    reader: str | None = None
     storage: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -61,6 +65,11 @@ def parse(given: Mapping[str, str]) -> LogOptions:
     owner = SOURCE_OPTIONS.owner
     options = SOURCE_OPTIONS.restore(given)
     rows_max = options.get("maxOffsetsPerTrigger")
+    reader = options.get("reader")
+    if reader is not None and not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", reader):
+        raise UsageError(
+            "OPTION_VALUE", f"{owner}: option 'reader' is {reader!r}; it must be a name of letters, digits, . _ -"
+        )
     ending = _position(owner, "endingOffsets", options.get("endingOffsets", LATEST))
     if ending == EARLIEST:
         raise UsageError("OPTION_VALUE", f"{owner}: option 'endingOffsets' is 'earliest'; a read cannot end there.")
@@ -70,6 +79,7 @@ def parse(given: Mapping[str, str]) -> LogOptions:
         ending=ending,
         rows_max=None if rows_max is None else whole_number(owner, "maxOffsetsPerTrigger", rows_max, 1),
         headers=flag(owner, "includeHeaders", options.get("includeHeaders", "false")),
+        reader=reader,
         storage={k.removeprefix("storage."): v for k, v in options.items() if k.startswith("storage.")},
     )
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,18 +74,18 @@ def append(
     options = dict(storage or {})
     if idempotence is not None and idempotence[0] == layout.CONFLICT_ID:
         raise UsageError("APP_ID_RESERVED", f"The application id {layout.CONFLICT_ID!r} is the log's own.")
-    table = _open_or_create(path, options)
+    table = open_or_create(path, options)
     if (done := _repeated(table, idempotence)) is not None:
         return done
     ends = layout.snapshot(table, path, options).ends()
-    files = _write(path, options, _rows(table_or_batches, partition_by), ends)
+    files = write_files(path, options, rows_by_partition(table_or_batches, partition_by), ends)
     if not files:
         return Appended(table.version(), {})
     try:
         for attempt in range(ATTEMPTS_MAX):
-            _sync_data(path, files)
+            sync_data(path, files)
             try:
-                _commit(table, files, idempotence)
+                commit(table, files, idempotence)
             except deltalake.exceptions.CommitFailedError:
                 # Somebody else was first: read again, move our offsets behind their records. If it was another error,
                 # and our commit is in after all, our files are there: their names nobody else has.
@@ -95,14 +95,14 @@ def append(
                 if {f.path for f in files} <= {f.path for f in now.files}:
                     return _finish(path, options, files)
                 if (done := _repeated(table, idempotence)) is not None:
-                    _remove(path, options, files)
+                    remove(path, options, files)
                     return done
                 files = _shifted(path, options, files, now.ends())
                 continue
             return _finish(path, options, files)
     except (deltalake.exceptions.DeltaError, OSError) as error:
         return _look(path, options, files, error)
-    _remove(path, options, files)
+    remove(path, options, files)
     raise DeliveredError(
         "LOG_CONTENDED",
         f"The log at {path!r} took {ATTEMPTS_MAX} commits of other producers while this append tried; nothing of it "
@@ -182,7 +182,7 @@ class _Files:
                 self._fs.delete_file(file.path)
 
 
-def _write(
+def write_files(
     path: str, options: Mapping[str, str], rows: Iterable[tuple[int, pa.RecordBatch]], ends: Mapping[int, int]
 ) -> list[_File]:
     files = _Files(path, options, ends)
@@ -195,7 +195,7 @@ def _write(
         raise
 
 
-def _rows(
+def rows_by_partition(
     data: pa.Table | pa.RecordBatch | Iterable[pa.RecordBatch], partition_by: int | None
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The records of `data` in the log's columns, split by partition, in order."""
@@ -248,7 +248,7 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=layout.STORED)
 
 
-def _open_or_create(path: str, options: Mapping[str, str]) -> Any:
+def open_or_create(path: str, options: Mapping[str, str]) -> Any:
     deltalake = layout.delta()
     if not deltalake.DeltaTable.is_deltatable(path, dict(options) or None):
         # "ignore": a producer that creates the log at the same moment is welcome.
@@ -270,7 +270,7 @@ def _repeated(table: Any, idempotence: tuple[str, int] | None) -> Appended | Non
     return Appended(table.version(), {}, repeated=True) if known is not None and known >= idempotence[1] else None
 
 
-def _commit(table: Any, files: list[_File], idempotence: tuple[str, int] | None) -> None:
+def commit(table: Any, files: list[_File], idempotence: tuple[str, int] | None) -> None:
     from deltalake import CommitProperties, PostCommitHookProperties, Transaction
     from deltalake.transaction import AddAction
 
@@ -308,7 +308,7 @@ def _commit(table: Any, files: list[_File], idempotence: tuple[str, int] | None)
     )
 
 
-def _sync_data(path: str, files: list[_File]) -> None:
+def sync_data(path: str, files: list[_File]) -> None:
     if layout.is_local(path):
         root = Path(path)
         layout.make_durable([*(root / f.path for f in files), *{(root / f.path).parent for f in files}, root])
@@ -319,11 +319,16 @@ def _finish(path: str, options: Mapping[str, str], files: list[_File]) -> Append
     version = table.version()
     layout.make_versions_durable(path, version - CHECKPOINT_VERSIONS, version)
     if version and version % CHECKPOINT_VERSIONS == 0:
-        table.create_checkpoint()
-        if layout.is_local(path):
-            folder = Path(path) / "_delta_log"
-            layout.make_durable([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])
+        checkpoint(table, path)
     return Appended(version, {f.partition: (f.first, f.first + f.rows - 1) for f in files})
+
+
+def checkpoint(table: Any, path: str) -> None:
+    """Fold the table's log up to the open version into one file, durable."""
+    table.create_checkpoint()
+    if layout.is_local(path):
+        folder, version = Path(path) / "_delta_log", table.version()
+        layout.make_durable([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])
 
 
 def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exception) -> Appended:
@@ -338,7 +343,7 @@ def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exce
         ) from error
     if {f.path for f in files} <= there:
         return _finish(path, options, files)
-    _remove(path, options, files)
+    remove(path, options, files)
     raise DeliveredError(
         "APPEND_FAILED",
         f"Nothing was appended to {path!r}: {str(error)[:500]}",
@@ -358,12 +363,12 @@ def _shifted(path: str, options: Mapping[str, str], files: list[_File], ends: Ma
                 for batch in pq.ParquetFile(source).iter_batches(batch_size=_GROUP_ROWS):
                     yield file.partition, batch.cast(layout.STORED)
 
-    fresh = _write(path, options, rows(), ends)
-    _remove(path, options, stale)
+    fresh = write_files(path, options, rows(), ends)
+    remove(path, options, stale)
     return sorted([*kept, *fresh], key=lambda f: f.partition)
 
 
-def _remove(path: str, options: Mapping[str, str], files: list[_File]) -> None:
+def remove(path: str, options: Mapping[str, str], files: Sequence[_File]) -> None:
     """Best effort: a file that no version names is invisible, and vacuum takes it away later."""
     fs = layout.filesystem(path, options)
     for file in files:

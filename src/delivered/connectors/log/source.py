@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
+from delivered.connectors.log.progress import write_progress
 from delivered.connectors.log.read import RangeReader
 from delivered.contract import Finding, Offsets, Slice
 from delivered.model.capability import SourceCapability
@@ -168,7 +169,9 @@ class LogDriver:
         return _offsets(now.version, begin), _offsets(now.version, end)
 
     def acknowledge(self, end: Offsets) -> None:
-        """A log needs no telling."""
+        """A log needs no telling; but its upkeep may want to know what is behind every reader."""
+        if self._options.reader is not None:
+            write_progress(self._options.path, self._storage, self._options.reader, _read(end))
 
     def close(self) -> None:
         self._table = self._snapshot = None

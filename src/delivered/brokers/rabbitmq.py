@@ -1,0 +1,144 @@
+"""RabbitMQ from Debian's packages, unpacked into the cache folder: nothing is installed, no root is needed.
+
+One node, everything on 127.0.0.1: the listener for clients, Erlang's own port, and a port mapper (epmd) of its own,
+which ends with the server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from delivered.brokers.fetch import Say, cache_folder
+from delivered.brokers.java import write_launcher
+from delivered.model.errors import DeliveredError
+
+AMQP, EPMD, ERLANG = "AMQP", "EPMD", "ERLANG"
+USER = "guest"
+_ERLANG_PARTS = (
+    *("asn1", "base", "crypto", "eldap", "inets", "mnesia", "os-mon", "parsetools"),
+    *("public-key", "runtime-tools", "ssl", "syntax-tools", "tools", "xmerl"),
+)
+PACKAGES = ("rabbitmq-server", *(f"erlang-{part}" for part in _ERLANG_PARTS), "libsctp1")
+_DOWNLOAD_TIMEOUT_S = 600.0
+_SETTINGS = {
+    "loopback_users.guest": "true",
+    "log.file": "false",
+    "log.console": "true",
+    "log.console.level": "warning",
+    # A development machine is seldom empty; the default would stop all publishers.
+    "disk_free_limit.absolute": "50MB",
+}
+
+
+def url(address: str) -> str:
+    return f"amqp://{USER}:{USER}@{address}/"
+
+
+def prepare(folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], say: Say) -> list[str]:
+    """Fetch the server if need be, write its configuration; returns the command to run.
+
+    Raises:
+        DeliveredError: this is no Debian, or the packages cannot be had.
+    """
+    root = _unpacked(say)
+    settings = {"listeners.tcp.1": listeners[AMQP], **_SETTINGS, **properties}
+    (folder / "rabbitmq.conf").write_text("".join(f"{k} = {v}\n" for k, v in settings.items()), encoding="utf-8")
+    (folder / "enabled_plugins").write_text("[].\n", encoding="utf-8")
+    (folder / "logs").mkdir(exist_ok=True)
+    launcher = folder / "start.sh"
+    write_launcher(launcher, _script(root, folder, listeners))
+    return ["/bin/sh", str(launcher)]
+
+
+def answers(address: str, timeout_s: float = 2.0) -> bool:
+    """Whether the server at `address` opens an AMQP 0-9-1 connection."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout_s) as peer:
+        peer.settimeout(timeout_s)
+        peer.sendall(b"AMQP\x00\x00\x09\x01")
+        # A method frame (1) on channel 0 whose method is connection.start (10, 10).
+        head = peer.makefile("rb").read(11)
+        return head[:3] == b"\x01\x00\x00" and head[7:11] == b"\x00\x0a\x00\x0a"
+    return False
+
+
+def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
+    erlang = root / "usr/lib/erlang"
+    home = next((root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*"))
+    epmd = listeners[EPMD].rpartition(":")[2]
+    variables = {
+        "HOME": folder,  # for Erlang's cookie
+        "PATH": f"{erlang}/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "LD_LIBRARY_PATH": root / "usr/lib/x86_64-linux-gnu",
+        "ERL_EPMD_ADDRESS": "127.0.0.1",
+        "ERL_EPMD_PORT": epmd,
+        "RABBITMQ_NODENAME": "delivered@localhost",
+        "RABBITMQ_DIST_PORT": listeners[ERLANG].rpartition(":")[2],
+        "RABBITMQ_CONF_ENV_FILE": folder / "none",
+        "RABBITMQ_CONFIG_FILE": folder / "rabbitmq.conf",
+        "RABBITMQ_ADVANCED_CONFIG_FILE": folder / "none.config",
+        "RABBITMQ_ENABLED_PLUGINS_FILE": folder / "enabled_plugins",
+        "RABBITMQ_MNESIA_BASE": folder / "data",
+        "RABBITMQ_LOG_BASE": folder / "logs",
+        "RABBITMQ_PID_FILE": folder / "node.pid",
+        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} +sbwt none",
+        # Makes the script become the server instead of watching it: one process to know, and to end.
+        "RUNNING_UNDER_SYSTEMD": "1",
+    }
+    exports = "".join(f"export {name}='{value}'\n" for name, value in variables.items())
+    dies = "setpriv --pdeathsig KILL " if shutil.which("setpriv") else ""
+    starts = f"{dies}'{erlang}/bin/epmd' -address 127.0.0.1 -port {epmd} &\nexec '{home}/sbin/rabbitmq-server'\n"
+    return f"#!/bin/sh\n{exports}{starts}"
+
+
+def _unpacked(say: Say) -> Path:
+    root = cache_folder() / "rabbitmq" / "debian"
+    if (root / ".ready").exists():
+        return root
+    programs = [shutil.which(p) for p in ("apt-get", "dpkg-deb")]
+    if None in programs:
+        raise DeliveredError(
+            "RABBITMQ_MISSING",
+            "RabbitMQ is taken from Debian's packages, and there is no apt-get here.",
+            next_step="start a RabbitMQ of your own, and give its URL",
+        )
+    root.parent.mkdir(parents=True, exist_ok=True)
+    say("fetching RabbitMQ and Erlang from Debian's packages, once (34 MB)")
+    work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=root.parent))
+    try:
+        _run(["apt-get", "download", "-q", *PACKAGES], work)
+        made = work / "root"
+        for package in sorted(work.glob("*.deb")):
+            _run(["dpkg-deb", "-x", str(package), str(made)], work)
+        erl = made / "usr/lib/erlang/bin/erl"
+        erl.write_text(erl.read_text().replace("ROOTDIR=/usr/lib/erlang", f"ROOTDIR='{root}/usr/lib/erlang'"))
+        (made / ".ready").touch()
+        with suppress(OSError):  # another process was faster, and made the same
+            made.rename(root)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return root
+
+
+def _run(command: list[str], folder: Path) -> None:
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+        failed, said = done.returncode != 0, done.stderr.strip()
+    except subprocess.TimeoutExpired:
+        failed, said = True, f"no end after {_DOWNLOAD_TIMEOUT_S:.0f} s"
+    if failed:
+        raise DeliveredError(
+            "DOWNLOAD_FAILED",
+            f"{command[0]} failed while RabbitMQ was fetched. It said: {said[-600:]}",
+            next_step="run apt-get update, look at the connection to Debian's servers, and run the command again",
+        )

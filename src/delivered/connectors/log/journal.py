@@ -1,0 +1,291 @@
+"""The log as a receiver's journal: a handle that stays open, and appends that know what the log holds already.
+
+The commit decides what is new. It is tried against the version of the table whose ids the window holds; if another
+process was faster, the commit fails, the window reads what that one wrote, and what is left is tried again. So two
+processes that append one message leave it in the log once, also when one of them was paused for long in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.connectors.log import produce
+from delivered.connectors.log import table as layout
+from delivered.connectors.log.progress import read_progress
+from delivered.connectors.log.read import RangeReader
+from delivered.contract_queue import Bunch, Entered, JournalSize
+from delivered.model.errors import DeliveredError
+from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.source.window import Window
+
+ID_HEADER = "delivered.id"
+"""Header under which a record carries the id that its sender gave it; always the first one."""
+_LOCK = "_receivers.lock"
+_CHECKPOINT_VERSIONS = 25
+"""An append costs 0.3 ms more for every version since the last checkpoint (deltalake 1.6)."""
+_RELOADS_MAX = 5
+_VERSIONS_SYNCED_AT_START = 100
+_COMPACTED_BYTES = 128 << 20
+
+
+class LogJournal:
+    """
+    Args:
+        path: as `absolute` gives it.
+        window_size: ids remembered of each partition.
+        partitions: messages are spread over so many by a hash of their key; 1: their order stays.
+        readers: what all of these have behind them may go, once it is `keep_s` old; empty: nothing goes.
+        upkeep: whether `maintain` does anything; of many processes, one should.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        storage: Mapping[str, str],
+        window_size: int,
+        partitions: int = 1,
+        readers: Sequence[str] = (),
+        keep_s: float = 0.0,
+        upkeep: bool = True,
+    ) -> None:
+        self._path = path
+        self._storage = dict(storage)
+        self._partitions = partitions
+        self._readers = tuple(readers)
+        self._keep_s = keep_s
+        self._upkeep = upkeep
+        self._window_size = window_size
+        self._table = produce.open_or_create(path, self._storage)
+        self._synced = -1
+        self.window = Window(window_size)
+        self._catch_up()
+
+    def append(self, bunch: Bunch) -> Outcome[Entered]:
+        deltalake = layout.delta()
+        files: list[Any] = []
+        try:
+            with self._lock():
+                for attempt in range(APPEND_ATTEMPTS_MAX):
+                    self._refresh()
+                    fresh = self.window.fresh(bunch.ids)
+                    if not fresh:
+                        return Ok(Entered(0, len(bunch), attempt + 1))
+                    files, told = self._write(bunch, fresh)
+                    produce.sync_data(self._path, files)
+                    try:
+                        produce.commit(self._table, files, None)
+                    except deltalake.exceptions.CommitFailedError:
+                        time.sleep(layout.jitter_s(attempt))
+                        if not self._is_in(files):
+                            produce.remove(self._path, self._storage, files)
+                            continue
+                    self._committed(files, told)
+                    return Ok(Entered(len(fresh), len(bunch) - len(fresh), attempt + 1))
+        except (deltalake.exceptions.DeltaError, DeliveredError, OSError) as error:
+            return self._look(files, error)
+        return Failed(f"{APPEND_ATTEMPTS_MAX} commits of other processes to {self._path!r} were faster")
+
+    def size(self) -> JournalSize:
+        self._table.update_incremental()
+        sizes = pa.table(self._table.get_add_actions(flatten=True)).column("size_bytes")
+        return JournalSize(int(pc.sum(sizes).as_py() or 0), len(sizes))
+
+    def maintain(self) -> int:
+        if not self._upkeep:
+            return 0
+        deltalake = layout.delta()
+        retired = 0
+        with contextlib.suppress(deltalake.exceptions.CommitFailedError), self._lock():  # the next time will do
+            self._refresh()
+            retired = self._retire(layout.snapshot(self._table, self._path, self._storage))
+            now = layout.snapshot(self._table, self._path, self._storage)
+            if len(now.files) > LOG_FILES_MAX:
+                self._compact(now)
+        return retired
+
+    def close(self) -> None:
+        """Nothing stays open but what the client library keeps."""
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Processes of one machine take turns. Saves failed commits, guarantees nothing."""
+        if not layout.is_local(self._path):
+            yield
+            return
+        with (Path(self._path) / "_delta_log" / _LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _refresh(self) -> None:
+        """The newest version, durable, and its ids in the window."""
+        self._table.update_incremental()
+        if self._table.version() != self._synced:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Tell the window what the log holds and it does not: after a start its tail, later what others appended."""
+        for _ in range(_RELOADS_MAX):
+            now = layout.snapshot(self._table, self._path, self._storage)
+            # What is known is acknowledged, and who committed it may have died before it was durable.
+            first = now.version - _VERSIONS_SYNCED_AT_START if self._synced < 0 else self._synced + 1
+            layout.make_versions_durable(self._path, first, now.version)
+            self._synced = now.version
+            try:
+                earliest = now.earliest()
+                for partition, end in now.ends().items():
+                    self._tell(partition, self.window.start(partition, earliest[partition], end), end, now)
+            except FileNotFoundError:  # rewritten meanwhile: the records are in other files
+                self._table = layout.open_table(self._path, self._storage)
+                continue
+            return
+        raise DeliveredError("LOG_FILES_VANISH", f"Files of the log {self._path!r} were taken away while it was read.")
+
+    def _tell(self, partition: int, start: int, end: int, now: layout.Snapshot) -> None:
+        if start >= end:
+            return
+        fs = layout.filesystem(self._path, self._storage)
+        reader = RangeReader(self._path, partition, start, end, ["headers", "offset"])
+        at = start
+        for batch in reader.read(fs, now.overlapping(partition, start, end)):
+            self.window.add(partition, at, ids_of(batch.column("headers")))
+            at += batch.num_rows
+
+    def _write(self, bunch: Bunch, fresh: Sequence[int]) -> tuple[list[Any], dict[int, list[str | None]]]:
+        """Data files for these messages, and which ids they hold, in order."""
+        chosen = bunch if len(fresh) == len(bunch) else bunch.pick(fresh)
+        rows = rows_of(chosen)
+        given = list(produce.rows_by_partition(rows, self._partitions if self._partitions > 1 else None))
+        told: dict[int, list[str | None]] = {}
+        if len(given) == 1:
+            told[given[0][0]] = list(chosen.ids)
+        else:
+            for partition, batch in given:
+                told.setdefault(partition, []).extend(ids_of(batch.column("headers")))
+        return produce.write_files(self._path, self._storage, given, self.window.ends), told
+
+    def _committed(self, files: Sequence[Any], told: Mapping[int, list[str | None]]) -> None:
+        self._table.update_incremental()
+        version = self._table.version()
+        # Between ours and the one before there may be another's: a compaction, which conflicts with nobody.
+        layout.make_versions_durable(self._path, self._synced + 1, version)
+        self._synced = version
+        for file in files:
+            self.window.add(file.partition, file.first, told[file.partition])
+        if version % _CHECKPOINT_VERSIONS == 0:
+            produce.checkpoint(self._table, self._path)
+            self._table = layout.open_table(self._path, self._storage)
+
+    def _is_in(self, files: Sequence[Any]) -> bool:
+        """Whether a commit is in whose answer said otherwise; leaves the newest version open."""
+        self._table = layout.open_table(self._path, self._storage)
+        now = layout.snapshot(self._table, self._path, self._storage)
+        return {f.path for f in files} <= {f.path for f in now.files}
+
+    def _look(self, files: Sequence[Any], error: Exception) -> Outcome[Entered]:
+        try:
+            there = bool(files) and self._is_in(files)
+        except Exception as second:
+            return Unknown(f"{str(error)[:300]}; then {str(second)[:300]}")
+        if there:
+            return Unknown(str(error)[:300])  # in, and perhaps not durable: it comes again, and is recognised
+        produce.remove(self._path, self._storage, files)
+        return Failed(str(error)[:500])
+
+    def _retire(self, now: layout.Snapshot) -> int:
+        """Take away what every reader has behind it, by whole files; never the window's ids, nor a partition's end."""
+        if not self._readers:
+            return 0
+        behind = [read_progress(self._path, self._storage, reader) for reader in self._readers]
+        if any(b is None for b in behind):
+            return 0
+        deltalake = layout.delta()
+        retired = 0
+        for partition, end in now.ends().items():
+            done = min((b or {}).get(partition, 0) for b in behind)
+            horizon = min(done, end - self._window_size)
+            old = [f for f in now.files if f.partition == partition and f.high < horizon and self._is_old(f)]
+            if not old:
+                continue
+            first, last = min(f.low for f in old), max(f.high for f in old)
+            self._table.delete(
+                f"partition = {partition} AND offset <= {last}",
+                post_commithook_properties=deltalake.PostCommitHookProperties(
+                    create_checkpoint=False, cleanup_expired_logs=False
+                ),
+            )
+            retired += last + 1 - first
+        if retired:
+            version = self._table.version()
+            layout.make_versions_durable(self._path, version - len(now.ends()), version)
+            self._table.vacuum(
+                retention_hours=int(self._keep_s // 3600), enforce_retention_duration=False, dry_run=False
+            )
+        return retired
+
+    def _is_old(self, file: layout.LogFile) -> bool:
+        if self._keep_s <= 0:
+            return True
+        fs = layout.filesystem(self._path, self._storage)
+        found = fs.get_file_info(file.path)
+        return found.mtime_ns is not None and found.mtime_ns / 1e9 < time.time() - self._keep_s
+
+    def _compact(self, now: layout.Snapshot) -> None:
+        """Small files into large ones. The old ones stay on disk, so that a reader under way still finds them."""
+        before = {f.path for f in now.files}
+        version = self._table.version()
+        self._table.optimize.compact(target_size=_COMPACTED_BYTES)
+        now = layout.snapshot(self._table, self._path, self._storage)
+        if layout.is_local(self._path):
+            fresh = [Path(self._path) / f.path for f in now.files if f.path not in before]
+            layout.make_durable([*fresh, *{p.parent for p in fresh}])
+        layout.make_versions_durable(self._path, version, self._table.version())
+
+
+def rows_of(bunch: Bunch) -> pa.RecordBatch:
+    """The messages as a log takes them; the sender's id becomes the first header."""
+    count = len(bunch)
+    now_us = time.time_ns() // 1000
+    names: list[str] = []
+    values: list[bytes | None] = []
+    offsets = np.zeros(count + 1, dtype=np.int32)
+    for at, (message_id, headers) in enumerate(zip(bunch.ids, bunch.headers, strict=True), 1):
+        if message_id is not None:
+            names.append(ID_HEADER)
+            values.append(message_id.encode())
+        for name, value in headers:
+            names.append(name)
+            values.append(value)
+        offsets[at] = len(names)
+    entries = pa.StructArray.from_arrays(
+        [pa.array(names, pa.string()), pa.array(values, pa.binary())], fields=list(layout.HEADERS.value_type)
+    )
+    columns = [
+        pa.array(bunch.keys, pa.binary()),
+        pa.array(bunch.values, pa.binary()),
+        pa.ListArray.from_arrays(pa.array(offsets), entries, type=layout.HEADERS),
+        pa.array([now_us if t is None else t for t in bunch.times_us], pa.timestamp("us", tz="UTC")),
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=["key", "value", "headers", "timestamp"])
+
+
+def ids_of(headers: pa.Array) -> list[str | None]:
+    """The ids that `rows_of` put in front; None where a record has none."""
+    found: list[str | None] = [None] * len(headers)
+    parents = pc.list_parent_indices(headers)
+    entries = pc.list_flatten(headers)
+    named = pc.equal(entries.field("key"), ID_HEADER)
+    rows = parents.filter(named).to_pylist()
+    for row, value in zip(rows, entries.field("value").filter(named).to_pylist(), strict=True):
+        if found[row] is None:
+            found[row] = value.decode()
+    return found

@@ -1,0 +1,81 @@
+"""Connections, and what the client said as errors of ours."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from delivered.connectors.rabbitmq.options import Place
+from delivered.model.errors import DeliveredError, MissingExtra, Refused, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.options import resolve_secret
+
+HEARTBEAT_S = 30
+BLOCKED_S = 60
+_PASSING = (311, 506, 541)
+"""Reply codes of a server that is short of something or looks for a leader: the same later may work."""
+
+
+def pika() -> Any:
+    """The client library, imported where it is used. Raises MissingExtra."""
+    try:
+        import pika
+    except ImportError:
+        raise MissingExtra("rabbitmq") from None
+    return pika
+
+
+def parameters(options: Place) -> Any:
+    """How to connect, with the password filled in; use at once, do not keep."""
+    client = pika()
+    made = client.URLParameters(options.url)
+    if options.password is not None:
+        user = unquote(urlsplit(options.url).username or "guest")
+        made.credentials = client.PlainCredentials(user, resolve_secret("password", options.password))
+    made.heartbeat = HEARTBEAT_S
+    made.blocked_connection_timeout = BLOCKED_S
+    made.connection_attempts = 1
+    made.socket_timeout = made.stack_timeout = CONNECT_TIMEOUT_S
+    return made
+
+
+def connect(options: Place) -> Any:
+    """An open connection. Raises Unreachable, Refused."""
+    client = pika()
+    try:
+        return client.BlockingConnection(parameters(options))
+    except (client.exceptions.AMQPError, OSError) as error:
+        raise explained(error, options) from error
+
+
+def explained(error: Exception, options: Place) -> DeliveredError:
+    """What went wrong, in plain words."""
+    kinds = pika().exceptions
+    said = str(error) or type(error).__name__
+    if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):
+        return Refused(
+            "RABBITMQ_CREDENTIALS",
+            f"RabbitMQ at {options.place} turned the user or the password away: {said}",
+            next_step="check the user in the url and the option password; guest may log in from localhost alone",
+        )
+    code = getattr(error, "reply_code", None)
+    if isinstance(error, kinds.ProbableAccessDeniedError) or code in (403, 530):
+        return Refused(
+            "RABBITMQ_PERMISSION",
+            f"RabbitMQ at {options.place} does not let this user in: {said}",
+            next_step="check the virtual host in the url; grant read and configure on the queue",
+        )
+    if code == 404:
+        return UsageError(
+            "QUEUE_MISSING",
+            f"There is no {options.target} at {options.place}.",
+            next_step="declare it (a queue durable, x-queue-type=quorum), or mend the options",
+        )
+    if isinstance(error, kinds.AMQPConnectionError | socket.error) or code in _PASSING:
+        return Unreachable(
+            "RABBITMQ_UNREACHABLE",
+            f"RabbitMQ at {options.place} did not answer, or the connection was lost: {said}",
+            next_step="check that the server runs, and the url",
+        )
+    return DeliveredError("RABBITMQ_CLIENT", f"RabbitMQ at {options.place} said: {said}")

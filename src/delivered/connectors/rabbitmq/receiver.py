@@ -1,0 +1,127 @@
+"""Messages in, acknowledgements out: one connection, one channel, manual acknowledgement, a bounded prefetch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from delivered.connectors.rabbitmq.client import connect, explained, pika
+from delivered.connectors.rabbitmq.options import RabbitmqOptions
+from delivered.contract_queue import Bunch
+from delivered.model.errors import Unreachable, UsageError
+from delivered.model.outcome import Ok, Outcome, Unknown
+
+_PROPERTIES = tuple((n, f"amqp.{n}") for n in ("content_type", "correlation_id", "type", "reply_to", "app_id"))
+"""AMQP's own properties that become headers where a message has them."""
+
+
+class RabbitmqReceiver:
+    """Handles are delivery tags; they mean something on this connection alone."""
+
+    def __init__(self, options: RabbitmqOptions) -> None:
+        self._options = options
+        self._errors = (pika().exceptions.AMQPError, OSError)
+        self._arrived: deque[tuple[Any, Any, bytes]] = deque()
+        self._acknowledged = 0
+        self._cancelled = False
+        self._connection = connect(options)
+        try:
+            self._channel = self._connection.channel()
+            self._channel.basic_qos(prefetch_count=options.prefetch)
+            self._channel.add_on_cancel_callback(self._on_cancel)
+            self._channel.basic_consume(options.queue, self._on_message)
+        except self._errors as error:
+            self.close()
+            raise explained(error, options) from error
+
+    def receive(self, count_max: int, wait_s: float) -> Bunch:
+        arrived = self._arrived
+        try:
+            self._connection.process_data_events(0 if arrived and count_max else wait_s)
+        except self._errors as error:
+            found = explained(error, self._options)
+            if isinstance(found, UsageError):
+                raise found from error
+            raise Unreachable("RABBITMQ_UNREACHABLE", found.message, found.next_step) from error
+        if self._cancelled:
+            raise UsageError(
+                "QUEUE_GONE",
+                f"RabbitMQ at {self._options.place} ended the consumer: the queue {self._options.queue!r} was deleted, "
+                "or its leader is gone.",
+                next_step="declare the queue again, and start `delivered receive`",
+            )
+        if not self._channel.is_open:  # the client does not raise for a channel that the server closed
+            reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
+            raise Unreachable(
+                "RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._options.place} closed the channel: {reason}"
+            )
+        return _bunch([arrived.popleft() for _ in range(min(count_max, len(arrived)))])
+
+    def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
+        """RabbitMQ does not answer an acknowledgement. Ok: it was sent; if it is lost, the messages come again."""
+        first, last = handles[0], handles[-1]
+        try:
+            if first == self._acknowledged + 1 and last - first + 1 == len(handles):
+                self._channel.basic_ack(last, multiple=True)
+                self._acknowledged = last  # all up to here: only then "and all before" may be said of what follows
+            else:
+                for handle in handles:
+                    self._channel.basic_ack(handle)
+        except self._errors as error:
+            return Unknown(str(error) or type(error).__name__)
+        return Ok(len(handles))
+
+    def give_back(self, handles: Sequence[Any]) -> None:
+        with contextlib.suppress(*self._errors):
+            for handle in handles:
+                self._channel.basic_nack(handle, requeue=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(*self._errors):
+            if self._connection.is_open:
+                self._connection.close()
+
+    def _on_message(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        del channel
+        self._arrived.append((method, properties, body))
+
+    def _on_cancel(self, frame: Any) -> None:
+        del frame
+        self._cancelled = True
+
+
+def _bunch(taken: Sequence[tuple[Any, Any, bytes]]) -> Bunch:
+    """Column by column: per message this is what a receiver's own time goes to."""
+    return Bunch(
+        ids=[p.message_id for _, p, _ in taken],
+        keys=[m.routing_key.encode() for m, _, _ in taken],
+        values=[body for _, _, body in taken],
+        headers=[_headers(p) for _, p, _ in taken],
+        times_us=[None if p.timestamp is None else int(p.timestamp) * 1_000_000 for _, p, _ in taken],
+        handles=[m.delivery_tag for m, _, _ in taken],
+    )
+
+
+def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
+    given = properties.headers
+    headers = [] if given is None else [(name, _bytes(value)) for name, value in given.items()]
+    for name, header in _PROPERTIES:
+        value = getattr(properties, name)
+        if value is not None:
+            headers.append((header, value.encode()))
+    return headers
+
+
+def _bytes(value: Any) -> bytes | None:
+    match value:
+        case None:
+            return None
+        case bytes():
+            return value
+        case str():
+            return value.encode()
+        case _:
+            return json.dumps(value, default=str).encode()

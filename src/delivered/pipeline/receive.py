@@ -1,0 +1,274 @@
+"""Runs receivers: one in this process, or several in processes of their own, until told to stop.
+
+delivered.receive(endpoint("rabbitmq", url=..., queue=..., log="/data/orders-log"), stop=...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.limits import RECEIVERS_MAX
+from delivered.model.options import resolve_secret
+from delivered.pipeline.registry import received
+
+if TYPE_CHECKING:
+    from delivered.pipeline.endpoint import Endpoint
+    from delivered.source.receive import Counts
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.2
+_RESTART_S_MAX = 30.0
+_STOP_TIMEOUT_S = 60.0
+_TELL_S = 0.5
+_LATENCIES_TOLD = 1_000
+Report = Callable[[int, "Counts"], None]
+
+
+def receive(
+    source: Endpoint,
+    processes: int = 1,
+    stop: Callable[[], bool] | None = None,
+    idle_s: float | None = None,
+    report: Report | None = None,
+) -> None:
+    """Receive into the log of `source` until `stop()` is true; what was taken by then is persisted and acknowledged.
+
+    Args:
+        source: a queue that forgets: endpoint("rabbitmq", ...).
+        processes: with more than one, each is a process of its own; one that dies is started again.
+        idle_s: end also when nothing arrived for so long; None: go on.
+        report: called with the number of the receiver and what it did so far, after every append.
+
+    Raises:
+        UsageError: not a queue, a bad option, or the queue cannot be received from.
+        DeliveredError: the log or the queue failed. Nothing that is not in the log was acknowledged.
+    """
+    if not 1 <= processes <= RECEIVERS_MAX:
+        raise UsageError("RECEIVERS", f"processes is {processes}; it must be from 1 to {RECEIVERS_MAX}.")
+    check(source)
+    if processes == 1:
+        receive_one(source.system, source.options, 0, stop or _never, idle_s, report)
+        return
+    _Several(source, processes, idle_s).run(stop or _never, report)
+
+
+@contextlib.contextmanager
+def receiving(source: Endpoint, processes: int) -> Iterator[Callable[[], None]]:
+    """Receivers beside a pipeline that runs in this process. Gives a function that raises what made them end.
+
+    The log is there when this is entered, so that the pipeline can be planned.
+    """
+    from delivered.connectors.log import open_journal
+
+    check(source)
+    made = received(source.system, source.options).options
+    open_journal(made.log, _storage(made.storage), 1).close()
+    stop, failed = threading.Event(), list[Exception]()
+
+    def run() -> None:
+        try:
+            _Several(source, processes, None).run(stop.is_set, None)
+        except Exception as error:
+            failed.append(error)
+
+    def raise_failure() -> None:
+        if failed:
+            raise failed[0]
+
+    thread = threading.Thread(target=run, name="delivered-receivers")
+    thread.start()
+    try:
+        yield raise_failure
+    finally:
+        stop.set()
+        thread.join()
+
+
+def check(source: Endpoint) -> None:
+    """Ask the queue whether it can be received from. Raises what refuses; the rest is logged."""
+    for finding in received(source.system, source.options).queue.preflight():
+        if finding.refuses:
+            raise UsageError(finding.code, finding.message, finding.next_step)
+        _LOG.warning("%s", finding.message)
+
+
+def receive_one(
+    system: str,
+    options: Mapping[str, str],
+    number: int,
+    stop: Callable[[], bool],
+    idle_s: float | None = None,
+    report: Report | None = None,
+) -> Counts:
+    """One receiver, in this process. The one with number 0 keeps the log in order."""
+    from delivered.source.receive import ReceiveLoop
+    from delivered.source.received import ASIDE_SUFFIX
+
+    source = received(system, options)
+    made = source.options
+    storage = _storage(made.storage)
+    from delivered.connectors.log import open_journal
+
+    settings = {"readers": made.readers, "keep_s": made.keep_s, "upkeep": number == 0}
+    journal = open_journal(made.log, storage, made.window, made.partitions, **settings)
+    aside = open_journal(made.log.rstrip("/") + ASIDE_SUFFIX, storage, made.window) if made.set_aside else None
+    loop = ReceiveLoop(source.queue.receiver, journal, made.limits(), aside)
+    idle = _Idle(loop, idle_s)
+    return loop.run(lambda: stop() or idle.over(), None if report is None else lambda counts: report(number, counts))
+
+
+def _storage(given: Mapping[str, str]) -> dict[str, str]:
+    return {k.removeprefix("storage."): resolve_secret(k, v) for k, v in given.items()}
+
+
+@dataclass
+class _Idle:
+    """Whether nothing arrived for a while."""
+
+    loop: Any
+    after_s: float | None
+    seen: int = -1
+    since: float = 0.0
+
+    def over(self) -> bool:
+        if self.after_s is None:
+            return False
+        received = self.loop.counts.received
+        if received != self.seen:
+            self.seen, self.since = received, time.monotonic()
+        return time.monotonic() - self.since > self.after_s
+
+
+class _Several:
+    """Receivers as processes; who dies by a signal or a failing server is started again, a wrong request ends all.
+
+    Each has a pipe of its own, for what it did and for the word to stop: nothing is shared, so one that is killed
+    holds no lock of the others. A pipe whose other end is gone is a word to stop, too.
+    """
+
+    def __init__(self, source: Endpoint, count: int, idle_s: float | None) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._source = source
+        self._idle_s = idle_s
+        self._running: dict[int, tuple[Any, Any]] = {}
+        self._starts = dict.fromkeys(range(count), 0)
+        self._due = dict.fromkeys(range(count), 0.0)
+
+    def run(self, stop: Callable[[], bool], report: Report | None) -> None:
+        try:
+            while not stop() and (self._running or self._due):
+                self._start_due()
+                self._drain(report)
+                self._reap()
+                time.sleep(_POLL_S)
+        finally:
+            self._end(report)
+
+    def _start_due(self) -> None:
+        for number, at in list(self._due.items()):
+            if time.monotonic() < at:
+                continue
+            del self._due[number]
+            ours, theirs = self._context.Pipe()
+            arguments = (self._source.system, dict(self._source.options), number, self._idle_s, theirs)
+            process = self._context.Process(target=_process, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._running[number] = (process, ours)
+
+    def _reap(self) -> None:
+        for number, (process, pipe) in list(self._running.items()):
+            if process.is_alive():
+                continue
+            del self._running[number]
+            pipe.close()
+            code = process.exitcode
+            if code == 0:
+                continue  # idle
+            if code == UsageError.exit_code:
+                raise UsageError("RECEIVER_REFUSED", f"Receiver {number} was refused; its reason is above.")
+            self._starts[number] += 1
+            wait_s = min(_RESTART_S_MAX, 0.5 * 2 ** self._starts[number])
+            _LOG.warning("receiver %d ended with %s and is started again in %.0f s", number, code, wait_s)
+            self._due[number] = time.monotonic() + wait_s
+
+    def _drain(self, report: Report | None) -> None:
+        for number, (_, pipe) in self._running.items():
+            with contextlib.suppress(EOFError, OSError):
+                while pipe.poll():
+                    counts = pipe.recv()
+                    if report is not None:
+                        report(number, counts)
+
+    def _end(self, report: Report | None) -> None:
+        for _, pipe in self._running.values():
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while any(process.is_alive() for process, _ in self._running.values()) and time.monotonic() < deadline:
+            self._drain(report)
+            time.sleep(_POLL_S / 10)
+        self._drain(report)
+        for process, pipe in self._running.values():
+            if process.is_alive():
+                process.kill()
+            process.join()
+            pipe.close()
+
+
+class _Line:
+    """A receiver's end of its pipe."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self._over = False
+        self._told_at = 0.0
+
+    def stop(self) -> bool:
+        if not self._over:
+            try:
+                self._over = self._pipe.poll()
+            except OSError:
+                self._over = True
+        return self._over
+
+    def tell(self, counts: Counts, last: bool = False) -> None:
+        if not last and time.monotonic() - self._told_at < _TELL_S:
+            return
+        self._told_at = time.monotonic()
+        with contextlib.suppress(OSError):
+            self._pipe.send(replace(counts, latencies_s=counts.latencies_s[-_LATENCIES_TOLD:]))
+
+
+def _process(system: str, options: Mapping[str, str], number: int, idle_s: float | None, pipe: Any) -> None:
+    from delivered.testing.crash import install_from_environment
+
+    install_from_environment()
+    quiet_client()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    line = _Line(pipe)
+    try:
+        line.tell(receive_one(system, options, number, line.stop, idle_s, lambda _, c: line.tell(c)), last=True)
+    except DeliveredError as error:
+        _LOG.error("receiver %d: %s", number, error)
+        raise SystemExit(error.exit_code) from None
+
+
+def quiet_client() -> None:
+    """For a process of its own: our warnings to standard error, and none of pika's, which shows a stack for every
+    connection that is refused."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("pika").setLevel(logging.CRITICAL)
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,331 @@
+"""The write-ahead receiver: take, persist, then acknowledge.
+
+    receive.take     messages arrive; the queue keeps them until they are acknowledged
+    receive.persist  one atomic append to the log; a message whose id the log holds does not enter again
+    receive.ack      the queue may forget them
+
+A crash before receive.persist: the queue hands the messages out again. A crash between receive.persist and the end of
+receive.ack: it hands them out again, and the log knows their ids. The append runs beside the receiving, one at a time:
+while it runs, the next bunch gathers, so bunches grow with the load.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from delivered.contract_queue import Bunch, Entered, Journal, Receiver
+from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
+from delivered.model.limits import SOURCE_PATIENCE_S
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.step import Moment, StepId, reach
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.02
+_WAIT_S = 0.2
+"""So soon a request to stop is seen."""
+_PAUSE_S = 1.0
+_RECONNECT_S = 0.5
+_LATENCIES_KEPT = 10_000
+
+
+@dataclass(frozen=True)
+class ReceiveLimits:
+    """
+    Attributes:
+        messages_max, bytes_max: of one append.
+        linger_s: how long a bunch may wait for more.
+        message_bytes_max: a larger message is bad.
+        log_bytes_max: of the log; above it nothing is received. None: no bound.
+        ids_required: a message without an id is bad.
+        maintain_s: between two times of upkeep; None: another process does it.
+    """
+
+    messages_max: int
+    bytes_max: int
+    linger_s: float
+    message_bytes_max: int
+    log_bytes_max: int | None = None
+    ids_required: bool = True
+    maintain_s: float | None = None
+
+
+@dataclass
+class Counts:
+    """What a receiver did since it started.
+
+    Attributes:
+        received: messages taken, those that came again included.
+        entered: messages that are in the log through it; repeated: that were in before; set_aside: bad ones.
+        acknowledged: messages that the queue was told to forget.
+        unacknowledged: messages persisted whose acknowledgement had no clear answer.
+        paused: times it stopped receiving because the log was full; reconnected: times the queue was lost.
+        latencies_s: of the last messages, from arrival to acknowledgement, a bunch's oldest each.
+    """
+
+    received: int = 0
+    entered: int = 0
+    repeated: int = 0
+    set_aside: int = 0
+    acknowledged: int = 0
+    unacknowledged: int = 0
+    appends: int = 0
+    tries: int = 0
+    retired: int = 0
+    paused: int = 0
+    reconnected: int = 0
+    latencies_s: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Gathering:
+    """
+    Attributes:
+        receiver: the connection that handed the messages out; no other can acknowledge them.
+    """
+
+    receiver: Receiver | None = None
+    bunch: Bunch = field(default_factory=Bunch)
+    bytes: int = 0
+    since: float = 0.0
+
+    def take(self, arrived: Bunch, receiver: Receiver) -> None:
+        self.receiver = receiver
+        if not len(self.bunch):
+            self.bunch, self.since = arrived, time.monotonic()
+        else:
+            mine = self.bunch
+            mine.ids += arrived.ids
+            mine.keys += arrived.keys
+            mine.values += arrived.values
+            mine.headers += arrived.headers
+            mine.times_us += arrived.times_us
+            mine.handles += arrived.handles
+        self.bytes += sum(map(len, arrived.values))
+
+
+class ReceiveLoop:
+    """One receiver process. `run` until `stop` says so; everything of the queue happens in the calling thread.
+
+    Args:
+        aside: where bad messages go, with the reason as a header; None: the first one ends the receiver.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Receiver], journal: Journal, limits: ReceiveLimits, aside: Journal | None = None
+    ) -> None:
+        self._connect = connect
+        self._receiver: Receiver | None = None
+        self._journal = journal
+        self._aside = aside
+        self._limits = limits
+        self.counts = Counts()
+
+    def run(self, stop: Callable[[], bool], report: Callable[[Counts], None] | None = None) -> Counts:
+        """Receive until `stop()` is true; what was taken by then is persisted and acknowledged.
+
+        Raises:
+            BadRecord: a message has no id or is too large, and there is nowhere to set it aside.
+            DeliveredError: the log failed, or the queue did for too long. Nothing that is not in the log was
+                acknowledged.
+        """
+        pool = ThreadPoolExecutor(1, "delivered-append")
+        try:
+            self._receiver = self._connect()
+            self._run(stop, report, pool)
+        finally:
+            pool.shutdown(wait=True)
+            if self._receiver is not None:
+                self._receiver.close()
+        return self.counts
+
+    def _run(self, stop: Callable[[], bool], report: Callable[[Counts], None] | None, pool: ThreadPoolExecutor) -> None:
+        gathering, writing = _Gathering(), _Gathering()
+        running: Future[Outcome[Entered]] | None = None
+        upkeep: Future[int] | None = None
+        upkeep_at = time.monotonic() + (self._limits.maintain_s or 0.0)
+        while True:
+            stopping = stop()
+            busy = running is not None or upkeep is not None
+            gathering = self._gather(gathering, stopping, busy, stop)
+            if running is not None and running.done():
+                self._entered(running.result(), writing)
+                running = None
+                if report is not None:
+                    report(self.counts)
+            if upkeep is not None and upkeep.done():
+                self.counts.retired += upkeep.result()
+                upkeep = None
+                upkeep_at = time.monotonic() + (self._limits.maintain_s or 0.0)
+                if self._is_full():
+                    gathering = self._wait_for_room(stop)
+            if running is not None or upkeep is not None:
+                continue
+            if self._limits.maintain_s is not None and time.monotonic() >= upkeep_at and not stopping:
+                upkeep = pool.submit(self._journal.maintain)
+            elif self._due(gathering, stopping):
+                writing, gathering = gathering, _Gathering()
+                running = pool.submit(self._persist, writing.bunch)
+            elif stopping:
+                return
+
+    def _gather(self, gathering: _Gathering, stopping: bool, busy: bool, stop: Callable[[], bool]) -> _Gathering:
+        """Take what arrived. When the connection is lost, what was not persisted is forgotten: it comes again."""
+        receiver = self._receiver
+        room = max(0, self._limits.messages_max - len(gathering.bunch))
+        if stopping or gathering.bytes >= self._limits.bytes_max or receiver is None:
+            room = 0
+        try:
+            if receiver is None:
+                return _Gathering()
+            arrived = receiver.receive(room, self._wait_s(busy, gathering))
+        except Unreachable as error:
+            self._again(error, stop)
+            return _Gathering()
+        if len(arrived):
+            self._took(arrived)
+            gathering.take(arrived, receiver)
+        return gathering
+
+    def _again(self, error: Unreachable, stop: Callable[[], bool]) -> None:
+        """Connect anew, for as long as a queue may take to restart."""
+        self.counts.reconnected += 1
+        deadline = time.monotonic() + SOURCE_PATIENCE_S
+        _LOG.warning("the connection to the queue was lost, and is made anew: %s", error.message)
+        while not stop():
+            if self._receiver is not None:
+                self._receiver.close()
+                self._receiver = None
+            try:
+                self._receiver = self._connect()
+                return
+            except Unreachable as again:
+                if time.monotonic() > deadline:
+                    raise again from error
+                time.sleep(_RECONNECT_S)
+
+    def _took(self, arrived: Bunch) -> None:
+        self.counts.received += len(arrived)
+        reach(StepId.RECEIVE_TAKE, Moment.AFTER, messages=len(arrived), received=self.counts.received)
+
+    def _wait_s(self, writing: bool, gathering: _Gathering) -> float:
+        if writing:
+            return _POLL_S
+        if not len(gathering.bunch):
+            return _WAIT_S
+        return max(0.0, min(_WAIT_S, gathering.since + self._limits.linger_s - time.monotonic()))
+
+    def _due(self, gathering: _Gathering, stopping: bool) -> bool:
+        limits = self._limits
+        if not len(gathering.bunch):
+            return False
+        full = len(gathering.bunch) >= limits.messages_max or gathering.bytes >= limits.bytes_max
+        return full or stopping or time.monotonic() - gathering.since >= limits.linger_s
+
+    def _persist(self, bunch: Bunch) -> Outcome[Entered]:
+        """Runs in the appending thread."""
+        reach(StepId.RECEIVE_PERSIST, Moment.BEFORE, messages=len(bunch))
+        good, bad, reasons = self._sorted(bunch)
+        if bad:
+            outcome = self._set_aside(bunch.pick(bad), reasons)
+            if not isinstance(outcome, Ok):
+                return outcome
+        done = self._journal.append(bunch if not bad else bunch.pick(good))
+        reach(StepId.RECEIVE_PERSIST, Moment.AFTER, messages=len(bunch))
+        return done
+
+    def _sorted(self, bunch: Bunch) -> tuple[list[int], list[int], list[str]]:
+        limits = self._limits
+        if max(map(len, bunch.values)) <= limits.message_bytes_max and not (limits.ids_required and None in bunch.ids):
+            return [], [], []
+        good, bad, reasons = list[int](), list[int](), list[str]()
+        for at, (value, message_id) in enumerate(zip(bunch.values, bunch.ids, strict=True)):
+            if len(value) > limits.message_bytes_max:
+                reason = f"it has {len(value)} bytes; the limit (messageBytesMax) is {limits.message_bytes_max}"
+            elif limits.ids_required and message_id is None:
+                reason = "its sender set no message id, so it could not be recognised when it comes again"
+            else:
+                good.append(at)
+                continue
+            bad.append(at)
+            reasons.append(reason)
+        return good, bad, reasons
+
+    def _set_aside(self, bad: Bunch, reasons: Sequence[str]) -> Outcome[Entered]:
+        if self._aside is None:
+            raise BadRecord(
+                "MESSAGE_BAD",
+                f"A message cannot be taken: {reasons[0]}. It was not acknowledged, and nothing was lost.",
+                next_step="set badMessages=set_aside to keep such messages in a log of their own; messageId=none if no "
+                "sender sets ids (at_least_once then)",
+            )
+        bad.headers = [[*h, ("delivered.reason", r.encode())] for h, r in zip(bad.headers, reasons, strict=True)]
+        outcome = self._aside.append(bad)
+        if isinstance(outcome, Ok):
+            self.counts.set_aside += outcome.value.entered
+            _LOG.warning("%d messages set aside, the first because %s", len(bad), reasons[0])
+        return outcome
+
+    def _entered(self, outcome: Outcome[Entered], written: _Gathering) -> None:
+        handles = written.bunch.handles
+        match outcome:
+            case Failed(reason):
+                if written.receiver is not None:
+                    written.receiver.give_back(handles)
+                raise DeliveredError(
+                    "RECEIVE_NOT_PERSISTED",
+                    f"{len(handles)} messages could not be appended to the log and were given back: {reason}",
+                    next_step="mend what the message names, and start `delivered receive` again",
+                )
+            case Unknown(reason):
+                raise OutcomeUnknown(
+                    "RECEIVE_UNKNOWN",
+                    f"Whether {len(handles)} messages are in the log cannot be told; they were not acknowledged: "
+                    f"{reason}",
+                    next_step="start `delivered receive` again: the queue hands them out once more, and the log knows "
+                    "those it holds",
+                )
+            case Ok(entered):
+                self.counts.entered += entered.entered
+                self.counts.repeated += entered.repeated
+                self.counts.appends += 1
+                self.counts.tries += entered.tries
+        self._acknowledge(written)
+
+    def _acknowledge(self, written: _Gathering) -> None:
+        handles = written.bunch.handles
+        reach(StepId.RECEIVE_ACK, Moment.BEFORE, messages=len(handles))
+        receiver = written.receiver
+        answer = Failed("no connection") if receiver is None else receiver.acknowledge(handles)
+        reach(StepId.RECEIVE_ACK, Moment.AFTER, messages=len(handles))
+        if isinstance(answer, Ok):
+            self.counts.acknowledged += answer.value
+        else:
+            # They come again, and are recognised.
+            self.counts.unacknowledged += len(handles)
+            _LOG.warning("%d persisted messages were not acknowledged: %s", len(handles), answer.reason)
+        latencies = self.counts.latencies_s
+        latencies.append(time.monotonic() - written.since)
+        del latencies[:-_LATENCIES_KEPT]
+
+    def _is_full(self) -> bool:
+        limit = self._limits.log_bytes_max
+        return limit is not None and self._journal.size().bytes > limit
+
+    def _wait_for_room(self, stop: Callable[[], bool]) -> _Gathering:
+        """While the log is larger than its limit, hold no message: they wait in the queue, for whoever has room."""
+        self.counts.paused += 1
+        _LOG.warning("the log is larger than %s bytes; receiving stops until there is room", self._limits.log_bytes_max)
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        while self._is_full() and not stop():
+            time.sleep(_PAUSE_S)
+            self.counts.retired += self._journal.maintain()
+        if not stop():
+            self._receiver = self._connect()
+            _LOG.warning("there is room in the log; receiving goes on")
+        return _Gathering()

@@ -1,0 +1,179 @@
+"""A queue that forgets, read as a source: receivers fill a durable log, and the pipeline reads that.
+
+The options of every such source stand here: how the log is kept, how messages are recognised, how much is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from delivered.contract import Finding, Slice, Source, SourceDriver
+from delivered.contract_queue import Queue
+from delivered.model import limits
+from delivered.model.capability import SourceCapability
+from delivered.model.options import Option, choice, whole_number
+from delivered.source.receive import ReceiveLimits
+
+IDS = ("required", "none")
+BAD = ("stop", "set_aside")
+ASIDE_SUFFIX = ".bad"
+
+OPTIONS = (
+    Option("log", "Folder or URL of the durable log that receivers fill and the pipeline reads.", required=True),
+    Option(
+        "messageId", "required: senders set an id, by which a message is recognised; none: they do not.", "required"
+    ),
+    Option(
+        "dedupWindow",
+        "Newest messages of each partition of the log among which one that comes again is recognised.",
+        str(limits.DEDUP_WINDOW),
+    ),
+    Option("logPartitions", "Partitions of the log, by a hash of the key; with 1 the queue's order stays.", "1"),
+    Option("receiveMessagesMax", "Messages in one append to the log, at most.", str(limits.RECEIVE_MESSAGES_MAX)),
+    Option(
+        "receiveLingerMs",
+        "How long a message waits for others before it is appended: more latency, fewer commits.",
+        f"{limits.RECEIVE_LINGER_S * 1000:.0f}",
+    ),
+    Option("messageBytesMax", "A larger message is bad.", str(limits.MESSAGE_BYTES_MAX)),
+    Option("badMessages", "stop: a bad message ends the receiver; set_aside: it goes to the log <log>.bad.", "stop"),
+    Option("logBytesMax", "While the log is larger, nothing is received; none: no bound."),
+    Option(
+        "logReaders", "Names of pipelines, with commas: what all of them have read is taken away; none: nothing is."
+    ),
+    Option("logKeepSeconds", "What is younger is not taken away.", "3600"),
+    Option("reader", "Name under which this pipeline's progress is kept beside the log, for logReaders."),
+    Option("startingOffsets", 'Where a new checkpoint starts in the log: earliest, latest or {"0": 12}.', "earliest"),
+    Option("endingOffsets", 'Where a batch read of the log ends: latest or {"0": 12}.', "latest"),
+    Option("maxOffsetsPerTrigger", "At most about so many records in one batch; none: no bound."),
+    Option("includeHeaders", "Whether there is a column headers; delivered.id in it is the sender's id.", "false"),
+)
+"""Options that every source has whose records pass through a receiver."""
+
+_LOG_OPTIONS = ("startingOffsets", "endingOffsets", "maxOffsetsPerTrigger", "includeHeaders", "reader")
+
+
+@dataclass(frozen=True)
+class ReceiveOptions:
+    """
+    Attributes:
+        log: path or URL, as given.
+        log_options: for the log's source.
+        storage: for the object store's client; may be references to secrets.
+    """
+
+    log: str
+    ids_required: bool = True
+    window: int = limits.DEDUP_WINDOW
+    partitions: int = 1
+    messages_max: int = limits.RECEIVE_MESSAGES_MAX
+    linger_s: float = limits.RECEIVE_LINGER_S
+    message_bytes_max: int = limits.MESSAGE_BYTES_MAX
+    set_aside: bool = False
+    log_bytes_max: int | None = None
+    readers: tuple[str, ...] = ()
+    keep_s: float = 3600.0
+    log_options: Mapping[str, str] = field(default_factory=dict)
+    storage: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def limits(self) -> ReceiveLimits:
+        return ReceiveLimits(
+            messages_max=self.messages_max,
+            bytes_max=limits.RECEIVE_BYTES_MAX,
+            linger_s=self.linger_s,
+            message_bytes_max=self.message_bytes_max,
+            log_bytes_max=self.log_bytes_max,
+            ids_required=self.ids_required,
+            maintain_s=limits.RECEIVE_UPKEEP_S,
+        )
+
+
+def parse(owner: str, options: Mapping[str, str]) -> ReceiveOptions:
+    """From options whose case was restored. Raises UsageError for a bad value."""
+
+    def number(name: str, default: int, low: int, high: int | None = None) -> int:
+        return whole_number(owner, name, options.get(name, str(default)), low, high)
+
+    room = options.get("logBytesMax")
+    return ReceiveOptions(
+        log=options["log"],
+        ids_required=choice(owner, "messageId", options.get("messageId", IDS[0]), IDS) == IDS[0],
+        window=number("dedupWindow", limits.DEDUP_WINDOW, 1, 100_000_000),
+        partitions=number("logPartitions", 1, 1, 1_000),
+        messages_max=number("receiveMessagesMax", limits.RECEIVE_MESSAGES_MAX, 1, 1_000_000),
+        linger_s=number("receiveLingerMs", round(limits.RECEIVE_LINGER_S * 1000), 0, 60_000) / 1000,
+        message_bytes_max=number("messageBytesMax", limits.MESSAGE_BYTES_MAX, 1, limits.RECEIVE_BYTES_MAX),
+        set_aside=choice(owner, "badMessages", options.get("badMessages", BAD[0]), BAD) == BAD[1],
+        log_bytes_max=None if room is None else whole_number(owner, "logBytesMax", room, 1),
+        readers=tuple(r.strip() for r in options.get("logReaders", "").split(",") if r.strip()),
+        keep_s=number("logKeepSeconds", 3600, 0),
+        log_options={k: options[k] for k in _LOG_OPTIONS if k in options},
+        storage={k: v for k, v in options.items() if k.startswith("storage.")},
+    )
+
+
+@dataclass(frozen=True)
+class ReceivedSource:
+    """The log behind a queue, as the queue's source.
+
+    Attributes:
+        system: of the queue: "rabbitmq".
+        log: the log as a source of its own.
+    """
+
+    system: str
+    queue: Queue
+    options: ReceiveOptions
+    log: Source
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        return self.log.rows_per_batch_max
+
+    def capability(self) -> SourceCapability:
+        inner, options = self.log.capability(), self.options
+        repeats = ""
+        if not options.ids_required:
+            repeats = (
+                f"the queue {self.queue.name} hands a message out again when its receiver died before the "
+                "acknowledgement, and with messageId=none it cannot be recognised"
+            )
+        known = f"a message that comes again after more than {options.window:,} others entered is taken for a new one"
+        memory = f"; each receiver holds their ids, up to {_memory(options.window * options.partitions)}"
+        return SourceCapability(
+            system=self.system,
+            replayable=True,
+            repeats=repeats,
+            local=inner.local,
+            assumes=(
+                f"`delivered receive` runs: it writes {self.queue.name} to the log, and only then acknowledges",
+                *(() if repeats else (known + memory,)),
+                *self.queue.assumes(),
+                *inner.assumes,
+            ),
+        )
+
+    def preflight(self) -> Sequence[Finding]:
+        found = list(self.log.preflight())
+        return [_start_receiver(f) if f.code == "LOG_MISSING" else f for f in found]
+
+    def schema(self) -> pa.Schema:
+        return self.log.schema()
+
+    def driver(self) -> SourceDriver:
+        return self.log.driver()
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        return self.log.read(piece)
+
+
+def _start_receiver(finding: Finding) -> Finding:
+    next_step = "start `delivered receive` with this pipeline file: it makes the log and fills it"
+    return Finding(finding.code, finding.message, finding.refuses, next_step)
+
+
+def _memory(ids: int) -> str:
+    return f"{max(1, round(ids * limits.DEDUP_BYTES_PER_ID / 1e6)):,} MB"

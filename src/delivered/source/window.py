@@ -1,0 +1,84 @@
+"""Which messages a log holds already: the ids of the newest ones of each of its partitions. Pure.
+
+The window is a function of the log alone: of each partition the last `size` offsets. So it is the same before and
+after a restart, and in every process that read the log to the same end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+
+class Window:
+    """
+    Args:
+        size: offsets of each partition whose ids are remembered. A message that comes again after more than so many
+            others entered its partition is taken for a new one.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._times: dict[str, int] = {}  # in how many places; an id can be in the log twice, far apart
+        self._lanes: dict[int, deque[str | None]] = {}
+        self._ends: dict[int, int] = {}
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """Partition -> offset of the next message, as far as this window was told."""
+        return dict(self._ends)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def __contains__(self, message_id: str) -> bool:
+        return message_id in self._times
+
+    def start(self, partition: int, earliest: int, end: int) -> int:
+        """The first offset whose id is still to be told, when the log holds [earliest, end)."""
+        return max(earliest, end - self._size, self._ends.get(partition, 0))
+
+    def add(self, partition: int, first: int, ids: Sequence[str | None]) -> None:
+        """Remember what was persisted at the offsets from `first` on. Only what is durable may be told (P8).
+
+        Offsets that were told before are passed over; what lies between (a log that was thinned out) is forgotten.
+        """
+        end = self._ends.get(partition, 0)
+        lane = self._lanes.setdefault(partition, deque())
+        if first < end:
+            ids, first = ids[end - first :], end
+        elif first > end:
+            self._forget(lane, len(lane))
+        if not ids:
+            return
+        times = self._times
+        for message_id in ids:
+            if message_id is not None:
+                times[message_id] = times.get(message_id, 0) + 1
+        lane.extend(ids)
+        self._ends[partition] = first + len(ids)
+        self._forget(lane, len(lane) - self._size)
+
+    def fresh(self, ids: Sequence[str | None]) -> list[int]:
+        """Places in `ids` of those that are not known, each id once. What has no id is always fresh."""
+        times, seen, found = self._times, set[str](), []
+        for at, message_id in enumerate(ids):
+            if message_id is not None:
+                if message_id in times or message_id in seen:
+                    continue
+                seen.add(message_id)
+            found.append(at)
+        return found
+
+    def _forget(self, lane: deque[str | None], count: int) -> None:
+        """Drop the oldest `count` ids of a lane."""
+        times = self._times
+        for _ in range(count):
+            message_id = lane.popleft()
+            if message_id is None:
+                continue
+            left = times[message_id] - 1
+            if left:
+                times[message_id] = left
+            else:
+                del times[message_id]

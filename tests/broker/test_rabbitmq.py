@@ -1,0 +1,295 @@
+"""RabbitMQ through the receiver: `delivered receive` as users run it, killed; the broker killed; bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import Rabbitmq
+
+import delivered
+from delivered import brokers
+from delivered.connectors.log import CONNECTOR as LOG
+from delivered.connectors.rabbitmq.client import connect
+from delivered.connectors.rabbitmq.options import parse
+from delivered.connectors.rabbitmq.queue import RabbitmqQueue
+from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
+from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
+from delivered.model.outcome import Ok
+from delivered.model.step import ROLE_OF_STEP, Moment, Role
+from delivered.testing.crash import CRASH, CRASH_DIR, hits
+
+MESSAGES = 3_000
+POINTS = [f"{s}:{m}" for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER for m in Moment]
+
+
+def body(n: int) -> bytes:
+    return b"message %d" % n
+
+
+def pipeline_file(folder: Path, url: str, queue: str, **options: Any) -> Path:
+    source = {"format": "rabbitmq", "url": url, "queue": queue, "log": str(folder / "log")}
+    text = {
+        "pipeline": "orders",
+        "guarantee": "exactly_once",
+        "checkpoint": str(folder / "checkpoint"),
+        "source": {**source, "receiveMessagesMax": 500, "receiveLingerMs": 20, **options},
+        "sinks": [{"format": "sqlite", "path": str(folder / "out.db"), "table": "orders"}],
+    }
+    file = folder / "orders.yaml"
+    file.write_text(json.dumps(text))
+    return file
+
+
+def receive(file: Path, *options: str, crash: str = "") -> subprocess.Popen[str]:
+    (file.parent / "hits").mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "delivered.cli.main", "receive", str(file), "-o", "json", *options]
+    environment = {**os.environ, CRASH: crash, CRASH_DIR: str(file.parent / "hits")}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def entered(log: Path) -> Counter[bytes]:
+    driver = (source := LOG.source({"path": str(log)})).driver()
+    pieces = driver.slices(*driver.batch())
+    return Counter(v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist())
+
+
+def each_once(count: int = MESSAGES) -> Counter[bytes]:
+    return Counter(body(n) for n in range(count))
+
+
+def numbered(count: int = MESSAGES) -> list[tuple[str, bytes]]:
+    return [(f"id{n}", body(n)) for n in range(count)]
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if p != "receive.take:before"])
+def test_killed_at_a_point_and_started_again(rabbitmq: Rabbitmq, tmp_path: Path, point: str) -> None:
+    queue = rabbitmq.queue()
+    rabbitmq.send(queue, numbered())
+    file = pipeline_file(tmp_path, rabbitmq.url, queue)
+    dies = receive(file, crash=f"{point}#3!kill")
+    dies.communicate(timeout=60)
+    assert dies.returncode == -signal.SIGKILL
+    assert len(hits(tmp_path / "hits")) == 1
+    said = finish(receive(file, "--idle-seconds", "1.5"))
+    assert entered(tmp_path / "log") == each_once()
+    assert rabbitmq.left(queue) == 0
+    # At other points too: an acknowledgement that was sent may be lost with the connection.
+    assert said["repeated"] > 0 or point not in ("receive.persist:after", "receive.ack:before")
+
+
+def test_senders_that_send_again_and_receivers_that_are_killed(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+    """Two receivers, restarted whenever one is killed; every third message is sent twice."""
+    queue = rabbitmq.queue()
+    file = pipeline_file(tmp_path, rabbitmq.url, queue, receiveMessagesMax=100)
+    process = receive(file, "--processes", "2", "--idle-seconds", "6")
+    sender = threading.Thread(target=rabbitmq.send, args=(queue, [*numbered(), *numbered()[::3]]))
+    sender.start()
+    killed = 0
+    deadline = time.monotonic() + 30
+    while killed < 3 and time.monotonic() < deadline:
+        time.sleep(1.2)
+        workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        if workers:
+            workers[killed % len(workers)].kill()
+            killed += 1
+    sender.join()
+    finish(process)
+    assert killed == 3
+    assert entered(tmp_path / "log") == each_once()
+    assert rabbitmq.left(queue) == 0
+
+
+def test_the_broker_is_killed_and_comes_back(new_rabbitmq: Callable[[], Rabbitmq], tmp_path: Path) -> None:
+    rabbitmq = new_rabbitmq()
+    queue = rabbitmq.queue()
+    rabbitmq.send(queue, numbered())
+    file = pipeline_file(tmp_path, rabbitmq.url, queue, receiveMessagesMax=50)
+    process = receive(file)
+    while not (tmp_path / "log" / "_delta_log" / "00000000000000000003.json").exists():
+        time.sleep(0.01)
+    rabbitmq.broker.kill()
+    rabbitmq.broker.restart()
+    deadline = time.monotonic() + 60
+    while entered(tmp_path / "log") != each_once():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    said = finish(process)
+    assert said["reconnected"] >= 1
+    assert rabbitmq.left(queue) == 0
+
+
+def test_sigterm_persists_what_was_taken(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+    queue = rabbitmq.queue()
+    rabbitmq.send(queue, numbered(100))
+    process = receive(pipeline_file(tmp_path, rabbitmq.url, queue, receiveLingerMs=60_000))
+    while rabbitmq.left(queue):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)["acknowledged"] == 100
+    assert entered(tmp_path / "log") == each_once(100)
+
+
+def test_receivers_end_when_who_started_them_is_killed(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+    queue = rabbitmq.queue()
+    process = receive(pipeline_file(tmp_path, rabbitmq.url, queue), "--processes", "2")
+    deadline = time.monotonic() + 30
+    while len(workers := psutil.Process(process.pid).children(recursive=True)) < 3:  # and what tracks their resources
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(2)
+    process.kill()
+    process.communicate()
+    assert psutil.wait_procs(workers, 20)[1] == []
+
+
+def test_receivers_beside_a_pipeline_share_its_life(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+    from delivered.pipeline.receive import receiving
+
+    queue = rabbitmq.queue()
+    source = delivered.endpoint("rabbitmq", url=rabbitmq.url, queue=queue, log=str(tmp_path / "log"))
+    before = set(psutil.Process().children(recursive=True))
+    with receiving(source, 1) as raise_failure:
+        assert not [f for f in source.source().preflight() if f.refuses], "the log is there at once"
+        rabbitmq.send(queue, numbered(100))
+        deadline = time.monotonic() + 30
+        while entered(tmp_path / "log") != each_once(100):
+            raise_failure()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    left = [p for p in set(psutil.Process().children(recursive=True)) - before if "spawn_main" in " ".join(p.cmdline())]
+    assert left == []
+
+
+def test_columns_of_a_message(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+    queue = rabbitmq.queue()
+    rabbitmq.send(queue, numbered(1))
+    finish(receive(pipeline_file(tmp_path, rabbitmq.url, queue), "--idle-seconds", "1"))
+    driver = (source := LOG.source({"path": str(tmp_path / "log"), "includeHeaders": "true"})).driver()
+    (batch,) = source.read(driver.slices(*driver.batch())[0])
+    (row,) = batch.to_pylist()
+    assert (row["key"], row["value"], row["offset"]) == (queue.encode(), body(0), 0)
+    assert row["headers"] == [
+        {"key": "delivered.id", "value": b"id0"},
+        {"key": "n", "value": b"1"},
+        {"key": "s", "value": b"text"},
+    ]
+
+
+def test_no_more_than_the_prefetch_is_held(rabbitmq: Rabbitmq) -> None:
+    queue = rabbitmq.queue()
+    rabbitmq.send(queue, numbered(50))
+    receiver = RabbitmqReceiver(parse({"url": rabbitmq.url, "queue": queue, "log": "/x", "prefetch": "20"}))
+    taken = [receiver.receive(100, 0.2) for _ in range(5)]
+    handles = [h for b in taken for h in b.handles]
+    assert len(handles) == 20
+    assert receiver.acknowledge(handles[:5]) == Ok(5)
+    more = [len(receiver.receive(100, 0.2)) for _ in range(5)]
+    assert sum(more) == 5
+    receiver.close()
+    assert rabbitmq.left(queue) == 45
+
+
+def test_a_message_without_an_id_stops_or_is_set_aside(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+    queue = rabbitmq.queue()
+    rabbitmq.send(queue, [("a", b"1"), (None, b"2"), ("c", b"333333")])
+    options = {"url": rabbitmq.url, "queue": queue, "log": str(tmp_path / "log")}
+    with pytest.raises(BadRecord, match="set no message id"):
+        delivered.receive(delivered.endpoint("rabbitmq", **options), idle_s=1)
+    while rabbitmq.left(queue) != 3:
+        time.sleep(0.05)
+    aside = delivered.endpoint("rabbitmq", **options, badMessages="set_aside", messageBytesMax=5)
+    delivered.receive(aside, idle_s=1)
+    assert rabbitmq.left(queue) == 0
+    assert entered(tmp_path / "log") == Counter([b"1"])
+    assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333"])
+
+
+def test_a_full_log_stops_receiving_until_there_is_room(
+    rabbitmq: Rabbitmq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delivered.model.limits.RECEIVE_UPKEEP_S", 0.2)
+    queue = rabbitmq.queue()
+    source = delivered.endpoint(
+        "rabbitmq", url=rabbitmq.url, queue=queue, log=str(tmp_path / "log"), receiveMessagesMax=50, dedupWindow=10,
+        logBytesMax=20_000, logReaders="orders", logKeepSeconds=0,
+    )  # fmt: skip
+    stop = threading.Event()
+    counts: list[Any] = []
+    thread = threading.Thread(
+        target=delivered.receive, args=(source, 1, stop.is_set, None, lambda _, c: counts.append(c))
+    )
+    thread.start()
+    blob = os.urandom(200)
+    try:
+        for n in range(20):
+            rabbitmq.send(queue, [(f"{n}-{i}", body(n * 20 + i) + blob) for i in range(20)])
+        deadline = time.monotonic() + 40
+        while not counts or not counts[-1].paused:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        while not rabbitmq.left(queue):  # what was prefetched goes back
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        log = LOG.source({"path": str(tmp_path / "log"), "reader": "orders"}).driver()
+        while counts[-1].entered < 400:
+            assert time.monotonic() < deadline
+            log.acknowledge(log.newest() or {})
+            time.sleep(0.1)
+    finally:
+        stop.set()
+        thread.join(30)
+    assert counts[-1].entered == 400
+    assert counts[-1].retired > 0
+
+
+def test_bad_input_is_told_clearly(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+    good = {"url": rabbitmq.url, "queue": rabbitmq.queue(), "log": str(tmp_path / "log")}
+
+    def findings(**other: str) -> dict[str, bool]:
+        return {f.code: f.refuses for f in RabbitmqQueue(parse({**good, **other})).preflight()}
+
+    assert findings() == {}
+    assert findings(queue="nowhere") == {"QUEUE_MISSING": True}
+    assert findings(queue=rabbitmq.queue("classic")) == {"QUEUE_CLASSIC": False}
+    assert findings(queue=rabbitmq.queue("classic", durable=False)) == {"QUEUE_NOT_DURABLE": False}
+    assert findings(queue=rabbitmq.queue("stream")) == {"QUEUE_IS_STREAM": True}
+    assert findings(password="wrong") == {"RABBITMQ_CREDENTIALS": True}
+    assert findings(url=rabbitmq.url + "other-host") == {"RABBITMQ_PERMISSION": True}
+    assert findings(url="amqp://127.0.0.1:9/") == {"RABBITMQ_UNREACHABLE": True}
+    with pytest.raises(UsageError, match="There is no queue"):
+        delivered.receive(delivered.endpoint("rabbitmq", **{**good, "queue": "nowhere"}))
+    with pytest.raises(Refused):
+        connect(parse({**good, "password": "wrong"}))
+    with pytest.raises(Unreachable):
+        connect(parse({**good, "url": "amqp://127.0.0.1:9/"}))
+
+
+def test_the_server_listens_on_the_loopback_alone_and_leaves_nothing(tmp_path: Path) -> None:
+    broker = brokers.start("rabbitmq", tmp_path / "r", dies_with_parent=True)
+    processes = [psutil.Process(broker.pid), *psutil.Process(broker.pid).children(recursive=True)]
+    listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1", "::1"}
+    broker.stop()
+    gone, alive = psutil.wait_procs(processes, 10)
+    assert len(gone) >= 2
+    assert alive == []

@@ -1,0 +1,130 @@
+"""What every queue's receiver does that the contract promises. One suite, all queues.
+
+The spool of the crash tests is one of them: what they rest on behaves as a broker does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.crash.receiver_process import Spool, SpoolReceiver
+
+from delivered.contract_queue import Bunch, Receiver
+from delivered.model.outcome import Ok
+
+COUNT = 60
+
+
+@dataclass
+class Rig:
+    """A queue with nothing in it: how to send, and how to connect."""
+
+    send: Callable[[list[tuple[str, bytes]]], None]
+    connect: Callable[[], Receiver]
+
+    def fill(self, count: int = COUNT) -> None:
+        self.send([(f"id{n}", b"%d" % n) for n in range(count)])
+
+
+def _spool(request: pytest.FixtureRequest) -> Rig:
+    folder: Path = request.getfixturevalue("tmp_path")
+    spool = Spool(folder / "spool.db")
+    return Rig(spool.send, lambda: SpoolReceiver(spool))
+
+
+def _rabbitmq(request: pytest.FixtureRequest) -> Rig:
+    from delivered.connectors.rabbitmq import CONNECTOR
+
+    server: Any = request.getfixturevalue("rabbitmq")
+    name = server.queue()
+    queue = CONNECTOR.queue({"url": server.url, "queue": name, "log": "/unused"})
+    assert pickle.loads(pickle.dumps(queue)) == queue
+    assert queue.preflight() == []
+    assert queue.assumes()
+    return Rig(lambda messages: server.send(name, messages), queue.receiver)
+
+
+QUEUES: dict[str, Callable[[pytest.FixtureRequest], Rig]] = {"spool": _spool, "rabbitmq": _rabbitmq}
+
+
+@pytest.fixture(params=list(QUEUES))
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return QUEUES[request.param](request)
+
+
+def take(receiver: Receiver, count: int, at_most: int = 1_000) -> Bunch:
+    """So many messages, in as many calls as it takes."""
+    all_of_it, deadline = Bunch(), time.monotonic() + 20
+    while len(all_of_it) < count:
+        assert time.monotonic() < deadline, f"{len(all_of_it)} of {count} came"
+        bunch = receiver.receive(min(at_most, count - len(all_of_it)), 0.2)
+        assert len(bunch) <= at_most
+        for name in ("ids", "keys", "values", "headers", "times_us", "handles"):
+            assert len(getattr(bunch, name)) == len(bunch)
+            getattr(all_of_it, name).extend(getattr(bunch, name))
+    return all_of_it
+
+
+def is_empty(receiver: Receiver) -> bool:
+    return not any(len(receiver.receive(10, 0.2)) for _ in range(3))
+
+
+def test_messages_come_in_order_with_the_ids_of_their_senders(rig: Rig) -> None:
+    rig.fill()
+    receiver = rig.connect()
+    taken = take(receiver, COUNT, at_most=7)
+    assert taken.values == [b"%d" % n for n in range(COUNT)]
+    assert taken.ids == [f"id{n}" for n in range(COUNT)]
+    assert receiver.acknowledge(taken.handles) == Ok(COUNT)
+    receiver.close()
+
+
+def test_what_is_acknowledged_is_forgotten_and_the_rest_comes_again(rig: Rig) -> None:
+    rig.fill()
+    first = rig.connect()
+    taken = take(first, COUNT)
+    assert first.acknowledge(taken.handles[:20]) == Ok(20)
+    assert first.acknowledge(taken.handles[30:40]) == Ok(10)
+    assert first.acknowledge(taken.handles[40:45]) == Ok(5)  # what lies between is still not acknowledged
+    first.close()
+    first.close()
+    again = rig.connect()
+    rest = take(again, COUNT - 35)
+    assert sorted(rest.ids, key=str) == sorted(taken.ids[20:30] + taken.ids[45:], key=str)
+    assert again.acknowledge(rest.handles) == Ok(COUNT - 35)
+    assert is_empty(again)
+    again.close()
+    last = rig.connect()
+    assert is_empty(last)
+    last.close()
+
+
+def test_nobody_else_gets_what_is_held(rig: Rig) -> None:
+    rig.fill(10)
+    holder, other = rig.connect(), None
+    taken = take(holder, 10)
+    other = rig.connect()
+    assert is_empty(other)
+    holder.give_back(taken.handles[:4])
+    again: list[str | None] = []
+    deadline = time.monotonic() + 20
+    while len(again) < 4:  # to either of the two
+        assert time.monotonic() < deadline
+        again += [*other.receive(10, 0.1).ids, *holder.receive(10, 0.1).ids]
+    assert sorted(again, key=str) == taken.ids[:4]
+    holder.close()
+    other.close()
+
+
+def test_taking_nothing_waits_and_takes_nothing(rig: Rig) -> None:
+    rig.fill(3)
+    receiver = rig.connect()
+    assert len(receiver.receive(0, 0.1)) == 0
+    assert len(take(receiver, 3)) == 3
+    receiver.close()

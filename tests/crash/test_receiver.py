@@ -1,0 +1,107 @@
+"""Receivers really killed at every crash point: nothing acknowledged is missing, nothing is there twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.crash.receiver_process import PER_APPEND, Spool
+
+from delivered.connectors.log import CONNECTOR
+from delivered.model.step import ROLE_OF_STEP, Moment, Role
+from delivered.testing.crash import CRASH, CRASH_DIR, hits, release
+
+MESSAGES = 400
+NEVER_REACHED = {"receive.take:before"}
+"""Before a message is taken there is nothing to lose."""
+POINTS = [f"{s}:{m}" for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER for m in Moment]
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    made = Spool(tmp_path / "spool.db")
+    made.send([(f"id{n}", b"message %d" % n) for n in range(MESSAGES)])
+    return made
+
+
+def start(spool: Spool, crash: str = "", *options: str) -> subprocess.Popen[bytes]:
+    folder = spool.path.parent
+    (folder / "hits").mkdir(exist_ok=True)
+    environment = {**os.environ, CRASH: crash, CRASH_DIR: str(folder / "hits")}
+    command = [sys.executable, "-m", "tests.crash.receiver_process", str(spool.path), str(folder / "log"), *options]
+    return subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
+
+
+def entered(spool: Spool) -> Counter[bytes]:
+    source = CONNECTOR.source({"path": str(spool.path.parent / "log")})
+    driver = source.driver()
+    pieces = driver.slices(*driver.batch())
+    return Counter(v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist())
+
+
+def verdict(spool: Spool) -> tuple[int, int]:
+    """How many messages were lost, and how many are in the log more than once."""
+    found = entered(spool)
+    return MESSAGES - len(found), sum(1 for n in found.values() if n > 1)
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("point", [p for p in POINTS if p not in NEVER_REACHED])
+def test_killed_at_a_point_and_started_again(spool: Spool, point: str, nth: int) -> None:
+    crash = f"{point}#{nth}!kill"
+    assert start(spool, crash).wait(60) == -signal.SIGKILL
+    assert len(hits(spool.path.parent / "hits")) == 1
+    left = spool.left()
+    assert left >= MESSAGES - nth * PER_APPEND, "acknowledged is only what was persisted"
+    assert start(spool, crash).wait(60) == 0
+    assert spool.left() == 0
+    assert verdict(spool) == (0, 0)
+
+
+def test_points_that_are_never_reached_are_not(spool: Spool) -> None:
+    assert start(spool, ",".join(f"{p}!kill" for p in NEVER_REACHED)).wait(60) == 0
+    assert hits(spool.path.parent / "hits") == []
+
+
+def test_acknowledging_first_is_found_out(spool: Spool) -> None:
+    """The same kill, with the receiver broken on purpose."""
+    crash = "receive.persist:before#3!kill"
+    assert start(spool, crash, "--ack-first").wait(60) == -signal.SIGKILL
+    assert start(spool, crash, "--ack-first").wait(60) == 0
+    lost, twice = verdict(spool)
+    assert lost >= PER_APPEND
+    assert twice == 0
+
+
+def test_a_zombie_wakes_up_after_another_took_its_messages(spool: Spool) -> None:
+    """F7: paused with messages taken and not persisted; another receiver appends them; then it goes on."""
+    zombie = start(spool, "receive.persist:before#2!wait")
+    deadline = time.monotonic() + 60
+    while not (found := hits(spool.path.parent / "hits")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    # As a broker that has waited long enough: what the silent one holds is handed to others.
+    spool._open().execute("UPDATE m SET holder = NULL")
+    assert start(spool).wait(60) == 0
+    assert verdict(spool) == (0, 0)
+    release(found[0][0])
+    assert zombie.wait(60) == 0
+    assert verdict(spool) == (0, 0)
+
+
+def test_two_receivers_and_one_is_killed_over_and_over(spool: Spool) -> None:
+    spool.send([(f"id{n}", b"message %d" % n) for n in range(0, MESSAGES, 3)])  # a sender that sends again
+    steady = start(spool)
+    for _ in range(3):
+        other = start(spool)
+        time.sleep(0.9)
+        other.kill()
+        other.wait()
+    assert steady.wait(60) == 0
+    assert verdict(spool) == (0, 0)

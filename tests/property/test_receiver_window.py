@@ -1,0 +1,75 @@
+"""The receiver's window against a model: the ids of the last offsets of each partition, and nothing else."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from delivered.source.window import Window
+
+IDS = st.one_of(st.none(), st.integers(0, 25).map(str))
+LANES = st.integers(0, 2)
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """A log is a list of ids for each partition. The window must say what the log's tail says, however it was told."""
+
+    @initialize(size=st.integers(1, 8))
+    def begin(self, size: int) -> None:
+        self.size = size
+        self.log: dict[int, list[str | None]] = {}
+        self.retired: dict[int, int] = {}
+        self.window = Window(size)
+
+    def known(self) -> set[str]:
+        """By the log alone. The window may forget a partition's part that was never told, and tells no more."""
+        tails = (ids[max(self.retired.get(lane, 0), len(ids) - self.size) :] for lane, ids in self.log.items())
+        return {i for tail in tails for i in tail if i is not None}
+
+    @rule(lane=LANES, arrived=st.lists(IDS, max_size=6))
+    def receive(self, lane: int, arrived: list[str | None]) -> None:
+        """What a receiver does with a bunch."""
+        at = self.window.fresh(arrived)
+        fresh = [arrived[i] for i in at]
+        known, named = self.known(), [i for i in fresh if i is not None]
+        assert len(set(named)) == len(named)
+        assert known.isdisjoint(named)
+        assert {i for i in arrived if i is not None} <= known | set(named)
+        assert fresh.count(None) == arrived.count(None)
+        ids = self.log.setdefault(lane, [])
+        self.window.add(lane, len(ids), fresh)
+        ids += fresh
+
+    @rule(lane=LANES, theirs=st.lists(IDS, min_size=1, max_size=12), overlap=st.integers(0, 5))
+    def others_append(self, lane: int, theirs: list[str | None], overlap: int) -> None:
+        """Another process appended; ours reads it, perhaps from further back than it needs to."""
+        ids = self.log.setdefault(lane, [])
+        ids += theirs
+        start = self.window.start(lane, self.retired.get(lane, 0), len(ids))
+        told = max(self.retired.get(lane, 0), start - overlap)
+        self.window.add(lane, told, ids[told:])
+
+    @rule(lane=LANES)
+    def retire(self, lane: int) -> None:
+        """Upkeep takes away what lies before the window, as the journal does."""
+        self.retired[lane] = max(self.retired.get(lane, 0), len(self.log.get(lane, [])) - self.size)
+
+    @rule()
+    def restart(self) -> None:
+        before = self.window
+        self.window = Window(self.size)
+        for lane, ids in self.log.items():
+            start = self.window.start(lane, self.retired.get(lane, 0), len(ids))
+            self.window.add(lane, start, ids[start:])
+        everything = {str(i) for i in range(26)}
+        assert {i for i in everything if i in self.window} == {i for i in everything if i in before}
+
+    @invariant()
+    def holds_the_tail(self) -> None:
+        known = self.known()
+        for name in map(str, range(26)):
+            assert (name in self.window) == (name in known), name
+        assert len(self.window) == len(known) <= self.size * 3
+
+
+TestWindow = WindowMachine.TestCase

@@ -1,0 +1,235 @@
+"""The log behind receivers: what enters once, whoever appends; what upkeep may take; what a restart knows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from delivered.connectors.log import CONNECTOR, append, produce
+from delivered.connectors.log import journal as journals
+from delivered.connectors.log.journal import LogJournal
+from delivered.connectors.log.progress import write_progress
+from delivered.contract_queue import Bunch, Entered
+from delivered.model.outcome import Failed, Ok, Unknown
+
+
+def bunch(*ids: str | None, key: bytes = b"k") -> Bunch:
+    values = [f"value of {i}".encode() for i in ids]
+    count = len(ids)
+    return Bunch(list(ids), [key] * count, values, [[("h", b"1")]] * count, [None] * count, list(range(count)))
+
+
+def open_log(path: Path, window: int = 100, **options: Any) -> LogJournal:
+    return LogJournal(str(path), {}, window, **options)
+
+
+def values(path: Path) -> list[bytes]:
+    source = CONNECTOR.source({"path": str(path)})
+    driver = source.driver()
+    pieces = driver.slices(*driver.batch())
+    return [v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist()]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+def test_a_message_enters_once(log: Path) -> None:
+    journal = open_log(log)
+    assert journal.append(bunch("a", "b", "a")) == Ok(Entered(2, 1))
+    assert journal.append(bunch("b", "c")) == Ok(Entered(1, 1))
+    assert open_log(log).append(bunch("a", "b", "c")) == Ok(Entered(0, 3))
+    assert values(log) == [b"value of a", b"value of b", b"value of c"]
+
+
+def test_records_carry_id_and_headers(log: Path) -> None:
+    open_log(log).append(bunch("a"))
+    source = CONNECTOR.source({"path": str(log), "includeHeaders": "true"})
+    driver = source.driver()
+    (batch,) = source.read(driver.slices(*driver.batch())[0])
+    assert batch.column("headers").to_pylist() == [
+        [{"key": "delivered.id", "value": b"a"}, {"key": "h", "value": b"1"}]
+    ]
+
+
+def test_messages_without_ids_enter_as_often_as_they_come(log: Path) -> None:
+    journal = open_log(log)
+    assert journal.append(bunch(None, None)) == Ok(Entered(2, 0))
+    assert open_log(log).append(bunch(None)) == Ok(Entered(1, 0))
+
+
+def test_p22_the_window_is_a_stated_bound(log: Path) -> None:
+    """P22: a producer audit dedups a window only. Ours is stated: the last offsets, before and after a restart."""
+    journal = open_log(log, window=2)
+    journal.append(bunch("a", "b", "c"))
+    for reader in (journal, open_log(log, window=2)):
+        assert [i for i in "abc" if i in reader.window] == ["b", "c"]
+    assert open_log(log, window=2).append(bunch("a")) == Ok(Entered(1, 0))
+
+
+def test_partitions_by_key_survive_a_restart(log: Path) -> None:
+    journal = open_log(log, partitions=4)
+    for n in range(20):
+        journal.append(bunch(f"m{n}", f"o{n}", key=f"k{n}".encode()))
+    again = open_log(log, partitions=4)
+    assert len(again.window.ends) == 4
+    assert again.window.ends == journal.window.ends
+    assert again.append(bunch(*(f"m{n}" for n in range(20)))) == Ok(Entered(0, 20))
+
+
+def race(monkeypatch: pytest.MonkeyPatch, log: Path, other: Any) -> None:
+    """Let `other` run once between the look at the window and the commit of whoever appends next."""
+    sync, done = produce.sync_data, []
+
+    def first(*arguments: Any) -> None:
+        if not done:
+            done.append(True)
+            other()
+        sync(*arguments)
+
+    monkeypatch.setattr(journals.produce, "sync_data", first)
+
+
+def steal(log: Path, *ids: str) -> None:
+    """What a receiver on another machine does: it shares no lock with ours."""
+    produce.append(str(log), pa.table(pa.Table.from_batches([journals.rows_of(bunch(*ids))])))
+
+
+def test_two_processes_that_append_one_message_leave_it_once(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = open_log(log)
+    race(monkeypatch, log, lambda: steal(log, "b", "x"))
+    assert journal.append(bunch("a", "b", "c")) == Ok(Entered(2, 1, tries=2))
+    assert sorted(values(log)) == [f"value of {i}".encode() for i in "abcx"]
+
+
+def test_p8_an_id_known_before_it_is_persisted_loses_the_message(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8: dedup that records the id first drops the retry. The same race, with the journal broken on purpose."""
+    journal = open_log(log)
+    fresh = journal.window.fresh
+
+    def too_early(ids: Any) -> list[int]:
+        found = fresh(ids)
+        for i in found:
+            journal.window._times[ids[i]] = 1
+        return found
+
+    monkeypatch.setattr(journal.window, "fresh", too_early)
+    race(monkeypatch, log, lambda: steal(log, "x"))
+    assert journal.append(bunch("a")) == Ok(Entered(0, 1, tries=2))
+    assert values(log) == [b"value of x"], "the mutant says that a is in, and it is not"
+
+
+def test_receivers_of_one_log_share_what_enters(log: Path) -> None:
+    """Three processes, each with the same 300 messages in bunches of another size."""
+    code = """
+import sys
+from tests.unit.test_journal import bunch, open_log
+from pathlib import Path
+journal, step = open_log(Path(sys.argv[1]), 1000), int(sys.argv[2])
+for at in range(0, 300, step):
+    journal.append(bunch(*(f"m{n}" for n in range(at, min(300, at + step)))))
+"""
+    open_log(log)
+    running = [subprocess.Popen([sys.executable, "-c", code, str(log), str(step)], cwd=Path()) for step in (7, 20, 50)]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    assert sorted(values(log)) == sorted(f"value of m{n}".encode() for n in range(300))
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_an_error_of_the_storage_is_looked_at(log: Path, monkeypatch: pytest.MonkeyPatch, landed: bool) -> None:
+    """Failed only when it is not in. In, with an error: not acknowledged, and recognised when it comes again."""
+    journal = open_log(log)
+    commit = produce.commit
+
+    def fails(*arguments: Any) -> None:
+        if landed:
+            commit(*arguments)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journals.produce, "commit", fails)
+    outcome = journal.append(bunch("a"))
+    monkeypatch.setattr(journals.produce, "commit", commit)
+    assert isinstance(outcome, Unknown if landed else Failed)
+    assert open_log(log).append(bunch("a")) == Ok(Entered(0, 1) if landed else Entered(1, 0))
+    assert values(log) == [b"value of a"]
+    assert not landed or open_log(log).append(bunch("a")) == Ok(Entered(0, 1))
+
+
+def test_upkeep_takes_what_every_reader_has_behind_it_and_no_more(log: Path) -> None:
+    journal = open_log(log, window=10, readers=("audit", "orders"), keep_s=0)
+    for n in range(6):
+        journal.append(bunch(*(f"m{n}-{i}" for i in range(10))))
+    assert journal.maintain() == 0, "nothing is known of the readers"
+    write_progress(str(log), {}, "orders", {0: 60})
+    assert journal.maintain() == 0, "nothing is known of one of them"
+    CONNECTOR.source({"path": str(log), "reader": "audit"}).driver().acknowledge({"version": 3, "offsets": {"0": 35}})
+    assert journal.maintain() == 30, "whole files below 35"
+    write_progress(str(log), {}, "audit", {0: 60})
+    assert journal.maintain() == 20, "the window's own ids stay"
+    assert open_log(log, window=10).window.ends == {0: 60}
+    assert journal.append(bunch("m5-3", "new")) == Ok(Entered(1, 1))
+    assert len(values(log)) == 11
+    begin, end = CONNECTOR.source({"path": str(log)}).driver().batch()
+    assert (begin["offsets"], end["offsets"]) == ({"0": 50}, {"0": 61})
+
+
+def test_upkeep_keeps_what_is_young(log: Path) -> None:
+    journal = open_log(log, window=1, readers=("orders",), keep_s=3600)
+    journal.append(bunch("a"))
+    journal.append(bunch("b"))
+    journal.append(bunch("c"))
+    write_progress(str(log), {}, "orders", {0: 3})
+    assert journal.maintain() == 0
+    assert open_log(log, window=1, readers=("orders",), keep_s=0).maintain() == 2
+
+
+def test_upkeep_puts_files_together_and_loses_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "LOG_FILES_MAX", 5)
+    journal, other = open_log(log), open_log(log)
+    for n in range(8):
+        (journal if n % 2 else other).append(bunch(f"m{n}"))
+    assert journal.size().files == 8
+    journal.maintain()
+    assert journal.size().files == 1
+    for writer in (other, journal, open_log(log)):
+        assert writer.append(bunch(*(f"m{n}" for n in range(8)))) == Ok(Entered(0, 8))
+    assert other.append(bunch("more")) == Ok(Entered(1, 0))
+    assert values(log) == [*(f"value of m{n}".encode() for n in range(8)), b"value of more"]
+
+
+def test_appending_to_a_log_of_others_goes_on_where_it_ends(log: Path) -> None:
+    append(str(log), pa.table({"value": [b"old"]}))
+    assert open_log(log).append(bunch("a")) == Ok(Entered(1, 0))
+    assert values(log) == [b"old", b"value of a"]
+
+
+def test_a_log_in_an_object_store(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same: append, race, restart, upkeep."""
+    path = "s3://lake/receivers/log"
+    storage = {k.removeprefix("storage."): v for k, v in s3.items()}
+
+    def open_there(**options: Any) -> LogJournal:
+        return LogJournal(path, storage, 5, **options)
+
+    journal = open_there()
+    for n in range(3):
+        assert journal.append(bunch(*(f"{n}{i}" for i in range(5)))) == Ok(Entered(5, 0))
+    other = open_there()
+    race(monkeypatch, Path(), lambda: other.append(bunch("20", "a", "b")))
+    assert journal.append(bunch("24", "a", "c")) == Ok(Entered(1, 2, tries=2))
+    keeper = open_there(readers=("orders",), keep_s=0)
+    assert keeper.maintain() == 0
+    source = CONNECTOR.source({"path": path, "reader": "orders", **s3})
+    driver = source.driver()
+    driver.acknowledge(driver.newest() or {})
+    assert keeper.maintain() == 10
+    pieces = driver.slices(*driver.batch())
+    found = [v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist()]
+    assert found == [f"value of {i}".encode() for i in ("20", "21", "22", "23", "24", "a", "b", "c")]
+    assert open_there().append(bunch("23", "a", "c", "24")) == Ok(Entered(0, 4))

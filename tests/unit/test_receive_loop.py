@@ -1,0 +1,217 @@
+"""The receiver's loop where a queue or a log answers badly: what is acknowledged is in the log, whatever happens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from delivered.contract_queue import Bunch, Entered, JournalSize
+from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.source import receive
+from delivered.source.receive import ReceiveLimits, ReceiveLoop
+
+
+class Broker:
+    """Messages 0..count-1; what a connection holds when it closes is handed out again."""
+
+    def __init__(self, count: int, without_id: frozenset[int] = frozenset()) -> None:
+        self.ready = list(range(count))
+        self.without_id = without_id
+        self.forgotten: list[int] = []
+        self.connections: list[Connection] = []
+        self.dies_after: list[int] = []
+        self.refuses = 0
+
+    def connect(self) -> Connection:
+        if self.refuses:
+            self.refuses -= 1
+            raise Unreachable("X", "refused")
+        self.connections.append(Connection(self, self.dies_after.pop(0) if self.dies_after else 1 << 30))
+        return self.connections[-1]
+
+
+class Connection:
+    def __init__(self, broker: Broker, dies_after: int) -> None:
+        self.broker = broker
+        self.held: list[int] = []
+        self.left = dies_after
+        self.closed = False
+
+    def receive(self, count_max: int, wait_s: float) -> Bunch:
+        if self.left <= 0:
+            self.close()
+            raise Unreachable("X", "lost")
+        taken = self.broker.ready[: min(count_max, self.left, 10)]
+        del self.broker.ready[: len(taken)]
+        self.left -= len(taken)
+        self.held += taken
+        bunch = Bunch()
+        for n in taken:
+            bunch.ids.append(None if n in self.broker.without_id else f"id{n}")
+            bunch.keys.append(None)
+            bunch.values.append(b"%d" % n)
+            bunch.headers.append([])
+            bunch.times_us.append(None)
+            bunch.handles.append((self, n))
+        return bunch
+
+    def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
+        if self.closed:
+            return Unknown("closed")
+        for connection, n in handles:
+            assert connection is self, "a handle means something on its own connection alone"
+            self.held.remove(n)
+            self.broker.forgotten.append(n)
+        return Ok(len(handles))
+
+    def give_back(self, handles: Sequence[Any]) -> None:
+        for _, n in handles:
+            self.held.remove(n)
+            self.broker.ready.append(n)
+
+    def close(self) -> None:
+        self.closed = True
+        self.broker.ready = sorted({*self.broker.ready, *self.held})
+        self.held = []
+
+
+class Memory:
+    """A journal that answers as told, and remembers what is in it."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.ids: list[str | None] = []
+        self.rows: list[Bunch] = []
+        self.answers = list(answers)
+        self.bytes = 0
+        self.upkeep: Callable[[], None] = lambda: None
+
+    def append(self, bunch: Bunch) -> Outcome[Entered]:
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Failed):
+            return answer
+        fresh = [i for i in bunch.ids if i not in self.ids]
+        self.ids += fresh
+        self.rows.append(bunch)
+        return answer if isinstance(answer, Unknown) else Ok(Entered(len(fresh), len(bunch) - len(fresh)))
+
+    def size(self) -> JournalSize:
+        return JournalSize(self.bytes, 1)
+
+    def maintain(self) -> int:
+        self.upkeep()
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+LIMITS = ReceiveLimits(messages_max=20, bytes_max=1 << 20, linger_s=0.0, message_bytes_max=1 << 10)
+
+
+def run(broker: Broker, journal: Memory, limits: ReceiveLimits = LIMITS, aside: Memory | None = None) -> ReceiveLoop:
+    loop = ReceiveLoop(broker.connect, journal, limits, aside)
+    loop.run(lambda: not broker.ready and not any(c.held for c in broker.connections))
+    return loop
+
+
+def test_all_that_is_forgotten_is_in_the_log() -> None:
+    broker, journal = Broker(100), Memory()
+    counts = run(broker, journal).counts
+    assert sorted(broker.forgotten) == list(range(100))
+    assert len(journal.ids) == counts.entered == counts.acknowledged == counts.received == 100
+    assert broker.connections[0].closed
+
+
+def test_what_failed_is_given_back_and_told() -> None:
+    broker, journal = Broker(50), Memory(None, Failed("disk full"))
+    with pytest.raises(DeliveredError, match="given back: disk full"):
+        run(broker, journal)
+    assert {f"id{n}" for n in broker.forgotten} <= set(journal.ids)
+    assert sorted([*broker.forgotten, *broker.ready]) == list(range(50))
+
+
+def test_what_nobody_can_tell_is_not_acknowledged() -> None:
+    broker, journal = Broker(50), Memory(None, Unknown("no answer"))
+    with pytest.raises(OutcomeUnknown, match="cannot be told"):
+        run(broker, journal)
+    assert sorted([*broker.forgotten, *broker.ready]) == list(range(50))
+    counts = run(broker, journal).counts
+    assert counts.repeated > 0, "they were in, and came again"
+    assert sorted(broker.forgotten) == list(range(50))
+    assert len(journal.ids) == 50
+
+
+def test_a_lost_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "_RECONNECT_S", 0.01)
+    broker, journal = Broker(100), Memory()
+    broker.dies_after = [15, 30]
+    loop = ReceiveLoop(broker.connect, journal, LIMITS)
+    loop.run(lambda: len(broker.forgotten) == 100)
+    assert loop.counts.reconnected == 2
+    assert sorted(journal.ids, key=str) == sorted((f"id{n}" for n in range(100)), key=str)
+
+
+def test_a_queue_that_stays_away_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "_RECONNECT_S", 0.01)
+    monkeypatch.setattr(receive, "SOURCE_PATIENCE_S", 0.05)
+    broker = Broker(100)
+    broker.dies_after = [15]
+    loop = ReceiveLoop(broker.connect, Memory(), LIMITS)
+    first = loop._connect()
+    loop._connect = lambda: first if not first.closed else broker.connect()  # type: ignore[assignment,return-value]
+    broker.refuses = 1_000
+    with pytest.raises(Unreachable, match="refused"):
+        loop.run(lambda: False)
+
+
+@pytest.mark.parametrize("reason", ["id", "size"])
+def test_bad_messages_stop_it_or_are_set_aside(reason: str) -> None:
+    limits = LIMITS
+    broker = Broker(30, frozenset({7}) if reason == "id" else frozenset())
+    if reason == "size":
+        limits = ReceiveLimits(20, 1 << 20, 0.0, message_bytes_max=1)
+    with pytest.raises(BadRecord, match="cannot be taken"):
+        run(broker, Memory(), limits)
+    bad = {7} if reason == "id" else set(range(10, 30))
+    assert bad.isdisjoint(broker.forgotten)
+    forgotten = len(broker.forgotten)
+    aside, journal = Memory(), Memory()
+    counts = run(broker, journal, limits, aside).counts
+    assert (counts.set_aside, counts.entered) == (len(bad), 30 - len(bad) - forgotten)
+    assert sorted(broker.forgotten) == list(range(30))
+    assert aside.rows[0].headers[0][-1][0] == "delivered.reason"
+
+
+def test_while_the_log_is_full_no_message_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "_PAUSE_S", 0.01)
+    broker, journal = Broker(200), Memory()
+    journal.bytes = 100
+    seen: list[int] = []
+
+    def upkeep() -> None:
+        seen.append(sum(len(c.held) for c in broker.connections if not c.closed))
+        if len(seen) > 5:
+            journal.bytes = 0
+
+    journal.upkeep = upkeep
+    limits = ReceiveLimits(20, 1 << 20, 0.0, 1 << 10, log_bytes_max=50, maintain_s=0.005)
+    loop = ReceiveLoop(broker.connect, journal, limits)
+    loop.run(lambda: len(broker.forgotten) == 200)
+    assert loop.counts.paused == 1
+    assert seen[1:6] == [0] * 5
+    assert sorted(broker.forgotten) == list(range(200))
+    assert len(broker.connections) == 2
+
+
+def test_a_stop_persists_what_was_taken() -> None:
+    broker, journal = Broker(15), Memory()
+    stop = threading.Event()
+    limits = ReceiveLimits(1_000, 1 << 20, 3600.0, 1 << 10)
+    loop = ReceiveLoop(broker.connect, journal, limits)
+    threading.Timer(0.3, stop.set).start()
+    loop.run(stop.is_set)
+    assert len(journal.ids) == loop.counts.acknowledged == 15

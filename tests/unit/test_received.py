@@ -1,0 +1,91 @@
+"""Queues as sources, before any server is asked: options, the plan's words, what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import delivered
+from delivered.model.errors import UsageError
+from delivered.pipeline.registry import find_source, received
+from delivered.plan import Plan, Refusal
+
+URL = "amqp://app@broker:5672/"
+
+
+def source(log: Path | str = "/data/log", **options: Any) -> delivered.Endpoint:
+    return delivered.endpoint("rabbitmq", url=URL, queue="orders", log=str(log), **options)
+
+
+def plan(guarantee: str, **options: Any) -> Plan | Refusal:
+    return delivered.Pipeline(
+        name="orders",
+        guarantee=guarantee,
+        checkpoint="/nowhere",
+        source=source(**options),
+        sinks=[delivered.sqlite("/nowhere/x.db", "orders")],
+    ).plan(offline=True)
+
+
+def test_the_plan_says_what_it_rests_on() -> None:
+    text = str(plan("exactly_once", dedupWindow=200_000))
+    assert "orders: exactly_once by" in text
+    assert "rabbitmq" in text
+    for words in (
+        "`delivered receive` runs",
+        "after more than 200,000 others entered is taken for a new one",
+        "up to 26 MB",
+        "publisher confirms",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("guarantee", ["exactly_once", "at_most_once"])
+def test_without_ids_what_cannot_be_had_is_refused(guarantee: str) -> None:
+    refused = plan(guarantee, messageId="none")
+    assert isinstance(refused, Refusal)
+    assert "DELIVERED_SOURCE_REPEATS" in str(refused)
+    assert "messageId=none" in str(refused)
+    assert isinstance(plan("at_least_once", messageId="none"), Plan)
+
+
+def test_a_log_that_is_not_there_says_to_start_the_receiver(tmp_path: Path) -> None:
+    (finding,) = source(tmp_path / "none").source().preflight()
+    assert finding.code == "LOG_MISSING"
+    assert finding.refuses
+    assert "delivered receive" in str(finding.next_step)
+
+
+def test_options_of_the_log_reach_it() -> None:
+    made = received("rabbitmq", source(maxOffsetsPerTrigger=7, includeHeaders="true", reader="me").options)
+    assert made.rows_per_batch_max == 7
+    assert "headers" in made.schema().names
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dedupWindow": 0}, "must be from 1"),
+        ({"prefetch": 70_000}, "from 1 to 65535"),
+        ({"messageId": "sometimes"}, "required, none"),
+        ({"url": "http://x/"}, "amqp://user@host"),
+        ({"url": "amqp://app:secret@x/"}, "holds a password"),
+        ({"reader": "a/b"}, "letters, digits"),
+        ({"quque": "x"}, "knows no option 'quque'"),
+    ],
+)
+def test_bad_options_are_told(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        find_source("rabbitmq", source().with_options(**{k: str(v) for k, v in options.items()}).options)
+    assert "secret@" not in str(caught.value)
+
+
+def test_what_needs_no_receiver_says_so() -> None:
+    with pytest.raises(UsageError, match="needs no receiver"):
+        delivered.receive(delivered.log("/data/log"))
+    with pytest.raises(UsageError, match="from 1 to 64"):
+        delivered.receive(source(), processes=0)
