@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import SinkCapability, SourceCapability
+from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -36,6 +37,11 @@ class Finding:
     message: str
     refuses: bool
     next_step: str | None = None
+
+    @classmethod
+    def refusal(cls, error: DeliveredError) -> Finding:
+        """What a check ran into, as a finding that refuses."""
+        return cls(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)
 
 
 class ShardWriter(Protocol):

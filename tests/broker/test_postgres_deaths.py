@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from tests.conformance.test_sinks import SCHEMA, SHARDS, Rig, offsets, rows
+from tests.crash.child import start_child
 from tests.crash.embedded_pipeline import PIPELINE
 
 from delivered.commit.decide import commit_batch
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tests.conftest import Postgres
 
 RECORDS = 1_000
-CHILD = Path(__file__).parents[1] / "crash" / "embedded_pipeline.py"
 COLUMNS = "id text, payload bytea, position bigint, at timestamptz"
 MECHANISMS = ["one_transaction", "two_phase"]
 POINTS = [
@@ -75,17 +74,12 @@ class World:
 
     def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
         self.runs += 1
-        crashes = self.folder / "crashes"
-        crashes.mkdir(exist_ok=True)
         options = {"url": self.postgres.url, "dbtable": self.table, "mechanism": self.mechanism}
         spec = {
             "log": str(self.log), "postgres": options, "checkpoint": str(self.folder / "checkpoint"),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
-        env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(crashes)}
-        return subprocess.Popen(
-            [sys.executable, str(CHILD), json.dumps(spec)], env=env, stderr=subprocess.PIPE, text=True
-        )
+        return start_child(spec, self.folder, crash)
 
     def run(self, crash: str = "") -> int:
         process = self.start(crash)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.commit.context import Context
 from delivered.commit.decide import commit_batch
@@ -58,6 +59,14 @@ def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
     )
 
 
+def changes(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """For mode upsert: the value is the version; every fifth one deletes."""
+    version = batch.column("value").cast(pa.string()).cast(pa.int64())
+    fifth = pc.equal(pc.subtract(version, pc.multiply(pc.divide(version, 5), 5)), 0)
+    columns = [batch.column("key").cast(pa.string()), version, pc.cast(version, pa.string()), fifth]
+    return pa.RecordBatch.from_arrays(columns, names=["id", "version", "text", "gone"])
+
+
 class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,6 +92,7 @@ def write(path: Path, text: str) -> None:
 
 def run(spec: dict[str, Any]) -> None:
     source = LOG.source({"path": spec["log"]})
+    upsert: dict[str, str] = spec.get("upsert", {})
     sink: Sink | Several
     if "sinks" in spec:
         sink = SinkGroup.of(
@@ -93,13 +103,19 @@ def run(spec: dict[str, Any]) -> None:
     elif "files" in spec:
         sink = FILES.sink(spec["files"])
     elif "postgres" in spec:
-        sink = POSTGRES.sink(spec["postgres"])
+        sink = POSTGRES.sink({**spec["postgres"], **upsert})
     else:
-        sink = SQLITE.sink({"path": spec["database"], "table": TABLE})
+        sink = SQLITE.sink({"path": spec["database"], "table": TABLE, **upsert})
     checkpoint = Checkpoint(Path(spec["checkpoint"]))
     scope = Scope(spec.get("pipeline", PIPELINE), sink.name, checkpoint.incarnation)
     owner, guarantee = Owner(spec["owner"], process=os.getpid()), Guarantee(spec["guarantee"])
-    schema = transform(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
+
+    def made(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if not upsert:
+            return transform(batch)
+        return changes(batch) if "deleteColumn" in upsert else changes(batch).drop_columns(["gone"])
+
+    schema = made(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
     sink.check_schema(schema)
     ready_target(sink, schema)
     # As under Spark: one process plans, another one commits. Here each has its own ledger and resource.
@@ -134,7 +150,7 @@ def run(spec: dict[str, Any]) -> None:
         def rows(piece: Any) -> Iterator[pa.RecordBatch]:
             for read in source.read(piece):
                 for at in range(0, read.num_rows, 64):
-                    yield transform(read.slice(at, 64))
+                    yield made(read.slice(at, 64))
 
         messages = [write_shard(sink, plan, i, 0, rows(piece), schema) for i, piece in enumerate(pieces)]
         commit_batch(committing, batch, text, messages)

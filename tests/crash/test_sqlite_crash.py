@@ -5,19 +5,18 @@ The judge looks from outside: at the records that were appended, and at the tabl
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.crash.child import start_child
 from tests.crash.embedded_pipeline import PIPELINE, TABLE
 
 from delivered.connectors.log import append
@@ -31,7 +30,6 @@ from delivered.model.work import Decision
 RECORDS = 1_000
 PARTITIONS = 2
 BATCHES = 3
-CHILD = Path(__file__).with_name("embedded_pipeline.py")
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +63,11 @@ class World:
 
     def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
         self.runs += 1
-        crashes = self.folder / "crashes"
-        crashes.mkdir(exist_ok=True)
         spec = {
             "log": str(self.log), "database": str(self.database), "checkpoint": str(self.checkpoint),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
-        environment = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(crashes)}
-        command = [sys.executable, str(CHILD), json.dumps(spec)]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        return start_child(spec, self.folder, crash)
 
     def run(self, crash: str = "") -> int:
         """Run until the source is empty, or the process dies. Returns its exit code; -9 for SIGKILL."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from delivered.connectors.sqlite import CONNECTOR, database
-from delivered.connectors.sqlite.ledger import SqliteLedger, record
+from delivered.connectors.sqlite.ledger import SqliteLedger
 from delivered.connectors.sqlite.migrate import MIGRATIONS, migrate
 from delivered.connectors.sqlite.options import parse
 from delivered.connectors.sqlite.resource import SqliteResource
@@ -27,7 +27,7 @@ from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachabl
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
+from delivered.model.limits import LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok
 from delivered.model.work import Decision, Owner, Prepared
 
@@ -346,25 +346,6 @@ def test_superseded_owners_are_remembered_and_bounded(tmp_path: Path) -> None:
     assert state.owner.superseded == tuple(f"o{i}" for i in range(OWNERS_REMEMBERED + 3, 3, -1))
     with pytest.raises(Fenced, match="o20"):
         sink.ledger(SCOPE).claim(Owner("o4"))
-
-
-def test_p4_a_ledger_of_two_hundred_thousand_batches_stays_small(tmp_path: Path) -> None:
-    """P4: elsewhere an exactly-once table grew to 600 MB."""
-    sink = sink_at(tmp_path)
-    ledger = claimed(sink)
-    connection = sqlite3.connect(sink.options.path, isolation_level=None)
-    connection.execute("PRAGMA synchronous=OFF")
-    sizes = []
-    for hundred in range(100):
-        connection.execute("BEGIN IMMEDIATE")
-        for batch in range(hundred * 2_000, (hundred + 1) * 2_000):
-            text = decision(Prepared(0, 0, Fingerprint(1), {"path": "x" * 60, "rows": 1}), batch=batch).to_json()
-            record(connection, SCOPE, batch, text)
-        connection.execute("COMMIT")
-        sizes.append(Path(sink.options.path).stat().st_size)
-    connection.close()
-    assert [d.batch for d in ledger.history()] == list(range(200_000 - LEDGER_HISTORY_BATCHES, 200_000))
-    assert sizes[-1] <= sizes[1] * 1.05 < 3_000_000
 
 
 def test_p4_earlier_incarnations_are_bounded(tmp_path: Path) -> None:

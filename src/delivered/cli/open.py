@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from delivered.cli.output import Output, OutputOption, command, console, say, say_json, working
+from delivered.cli.output import Output, OutputOption, command, console, note, say, say_json, working
+from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.spark.pipeline import Pipeline
 
 app = typer.Typer(help="See and end what a pipeline left open at its sink.", no_args_is_help=True)
@@ -34,9 +35,16 @@ def list_(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
         return
     table = Table("id", "state", "age", "decided", "rows go to", box=None, pad_edge=False)
     for t in found:
-        age = "" if t.age_s is None else f"{t.age_s:.0f} s"
+        age = "" if t.age_s is None else f"{t.age_s / 3600:.1f} h" if t.old else f"{t.age_s:.0f} s"
         table.add_row(t.id, t.state, age, "yes" if t.decided else "no", ", ".join(t.targets))
     console().print(table)
+    old = [t for t in found if t.old]
+    if old:
+        note(
+            f"warning: {len(old)} open for more than {OPEN_TRANSACTION_OLD_S / 3600:.0f} h. Until they end they hold "
+            "back readers (Kafka), or locks and VACUUM (PostgreSQL). Start the pipeline, which applies what is decided "
+            "and gives back the rest, or end them: delivered transactions apply|abort"
+        )
 
 
 @app.command()

@@ -19,6 +19,32 @@ class Commit(StrEnum):
 
 
 @dataclass(frozen=True)
+class WriteMode:
+    """How rows get into a table.
+
+    Attributes:
+        keys: of an upsert; empty: rows are appended.
+        version: column that tells which of two rows of one key is the newer.
+        delete: boolean column whose rows delete their key.
+    """
+
+    keys: tuple[str, ...] = ()
+    version: str | None = None
+    delete: str | None = None
+
+    @property
+    def upserts(self) -> bool:
+        return bool(self.keys)
+
+    @property
+    def keys_text(self) -> str:
+        return ", ".join(self.keys)
+
+
+APPEND = WriteMode()
+
+
+@dataclass(frozen=True)
 class SourceCapability:
     """
     Attributes:
@@ -50,6 +76,7 @@ class SinkCapability:
         keeps_records_apart: the sink can send without ever sending twice (needed for at_most_once).
         local: it rests on files of one machine.
         promise_s_max: seconds after which the sink drops a prepared participant; None: never.
+        write: whether every record stays, or takes the place of another one.
         assumes: what exactly_once takes for granted of the sink and its readers.
         limits: bounds to print with the plan.
     """
@@ -66,6 +93,7 @@ class SinkCapability:
     local: bool = False
     keeps_records_apart: bool = True
     promise_s_max: float | None = None
+    write: WriteMode = APPEND
     assumes: tuple[str, ...] = ()
     limits: tuple[str, ...] = field(default=())
 

@@ -48,6 +48,9 @@ RECOVERY_WAIT_S = 120.0
 TRANSACTION_TIMEOUT_S = 600.0
 """How long a prepared Kafka transaction lives. Below the broker's default limit of 900 s."""
 
+OPEN_TRANSACTION_OLD_S = 3_600.0
+"""Age from which a transaction that is still open is warned about: it holds back readers, or locks and VACUUM (P20)."""
+
 BROKER_TRANSACTION_TIMEOUT_S_DEFAULT = 900.0
 """Kafka's default for transaction.max.timeout.ms, in seconds."""
 

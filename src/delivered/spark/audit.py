@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from delivered.model.work import CheckpointView
 from delivered.spark import first_offsets
 from delivered.spark.audit_ledger import LedgerAccount, read_ledger
 from delivered.spark.checkpoint import read_view
+from delivered.spark.final_state import FinalState, check, final_state, id_sql, of_state
 from delivered.spark.frames import batches_fit_for, keeps_partitions, slice_frame
 from delivered.spark.reconcile import Result, hashed, reconcile
 from delivered.write.shard import fingerprint_seed
@@ -121,13 +122,17 @@ def _with(report: AuditReport, **changes: object) -> AuditReport:
 
 
 def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
+    mode = spec.sink.capability().write
+    if mode.upserts:
+        check(mode)
+        spec = replace(spec, id=id_sql(mode), key=None)
     say("reading checkpoint and ledger")
     incarnation = read_view(spec.checkpoint).incarnation
     scope = Scope(spec.pipeline, spec.named_sink, incarnation)
     ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by, spec.letters)
     say("reading the sink back")
     with _sent_range(spec) as read, ExitStack() as held:
-        probe = read.frame(spark, ())
+        probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
         held.enter_context(batches_fit_for(spark, from_arrow_schema(spec.sink.read_back().schema())))
         found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
         try:
@@ -136,13 +141,24 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
             view = read_view(spec.checkpoint)
             start, end, planned = _range(spec, read, ledger, view)
             say("reading the source range and comparing")
-            sent, ordered = read.hashed(spark, scope, start, end, ahead=False)
-            ahead = read.hashed(spark, scope, end or start, planned, ahead=True)[0] if planned != end else None
+            unclear, ahead = 0, None
+            if mode.upserts:
+                state = read.final(spark, start, end, planned)
+                state.unclear.persist(StorageLevel.DISK_ONLY)
+                unclear, ordered = state.unclear.count(), True
+                sent = read.as_rows(state.rows, scope)
+                sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, found))
+            else:
+                sent, ordered = read.hashed(spark, scope, start, end, ahead=False)
+                there = found
+                if planned != end:
+                    ahead = read.hashed(spark, scope, end or start, planned, ahead=True)[0]
             with _expressions(spec):
-                result = reconcile(sent, ahead, found, spec.samples_max)
+                result = reconcile(sent, ahead, there, spec.samples_max)
         finally:
             found.unpersist()
-    return _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
+    report = _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
+    return of_state(report, mode, unclear) if mode.upserts else report
 
 
 class _SentRange:
@@ -181,6 +197,27 @@ class _SentRange:
             )
         # Without a known order the key is dropped, so that none is judged.
         return (rows if ordered else rows.withColumn("key_hash", F.lit(None).cast("long"))), ordered
+
+    def final(self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets) -> FinalState:
+        """What an upsert of a range must leave. Nothing is said of keys that a batch touches which is not decided."""
+        mode = self._spec.sink.capability().write
+        slices = self._driver.slices(start, end) if end is not None else []
+        frame = self.frame(spark, slices)
+        names = sorted({s.lane or f"slice {i}" for i, s in enumerate(slices)})
+        lanes = [names.index(s.lane or f"slice {i}") for i, s in enumerate(slices)]
+        state = final_state(frame, mode, lanes if slices and keeps_partitions(frame) else None)
+        unclear = state.unclear
+        if planned != end:
+            coming = self.frame(spark, self._driver.slices(end or start, planned))
+            unclear = unclear.union(coming.select(F.expr(id_sql(mode)).alias("id")))
+        return FinalState(state.rows, unclear.distinct())
+
+    def as_rows(self, state: DataFrame, scope: Scope) -> DataFrame:
+        """Rows for `reconcile`, of no partition and no order."""
+        spec = self._spec
+        seed = fingerprint_seed(scope)
+        rows = hashed(state, spec.sink.records, seed, F.lit("keys"), F.lit(0), None, spec.id)
+        return rows.withColumn("key_hash", F.lit(None).cast("long"))
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from delivered.audit.history import History, check_history
 from delivered.contract import Resource, Several, Sink
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
+from delivered.model.transactions import HoldsTransactions, OpenTransaction
 from delivered.model.work import Decision
 
 
@@ -63,23 +63,22 @@ def read_ledger(
     return found
 
 
-def _still_open(resource: Resource) -> list[Any] | None:
+def _still_open(resource: Resource) -> list[OpenTransaction] | None:
     """Transactions of this pipeline at this sink that are not over; None: the sink has no such thing."""
-    ask = getattr(resource, "open_transactions", None)
-    return list(ask()) if ask is not None else None
+    return list(resource.open_transactions()) if isinstance(resource, HoldsTransactions) else None
 
 
-def _shown(transaction: Any) -> str:
+def _shown(transaction: OpenTransaction) -> str:
     age = transaction.age_s()
     since = "" if age is None else f", for {age:.0f} s"
-    return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.partitions)}"
+    return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.targets)}"
 
 
-def _hidden(resource: Resource, decision: Decision, still_open: list[Any] | None) -> list[int]:
+def _hidden(resource: Resource, decision: Decision, still_open: list[OpenTransaction] | None) -> list[int]:
     """Shards that are decided and not visible: the pipeline stopped between decide and apply."""
     prepared = [p for p in decision.participants if p.handle]
     if still_open:
         # The evidence among the rows lies behind what is open. What is open itself tells enough.
-        handles = [t.handle.to_json() for t in still_open]
+        handles = [t.participant for t in still_open]
         return [p.shard for p in prepared if dict(p.handle) in handles]
     return [p.shard for p in prepared if not resource.applied(Work(decision.scope, decision.batch, p.shard, p.attempt))]

@@ -115,7 +115,7 @@ def _asked(preflight: Any) -> tuple[Finding, ...]:
     try:
         return tuple(preflight())
     except Refused as error:
-        return (Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step),)
+        return (Finding.refusal(error),)
 
 
 def _execution(pipeline: Pipeline, spark: Any) -> Execution:

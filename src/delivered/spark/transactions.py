@@ -1,20 +1,28 @@
-"""Open transactions of a pipeline, for a person: seen, aborted, applied by hand. Connectors that have such things offer
-`open_transactions` and `end_by_id` on their resource."""
+"""Open transactions of a pipeline, for a person: seen, aborted, applied by hand. Of sinks whose resource is a
+`HoldsTransactions`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from delivered.contract import Resource
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
+from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.transactions import HoldsTransactions
 from delivered.spark.facts import logged
 from delivered.spark.sinks import opened, without_async
 
 if TYPE_CHECKING:
     from delivered.model.work import LedgerState
     from delivered.spark.pipeline import Pipeline
+
+
+@runtime_checkable
+class _Holder(HoldsTransactions, Resource, Protocol):
+    """A resource with transactions."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,13 @@ class Open:
     decided: bool
     targets: tuple[str, ...]
 
+    @property
+    def old(self) -> bool:
+        """Whether it is open for so long that its sink suffers."""
+        return self.age_s is not None and self.age_s > OPEN_TRANSACTION_OLD_S
+
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "targets": list(self.targets)}
+        return {**self.__dict__, "targets": list(self.targets), "old": self.old}
 
 
 def open_transactions(pipeline: Pipeline) -> list[Open]:
@@ -46,7 +59,7 @@ def open_transactions(pipeline: Pipeline) -> list[Open]:
     for resource, state in _sinks(pipeline):
         decided = _decided(state)
         found.extend(
-            Open(t.transactional_id, t.state, t.age_s(), t.handle.to_json() in decided, tuple(t.partitions))
+            Open(t.transactional_id, t.state, t.age_s(), t.participant in decided, t.targets)
             for t in resource.open_transactions()
         )
         resource.close()
@@ -67,7 +80,7 @@ def end_transaction(pipeline: Pipeline, transaction: str, *, commit: bool, force
             if found is None:
                 continue
             # Ids come back batch after batch: only the whole handle tells one transaction from another.
-            decided = found.handle.to_json() in _decided(state)
+            decided = found.participant in _decided(state)
             if decided != commit and not force:
                 raise _against_the_ledger(transaction, commit)
             match resource.end_by_id(transaction, commit):
@@ -104,8 +117,8 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
     )
 
 
-def _sinks(pipeline: Pipeline) -> list[tuple[Any, LedgerState]]:
-    found: list[tuple[Any, LedgerState]] = []
+def _sinks(pipeline: Pipeline) -> list[tuple[_Holder, LedgerState]]:
+    found: list[tuple[_Holder, LedgerState]] = []
     incarnation, _ = logged(pipeline.checkpoint)
     decider, everything = opened(pipeline)
     ledger = everything.ledger(Scope(pipeline.name, decider, incarnation or "new"))
@@ -117,7 +130,7 @@ def _sinks(pipeline: Pipeline) -> list[tuple[Any, LedgerState]]:
         sink = endpoint.sink()
         scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or "new")
         resource = sink.resource(scope)
-        if not hasattr(resource, "open_transactions"):
+        if not isinstance(resource, _Holder):
             continue
         found.append((resource, _seen_by(scope.sink, state)))
     if not found:

@@ -58,7 +58,7 @@ class KafkaSource:
                     )
                 ]
         except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+            return [Finding.refusal(error)]
         finally:
             client.close()
         return []

@@ -110,6 +110,14 @@ class OpenTransaction:
     def handle(self) -> Handle:
         return Handle(self.transactional_id, ProducerId(self.producer_id, self.epoch))
 
+    @property
+    def participant(self) -> dict[str, Any]:
+        return self.handle.to_json()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return self.partitions
+
 
 def end(wire: Wire, handle: Handle, commit: bool) -> Outcome[None]:
     """Commit or abort a prepared transaction from any process; may be repeated.

@@ -46,7 +46,7 @@ class LogSource:
         try:
             self.driver().newest()
         except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+            return [Finding.refusal(error)]
         return []
 
     def schema(self) -> pa.Schema:

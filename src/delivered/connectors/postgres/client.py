@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.sql.database import Database
 
 if TYPE_CHECKING:
     import psycopg
@@ -97,6 +99,29 @@ def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[
     return connection
 
 
+@dataclass(frozen=True)
+class PostgresDatabase(Database["psycopg.Connection[Any]"]):
+    """The database that the user named."""
+
+    options: PostgresOptions
+
+    @property
+    def where(self) -> str:
+        return self.options.where
+
+    def connect(self, role: str, *, writes: bool = True) -> psycopg.Connection[Any]:
+        del writes
+        return connect(self.options, role)
+
+    def errors(self) -> type[Exception]:
+        import psycopg
+
+        return psycopg.Error
+
+    def explained(self, error: Exception) -> DeliveredError:
+        return explained(error, self.options)
+
+
 def discard(connection: psycopg.Connection[Any] | None) -> None:
     """Close a connection, which undoes what it has open. Never raises."""
     if connection is not None:
@@ -170,6 +195,11 @@ _BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
         "PERMISSION",
         "GRANT INSERT ON {table}, and CREATE ON DATABASE for the ledger's schema, to the user",
     ),
+    "42P10": (
+        UsageError,
+        "KEY_NOT_UNIQUE",
+        "make a unique index over exactly the columns of keyColumns, without condition and not deferrable",
+    ),
     "25006": (Unreachable, "READ_ONLY", "point the url at the primary server"),
     "53100": (DeliveredError, "DISK_FULL", "make room on the server, then start the pipeline again"),
     "40P01": (
@@ -180,7 +210,7 @@ _BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
     "55P03": (
         DeliveredError,
         "LOCK_TIMEOUT",
-        "see who holds the lock: SELECT * FROM pg_locks WHERE NOT granted; two shards of one batch that insert one "
+        "see who holds the lock: SELECT * FROM pg_locks WHERE NOT granted; two shards of one batch that write one "
         "unique key wait for each other under two_phase: repartition by that key, or raise lockTimeout",
     ),
     "55000": (UsageError, "PREPARED_TRANSACTIONS_OFF", _PREPARED),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from delivered.model.errors import UsageError
+from delivered.sql.database import quoted
+from delivered.sql.migrate import is_newest
 
 if TYPE_CHECKING:
     import psycopg
@@ -37,11 +38,6 @@ _LOCK = 0x64656C69
 """Key of the advisory lock under which schemas and tables are made."""
 
 
-def quoted(name: str) -> str:
-    """An identifier, quoted for SQL."""
-    return '"' + name.replace('"', '""') + '"'
-
-
 def version_of(connection: psycopg.Connection[Any], schema: str) -> int:
     """The version of the ledger's tables; 0: there are none. Raises psycopg.Error."""
     table = f"{quoted(schema)}.migration"
@@ -59,7 +55,7 @@ def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
         UsageError: a newer version of this package wrote them.
         psycopg.Error: the server said no.
     """
-    if _checked(version_of(connection, schema), schema) == len(MIGRATIONS):
+    if is_newest(version_of(connection, schema), len(MIGRATIONS), f"in schema {schema!r}"):
         return
     s = quoted(schema)
     with connection.transaction():
@@ -82,14 +78,3 @@ def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
 def alone(connection: psycopg.Connection[Any]) -> None:
     """Until the transaction's end, be the only one in this database that makes tables for us."""
     connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
-
-
-def _checked(version: int, schema: str) -> int:
-    if version > len(MIGRATIONS):
-        raise UsageError(
-            "LEDGER_NEWER",
-            f"The ledger in schema {schema!r} has version {version}; this version of delivered knows "
-            f"{len(MIGRATIONS)}.",
-            next_step="pip install --upgrade delivered",
-        )
-    return version

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import parse_qs, urlsplit
 
+from delivered.model.capability import APPEND, WriteMode
 from delivered.model.errors import UsageError
-from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import Option, OptionTable, choice, flag, resolve_secret, whole_number
+from delivered.sql.options import MODE_OPTIONS, TableOptions, parse_mode
 
 OWNER = "delivered_postgres sink"
 IDENTIFIER_BYTES_MAX = 63
@@ -35,7 +35,7 @@ SINK_OPTIONS = OptionTable(
             "The database: postgresql://host:5432/name, or the same after jdbc:. Parameters after ? go to libpq.",
             required=True,
         ),
-        Option("dbtable", "The table that rows are added to: orders, or sales.orders.", required=True),
+        Option("dbtable", "The table that rows are written to: orders, or sales.orders.", required=True),
         Option("user", "Whom to log in as."),
         Option("password", "Its password, better as env:NAME or file:PATH.", secret=True),
         Option("mechanism", "one_transaction or two_phase: how exactly_once is had.", "one_transaction"),
@@ -46,12 +46,13 @@ SINK_OPTIONS = OptionTable(
             "Seconds that a task, or a decision, waits for a lock that another transaction holds.",
             str(LOCK_TIMEOUT_S_DEFAULT),
         ),
+        *MODE_OPTIONS,
     ),
 )
 
 
 @dataclass(frozen=True)
-class PostgresOptions:
+class PostgresOptions(TableOptions):
     """
     Attributes:
         url: as libpq takes it, without a password.
@@ -66,6 +67,7 @@ class PostgresOptions:
     password: str | None = field(default=None, repr=False)
     mechanism: Mechanism = Mechanism.ONE_TRANSACTION
     create: bool = False
+    write: WriteMode = APPEND
     ledger_schema: str = "delivered"
     lock_timeout_s: int = LOCK_TIMEOUT_S_DEFAULT
 
@@ -80,12 +82,9 @@ class PostgresOptions:
         return self.table if self.schema is None else f"{self.schema}.{self.table}"
 
     @property
-    def sink_name(self) -> str:
-        """The table's name, made fit for a sink's name; two tables never share one."""
-        plain = re.sub(r"[^A-Za-z0-9._-]", "_", self.table_text)[: NAME_LENGTH_MAX - 9]
-        if plain == self.table_text:
-            return plain
-        return f"{plain}-{hashlib.blake2b(self.table_text.encode(), digest_size=4).hexdigest()}"
+    def where(self) -> str:
+        """For messages."""
+        return f"at {self.place}"
 
     def password_resolved(self) -> str | None:
         """Use at once, do not keep."""
@@ -106,6 +105,7 @@ def parse(given: Mapping[str, str]) -> PostgresOptions:
         user=options.get("user"),
         password=options.get("password"),
         mechanism=Mechanism(choice(OWNER, "mechanism", options.get("mechanism", "one_transaction"), list(Mechanism))),
+        write=parse_mode(OWNER, options),
         create=flag(OWNER, "ifNotExists", options.get("ifNotExists", "false")),
         ledger_schema=_identifier("ledgerSchema", options.get("ledgerSchema", "delivered")),
         lock_timeout_s=whole_number(

@@ -9,10 +9,12 @@ from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import connect, explained
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import Mechanism, PostgresOptions
-from delivered.connectors.postgres.transactions import OLD_S, slots
+from delivered.connectors.postgres.transactions import slots
 from delivered.contract import Finding
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
+from delivered.model.limits import OPEN_TRANSACTION_OLD_S
+from delivered.sql.merge import no_unique_index
 
 if TYPE_CHECKING:
     import psycopg
@@ -35,7 +37,7 @@ def preflight(options: PostgresOptions, guarantee: Guarantee) -> list[Finding]:
         finally:
             connection.close()
     except DeliveredError as error:
-        findings.append(Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step))
+        findings.append(Finding.refusal(error))
     return findings
 
 
@@ -60,6 +62,14 @@ def _look(connection: psycopg.Connection[Any], options: PostgresOptions, guarant
         )
     if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
         yield from _prepared(connection, options, slots(connection, options))
+        if options.write.delete is not None:
+            yield Finding(
+                "DELETE_TWO_PHASE",
+                "deleteColumn does not go with mechanism two_phase: a deletion of a key that is not there yet leaves "
+                "no lock for another shard of the batch to meet, so one that is out of order would go unseen.",
+                True,
+                'write .option("mechanism", "one_transaction")',
+            )
     migrate(connection, options.ledger_schema)
     yield from _table(connection, options, guarantee)
 
@@ -85,7 +95,7 @@ def _prepared(connection: psycopg.Connection[Any], options: PostgresOptions, all
             False,
             "raise max_prepared_transactions, or write with fewer partitions",
         )
-    if oldest_s > OLD_S:
+    if oldest_s > OPEN_TRANSACTION_OLD_S:
         yield Finding(
             "PREPARED_TRANSACTION_OLD",
             f"A prepared transaction at {options.place} is {oldest_s / 3600:.1f} hours old: it holds its locks and "
@@ -101,27 +111,25 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
     if found is None:
         if not options.create:
             raise target.missing_table(options)
+        yield from _may_create(connection, options)
         return
-    row = connection.execute(
-        "SELECT relkind, relpersistence, has_table_privilege(oid, 'INSERT'), has_table_privilege(oid, 'SELECT') "
-        "FROM pg_class WHERE oid = %s",
-        [found[0]],
-    ).fetchone()
-    kind, persistence, may_insert, may_read = row or ("r", "p", True, True)
-    staged = guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.ONE_TRANSACTION
+    row = connection.execute("SELECT relkind, relpersistence FROM pg_class WHERE oid = %s", [found[0]]).fetchone()
+    kind, persistence = row or ("r", "p")
+    denied = _denied(connection, options, guarantee, found[0])
     if kind not in ("r", "p"):
         yield Finding(
             "NOT_A_TABLE", f"{options.table_text!r} at {options.place} is a view, not a table.", True, "name a table"
         )
-    elif not may_insert or (staged and not may_read):
-        right = "INSERT" if not may_insert else "SELECT"
+    elif denied:
         user = connection.info.user
         yield Finding(
             "PERMISSION",
-            f"User {user!r} has no right to {right} on {options.table_text!r} at {options.place}.",
+            f"User {user!r} has no right to {' and '.join(denied)} on {options.table_text!r} at {options.place}.",
             True,
-            f"GRANT SELECT, INSERT ON {options.table_text} TO {user}",
+            f"GRANT {', '.join(denied)} ON {options.table_text} TO {user}",
         )
+    elif options.write.upserts and not target.has_unique_index(connection, found[0], options.write.keys):
+        raise no_unique_index(options.write, options.table_text, options.where)
     elif persistence == "u" and guarantee is not Guarantee.AT_MOST_ONCE:
         yield Finding(
             "TABLE_UNLOGGED",
@@ -129,3 +137,46 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
             True,
             f"ALTER TABLE {options.table_text} SET LOGGED",
         )
+
+
+def _may_create(connection: psycopg.Connection[Any], options: PostgresOptions) -> Iterator[Finding]:
+    """Whether the missing table can be made when the first rows come."""
+    schema, user = options.schema or "public", connection.info.user
+    row = connection.execute(
+        "SELECT nspname, has_schema_privilege(oid, 'CREATE') FROM pg_namespace "
+        "WHERE nspname = coalesce(%s, current_schema())",
+        [options.schema],
+    ).fetchone()
+    if row is None:
+        yield Finding(
+            "SCHEMA_MISSING",
+            f"There is no schema {schema!r} at {options.place} to create {options.table_text!r} in.",
+            True,
+            f"CREATE SCHEMA {schema}, or mend the option dbtable",
+        )
+    elif not row[1]:
+        yield Finding(
+            "PERMISSION",
+            f"User {user!r} has no right to create {options.table_text!r} in schema {row[0]!r} at {options.place}.",
+            True,
+            f"GRANT CREATE ON SCHEMA {row[0]} TO {user}, or create the table",
+        )
+
+
+def _denied(
+    connection: psycopg.Connection[Any], options: PostgresOptions, guarantee: Guarantee, relation: int
+) -> list[str]:
+    """Rights on the table that this user lacks."""
+    staged = guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.ONE_TRANSACTION
+    needed = ["INSERT"]
+    if staged or options.write.upserts:  # a staging table takes its columns from the target
+        needed.append("SELECT")
+    if options.write.upserts:
+        needed.append("UPDATE")
+    if options.write.delete is not None:
+        needed.append("DELETE")
+    rows = connection.execute(
+        "SELECT wanted FROM unnest(%s::text[]) AS wanted WHERE NOT has_table_privilege(%s::oid, wanted)",
+        [needed, relation],
+    ).fetchall()
+    return [right for (right,) in rows]

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.postgres import target, types
-from delivered.connectors.postgres.client import connect, explained
-from delivered.connectors.postgres.migrate import quoted, version_of
+from delivered.connectors.postgres.client import PostgresDatabase
+from delivered.connectors.postgres.migrate import version_of
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract import Offsets, Slice
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import UsageError
+from delivered.sql.database import quoted
+from delivered.sql.table import TableSource, steps
+from delivered.sql.target import never_written
 
 if TYPE_CHECKING:
     import psycopg
 
 SLICE_PAGES = 8_192
 """Pages of 8 KiB in one slice, at least."""
-SLICES_MAX = 256
 BLOCK_BYTES = 1 << 20
 """Text parsed at once."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class PostgresTable:
+class PostgresTable(TableSource):
     """The rows of one table, with the Arrow types that they were written with."""
 
     options: PostgresOptions
-
-    @property
-    def rows_per_batch_max(self) -> int | None:
-        return None
 
     def capability(self) -> SourceCapability:
         return SourceCapability(
@@ -47,40 +44,27 @@ class PostgresTable:
             assumes=("nobody changes, deletes or moves (VACUUM FULL) rows while the table is read",),
         )
 
-    def preflight(self) -> Sequence[Finding]:
-        try:
-            self.schema()
-        except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
-        return []
+    @property
+    def database(self) -> PostgresDatabase:
+        return PostgresDatabase(self.options)
 
-    def schema(self) -> pa.Schema:
-        """
-        Raises:
-            UsageError: nothing was ever written to the table by this package.
-        """
-
+    def _stored_schema(self) -> pa.Schema | None:
         def question(connection: psycopg.Connection[Any]) -> pa.Schema | None:
             found = target.find(connection, self.options)
             if found is None or version_of(connection, self.options.ledger_schema) == 0:
                 return None
             return target.stored_schema(connection, self.options, found[0])
 
-        schema = self._ask(question)
-        if schema is None:
-            raise UsageError(
-                "TABLE_UNKNOWN",
-                f"Table {self.options.table_text!r} at {self.options.place} holds no row that a pipeline wrote.",
-                next_step="run the pipeline first, or check url, dbtable and ledgerSchema",
-            )
-        return schema
+        return self.database.ask(question)
+
+    def _never_written(self) -> UsageError:
+        return never_written(self.options.table_text, self.options.where, "url, dbtable and ledgerSchema")
 
     def driver(self) -> PostgresTableDriver:
         return PostgresTableDriver(self)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         """COPY as CSV, which Arrow parses: numbers, times and texts come back as they went in."""
-        import psycopg
         from pyarrow import csv
 
         schema = self.schema()
@@ -98,9 +82,9 @@ class PostgresTable:
             true_values=["t"],
             false_values=["f"],
         )
-        connection = connect(self.options, "read")
+        connection = self.database.connect("read")
         try:
-            with connection.cursor().copy(statement) as copy:
+            with self.database.explaining(), connection.cursor().copy(statement) as copy:
                 text = _Text(copy)
                 if text.empty:
                     return
@@ -113,8 +97,6 @@ class PostgresTable:
                 for batch in reader:
                     arrays = [_restored(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
                     yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-        except psycopg.Error as error:
-            raise explained(error, self.options) from error
         finally:
             connection.close()
 
@@ -133,18 +115,7 @@ class PostgresTable:
             ).fetchall()
             return [(f"{quoted(schema)}.{quoted(name)}", int(count)) for schema, name, count in rows]
 
-        return self._ask(question)
-
-    def _ask(self, question: Callable[[psycopg.Connection[Any]], T]) -> T:
-        import psycopg
-
-        connection = connect(self.options, "read")
-        try:
-            return question(connection)
-        except psycopg.Error as error:
-            raise explained(error, self.options) from error
-        finally:
-            connection.close()
+        return self.database.ask(question)
 
 
 class PostgresTableDriver:
@@ -166,11 +137,11 @@ class PostgresTableDriver:
         raise self._no_stream()
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        step = max(SLICE_PAGES, -(-sum(end.values()) // SLICES_MAX))
+        whole = sum(end.values())
         return [
-            Slice({"relation": relation, "start": at, "end": min(at + step, int(stop))}, lane=relation)
+            Slice({"relation": relation, "start": at, "end": until}, lane=relation)
             for relation, stop in end.items()
-            for at in range(int(start.get(relation, 0)), int(stop), step)
+            for at, until in steps(int(start.get(relation, 0)), int(stop), SLICE_PAGES, whole)
         ]
 
     def batch(self) -> tuple[Offsets, Offsets]:

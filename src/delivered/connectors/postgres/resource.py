@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from delivered.connectors.postgres import stage, transactions
 from delivered.connectors.postgres.client import connect, discard, explained
-from delivered.connectors.postgres.migrate import migrate, quoted, version_of
+from delivered.connectors.postgres.migrate import migrate, version_of
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.transactions import GONE, OpenTransaction
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Decision, Prepared
+from delivered.sql.database import quoted
 
 if TYPE_CHECKING:
     import psycopg
@@ -128,7 +129,7 @@ class PostgresResource:
         Raises:
             Unreachable: the server did not answer.
         """
-        return self._ask(lambda c: transactions.listed(c, self._scope, self._options.ledger_schema))
+        return self._ask(lambda c: transactions.listed(c, self._scope, self._options))
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
         """Commit or roll back, by hand, a prepared transaction.

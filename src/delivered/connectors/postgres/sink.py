@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pyarrow as pa
 
-from delivered.connectors.postgres import types
 from delivered.connectors.postgres.options import Mechanism, PostgresOptions
+from delivered.connectors.postgres.types import TYPES, refused
 from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.limits import LEDGER_HISTORY_BATCHES
+from delivered.sql.merge import without_key
+from delivered.sql.sink import HISTORY, TableSink
+from delivered.sql.types import Types
 
-_HISTORY = f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept"
 _BACKUP = "the database is backed up and restored as one, with the ledger's schema"
 
 
 @dataclass(frozen=True)
-class PostgresSink:
+class PostgresSink(TableSink):
     """Holds options, no connection. Secrets travel as references."""
 
     options: PostgresOptions
 
+    types: ClassVar[Types] = TYPES
+
     @property
-    def name(self) -> str:
-        return self.options.sink_name
+    def _table(self) -> PostgresOptions:
+        return self.options
 
     def capability(self) -> SinkCapability:
-        table = f"table {self.options.table_text}"
+        table = self._into
         if self.options.mechanism is Mechanism.TWO_PHASE:
             return SinkCapability(
                 system="postgres",
@@ -42,13 +46,18 @@ class PostgresSink:
                 apply="COMMIT PREPARED for each shard, from the driver",
                 send=f"COPY into {table}, one transaction for each shard, visible when it ends",
                 batch_atomic=False,
-                assumes=(_BACKUP, "no rows of one batch wait for each other's unique keys across shards"),
+                write=self.options.write,
+                assumes=(
+                    _BACKUP,
+                    "no rows of one batch wait for each other's unique keys across shards",
+                    *self._assumed,
+                ),
                 limits=(
                     "max_prepared_transactions of the server is above the number of shards",
                     "a reader may see some shards of a batch a few ms before the others",
                     "prepared rows of a pipeline that never starts again hold locks and stop VACUUM: "
                     "`delivered transactions list` shows them and their age",
-                    _HISTORY,
+                    HISTORY,
                 ),
             )
         return SinkCapability(
@@ -61,8 +70,9 @@ class PostgresSink:
             apply="nothing left to do; the rows are visible since the decision",
             send=f"COPY into {table}, one transaction for each shard, visible when it ends",
             batch_atomic=True,
-            assumes=(_BACKUP,),
-            limits=("rows are written twice: once staged, once moved", _HISTORY),
+            write=self.options.write,
+            assumes=(_BACKUP, *self._assumed),
+            limits=("rows are written twice: once staged, once moved", HISTORY, *self._bounds),
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
@@ -70,14 +80,8 @@ class PostgresSink:
 
         return preflight(self.options, guarantee)
 
-    def check_schema(self, schema: pa.Schema) -> None:
-        types.check(schema)
-
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
-        return types.refused(batch)
-
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return types.with_schema(batch, types.canonical_schema(batch.schema))
+        return without_key(self.options.write, batch, refused(batch))
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
         from delivered.connectors.postgres.writer import CopyWriter

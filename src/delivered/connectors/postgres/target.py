@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from delivered.connectors.postgres import types
-from delivered.connectors.postgres.migrate import alone, quoted
+from delivered.connectors.postgres.migrate import alone
 from delivered.connectors.postgres.options import PostgresOptions
+from delivered.connectors.postgres.types import TYPES
 from delivered.model.errors import UsageError
+from delivered.sql.database import quoted
+from delivered.sql.merge import Merge, stored
+from delivered.sql.target import check_unchanged, column_missing, missing
 
 if TYPE_CHECKING:
     import psycopg
@@ -44,12 +49,14 @@ class Target:
         relation: the server's id of it.
         kinds: PostgreSQL's type of each column of the rows.
         columns: names of the rows' columns, quoted, with commas.
+        merge: how rows get in, if not by appending.
     """
 
     name: str
     relation: int
     kinds: tuple[str, ...]
     columns: str
+    merge: Merge
 
 
 def text_of(options: PostgresOptions) -> str:
@@ -79,11 +86,14 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         UsageError: the table is missing, a column is missing, of another type, or the rows changed their schema.
         psycopg.Error: the server said no.
     """
+    kept = stored(options.write, schema)
     found = find(connection, options)
     if found is None:
         if not options.create:
             raise missing_table(options)
-        body = ", ".join(f"{quoted(f.name)} {types.declared(f.type)}" for f in schema if not _untyped(f))
+        body = ", ".join(f"{quoted(f.name)} {TYPES.declared(f.type)}" for f in kept if not _untyped(f))
+        if options.write.upserts:
+            body += f", PRIMARY KEY ({', '.join(map(quoted, options.write.keys))})"
         if any(_untyped(f) for f in schema):
             raise UsageError(
                 "TYPE_UNKNOWN",
@@ -98,9 +108,28 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         if found is None:
             raise missing_table(options)
     relation, name = found
-    kinds = compare(options, schema, table_columns(connection, relation))
-    _remember(connection, options, relation, schema)
-    return Target(name, relation, kinds, ", ".join(quoted(n) for n in schema.names))
+    kinds = dict(zip(kept.names, compare(options, kept, table_columns(connection, relation)), strict=True))
+    _remember(connection, options, relation, kept)
+    return Target(
+        name,
+        relation,
+        tuple(kinds.get(n, "bool") for n in schema.names),
+        ", ".join(quoted(n) for n in schema.names),
+        Merge(options.write, name, tuple(kept.names)),
+    )
+
+
+def has_unique_index(connection: psycopg.Connection[Any], relation: int, keys: Sequence[str]) -> bool:
+    """Whether an upsert can rest on a unique index over exactly these columns. Raises psycopg.Error."""
+    rows = connection.execute(
+        """SELECT array_agg(a.attname::text) FROM pg_index i
+           JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = ANY((i.indkey::int2[])[0:i.indnkeyatts - 1])
+           WHERE i.indrelid = %s AND i.indisunique AND i.indimmediate AND i.indisvalid AND i.indpred IS NULL
+             AND i.indexprs IS NULL
+           GROUP BY i.indexrelid""",
+        [relation],
+    ).fetchall()
+    return any(set(names) == set(keys) for (names,) in rows)
 
 
 def table_columns(connection: psycopg.Connection[Any], relation: int) -> dict[str, Column]:
@@ -140,12 +169,9 @@ def compare(options: PostgresOptions, schema: pa.Schema, columns: dict[str, Colu
     for f in schema:
         column = columns.get(f.name)
         if column is None:
-            wanted = "..." if _untyped(f) else types.declared(f.type)
-            raise UsageError(
-                "COLUMN_MISSING",
-                f"Table {table!r} at {options.place} has no column {f.name!r}; it has {', '.join(columns)}.",
-                next_step=f"ALTER TABLE {table} ADD COLUMN {quoted(f.name)} {wanted}; or drop the column from the rows",
-            )
+            wanted = "..." if _untyped(f) else TYPES.declared(f.type)
+            way_out = f"ALTER TABLE {table} ADD COLUMN {quoted(f.name)} {wanted}"
+            raise column_missing(table, options.where, f.name, ", ".join(columns), way_out)
         if column.computed:
             raise UsageError(
                 "COLUMN_COMPUTED",
@@ -156,7 +182,7 @@ def compare(options: PostgresOptions, schema: pa.Schema, columns: dict[str, Colu
             raise UsageError(
                 "COLUMN_TYPE",
                 f"Column {f.name!r} of table {table!r} is {column.shown}, which cannot take every value of {f.type} as "
-                f"it is; it takes {'nothing else' if _untyped(f) else types.declared(f.type)}.",
+                f"it is; it takes {'nothing else' if _untyped(f) else TYPES.declared(f.type)}.",
                 next_step=f"cast the column of the rows, or ALTER TABLE {table} ALTER COLUMN {quoted(f.name)} TYPE ...",
             )
         kinds.append(column.kind)
@@ -188,7 +214,7 @@ def _untyped(f: pa.Field) -> bool:
 
 def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int, schema: pa.Schema) -> None:
     known = stored_schema(connection, options, relation)
-    canonical = types.canonical_schema(schema)
+    canonical = TYPES.canonical_schema(schema)
     if known is None:
         connection.execute(
             f"INSERT INTO {quoted(options.ledger_schema)}.target (relation, name, arrow_schema) VALUES (%s, %s, %s) "  # noqa: S608
@@ -196,14 +222,12 @@ def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, rel
             [relation, options.table_text, canonical.serialize().to_pybytes()],
         )
         known = stored_schema(connection, options, relation)
-    if known is not None and not known.equals(canonical):
-        raise UsageError(
-            "SCHEMA_CHANGED",
-            f"Table {options.table_text!r} at {options.place} was written with the columns {_text(known)}, the rows "
-            f"now have {_text(canonical)}. Fingerprints of the two could not be added up.",
-            next_step="give the rows their former columns and types, or write to another table; to give up auditing "  # noqa: S608
-            f"what is in it: DELETE FROM {quoted(options.ledger_schema)}.target WHERE relation = {relation}",
+    if known is not None:
+        way_out = (
+            "give the rows their former columns and types, or write to another table; to give up auditing what is in "  # noqa: S608
+            f"it: DELETE FROM {quoted(options.ledger_schema)}.target WHERE relation = {relation}"
         )
+        check_unchanged(options.table_text, options.where, known, canonical, way_out)
 
 
 def stored_schema(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int) -> pa.Schema | None:
@@ -216,12 +240,5 @@ def stored_schema(connection: psycopg.Connection[Any], options: PostgresOptions,
 
 
 def missing_table(options: PostgresOptions) -> UsageError:
-    return UsageError(
-        "TABLE_MISSING",
-        f"There is no table {options.table_text!r} at {options.place}, and ifNotExists is false.",
-        next_step='create the table, mend the option dbtable, or write .option("ifNotExists", "true")',
-    )
-
-
-def _text(schema: pa.Schema) -> str:
-    return ", ".join(f"{f.name} {f.type}" for f in schema)
+    way_out = 'create the table, mend the option dbtable, or write .option("ifNotExists", "true")'
+    return missing(options.table_text, options.where, way_out)

@@ -25,8 +25,6 @@ KEY = "gid"
 """Name of the transaction's id in a participant's handle."""
 GONE = "42704"
 """SQLSTATE: no prepared transaction of that id. It was committed, or rolled back, or never there."""
-OLD_S = 3_600.0
-"""Age from which a prepared transaction is warned about: it holds locks and keeps VACUUM from cleaning up."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,12 @@ class OpenTransaction:
     started_ms: int
     user: str
     database: str
+    targets: tuple[str, ...]
     state: str = "Prepared"
+
+    @property
+    def participant(self) -> dict[str, Any]:
+        return {KEY: self.transactional_id}
 
     def age_s(self, now_s: float | None = None) -> float:
         """Seconds since it was prepared, by this machine's clock."""
@@ -69,19 +72,32 @@ def is_ours(scope: Scope, ledger_schema: str, candidate: str) -> bool:
     )
 
 
-def listed(connection: psycopg.Connection[Any], scope: Scope, ledger_schema: str) -> list[OpenTransaction]:
+def listed(connection: psycopg.Connection[Any], scope: Scope, options: PostgresOptions) -> list[OpenTransaction]:
     """Every prepared transaction of this sink of this pipeline in this database, oldest first. Raises psycopg.Error."""
     rows = connection.execute(
         "SELECT gid, (extract(epoch FROM prepared) * 1000)::bigint, owner, database FROM pg_prepared_xacts "
         "WHERE database = current_database() AND starts_with(gid, %s) ORDER BY prepared, gid",
-        [id_prefix(scope, ledger_schema)],
+        [id_prefix(scope, options.ledger_schema)],
     ).fetchall()
     found = []
     for gid, prepared_ms, user, database in rows:
-        if is_ours(scope, ledger_schema, gid):
+        if is_ours(scope, options.ledger_schema, gid):
             batch, shard = gid.rsplit(".", 3)[1:3]
-            found.append(OpenTransaction(gid, int(batch), int(shard), prepared_ms, user, database))
+            found.append(
+                OpenTransaction(gid, int(batch), int(shard), prepared_ms, user, database, (options.table_text,))
+            )
     return found
+
+
+def give_up_earlier(connection: psycopg.Connection[Any], work: Work, options: PostgresOptions) -> None:
+    """Roll back what earlier attempts of this very shard left prepared: an upsert would wait for their locks.
+
+    Should the driver have decided one of them meanwhile, its promise is gone, and the shard is written again.
+    """
+    prefix = f"{id_prefix(work.scope, options.ledger_schema)}{work.batch}.{work.shard}."
+    for transaction in listed(connection, work.scope, options):
+        if transaction.transactional_id.startswith(prefix):
+            end(connection, transaction.transactional_id, commit=False)
 
 
 def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> None:

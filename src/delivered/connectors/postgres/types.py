@@ -24,11 +24,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.model.errors import UsageError
+from delivered.sql.types import Types
 
-COLUMNS_MAX = 1_600
-"""PostgreSQL's own limit."""
-NAME_BYTES_MAX = 63
 ENUM = "enum"
 """Stands for every enumerated type."""
 
@@ -72,76 +69,32 @@ def fitting(kind: pa.DataType) -> tuple[str, ...]:
     return ()
 
 
-def declared(kind: pa.DataType) -> str:
-    """SQL type of a column that is made for values of `kind`."""
-    name = fitting(kind)[0]
-    return f"numeric({kind.precision},{kind.scale})" if name == "numeric" else _SQL.get(name, name)
+class PostgresTypes(Types):
+    system = "PostgreSQL"
+    columns_max = 1_600  # PostgreSQL's own limits
+    name_bytes_max = 63
+    nested_hint = "; a column of type jsonb takes JSON texts"
+
+    def declared(self, kind: pa.DataType) -> str | None:
+        if not fitting(kind):
+            return None
+        name = fitting(kind)[0]
+        return f"numeric({kind.precision},{kind.scale})" if name == "numeric" else _SQL.get(name, name)
+
+    def keeps(self, kind: pa.DataType) -> bool:
+        return bool(fitting(kind)) or bool(pa.types.is_null(kind))
+
+    def orders(self, kind: pa.DataType) -> bool:
+        return super().orders(kind) or bool(pa.types.is_decimal128(kind))
+
+    def plain(self, kind: pa.DataType) -> pa.DataType:
+        kind, t = super().plain(kind), pa.types
+        if t.is_timestamp(kind) and kind.unit != "ns":
+            return pa.timestamp("us", kind.tz)
+        return pa.time64("us") if t.is_time(kind) and kind.unit != "ns" else kind
 
 
-def plain(kind: pa.DataType) -> pa.DataType:
-    """The one type that stands for all with the same values."""
-    t = pa.types
-    if t.is_dictionary(kind):
-        return plain(kind.value_type)
-    if t.is_large_string(kind) or t.is_string_view(kind):
-        return pa.string()
-    if t.is_large_binary(kind) or t.is_binary_view(kind):
-        return pa.binary()
-    if t.is_timestamp(kind) and kind.unit != "ns":
-        return pa.timestamp("us", None if kind.tz is None else "UTC")
-    if t.is_time(kind) and kind.unit != "ns":
-        return pa.time64("us")
-    return kind
-
-
-def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns of `schema` in their order, with plain types and nothing else."""
-    return pa.schema([pa.field(f.name, plain(f.type)) for f in schema])
-
-
-def canonical_schema(schema: pa.Schema) -> pa.Schema:
-    """Plain types, columns by name: the order in which a table's columns were made does not count."""
-    return pa.schema(sorted(plain_schema(schema), key=lambda f: f.name))
-
-
-def with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The same rows with the columns of `schema`, in its order."""
-    if batch.schema.equals(schema):
-        return batch
-    columns = []
-    for f in schema:
-        column = batch.column(batch.schema.get_field_index(f.name))
-        columns.append(column if column.type.equals(f.type) else column.cast(f.type))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def check(schema: pa.Schema) -> None:
-    """
-    Raises:
-        UsageError: a column cannot be kept.
-    """
-    if not 1 <= len(schema) <= COLUMNS_MAX:
-        raise UsageError("COLUMNS", f"A row has {len(schema)} columns; a table has 1 to {COLUMNS_MAX}.")
-    seen = set()
-    for f in schema:
-        if f.name in seen:
-            raise UsageError("COLUMN_TWICE", f"Two columns are named {f.name!r}.", next_step="rename one of them")
-        seen.add(f.name)
-        if not f.name or "\0" in f.name or len(f.name.encode()) > NAME_BYTES_MAX:
-            raise UsageError(
-                "COLUMN_NAME",
-                f"{f.name!r} is no name for a column: PostgreSQL's have 1 to {NAME_BYTES_MAX} bytes.",
-                next_step="rename it: df.withColumnRenamed(...)",
-            )
-        kind = plain(f.type)
-        if not fitting(kind) and not pa.types.is_null(kind):
-            nested = pa.types.is_nested(kind)
-            way = f'to_json("{f.name}")' if nested else f'col("{f.name}").cast("string")'
-            raise UsageError(
-                "TYPE_UNKNOWN",
-                f"Column {f.name!r} is {f.type}; PostgreSQL has no type that this sink keeps it in without loss.",
-                next_step=f'df.withColumn("{f.name}", {way}); a column of type jsonb takes JSON texts',
-            )
+TYPES = PostgresTypes()
 
 
 def from_hex(column: pa.Array) -> pa.Array:

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.postgres import encode, stage, target, transactions, types, warm
+from delivered.connectors.postgres import encode, stage, target, transactions, warm
 from delivered.connectors.postgres.client import discard, explained
-from delivered.connectors.postgres.migrate import migrate, quoted
+from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import Mechanism, PostgresOptions
+from delivered.connectors.postgres.types import TYPES
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.sql.database import quoted
+from delivered.sql.merge import check_rows
+from delivered.sql.types import with_schema
 
 if TYPE_CHECKING:
     import psycopg
@@ -25,6 +29,7 @@ class CopyWriter:
 
     exactly_once, two_phase: COPY into the target and a marker, in a transaction that `prepare` leaves prepared.
     exactly_once, one_transaction: COPY into a staging table, which `prepare` commits.
+    mode upsert: COPY into a staging table always; all but one_transaction merge it into the target in `prepare`.
     at_least_once, at_most_once: COPY into the target, which `prepare` commits; no row is ever sent again from here.
 
     The server reads rows as they come: a `stage` that is ahead of it waits. Nothing is sent, and nothing has to be
@@ -35,7 +40,9 @@ class CopyWriter:
         self._options = options
         self._work = work
         self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE
-        self._schema = types.plain_schema(schema)
+        self._moved_later = self._exactly_once and options.mechanism is Mechanism.ONE_TRANSACTION
+        self._upserts = options.write.upserts
+        self._schema = TYPES.plain_schema(schema)
         self._connection: psycopg.Connection[Any] | None = None
         self._target: target.Target | None = None
         self._copying: Any = None
@@ -49,7 +56,9 @@ class CopyWriter:
 
         if batch.num_rows == 0:
             return
-        batch = types.with_schema(batch, self._schema)
+        batch = with_schema(batch, self._schema)
+        if self._upserts:
+            check_rows(self._options.write, batch)
         try:
             if self._copy is None:
                 self._begin()
@@ -68,11 +77,16 @@ class CopyWriter:
         try:
             self._end_copy(fingerprint)
             handle: dict[str, Any] = {}
-            if not self._exactly_once:
-                connection.execute("COMMIT")
-            elif self._options.mechanism is Mechanism.ONE_TRANSACTION:
-                connection.execute("COMMIT")
+            if self._moved_later:
                 handle = {stage.KEY: self._staged, "target": self._ready.name, "columns": self._ready.columns}
+            if self._upserts:
+                kept = stage.reduced(connection, self._options, self._staged, self._ready, self._rows)
+                if self._moved_later:
+                    handle |= {"kept": kept, "stored": list(self._ready.merge.columns)}
+                else:
+                    stage.merge(connection, self._options, self._staged, self._ready)
+            if self._moved_later or not self._exactly_once:
+                connection.execute("COMMIT")
             else:
                 handle = {transactions.KEY: self._prepare(connection, fingerprint)}
         except psycopg.Error as error:
@@ -100,14 +114,16 @@ class CopyWriter:
     def _begin(self) -> None:
         self._connection = connection = warm.take(self._options)
         migrate(connection, self._options.ledger_schema)
-        if self._exactly_once and self._options.mechanism is Mechanism.TWO_PHASE:
+        if self._exactly_once and not self._moved_later:
             transactions.slots(connection, self._options)  # told before the first row, not after the last
+            if self._upserts:
+                transactions.give_up_earlier(connection, self._work, self._options)
         self._target = target.ready(connection, self._options, self._schema)
         connection.execute("BEGIN")
         into = self._target.name
-        if self._exactly_once and self._options.mechanism is Mechanism.ONE_TRANSACTION:
+        if self._moved_later or self._upserts:
             self._staged = stage.new_table(self._options, self._work)
-            stage.create(connection, self._options, self._staged, self._target)
+            stage.create(connection, self._options, self._staged, self._target, kept=self._moved_later)
             into = f"{quoted(self._options.ledger_schema)}.{quoted(self._staged)}"
         self._cursor = connection.cursor()
         self._copying = self._cursor.copy(f"COPY {into} ({self._target.columns}) FROM STDIN (FORMAT binary)")

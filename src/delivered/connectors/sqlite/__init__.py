@@ -3,10 +3,12 @@
 options.py   what the user named
 types.py     Arrow types as SQLite stores them, and back
 database.py  connections, and errors in plain words
+migrate.py   the ledger's tables, versioned
 target.py    the user's table: create, check, insert
+merge.py     upserts
 stage.py     files in which tasks leave their shards
 writer.py    a task's side
-ledger.py    the driver's side: owner, decisions. The line that decides is there.
+ledger.py    the driver's side: owner, decisions, over `delivered.sql.ledger`, where the line that decides is
 resource.py  staged files of decided and undecided shards
 read.py      the table as a source, for the audit
 sink.py      all of these as the contract's sink
@@ -15,38 +17,20 @@ sink.py      all of these as the contract's sink
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from delivered.connectors.sqlite.options import SINK_OPTIONS, parse
-from delivered.model.errors import UsageError
-from delivered.model.options import OptionTable
+from delivered.sql.connector import SinkConnector
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink, Source
+    from delivered.contract import Sink
 
 
-@dataclass(frozen=True)
-class SqliteConnector:
-    """Holds nothing but names: safe to import, to pickle, to list."""
-
-    name: str = "sqlite"
-    extra: str = "sqlite"
-    source_options: OptionTable | None = None
-    sink_options: OptionTable | None = SINK_OPTIONS
-
-    def source(self, options: Mapping[str, str]) -> Source:
-        del options
-        raise UsageError(
-            "NO_SOURCE",
-            "delivered_sqlite is a sink; a table has no offsets that a stream could replay.",
-            next_step="read from delivered_log or delivered_kafka",
-        )
-
+class SqliteConnector(SinkConnector):
     def sink(self, options: Mapping[str, str]) -> Sink:
         from delivered.connectors.sqlite.sink import SqliteSink
 
         return SqliteSink(parse(options))
 
 
-CONNECTOR = SqliteConnector()
+CONNECTOR = SqliteConnector("sqlite", "sqlite", SINK_OPTIONS)

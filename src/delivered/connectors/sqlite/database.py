@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.sql.database import Database
 
 WAL_RACE_FIXED = (3, 51, 3)
 
@@ -86,7 +88,7 @@ def writing(connection: sqlite3.Connection, path: str, timeout_s: float | None =
         raise
 
 
-def explained(error: sqlite3.Error, path: str) -> DeliveredError:
+def explained(error: Exception, path: str) -> DeliveredError:
     """The error in plain words, with the next step."""
     name = getattr(error, "sqlite_errorname", None) or type(error).__name__
     detail = f"{error} ({name})"
@@ -125,6 +127,22 @@ def explained(error: sqlite3.Error, path: str) -> DeliveredError:
     return Unreachable("DATABASE_ERROR", f"The database {path!r} failed: {detail}.", next_step="check disk and file")
 
 
-def quoted(name: str) -> str:
-    """An identifier, quoted for SQL."""
-    return '"' + name.replace('"', '""') + '"'
+@dataclass(frozen=True)
+class SqliteDatabase(Database[sqlite3.Connection]):
+    """The file that the user named."""
+
+    path: str
+
+    @property
+    def where(self) -> str:
+        return f"in {self.path!r}"
+
+    def connect(self, role: str, *, writes: bool = True) -> sqlite3.Connection:
+        del role
+        return connect(self.path, mode="rwc" if writes else "ro")
+
+    def errors(self) -> type[Exception]:
+        return sqlite3.Error
+
+    def explained(self, error: Exception) -> DeliveredError:
+        return explained(error, self.path)

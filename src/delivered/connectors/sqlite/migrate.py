@@ -6,8 +6,8 @@ import sqlite3
 import time
 
 from delivered.connectors.sqlite.database import explained, writing
-from delivered.model.errors import UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.sql.migrate import is_newest
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -45,7 +45,7 @@ def migrate(connection: sqlite3.Connection, path: str) -> None:
         DeliveredError: the database said no.
     """
     try:
-        if _checked(version_of(connection), path) == len(MIGRATIONS):
+        if is_newest(version_of(connection), len(MIGRATIONS), f"in {path!r}"):
             return
     except sqlite3.Error as error:
         raise explained(error, path) from error
@@ -60,13 +60,3 @@ def migrate(connection: sqlite3.Connection, path: str) -> None:
             connection.execute(
                 "INSERT INTO _delivered_migration VALUES (?, ?)", (version + 1, time.time_ns() // 1_000_000)
             )
-
-
-def _checked(version: int, path: str) -> int:
-    if version > len(MIGRATIONS):
-        raise UsageError(
-            "LEDGER_NEWER",
-            f"The ledger in {path!r} has version {version}; this version of delivered knows {len(MIGRATIONS)}.",
-            next_step="pip install --upgrade delivered",
-        )
-    return version

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from delivered.model.capability import APPEND, WriteMode
 from delivered.model.errors import UsageError
-from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import Option, OptionTable, flag
+from delivered.sql.options import MODE_OPTIONS, TableOptions, parse_mode
 
 RESERVED_PREFIX = "_delivered_"
 
@@ -18,14 +17,15 @@ SINK_OPTIONS = OptionTable(
     "delivered_sqlite sink",
     (
         Option("path", "The database file; made if it is not there.", required=True),
-        Option("table", "The table that rows are added to.", required=True),
+        Option("table", "The table that rows are written to.", required=True),
         Option("ifNotExists", "Whether a missing table is created from the rows' schema.", "true"),
+        *MODE_OPTIONS,
     ),
 )
 
 
 @dataclass(frozen=True)
-class SqliteOptions:
+class SqliteOptions(TableOptions):
     """
     Attributes:
         path: absolute.
@@ -35,6 +35,7 @@ class SqliteOptions:
     path: str
     table: str
     create: bool = True
+    write: WriteMode = APPEND
 
     @property
     def staging(self) -> Path:
@@ -42,12 +43,13 @@ class SqliteOptions:
         return Path(f"{self.path}.delivered")
 
     @property
-    def sink_name(self) -> str:
-        """The table's name, made fit for a sink's name; two tables never share one."""
-        plain = re.sub(r"[^A-Za-z0-9._-]", "_", self.table)[: NAME_LENGTH_MAX - 9]
-        if plain == self.table:
-            return plain
-        return f"{plain}-{hashlib.blake2b(self.table.encode(), digest_size=4).hexdigest()}"
+    def table_text(self) -> str:
+        return self.table
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"in {self.path!r}"
 
 
 def parse(given: Mapping[str, str]) -> SqliteOptions:
@@ -74,4 +76,5 @@ def parse(given: Mapping[str, str]) -> SqliteOptions:
         path=str(Path(path).expanduser().absolute()),
         table=table,
         create=flag(owner, "ifNotExists", options.get("ifNotExists", "true")),
+        write=parse_mode(owner, options),
     )

@@ -3,60 +3,46 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
 from delivered.connectors.sqlite import target, types
-from delivered.connectors.sqlite.database import connect, explained, quoted
+from delivered.connectors.sqlite.database import SqliteDatabase, explained
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract import Offsets, Slice
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import UsageError
+from delivered.sql.database import quoted
+from delivered.sql.table import TableSource, steps
+from delivered.sql.target import never_written
 
 SLICE_ROWS = 250_000
 """Range of rowids in one slice, at least."""
-SLICES_MAX = 256
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class SqliteTable:
+class SqliteTable(TableSource):
     """The rows of one table, with the Arrow types that they were written with."""
 
     options: SqliteOptions
-
-    @property
-    def rows_per_batch_max(self) -> int | None:
-        return None
 
     def capability(self) -> SourceCapability:
         return SourceCapability(
             "sqlite", replayable=True, local=True, assumes=("rows of the table are only ever added while it is read",)
         )
 
-    def preflight(self) -> Sequence[Finding]:
-        try:
-            self.schema()
-        except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
-        return []
+    @property
+    def database(self) -> SqliteDatabase:
+        return SqliteDatabase(self.options.path)
 
-    def schema(self) -> pa.Schema:
-        """
-        Raises:
-            UsageError: nothing was ever written to the table by this package.
-        """
-        schema = self._ask(lambda connection: target.stored_schema(connection, self.options.table))
-        if schema is None:
-            raise UsageError(
-                "TABLE_UNKNOWN",
-                f"Table {self.options.table!r} in {self.options.path!r} holds no row that a pipeline wrote.",
-                next_step="run the pipeline first, or check path and table",
-            )
-        return schema
+    def _stored_schema(self) -> pa.Schema | None:
+        return self.database.ask(lambda connection: target.stored_schema(connection, self.options.table))
+
+    def _never_written(self) -> UsageError:
+        return never_written(self.options.table, self.options.where, "path and table")
 
     def driver(self) -> SqliteTableDriver:
         return SqliteTableDriver(self)
@@ -64,7 +50,7 @@ class SqliteTable:
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         schema = self.schema()
         columns = ", ".join(quoted(name) for name in schema.names)
-        connection = connect(self.options.path, mode="ro")
+        connection = self.database.connect("read", writes=False)
         try:
             rowid = rowid_name(connection, self.options.table)
             where = f" WHERE {rowid} >= ? AND {rowid} < ? ORDER BY {rowid}" if rowid else ""
@@ -91,16 +77,7 @@ class SqliteTable:
             ).fetchone()
             return (0, 0) if row[0] is None else (row[0], row[1])
 
-        return self._ask(ask)
-
-    def _ask(self, question: Callable[[sqlite3.Connection], T]) -> T:
-        connection = connect(self.options.path, mode="ro")
-        try:
-            return question(connection)
-        except sqlite3.Error as error:
-            raise explained(error, self.options.path) from error
-        finally:
-            connection.close()
+        return self.database.ask(ask)
 
 
 class SqliteTableDriver:
@@ -125,8 +102,7 @@ class SqliteTableDriver:
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         first, stop = int(start["rowid"]), int(end["rowid"])
-        step = max(SLICE_ROWS, -(-(stop - first) // SLICES_MAX))
-        return [Slice({"start": at, "end": min(at + step, stop)}) for at in range(first, stop, step)]
+        return [Slice({"start": at, "end": until}) for at, until in steps(first, stop, SLICE_ROWS)]
 
     def batch(self) -> tuple[Offsets, Offsets]:
         first, stop = self._table.range()

@@ -5,37 +5,44 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import target, types
+from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, rollback
 from delivered.connectors.sqlite.ledger import SqliteLedger
 from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.read import SqliteTable
 from delivered.connectors.sqlite.resource import SqliteResource
+from delivered.connectors.sqlite.types import TYPES, refused
 from delivered.connectors.sqlite.writer import DirectWriter, StagingWriter
 from delivered.contract import Finding
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES
+from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.sql.merge import no_unique_index, without_key
+from delivered.sql.sink import HISTORY, TableSink
+from delivered.sql.types import Types, with_schema
 
 
 @dataclass(frozen=True)
-class SqliteSink:
+class SqliteSink(TableSink):
     """Holds options, no connection."""
 
     options: SqliteOptions
 
+    types: ClassVar[Types] = TYPES
+
     @property
-    def name(self) -> str:
-        return self.options.sink_name
+    def _table(self) -> SqliteOptions:
+        return self.options
 
     def capability(self) -> SinkCapability:
-        table = f"table {self.options.table}"
+        table = self._into
         return SinkCapability(
             system="sqlite",
             commit=Commit.ONE_TRANSACTION,
@@ -47,11 +54,13 @@ class SqliteSink:
             send=f"short transactions into {table}, visible at once",
             batch_atomic=True,
             local=True,
-            assumes=("the database file and its ledger tables are backed up and restored as one",),
+            write=self.options.write,
+            assumes=("the database file and its ledger tables are backed up and restored as one", *self._assumed),
             limits=(
                 "one machine: driver and tasks open the same file",
                 "one writer at a time: shards of a batch get in one after the other",
-                f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept",
+                HISTORY,
+                *self._bounds,
             ),
         )
 
@@ -66,8 +75,7 @@ class SqliteSink:
                 begin(connection, CONNECT_TIMEOUT_S)
                 # BEGIN IMMEDIATE alone succeeds on a read-only file. This writes, and is rolled back.
                 connection.execute("UPDATE _delivered_migration SET applied_at_ms = applied_at_ms")
-                if not target.table_columns(connection, self.options.table) and not self.options.create:
-                    raise target.missing_table(self.options)
+                self._check_table(connection)
                 journal = str(connection.execute("PRAGMA journal_mode").fetchone()[0])
                 if journal == "wal" and sqlite3.sqlite_version_info < WAL_RACE_FIXED:
                     findings.append(_wal_race(self.options.path))
@@ -78,20 +86,23 @@ class SqliteSink:
                 connection.close()
             self.options.staging.mkdir(exist_ok=True)
         except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+            return [Finding.refusal(error)]
         except OSError as error:
             message = f"Shards cannot be staged in {str(self.options.staging)!r}: {error.strerror}."
             return [Finding("STAGING_FAILED", message, True, f"chmod u+w {self.options.staging.parent}")]
         return findings
 
-    def check_schema(self, schema: pa.Schema) -> None:
-        types.check(schema)
+    def _check_table(self, connection: sqlite3.Connection) -> None:
+        write = self.options.write
+        if not target.table_columns(connection, self.options.table):
+            if not self.options.create:
+                raise target.missing_table(self.options)
+        elif write.upserts and not target.has_unique_index(connection, self.options.table, write.keys):
+            raise no_unique_index(write, self.options.table, self.options.where)
 
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
-        return types.refused(types.with_schema(batch, types.plain_schema(batch.schema)))
-
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return types.with_schema(batch, types.canonical_schema(batch.schema))
+        plain = with_schema(batch, TYPES.plain_schema(batch.schema))
+        return without_key(self.options.write, batch, refused(plain))
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter | DirectWriter:
         if guarantee is Guarantee.EXACTLY_ONCE:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
 from delivered.connectors.sqlite import types
-from delivered.connectors.sqlite.database import quoted
 from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.connectors.sqlite.types import TYPES
 from delivered.model.errors import UsageError
+from delivered.sql.database import quoted
+from delivered.sql.merge import stored
+from delivered.sql.target import check_unchanged, column_missing, missing
 
 CHUNK_ROWS = 8_192
 """Rows that exist as Python objects at one time."""
@@ -24,29 +27,27 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
     Raises:
         UsageError: the table is missing, a column is missing, of another type, or the rows changed their schema.
     """
-    schema = types.plain_schema(schema)
+    schema = stored(options.write, TYPES.plain_schema(schema))
     columns = table_columns(connection, options.table)
     if not columns:
         if not options.create:
             raise missing_table(options)
-        body = ", ".join(f"{quoted(f.name)} {types.declared(f.type)}" for f in schema)
+        body = ", ".join(f"{quoted(f.name)} {TYPES.declared(f.type)}" for f in schema)
+        if options.write.upserts:
+            body += f", PRIMARY KEY ({', '.join(map(quoted, options.write.keys))})"
         connection.execute(f"CREATE TABLE {quoted(options.table)} ({body})")
     else:
         compare(options, schema, columns)
     known = stored_schema(connection, options.table)
-    canonical = types.canonical_schema(schema)
+    canonical = TYPES.canonical_schema(schema)
     if known is None:
         connection.execute(
             "INSERT INTO _delivered_table (name, arrow_schema) VALUES (?, ?)",
             (options.table, canonical.serialize().to_pybytes()),
         )
-    elif not known.equals(canonical):
-        raise UsageError(
-            "SCHEMA_CHANGED",
-            f"Table {options.table!r} in {options.path!r} was written with the columns {_text(known)}, the rows now "
-            f"have {_text(canonical)}. Fingerprints of the two could not be added up.",
-            next_step="write to another table, or give the rows their former columns and types",
-        )
+    else:
+        way_out = "write to another table, or give the rows their former columns and types"
+        check_unchanged(options.table, options.where, known, canonical, way_out)
 
 
 def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str]) -> None:
@@ -57,15 +58,10 @@ def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str]) 
     """
     for field in schema:
         sql_type = columns.get(field.name.lower())
-        wanted = types.declared(field.type)
+        wanted = TYPES.declared(field.type)
         if sql_type is None:
-            raise UsageError(
-                "COLUMN_MISSING",
-                f"Table {options.table!r} in {options.path!r} has no column {field.name!r}; it has "
-                f"{', '.join(sorted(columns))}.",
-                next_step=f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {wanted}; or drop "
-                "the column from the rows",
-            )
+            way_out = f"ALTER TABLE {quoted(options.table)} ADD COLUMN {quoted(field.name)} {wanted}"
+            raise column_missing(options.table, options.where, field.name, ", ".join(sorted(columns)), way_out)
         if not types.fits(field.type, sql_type):
             raise UsageError(
                 "COLUMN_TYPE",
@@ -91,29 +87,41 @@ def stored_schema(connection: sqlite3.Connection, table: str) -> pa.Schema | Non
 
 
 def missing_table(options: SqliteOptions) -> UsageError:
-    return UsageError(
-        "TABLE_MISSING",
-        f"There is no table {options.table!r} in {options.path!r}, and ifNotExists is false.",
-        next_step='create the table, or take .option("ifNotExists", "false") out',
-    )
+    return missing(options.table, options.where, 'create the table, or take .option("ifNotExists", "false") out')
 
 
-def insert(connection: sqlite3.Connection, table: str, batches: Iterable[pa.RecordBatch]) -> int:
-    """Add rows inside the open transaction, a bounded chunk of Python objects at a time. Returns how many."""
+def has_unique_index(connection: sqlite3.Connection, table: str, keys: Sequence[str]) -> bool:
+    """Whether an upsert can rest on a unique index, or the primary key, over exactly these columns."""
+    rows = connection.execute(
+        "SELECT 'the primary key', name FROM pragma_table_info(:table) WHERE pk > 0 UNION ALL "
+        "SELECT 'index ' || l.name, i.name FROM pragma_index_list(:table) AS l JOIN pragma_index_info(l.name) AS i "
+        'WHERE l."unique" AND NOT l.partial',
+        {"table": table},
+    ).fetchall()
+    found: dict[str, set[str | None]] = {}
+    for index, column in rows:
+        found.setdefault(index, set()).add(None if column is None else column.lower())
+    return {k.lower() for k in keys} in found.values()
+
+
+def insert(
+    connection: sqlite3.Connection, table: str, batches: Iterable[pa.RecordBatch], also: Mapping[str, int] | None = None
+) -> int:
+    """Add rows inside the open transaction, a bounded chunk of Python objects at a time. Returns how many.
+
+    Args:
+        table: quoted for SQL.
+        also: columns that have one value in every row.
+    """
     statement, rows = "", 0
+    more = also or {}
     for batch in batches:
         if not statement:
-            names = batch.schema.names
-            statement = (
-                f"INSERT INTO {quoted(table)} ({', '.join(map(quoted, names))}) "  # noqa: S608 - identifiers quoted
-                f"VALUES ({', '.join('?' * len(names))})"
-            )
+            names = [*batch.schema.names, *more]
+            values = [*("?" * batch.num_columns), *(str(int(v)) for v in more.values())]
+            statement = f"INSERT INTO {table} ({', '.join(map(quoted, names))}) VALUES ({', '.join(values)})"  # noqa: S608
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             chunk = batch.slice(start, CHUNK_ROWS)
             connection.executemany(statement, zip(*map(types.to_sql, chunk.columns), strict=True))
             rows += chunk.num_rows
     return rows
-
-
-def _text(schema: pa.Schema) -> str:
-    return ", ".join(f"{f.name} {f.type}" for f in schema)

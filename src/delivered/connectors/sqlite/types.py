@@ -21,10 +21,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.model.errors import BadRecord, UsageError
-
-COLUMNS_MAX = 2_000
-"""SQLite's own default limit."""
+from delivered.model.errors import BadRecord
+from delivered.sql.types import Types
 
 _AFFINITIES = {
     "INTEGER": ("INTEGER", "NUMERIC", "BLOB"),
@@ -35,80 +33,23 @@ _AFFINITIES = {
 """What we declare -> affinities of a user's column that keep our values as they are."""
 
 
-def declared(kind: pa.DataType) -> str | None:
-    """The SQL type of a column, or None if there is none."""
-    t = pa.types
-    if t.is_boolean(kind) or (t.is_integer(kind) and kind != pa.uint64()) or t.is_time(kind) or t.is_duration(kind):
-        return "INTEGER"
-    if t.is_float32(kind) or t.is_float64(kind):
-        return "REAL"
-    if t.is_string(kind) or t.is_decimal128(kind) or t.is_date32(kind) or t.is_timestamp(kind):
-        return "TEXT"
-    return "BLOB" if t.is_binary(kind) else None
+class SqliteTypes(Types):
+    system = "SQLite"
+    columns_max = 2_000  # SQLite's own default limit
+    folds_case = True
+
+    def declared(self, kind: pa.DataType) -> str | None:
+        t = pa.types
+        if t.is_boolean(kind) or (t.is_integer(kind) and kind != pa.uint64()) or t.is_time(kind) or t.is_duration(kind):
+            return "INTEGER"
+        if t.is_float32(kind) or t.is_float64(kind):
+            return "REAL"
+        if t.is_string(kind) or t.is_decimal128(kind) or t.is_date32(kind) or t.is_timestamp(kind):
+            return "TEXT"
+        return "BLOB" if t.is_binary(kind) else None
 
 
-def plain(kind: pa.DataType) -> pa.DataType:
-    """The one type that stands for all with the same values."""
-    t = pa.types
-    if t.is_dictionary(kind):
-        return plain(kind.value_type)
-    if t.is_large_string(kind) or t.is_string_view(kind):
-        return pa.string()
-    if t.is_large_binary(kind) or t.is_binary_view(kind):
-        return pa.binary()
-    if t.is_timestamp(kind) and kind.tz is not None:
-        return pa.timestamp(kind.unit, "UTC")
-    return kind
-
-
-def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns of `schema` in their order, with plain types and nothing else."""
-    return pa.schema([pa.field(f.name, plain(f.type)) for f in schema])
-
-
-def canonical_schema(schema: pa.Schema) -> pa.Schema:
-    """Plain types, columns by name: the order in which a table's columns were made does not count."""
-    return pa.schema(sorted(plain_schema(schema), key=lambda f: f.name))
-
-
-def with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The same rows with the columns of `schema`, in its order."""
-    if batch.schema.equals(schema):
-        return batch
-    columns = []
-    for field in schema:
-        column = batch.column(batch.schema.get_field_index(field.name))
-        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def check(schema: pa.Schema) -> None:
-    """
-    Raises:
-        UsageError: a column cannot be stored.
-    """
-    if not 1 <= len(schema) <= COLUMNS_MAX:
-        raise UsageError("COLUMNS", f"A row has {len(schema)} columns; a table has 1 to {COLUMNS_MAX}.")
-    seen: dict[str, str] = {}
-    for field in schema:
-        if field.name.lower() in seen:
-            raise UsageError(
-                "COLUMN_TWICE",
-                f"Columns {seen[field.name.lower()]!r} and {field.name!r} are one to SQLite, which knows no case in "
-                "names.",
-                next_step=f'rename one: df.withColumnRenamed("{field.name}", ...)',
-            )
-        seen[field.name.lower()] = field.name
-        if not field.name or "\0" in field.name:
-            raise UsageError("COLUMN_NAME", f"{field.name!r} is no name for a column.")
-        if declared(plain(field.type)) is None:
-            nested = pa.types.is_nested(field.type)
-            way = f'to_json("{field.name}")' if nested else f'col("{field.name}").cast("string")'
-            raise UsageError(
-                "TYPE_UNKNOWN",
-                f"Column {field.name!r} is {field.type}; SQLite has no type that keeps it without loss.",
-                next_step=f'df.withColumn("{field.name}", {way})',
-            )
+TYPES = SqliteTypes()
 
 
 def affinity(sql_type: str) -> str:
@@ -125,7 +66,7 @@ def affinity(sql_type: str) -> str:
 
 def fits(kind: pa.DataType, sql_type: str) -> bool:
     """Whether a column declared as `sql_type` keeps values of `kind` as they are."""
-    return affinity(sql_type) in _AFFINITIES[declared(kind) or "BLOB"]
+    return affinity(sql_type) in _AFFINITIES[TYPES.declared(kind) or "BLOB"]
 
 
 def check_values(batch: pa.RecordBatch) -> None:

@@ -9,13 +9,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite import target, types
-from delivered.connectors.sqlite.database import connect, explained, rollback, writing
+from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite.database import SqliteDatabase, connect, explained, rollback, writing
+from delivered.connectors.sqlite.merge import Merging
 from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import StagedFile
+from delivered.connectors.sqlite.types import TYPES, check_values
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
+from delivered.sql.database import quoted
+from delivered.sql.merge import check_rows, stored
+from delivered.sql.types import with_schema
 
 
 class StagingWriter:
@@ -24,12 +29,12 @@ class StagingWriter:
     def __init__(self, options: SqliteOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options
         self._work = work
-        self._schema = types.plain_schema(schema)
+        self._schema = TYPES.plain_schema(schema)
         self._file: StagedFile | None = None
 
     def stage(self, batch: pa.RecordBatch) -> None:
-        batch = types.with_schema(batch, self._schema)
-        types.check_values(batch)
+        batch = with_schema(batch, self._schema)
+        check(self._options, batch)
         if self._file is None:
             self._compare()
             self._file = StagedFile(self._options, self._work, self._schema)
@@ -55,29 +60,42 @@ class StagingWriter:
         finally:
             connection.close()
         if columns:
-            target.compare(self._options, self._schema, columns)
+            target.compare(self._options, stored(self._options.write, self._schema), columns)
         elif not self._options.create:
             raise target.missing_table(self._options)
 
 
 class DirectWriter:
-    """at_least_once, at_most_once: short transactions, each visible at once; none is ever sent again from here."""
+    """at_least_once, at_most_once: short transactions, each visible at once; none is ever sent again from here.
+
+    mode upsert: one transaction for the shard, at its end.
+    """
 
     def __init__(self, options: SqliteOptions, schema: pa.Schema) -> None:
         self._options = options
-        self._schema = types.plain_schema(schema)
+        self._schema = TYPES.plain_schema(schema)
         self._connection: sqlite3.Connection | None = None
+        self._merging: Merging | None = None
 
     def stage(self, batch: pa.RecordBatch) -> None:
-        batch = types.with_schema(batch, self._schema)
-        types.check_values(batch)
+        batch = with_schema(batch, self._schema)
+        check(self._options, batch)
         connection = self._ready()
+        if self._merging is not None:
+            with self._explaining():
+                connection.execute("BEGIN")  # of the temporary table alone: nobody waits for it
+                self._merging.add(0, [batch])
+                connection.execute("COMMIT")
+            return
         for start in range(0, batch.num_rows, target.CHUNK_ROWS):
             with writing(connection, self._options.path):
-                target.insert(connection, self._options.table, [batch.slice(start, target.CHUNK_ROWS)])
+                target.insert(connection, quoted(self._options.table), [batch.slice(start, target.CHUNK_ROWS)])
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
         del fingerprint
+        if self._connection is not None and self._merging is not None:
+            with writing(self._connection, self._options.path):
+                self._merging.finish()
         self.abort()
         return {}
 
@@ -88,6 +106,9 @@ class DirectWriter:
                 self._connection.close()
             self._connection = None
 
+    def _explaining(self) -> contextlib.AbstractContextManager[None]:
+        return SqliteDatabase(self._options.path).explaining()
+
     def _ready(self) -> sqlite3.Connection:
         if self._connection is None:
             connection = connect(self._options.path)
@@ -95,8 +116,21 @@ class DirectWriter:
                 migrate(connection, self._options.path)
                 with writing(connection, self._options.path):
                     target.ready(connection, self._options, self._schema)
+                if self._options.write.upserts:
+                    with self._explaining():
+                        self._merging = Merging(connection, self._options, self._schema)
             except BaseException:
                 connection.close()
                 raise
             self._connection = connection
         return self._connection
+
+
+def check(options: SqliteOptions, batch: pa.RecordBatch) -> None:
+    """
+    Raises:
+        BadRecord: a row cannot be stored.
+    """
+    check_values(batch)
+    if options.write.upserts:
+        check_rows(options.write, batch)

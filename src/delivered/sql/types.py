@@ -1,0 +1,110 @@
+"""Columns: which can be kept, and the one form of them that fingerprints rest on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import pyarrow as pa
+
+from delivered.model.errors import UsageError
+
+
+class Types(ABC):
+    """What a database does with Arrow's types. Without state."""
+
+    system: ClassVar[str]
+    """Its name, as people write it."""
+    columns_max: ClassVar[int]
+    name_bytes_max: ClassVar[int | None] = None
+    folds_case: ClassVar[bool] = False
+    """Names that differ in their case alone are one name."""
+    nested_hint: ClassVar[str] = ""
+
+    @abstractmethod
+    def declared(self, kind: pa.DataType) -> str | None:
+        """SQL type of a column that is made for values of a plain type; None: there is none."""
+
+    def keeps(self, kind: pa.DataType) -> bool:
+        """Whether values of a plain type come back as they were."""
+        return self.declared(kind) is not None
+
+    def orders(self, kind: pa.DataType) -> bool:
+        """Whether values of a plain type stand in the same order here as they do in Arrow and in Spark."""
+        t = pa.types
+        return bool(t.is_integer(kind) or t.is_date32(kind) or t.is_timestamp(kind))
+
+    def plain(self, kind: pa.DataType) -> pa.DataType:
+        """The one type that stands for all with the same values."""
+        t = pa.types
+        if t.is_dictionary(kind):
+            return self.plain(kind.value_type)
+        if t.is_large_string(kind) or t.is_string_view(kind):
+            return pa.string()
+        if t.is_large_binary(kind) or t.is_binary_view(kind):
+            return pa.binary()
+        if t.is_timestamp(kind) and kind.tz is not None:
+            return pa.timestamp(kind.unit, "UTC")
+        return kind
+
+    def plain_schema(self, schema: pa.Schema) -> pa.Schema:
+        """The columns of `schema` in their order, with plain types and nothing else."""
+        return pa.schema([pa.field(f.name, self.plain(f.type)) for f in schema])
+
+    def canonical_schema(self, schema: pa.Schema) -> pa.Schema:
+        """Plain types, columns by name: the order in which a table's columns were made does not count."""
+        return pa.schema(sorted(self.plain_schema(schema), key=lambda f: f.name))
+
+    def check(self, schema: pa.Schema) -> None:
+        """
+        Raises:
+            UsageError: a column cannot be kept.
+        """
+        if not 1 <= len(schema) <= self.columns_max:
+            raise UsageError("COLUMNS", f"A row has {len(schema)} columns; a table has 1 to {self.columns_max}.")
+        seen: dict[str, str] = {}
+        for field in schema:
+            self._check_name(field.name, seen)
+            if not self.keeps(self.plain(field.type)):
+                nested = pa.types.is_nested(field.type)
+                way = f'to_json("{field.name}")' if nested else f'col("{field.name}").cast("string")'
+                raise UsageError(
+                    "TYPE_UNKNOWN",
+                    f"Column {field.name!r} is {field.type}; {self.system} has no type that keeps it without loss.",
+                    next_step=f'df.withColumn("{field.name}", {way}){self.nested_hint}',
+                )
+
+    def _check_name(self, name: str, seen: dict[str, str]) -> None:
+        known = name.lower() if self.folds_case else name
+        if known in seen:
+            why = f"are one to {self.system}, which knows no case in names" if seen[known] != name else "have one name"
+            raise UsageError(
+                "COLUMN_TWICE",
+                f"Columns {seen[known]!r} and {name!r} {why}.",
+                next_step=f'rename one: df.withColumnRenamed("{name}", ...)',
+            )
+        seen[known] = name
+        limit = self.name_bytes_max
+        if not name or "\0" in name or (limit is not None and len(name.encode()) > limit):
+            bound = f": {self.system}'s have 1 to {limit} bytes" if limit is not None else ""
+            raise UsageError(
+                "COLUMN_NAME",
+                f"{name!r} is no name for a column{bound}.",
+                next_step="rename it: df.withColumnRenamed(...)",
+            )
+
+
+def with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The same rows with the columns of `schema`, in its order."""
+    if batch.schema.equals(schema):
+        return batch
+    columns = []
+    for field in schema:
+        column = batch.column(batch.schema.get_field_index(field.name))
+        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def shown(schema: pa.Schema) -> str:
+    """Columns and types, for a message."""
+    return ", ".join(f"{f.name} {f.type}" for f in schema)

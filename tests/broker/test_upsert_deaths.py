@@ -1,0 +1,241 @@
+"""mode upsert: processes that really die, into PostgreSQL and SQLite. The judge looks by plain SQL.
+
+An upsert that happens twice leaves the same table, so a trigger of the table notes every change in the same
+transaction: each version of each key must get in, and be deleted, at most once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from tests.broker.test_postgres_deaths import POINTS, TASK
+from tests.conformance.test_sinks import Rig, offsets
+from tests.conformance.test_upserts import rows
+from tests.crash.child import start_child
+from tests.crash.embedded_pipeline import TABLE
+
+from delivered.commit.decide import commit_batch
+from delivered.connectors.log import CONNECTOR as LOG
+from delivered.connectors.log import append
+from delivered.model.outcome import Ok
+from delivered.model.work import Decision
+from delivered.write.shard import write_shard
+
+if TYPE_CHECKING:
+    from tests.conftest import Postgres
+
+RECORDS, KEYS = 1_000, 97
+VERSION = {"mode": "upsert", "keyColumns": "id", "versionColumn": "version"}
+ARRIVAL = {"mode": "upsert", "keyColumns": "id"}
+GONE = {"deleteColumn": "gone"}
+State = dict[str, int]
+
+_SQLITE = f"""
+CREATE TABLE {TABLE} (id TEXT PRIMARY KEY, version INTEGER NOT NULL, text TEXT NOT NULL);
+CREATE TABLE history (what TEXT, id TEXT, version INTEGER);
+CREATE TRIGGER a AFTER INSERT ON {TABLE} BEGIN INSERT INTO history VALUES ('in', new.id, new.version); END;
+CREATE TRIGGER b AFTER UPDATE ON {TABLE} BEGIN INSERT INTO history VALUES ('in', new.id, new.version); END;
+CREATE TRIGGER c AFTER DELETE ON {TABLE} BEGIN INSERT INTO history VALUES ('out', old.id, old.version); END;
+"""
+_POSTGRES = """
+CREATE TABLE {t} (id text PRIMARY KEY, version bigint NOT NULL, text text NOT NULL);
+CREATE TABLE {t}_history (what text, id text, version bigint);
+CREATE FUNCTION {t}_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+  IF TG_OP = 'DELETE' THEN INSERT INTO {t}_history VALUES ('out', old.id, old.version);
+  ELSE INSERT INTO {t}_history VALUES ('in', new.id, new.version); END IF;
+  RETURN NULL; END $$;
+CREATE TRIGGER a AFTER INSERT OR UPDATE OR DELETE ON {t} FOR EACH ROW EXECUTE FUNCTION {t}_note();
+"""
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,000 changes of 97 keys; a key lies in one partition, its versions in order."""
+    path = tmp_path_factory.mktemp("log") / "changes"
+    keys = [f"id-{(i * 31) % KEYS}".encode() for i in range(RECORDS)]
+    append(str(path), pa.table({"key": keys, "value": [str(i).encode() for i in range(RECORDS)]}), partition_by=2)
+    return path
+
+
+@dataclass
+class World:
+    log: Path
+    folder: Path
+    upsert: dict[str, str]
+    sink: dict[str, Any]
+    execute: Callable[[str], list[tuple[Any, ...]]]
+    table: str
+    history_table: str
+    decisions: str
+    whole: bool = True
+    runs: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
+        self.runs += 1
+        spec = {
+            "log": str(self.log), "checkpoint": str(self.folder / "checkpoint"), "guarantee": "exactly_once",
+            "owner": f"owner-{self.runs}", "stop_at": stop_at, "upsert": self.upsert, **self.sink,
+        }  # fmt: skip
+        return start_child(spec, self.folder, crash)
+
+    def run(self, crash: str = "") -> int:
+        process = self.start(crash)
+        _, error = process.communicate(timeout=120)
+        self.errors.append(error)
+        return process.returncode
+
+    def state(self) -> State:
+        found = self.execute(f"SELECT id, version, text FROM {self.table}")
+        assert all(str(version) == text for _, version, text in found), "a row of two versions"
+        return {key: version for key, version, _ in found}
+
+    def history(self) -> Counter[tuple[Any, ...]]:
+        return Counter(self.execute(f"SELECT what, id, version FROM {self.history_table}"))
+
+    def decided(self) -> list[Decision]:
+        try:
+            return [Decision.from_json(text) for (text,) in self.execute(self.decisions)]
+        except Exception as error:
+            assert "no such table" in str(error) or "does not exist" in str(error)  # before the first claim
+            return []
+
+    def expected(self, end: str | None) -> State:
+        """What the records up to these offsets make of an empty table, one by one in their order."""
+        source = LOG.source({"path": str(self.log)})
+        driver = source.driver()
+        state: State = {}
+        stop = json.loads(end) if end else driver.initial()
+        for piece in driver.slices(driver.initial(), stop):
+            for batch in source.read(piece):
+                for row in batch.select(["key", "value"]).to_pylist():
+                    key, version = row["key"].decode(), int(row["value"])
+                    if "deleteColumn" in self.upsert and version % 5 == 0:
+                        state.pop(key, None)
+                    else:
+                        state[key] = version
+        driver.close()
+        return state
+
+    def all(self) -> State:
+        source = LOG.source({"path": str(self.log)})
+        driver = source.driver()
+        return self.expected(json.dumps(driver.latest(driver.initial(), None)))
+
+
+def _sqlite(request: pytest.FixtureRequest, upsert: dict[str, str]) -> World:
+    folder: Path = request.getfixturevalue("tmp_path")
+    database = folder / "sink.db"
+
+    def execute(statement: str) -> list[tuple[Any, ...]]:
+        with closing(sqlite3.connect(database)) as connection:
+            return connection.execute(statement).fetchall()
+
+    with closing(sqlite3.connect(database)) as connection:
+        connection.executescript(_SQLITE)
+    decisions = "SELECT decision FROM _delivered_decision ORDER BY batch"
+    log: Path = request.getfixturevalue("log")
+    return World(log, folder, upsert, {"database": str(database)}, execute, TABLE, "history", decisions)
+
+
+def _postgres(request: pytest.FixtureRequest, upsert: dict[str, str], mechanism: str) -> World:
+    server: Any = request.getfixturevalue("postgres")
+    folder: Path = request.getfixturevalue("tmp_path")
+    table = server.table(None)
+    server.execute(_POSTGRES.format(t=table))
+    sink = {"postgres": {"url": server.url, "dbtable": table, "mechanism": mechanism}}
+    decisions = f"SELECT decision FROM delivered.decision WHERE sink = '{table}' ORDER BY batch"
+    log: Path = request.getfixturevalue("log")
+    whole = mechanism == "one_transaction"
+    return World(log, folder, upsert, sink, server.execute, table, f"{table}_history", decisions, whole)
+
+
+WORLDS: dict[str, Callable[[pytest.FixtureRequest], World]] = {
+    "sqlite-version-delete": lambda r: _sqlite(r, {**VERSION, **GONE}),
+    "sqlite-arrival-delete": lambda r: _sqlite(r, {**ARRIVAL, **GONE}),
+    "postgres-version-delete": lambda r: _postgres(r, {**VERSION, **GONE}, "one_transaction"),
+    "postgres-arrival-delete": lambda r: _postgres(r, {**ARRIVAL, **GONE}, "one_transaction"),
+    "postgres-two-phase": lambda r: _postgres(r, ARRIVAL, "two_phase"),
+}
+
+
+@pytest.fixture(params=list(WORLDS))
+def world(request: pytest.FixtureRequest) -> World:
+    return WORLDS[request.param](request)
+
+
+def test_a_death_at_every_point_leaves_a_state_that_was_decided(world: World) -> None:
+    """F4, F6, P1, P5, P6: killed at each crash point of one pipeline's life, started again each time."""
+    crash = ",".join(f"{p}!kill" for p in POINTS)
+    deaths = 0
+    while (code := world.run(crash)) == -signal.SIGKILL:
+        deaths += 1
+        decided = world.decided()
+        states = [world.expected(d.offsets) for d in decided[-2:]] or [{}]
+        if world.whole:
+            assert world.state() == states[-1], "not what was decided, right after a death"
+        assert max(world.history().values(), default=0) <= 1, "a change twice, right after a death"
+        assert deaths <= len(POINTS)
+    assert code == 0, world.errors[-1]
+    assert deaths == len(POINTS), sorted(p.name for p in (world.folder / "crashes").glob("*.hit.json"))
+    assert world.state() == world.all()
+    assert max(world.history().values()) == 1
+    assert world.decided()[-1].total.count == RECORDS
+
+
+def test_zombie_cannot_bring_an_old_state_back(world: World) -> None:
+    """F7: stopped where it is about to change the table, woken after another driver finished the stream."""
+    stop_at = "commit.apply:before" if world.whole else "write.prepare:before"
+    if "database" in world.sink:
+        stop_at = "commit.decide:before"  # later on it would hold SQLite's one write lock
+    zombie = world.start(stop_at=stop_at)
+    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), zombie.stderr and zombie.stderr.read()
+    began = time.monotonic()
+    assert world.run() == 0, world.errors[-1]
+    assert time.monotonic() - began < 30
+    done = world.state()
+    assert done == world.all()
+    zombie.send_signal(signal.SIGCONT)
+    _, error = zombie.communicate(timeout=120)
+    assert zombie.returncode != 0, error
+    assert world.state() == done
+    assert max(world.history().values()) == 1
+
+
+@pytest.mark.parametrize("mechanism", ["one_transaction", "two_phase"])
+def test_task_killed_after_its_promise_is_run_again(postgres: Postgres, tmp_path: Path, mechanism: str) -> None:
+    """F6b: what the dead attempt left prepared holds locks on its keys; the next attempt does not wait for them."""
+    name = postgres.table("region text, id bigint, version bigint, text text, UNIQUE (region, id)")
+    rig = Rig(postgres.sink(name, mechanism=mechanism, lockTimeout="20", **ARRIVAL | {"keyColumns": "region, id"}))
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    batch = rows([("r", i % 10, i, f"t{i}", None) for i in range(50)], delete=False)
+    work = tmp_path / "work"
+    work.write_bytes(pickle.dumps((rig.sink, plan, 0, batch, batch.schema)))
+    env = {**os.environ, "DELIVERED_CRASH": "write.prepare:after!kill", "DELIVERED_CRASH_DIR": str(tmp_path)}
+    died = subprocess.run(
+        [sys.executable, "-c", TASK, str(work)], env=env, capture_output=True, timeout=60, check=False
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    began = time.monotonic()
+    message = write_shard(rig.sink, plan, 0, 1, iter([batch]), batch.schema)
+    assert time.monotonic() - began < 15
+    assert commit_batch(context, 0, offsets(0), [message]) is not None
+    assert dict(postgres.execute(f"SELECT id, version FROM {name}")) == {i: 40 + i for i in range(10)}
+    assert context.resource.sweep(()) == Ok(0)

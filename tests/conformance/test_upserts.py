@@ -1,0 +1,295 @@
+"""mode upsert, in every sink that has it, against a model that is a dictionary."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.conformance.test_sinks import EXACT, Rig, offsets
+
+from delivered.commit.decide import commit_batch
+from delivered.connectors.postgres import CONNECTOR as POSTGRES
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.contract import Connector, Sink
+from delivered.model.errors import BadRecord, DeliveredError, UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.outcome import Ok
+from delivered.write.shard import write_shard
+
+SCHEMA = pa.schema(
+    [
+        pa.field("region", pa.string()), pa.field("id", pa.int64()), pa.field("version", pa.int64()),
+        pa.field("text", pa.string()), pa.field("gone", pa.bool_()),
+    ]
+)  # fmt: skip
+COLUMNS = "region text, id bigint, version bigint, text text NOT NULL, note text DEFAULT 'kept'"
+Row = tuple[str, int, int, str | None, bool | None]
+State = dict[tuple[str, int], tuple[int, str | None]]
+
+
+@dataclass
+class Store:
+    """A database from outside."""
+
+    sink: Callable[..., Sink]
+    execute: Callable[[str], list[tuple[Any, ...]]]
+    deletes: bool
+    connector: Connector
+
+
+def _sqlite(request: pytest.FixtureRequest) -> Store:
+    path = str(request.getfixturevalue("tmp_path") / "sink.db")
+
+    def execute(statement: str) -> list[tuple[Any, ...]]:
+        connection = sqlite3.connect(path)
+        try:
+            with connection:
+                return connection.execute(statement).fetchall()
+        finally:
+            connection.close()
+
+    return Store(lambda **o: SQLITE.sink({"path": path, "table": o.pop("table"), **o}), execute, True, SQLITE)
+
+
+def _postgres(request: pytest.FixtureRequest, mechanism: str) -> Store:
+    server: Any = request.getfixturevalue("postgres")
+    return Store(
+        lambda **o: server.sink(mechanism=mechanism, **o), server.execute, mechanism == "one_transaction", POSTGRES
+    )
+
+
+STORES: dict[str, Callable[[pytest.FixtureRequest], Store]] = {
+    "sqlite": _sqlite,
+    "postgres-one-transaction": lambda r: _postgres(r, "one_transaction"),
+    "postgres-two-phase": lambda r: _postgres(r, "two_phase"),
+}
+_count = iter(range(10_000))
+
+
+@pytest.fixture(params=list(STORES))
+def store(request: pytest.FixtureRequest) -> Store:
+    return STORES[request.param](request)
+
+
+def table(store: Store, columns: str = COLUMNS, key: str = "region, id") -> str:
+    name = f"u{next(_count)}"
+    store.execute(f"CREATE TABLE {name} ({columns}, UNIQUE ({key}))")
+    return name
+
+
+def options(name: str, version: bool = False, delete: bool = False) -> dict[str, str]:
+    given = {"table": name, "mode": "upsert", "keyColumns": "region, id"}
+    return given | ({"versionColumn": "version"} if version else {}) | ({"deleteColumn": "gone"} if delete else {})
+
+
+def rows(given: list[Row], delete: bool = True) -> pa.RecordBatch:
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array([r[i] for r in given], f.type) for i, f in enumerate(SCHEMA)], schema=SCHEMA
+    )
+    return batch if delete else batch.drop_columns(["gone"])
+
+
+def run(rig: Rig, batch: int, shards: list[list[Row]], delete: bool, guarantee: Guarantee = EXACT) -> None:
+    """One batch; each shard's rows come in short record batches."""
+    context = rig.context(guarantee=guarantee)
+    plan = rig.plan(context, batch)
+    schema = rows([], delete).schema
+    messages = [
+        write_shard(rig.sink, plan, i, 0, iter([rows(s[a : a + 5], delete) for a in range(0, len(s), 5)]), schema)
+        for i, s in enumerate(shards)
+    ]
+    commit_batch(context, batch, offsets(batch), messages)
+
+
+def state(store: Store, name: str) -> State:
+    found = store.execute(f"SELECT region, id, version, text FROM {name}")
+    assert len({r[:2] for r in found}) == len(found)
+    return {r[:2]: r[2:] for r in found}
+
+
+def model(state: State, shards: list[list[Row]], version: bool, delete: bool) -> None:
+    """What a batch does, row by row, in the order of shards. With a version of its own kind: see below."""
+    if not version:
+        for row in (r for s in shards for r in s):
+            if delete and row[4]:
+                state.pop(row[:2], None)
+            else:
+                state[row[:2]] = row[2:4]
+        return
+    newest: dict[tuple[str, int], Row] = {}
+    for row in (r for s in shards for r in s):
+        known = newest.get(row[:2])
+        if known is None or row[2] > known[2]:
+            newest[row[:2]] = row
+    for key, row in newest.items():
+        if key in state and state[key][0] >= row[2]:
+            continue
+        if delete and row[4]:
+            state.pop(key, None)
+        else:
+            state[key] = row[2:4]
+
+
+@pytest.mark.parametrize("delete", [False, True], ids=["", "delete"])
+@pytest.mark.parametrize("version", [False, True], ids=["", "version"])
+@pytest.mark.parametrize("spread", [False, True], ids=["by-key", "anywhere"])
+def test_final_state_is_that_of_the_model(store: Store, version: bool, delete: bool, spread: bool) -> None:
+    """Random batches; keys in one shard each, or, where a version tells their order, anywhere."""
+    if delete and not store.deletes:
+        pytest.skip("two_phase takes no deletions")
+    if spread and (not version or "two_phase" in str(store.sink(table="x", **_plain()))):
+        pytest.skip("refused, see the tests below")
+    name = table(store)
+    rig = Rig(store.sink(**options(name, version, delete)))
+    random_ = random.Random(f"{version}{delete}{spread}")
+    expected: State = {}
+    texts = iter(range(1_000_000))
+    for batch in range(6):
+        shards: list[list[Row]] = [[] for _ in range(3)]
+        # Versions that tie within a batch and with what is stored, but never across shards.
+        for _ in range(60):
+            id_ = random_.randrange(12)
+            home = random_.randrange(3) if spread else id_ % 3
+            at = random_.randrange(8) * 3 + home
+            gone = random_.random() < 0.3
+            text = None if gone and delete else f"t{next(texts)}"
+            shards[home].append((f"r{id_ % 2}", id_, at, text, gone if gone else random_.choice([False, None])))
+        run(rig, batch, shards, delete)
+        model(expected, shards, version, delete)
+        assert state(store, name) == expected
+    assert expected
+    ledger = rig.context().ledger
+    last = ledger.look().last
+    assert last is not None
+    assert last.total.count == 360
+    assert store.execute(f"SELECT DISTINCT note FROM {name}") == [("kept",)]
+
+
+def _plain() -> dict[str, str]:
+    return {"mode": "upsert", "keyColumns": "id"}
+
+
+def test_key_in_two_shards_without_version_is_refused(store: Store) -> None:
+    name = table(store)
+    extra = {"lockTimeout": "1"} if store.connector is POSTGRES else {}
+    rig = Rig(store.sink(**options(name), **extra))
+    run(rig, 0, [[("r", 1, 0, "old", False)]], delete=False)
+    with pytest.raises(DeliveredError) as caught:
+        run(rig, 1, [[("r", 1, 0, "a", False)], [("r", 2, 0, "b", False), ("r", 1, 0, "c", False)]], delete=False)
+    assert "KEY_IN_TWO_SHARDS" in str(caught.value) or "LOCK_TIMEOUT" in str(caught.value)
+    assert "repartition" in f"{caught.value}"
+    assert state(store, name) == {("r", 1): (0, "old")}
+    # Brought into one shard, the same batch gets in.
+    run(rig, 1, [[("r", 1, 0, "a", False), ("r", 1, 0, "c", False)], [("r", 2, 0, "b", False)]], delete=False)
+    assert state(store, name) == {("r", 1): (0, "c"), ("r", 2): (0, "b")}
+
+
+def test_of_equal_versions_the_first_one_stays(store: Store) -> None:
+    """In one batch or in two: how the stream is cut makes no difference."""
+    name = table(store)
+    rig = Rig(store.sink(**options(name, version=True)))
+    run(rig, 0, [[("r", 1, 5, "first", None), ("r", 1, 5, "second", None), ("r", 2, 5, "first", None)]], delete=False)
+    run(rig, 1, [[("r", 2, 5, "second", None)]], delete=False)
+    assert state(store, name) == {("r", 1): (5, "first"), ("r", 2): (5, "first")}
+
+
+def test_a_deletion_beats_an_older_row_of_another_shard(store: Store) -> None:
+    if not store.deletes:
+        pytest.skip("two_phase takes no deletions")
+    name = table(store)
+    rig = Rig(store.sink(**options(name, version=True, delete=True)))
+    run(rig, 0, [[("r", 1, 5, None, True)], [("r", 1, 3, "older", False)]], delete=True)
+    run(rig, 1, [[("r", 2, 3, "older", False)], [("r", 2, 5, None, True)]], delete=True)
+    run(rig, 2, [[("r", 3, 3, None, True)], [("r", 3, 5, "newer", False)]], delete=True)
+    assert state(store, name) == {("r", 3): (5, "newer")}
+
+
+@pytest.mark.parametrize("guarantee", [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE])
+def test_the_weaker_guarantees_upsert_too(store: Store, guarantee: Guarantee) -> None:
+    name = table(store)
+    rig = Rig(store.sink(**options(name, version=True, delete=True)))
+    run(rig, 0, [[("r", i % 7, i, f"t{i}", False) for i in range(30)]], delete=True, guarantee=guarantee)
+    run(rig, 1, [[("r", 1, 99, None, True), ("r", 2, 0, "late", False)]], delete=True, guarantee=guarantee)
+    expected = {("r", i % 7): (i, f"t{i}") for i in range(30)}
+    del expected["r", 1]
+    assert state(store, name) == expected
+
+
+def test_what_is_wrong_is_refused_before_the_start(store: Store) -> None:
+    name = table(store, key="region")
+
+    def refusals(**given: str) -> list[str]:
+        return [f.code for f in store.sink(table=name, **given).preflight(EXACT) if f.refuses]
+
+    assert refusals(mode="upsert", keyColumns="region, id") == ["KEY_NOT_UNIQUE"]
+    assert refusals(mode="upsert", keyColumns="region") == []
+    store.execute(f"CREATE UNIQUE INDEX more_{name} ON {name} (id) WHERE id > 0")
+    assert refusals(mode="upsert", keyColumns="id") == ["KEY_NOT_UNIQUE"]
+    store.execute(f"CREATE UNIQUE INDEX most_{name} ON {name} (id, region)")
+    assert refusals(mode="upsert", keyColumns="region, id") == []
+    expected = [] if store.deletes else ["DELETE_TWO_PHASE"]
+    assert refusals(mode="upsert", keyColumns="region", deleteColumn="gone") == expected
+    for given, code in (
+        ({"mode": "upsert"}, "OPTION_MISSING"),
+        ({"mode": "merge"}, "OPTION_VALUE"),
+        ({"keyColumns": "id"}, "OPTION_VALUE"),
+        ({"mode": "upsert", "keyColumns": "id,id"}, "OPTION_VALUE"),
+        ({"mode": "upsert", "keyColumns": "id", "versionColumn": "id"}, "OPTION_VALUE"),
+    ):
+        with pytest.raises(UsageError, match=f"DELIVERED_{code}"):
+            store.sink(table=name, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"keyColumns": "ID"}, "COLUMN_MISSING"),
+        ({"versionColumn": "text"}, "COLUMN_TYPE"),
+        ({"versionColumn": "share"}, "COLUMN_TYPE"),
+        ({"keyColumns": "share"}, "COLUMN_TYPE"),
+        ({"deleteColumn": "text"}, "COLUMN_TYPE"),
+    ],
+)
+def test_columns_that_do_not_fit_their_role(store: Store, given: dict[str, str], code: str) -> None:
+    sink = store.sink(table="t", **{"mode": "upsert", "keyColumns": "id", **given})
+    with pytest.raises(UsageError, match=f"DELIVERED_{code}") as caught:
+        sink.check_schema(SCHEMA.append(pa.field("share", pa.float64())))
+    assert caught.value.next_step
+
+
+@pytest.mark.parametrize("column", ["id", "version"])
+def test_null_in_key_or_version_is_a_bad_record(store: Store, column: str) -> None:
+    name = table(store)
+    rig = Rig(store.sink(**options(name, version=True)))
+    row = {"region": "r", "id": 1, "version": 1, "text": "t", column: None}
+    plan = rig.plan(rig.context(), 0)
+    bad = pa.RecordBatch.from_pylist([row], schema=rows([], False).schema)
+    with pytest.raises(BadRecord, match="_NULL"):
+        write_shard(rig.sink, plan, 0, 0, iter([bad]), bad.schema)
+    assert state(store, name) == {}
+
+
+def test_missing_table_is_made_with_its_key(store: Store, tmp_path: Path) -> None:
+    name = f"u{next(_count)}"
+    rig = Rig(store.sink(**options(name, version=True), ifNotExists="true"))
+    assert not [f for f in rig.sink.preflight(EXACT) if f.refuses]
+    run(rig, 0, [[("r", 1, 1, "a", None), ("r", 1, 2, "b", None)]], delete=False)
+    assert state(store, name) == {("r", 1): (2, "b")}
+    assert not [f for f in rig.sink.preflight(EXACT) if f.refuses], "the table has the unique index that it needs"
+
+
+def test_nothing_is_left_behind(store: Store) -> None:
+    name = table(store)
+    rig = Rig(store.sink(**options(name, version=True)))
+    run(rig, 0, [[("r", i, 1, "a", None) for i in range(9)], [("q", i, 1, "a", None) for i in range(9)]], delete=False)
+    context = rig.context("next")
+    assert context.resource.sweep(()) == Ok(0)
+    if store.connector is POSTGRES:
+        left = store.execute("SELECT relname FROM pg_class WHERE relname LIKE 's\\_%\\_0\\_0\\_%' AND relkind = 'r'")
+        assert left == []
