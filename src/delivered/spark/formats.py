@@ -60,7 +60,7 @@ class DeliveredDataSource(DataSource):
             raise Refused(
                 "OVERWRITE",
                 f"{self.name()} appends; it does not replace what the sink holds.",
-                next_step='use outputMode("append") or outputMode("update"), or mode("append") of df.write',
+                next_step='use outputMode("append"), or mode("append") of df.write',
             )
         sink = self._opened(options)
         sink.check_schema(schema)

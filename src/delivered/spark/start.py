@@ -130,8 +130,6 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         writer = writer.option("missingLedger", "accept")
     if direct is not None:
         writer = mark_sink(writer, direct)
-    if pipeline.transform.stateful:
-        writer = writer.outputMode("update")
     with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
         return writer.trigger(**pipeline.trigger.for_spark()).start()
 
