@@ -5,20 +5,19 @@ The judge looks from outside: at the records that were appended, and at the tabl
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from tests.crash.child import start_child
 from tests.crash.embedded_pipeline import PIPELINE
-from tests.crash.test_sqlite_crash import BATCHES, CHILD, PARTITIONS, RECORDS, World, log, points
+from tests.crash.test_sqlite_crash import BATCHES, PARTITIONS, RECORDS, World, log, points
 
 from delivered.connectors.delta import CONNECTOR
 from delivered.contract import Sink
@@ -49,16 +48,11 @@ class TableWorld(World):
 
     def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
         self.runs += 1
-        crashes = self.folder / "crashes"
-        crashes.mkdir(exist_ok=True)
         spec = {
             "log": str(self.log), self.format: {"path": str(self.table)}, "checkpoint": str(self.checkpoint),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
-        environment = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(crashes)}
-        return subprocess.Popen(
-            [sys.executable, str(CHILD), json.dumps(spec)], env=environment, stderr=subprocess.PIPE, text=True
-        )
+        return start_child(spec, self.folder, crash)
 
     def decisions(self) -> list[Decision]:
         return list(self.sink.ledger(Scope(PIPELINE, self.sink.name, self.incarnation)).history())
