@@ -253,7 +253,8 @@ def unreachable(servers: str, error: Exception) -> Unreachable:
         return Unreachable(
             "KAFKA_CREDENTIALS",
             f"A server listens at {servers}, and ended the conversation before the first answer: it expects other "
-            f"credentials or another protocol, its certificate is not trusted here, or it is no Kafka broker ({error}).",
+            "credentials or another protocol, its certificate is not trusted here, or it is no Kafka broker "
+            f"({error}).",
             next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
         )
     return Unreachable(
