@@ -317,7 +317,9 @@ class DeltaLedger:
                     gone += list(self._records.store.files(self._names.begun_folder(incarnation)))
             # Some are kept: somebody may just read one that was the newest a moment ago. Files of claims that are
             # under way are newer than the newest that counts.
-            owners = sorted(self._records.store.files(f"{self._names.folder}/owner"), key=_claim_of)
+            # What has no claim for a name is a file that another driver is just writing.
+            files = self._records.store.files(f"{self._names.folder}/owner")
+            owners = sorted((f for f in files if _claim_of(f)), key=_claim_of)
             gone += [f for f in owners[:-OWNERS_REMEMBERED] if held is not None and _claim_of(f) < held[1]]
             self._take_away(gone)
 
