@@ -54,7 +54,8 @@ bench-delta: setup ## the same for Delta Lake, into build/bench-delta.json
 peers: setup ## the same kills for what a user would take instead, into docs/peers.md; installs Quix Streams and Bytewax
 	$(BIN)/python -m benchmarks.peers
 
-verify: setup ## every failure point, every guarantee, every sink, judged from outside; about two hours, goes on where it was
+verify: setup ## every failure point, every guarantee, every sink, judged from outside; hours, goes on where it was
+	$(BIN)/python -m pytest -m matrix
 	$(BIN)/delivered verify --service engine --jobs 2 --resume
 	$(BIN)/delivered verify --resume
 
