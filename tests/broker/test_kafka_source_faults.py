@@ -22,7 +22,7 @@ from confluent_kafka.admin import (
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
 
 from delivered.brokers.process import free_ports
-from delivered.connectors.kafka import client, native_consume, reader
+from delivered.connectors.kafka import client, librdkafka, native_consume, reader
 from delivered.contract import Slice
 from delivered.model.errors import Unreachable, UsageError
 
@@ -195,15 +195,15 @@ def test_without_the_place_of_the_time_and_without_symbols(kafka: Any, monkeypat
     assert read_all(src).equals(quick)
     assert native_consume._Clock.hopeless
     assert read_all(src).equals(quick)
-    monkeypatch.setattr(native_consume.native, "library", lambda: None)
-    native_consume._library.cache_clear()
+    monkeypatch.setattr(librdkafka, "_candidates", list)
+    librdkafka.consumer_library.cache_clear()
     reader._idle.clear()
     try:
         assert not native_consume.available()
         assert read_all(src).equals(quick)
         assert type(reader._idle[-1][1]).__name__ == "PlainConsumer"
     finally:
-        native_consume._library.cache_clear()
+        librdkafka.consumer_library.cache_clear()
         reader._idle.clear()
 
 
