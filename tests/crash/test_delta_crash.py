@@ -20,6 +20,7 @@ from tests.crash.embedded_pipeline import PIPELINE
 from tests.crash.test_sqlite_crash import BATCHES, PARTITIONS, RECORDS, World, log, points
 
 from delivered.connectors.delta import CONNECTOR
+from delivered.connectors.delta.stage import batch_of
 from delivered.contract import Sink
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
@@ -218,5 +219,6 @@ def fenced(world: TableWorld, point: str) -> str:
         assert world.rows() == done
     world.sweep()
     world.judge()
-    assert world.staged() == []
+    # What the zombie staged for a batch that others decided long ago is left to the table's vacuum.
+    assert [f for f in world.staged() if (batch_of(f.name) or 0) >= BATCHES - 1] == []
     return error
