@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 
 from delivered import brokers
+
+# Tests kill servers, and this client says so many times a second: a failed test's output would be nothing else.
+logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
 
 class Kafka:

@@ -285,11 +285,16 @@ def test_missing_table_is_made_with_its_key(store: Store, tmp_path: Path) -> Non
 
 
 def test_nothing_is_left_behind(store: Store) -> None:
-    name = table(store)
+    def staging() -> set[str]:
+        """Of every pipeline: tests before this one left theirs, on purpose."""
+        if store.connector is not POSTGRES:
+            return set()
+        found = "SELECT relname FROM pg_class WHERE relname LIKE 's\\_%\\_0\\_0\\_%' AND relkind = 'r'"
+        return {str(row[0]) for row in store.execute(found)}
+
+    name, before = table(store), staging()
     rig = Rig(store.sink(**options(name, version=True)))
     run(rig, 0, [[("r", i, 1, "a", None) for i in range(9)], [("q", i, 1, "a", None) for i in range(9)]], delete=False)
     context = rig.context("next")
     assert context.resource.sweep(()) == Ok(0)
-    if store.connector is POSTGRES:
-        left = store.execute("SELECT relname FROM pg_class WHERE relname LIKE 's\\_%\\_0\\_0\\_%' AND relkind = 'r'")
-        assert left == []
+    assert staging() <= before

@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_faults(tmp_path: Path) -> None:
             ground.close()
         assert found.verdict == Verdict.HELD, found.reasons
         history = load(Path(found.folder) / "history.jsonl")
-        return [(o.name, o.value["after_s"]) for o in history if o.process == "fault"]
+        return [(o.name, o.value["share"]) for o in history if o.process == "fault"]
 
     first = moments(3, tmp_path / "1")
     assert len(first) == 3
