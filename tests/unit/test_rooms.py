@@ -25,7 +25,7 @@ SOURCE = Path(delivered.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 LINES_MAX = 400
 KNOWN_LONG = {
-    "verify/scripts.py": 460,
+    "verify/scripts.py": 411,
 }
 """Modules above the limit, with the length they must not exceed. This list only gets shorter."""
 KNOWN_ASSERTS = {"verify/cell.py", "verify/scripts.py"}

@@ -8,8 +8,6 @@ the offsets down, once, and every start passes them as explicit `startingOffsets
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from pathlib import Path
 
 from pyarrow import fs
@@ -17,6 +15,7 @@ from pyarrow import fs
 from delivered.contract import Offsets, Source
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.spark.checkpoint import open_folder
+from delivered.storage.durable import put_first, sync
 
 FILE = "delivered/source-offsets.json"
 
@@ -66,7 +65,9 @@ def keep(location: str, source: Source) -> Offsets:
     path = f"{folder.rstrip('/')}/{FILE}"
     try:
         if isinstance(filesystem, fs.LocalFileSystem):
-            _write_local(Path(path), text)
+            put_first(Path(path), text)
+            # Whoever made the folder may have died before its name was durable.
+            sync([Path(path).parent.parent])
         else:
             filesystem.create_dir(path.rsplit("/", 1)[0], recursive=True)
             with filesystem.open_output_stream(path) as stream:
@@ -75,28 +76,6 @@ def keep(location: str, source: Source) -> Offsets:
         raise _unreachable(location, error) from error
     # Another start may have been first: what the file holds is what counts.
     return kept(location) or offsets
-
-
-def _write_local(path: Path, text: bytes) -> None:
-    """Whole or not at all, durable when it returns, and never over what is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
-    for folder in (path.parent, path.parent.parent):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _unreachable(location: str, error: OSError) -> Unreachable:

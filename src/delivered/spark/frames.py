@@ -15,6 +15,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import ArrayType, MapType, StructType
 
 from delivered.contract import Slice, Source
+from delivered.model.columns import fitted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,17 +71,6 @@ def _reader(
                     yield fitted(records, schema)
 
     return read
-
-
-def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch with exactly the columns and types of `schema`; no copy where they fit already."""
-    import pyarrow as pa
-
-    if batch.schema.equals(schema):
-        return batch
-    columns = [batch.column(batch.schema.get_field_index(f.name)) for f in schema]
-    cast = [c if c.type.equals(f.type) else c.cast(f.type) for c, f in zip(columns, schema, strict=True)]
-    return pa.RecordBatch.from_arrays(cast, schema=schema)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from pyspark.sql.window import Window
 
 from delivered.audit.classes import Counts, Damage
 from delivered.audit.report import LaneLine, Sample
+from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
-from delivered.spark.frames import fitted
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

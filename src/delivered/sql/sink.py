@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import pyarrow as pa
 
+from delivered.model.columns import fitted
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.sql.merge import check_columns
 from delivered.sql.options import TableOptions
-from delivered.sql.types import Types, with_schema
+from delivered.sql.types import Types
 
 HISTORY = f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept"
 
@@ -35,7 +36,7 @@ class TableSink(ABC):
             check_columns(self._table.write, schema, self.types)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return with_schema(batch, self.types.canonical_schema(batch.schema))
+        return fitted(batch, self.types.canonical_schema(batch.schema))
 
     @property
     def _into(self) -> str:

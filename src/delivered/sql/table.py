@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 
 import pyarrow as pa
 
-from delivered.contract import Finding
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import UsageError
+from delivered.source.whole import WholeSource
 
 SLICES_MAX = 256
 
 
-class TableSource(ABC):
+class TableSource(WholeSource):
     """The rows of one table, with the Arrow types that they were written with."""
-
-    @property
-    def rows_per_batch_max(self) -> int | None:
-        return None
-
-    def preflight(self) -> Sequence[Finding]:
-        try:
-            self.schema()
-        except DeliveredError as error:
-            return [Finding.refusal(error)]
-        return []
 
     def schema(self) -> pa.Schema:
         """

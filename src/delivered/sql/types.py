@@ -94,17 +94,6 @@ class Types(ABC):
             )
 
 
-def with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The same rows with the columns of `schema`, in its order."""
-    if batch.schema.equals(schema):
-        return batch
-    columns = []
-    for field in schema:
-        column = batch.column(batch.schema.get_field_index(field.name))
-        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
 def shown(schema: pa.Schema) -> str:
     """Columns and types, for a message."""
     return ", ".join(f"{f.name} {f.type}" for f in schema)

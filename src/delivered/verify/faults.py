@@ -9,6 +9,7 @@ from typing import Any
 from delivered.model.guarantee import Guarantee
 from delivered.verify import attempts, expiry, scripts
 from delivered.verify.proxy import Api, Mischief, Rule
+from delivered.verify.random_kills import random_kills
 from delivered.verify.scripts import Script, kills
 
 PLACES = {
@@ -255,7 +256,7 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         text = "the sink cannot take a record" + (": it is given up" if given_up else " until its limit is raised")
         requires = ("record too large",) * (1 if given_up else 2)
         yield Fault("oversized", "F6b", text, script, requires, workload="oversized")
-    script, requires = scripts.random_kills(3)
+    script, requires = random_kills(3)
     yield Fault("killed-at-random", "F6b", "killed three times at random moments", script, requires)
 
 
@@ -341,7 +342,7 @@ _SMALL_BATCHES = {"rows_per_batch": 20}
 
 def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     """Many faults in one cell, for the number of them."""
-    script, requires = scripts.random_kills(SOAK_KILLS)
+    script, requires = random_kills(SOAK_KILLS)
     text = f"killed {SOAK_KILLS} times at random moments, in small batches"
     yield Fault("soak-kills", "F6b", text, script, requires, extra=_SMALL_BATCHES, soak=True)
     if sink != KAFKA:

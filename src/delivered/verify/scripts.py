@@ -24,8 +24,6 @@ from delivered.verify.proxy import Rule
 from delivered.verify.services import Run
 
 Script = Callable[[Bench], None]
-_TRIES = 6
-"""How often a moment is tried, if the run ends before it, until the cell is called invalid."""
 
 
 # -- pieces of scripts -----------------------------------------------------------------------------------
@@ -143,7 +141,7 @@ def black_hole(bench: Bench) -> None:
             break
         with proxy.black_hole():
             bench.fire("black hole", seconds=3)
-            bench.wait(_after(3.0), "the hole lasts")
+            bench.wait(after(3.0), "the hole lasts")
         bench.fire("reset", connections=proxy.reset_all())
     bench.end(run)
     bench.drain()
@@ -159,7 +157,7 @@ def lock_held(bench: Bench) -> None:
             other.execute("BEGIN IMMEDIATE")
             run.go_on(hit)
             bench.fire("lock held", seconds=3)
-            bench.wait(_after(3.0), "the lock is held")
+            bench.wait(after(3.0), "the lock is held")
             other.execute("ROLLBACK")
         bench.end(run)
     bench.drain()
@@ -176,7 +174,7 @@ def slow_reader(bench: Bench) -> None:
             other.execute("SELECT count(*) FROM effects").fetchone()
             run.go_on(hit)
             bench.fire("reader slow", seconds=3)
-            bench.wait(_after(3.0), "the reader reads")
+            bench.wait(after(3.0), "the reader reads")
             other.execute("COMMIT")
         bench.end(run)
     bench.drain()
@@ -201,7 +199,7 @@ def broker_killed(*points: str) -> tuple[Script, tuple[str, ...]]:
             broker.kill()
             run.go_on(hit)
             bench.fire(f"broker killed@{point}", pid=broker.pid)
-            bench.wait(_after(1.0), "the broker is down")
+            bench.wait(after(1.0), "the broker is down")
             broker.restart()
             bench.end(run)
         bench.send()
@@ -250,57 +248,6 @@ def disk_full(bench: Bench) -> None:
             bench.end(run, 60)
         filler.unlink()
     bench.drain()
-
-
-# -- F6: random moments ----------------------------------------------------------------------------------
-
-
-def random_kills(times: int) -> tuple[Script, tuple[str, ...]]:
-    """The tree is killed at moments that only the seed knows, after a batch began.
-
-    A moment is a share of how long the run before worked from its first batch to its end: a fixed number of seconds
-    would come too late for one service and always in the first batch for another.
-    """
-
-    def script(bench: Bench) -> None:
-        length_s = _undisturbed_s(bench, 1 / (2 * times))
-        for share in [round(bench.random.uniform(0, 0.9), 3) for _ in range(times)]:
-            for _ in range(_TRIES):
-                began_s, run = _begun(bench, 1 / (3 * times))
-                bench.wait(_after(share * length_s), "the moment comes")
-                if run.lives:
-                    bench.kill(run)
-                    bench.fire("kill at random", share=share, after_s=round(time.monotonic() - began_s, 3))
-                    break
-                bench.end(run)
-                length_s = time.monotonic() - began_s  # this one was quicker
-        if bench.left:
-            bench.send()
-        bench.drain()
-
-    return script, ("kill at random",) * times
-
-
-def _undisturbed_s(bench: Bench, share: float) -> float:
-    """Send a share of the records and run the pipeline to its end; return how long it worked on them, in seconds."""
-    began_s, run = _begun(bench, share)
-    bench.end(run)
-    return time.monotonic() - began_s
-
-
-def _begun(bench: Bench, share: float) -> tuple[float, Run]:
-    """Send a share of the records, start the pipeline and wait until it begins a batch; return when, and the run."""
-    if bench.left:
-        bench.send(share)
-    planned, logged = len(bench.batches_planned()), len(bench.batches_logged())
-    run = bench.start()
-
-    def begun() -> bool:
-        # A batch that runs again has its file already: what is logged next shows that work goes on.
-        return not run.lives or len(bench.batches_planned()) > planned or len(bench.batches_logged()) > logged
-
-    bench.wait(begun, "a batch begins")
-    return time.monotonic(), run
 
 
 # -- F7: zombies -----------------------------------------------------------------------------------------
@@ -439,7 +386,7 @@ def _point(bench: Bench, step: str) -> str:
     return point(bench.setting.guarantee, step)
 
 
-def _after(seconds: float) -> Callable[[], bool]:
+def after(seconds: float) -> Callable[[], bool]:
     until = time.monotonic() + seconds
     return lambda: time.monotonic() >= until
 

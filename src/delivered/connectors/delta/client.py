@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pyarrow as pa
 
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.storage import delta_log, durable
 
 
 def delta() -> Any:
@@ -102,13 +101,7 @@ class Store:
         """A local folder whose name is durable, and those above it. Object stores have none."""
         if self._local is None:
             return
-        missing, path = [], self._local / folder
-        while not path.is_dir():
-            missing.append(path)
-            path = path.parent
-        for path in reversed(missing):
-            path.mkdir(exist_ok=True)
-            sync([path.parent])
+        durable.make_folder(self._local / folder)
 
     def put(self, name: str, data: bytes) -> None:
         """Whole or not at all."""
@@ -117,19 +110,7 @@ class Store:
             file.write(data)
             file.close()
             return
-        path = self._local / name
-        self.make_folder(name.rpartition("/")[0])
-        draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            with draft.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.rename(path)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        sync([path.parent])
+        durable.put(self._local / name, data)
 
     def create(self, name: str) -> Any:
         """A new file to write to, in an object store there when it is closed; not durable on a local disk."""
@@ -166,7 +147,7 @@ class Store:
         """Make local files and their folders durable."""
         if self._local is not None:
             paths = [self._local / name for name in names]
-            sync([*paths, *{p.parent for p in paths}])
+            durable.sync([*paths, *{p.parent for p in paths}])
 
     def _list(self, folder: str, recursive: bool) -> list[Any]:
         from pyarrow import fs
@@ -210,20 +191,7 @@ class _Bytes:
         return False
 
 
-def sync(paths: Iterable[Path]) -> None:
-    """fsync files or folders. The client links its commits into place without any fsync (decision 010)."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def sync_versions(options: DeltaOptions, first: int, last: int) -> None:
-    """fsync the commits first..last of a local table's log, and their folder."""
-    if not options.local:
-        return
-    folder = Path(options.path) / "_delta_log"
-    there = [folder / f"{version:020d}.json" for version in range(max(first, 0), last + 1)]
-    sync([*(p for p in there if p.exists()), folder])
+    """Make the commits first..last of a local table durable."""
+    if options.local:
+        delta_log.sync_versions(Path(options.path), first, last)

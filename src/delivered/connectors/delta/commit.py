@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from delivered.connectors.delta.client import delta, open_table, sync_versions
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.model.errors import DeliveredError
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.storage.delta_log import sync_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ def tidy(options: DeltaOptions, table: Any, before: int) -> None:
             return
         table.create_checkpoint()
         if options.local:
-            _sync_checkpoint(options, now)
+            sync_checkpoint(Path(options.path), now)
         if configuration.get("delta.enableExpiredLogCleanup", "true").lower() == "true":
             table.cleanup_metadata()
     except Exception as error:
@@ -154,12 +156,3 @@ def _all_there(change: Change) -> Callable[[Any], bool]:
         return bool(mine) and mine <= {unquote(path) for path in named}
 
     return look
-
-
-def _sync_checkpoint(options: DeltaOptions, version: int) -> None:
-    from pathlib import Path
-
-    from delivered.connectors.delta.client import sync
-
-    folder = Path(options.path) / "_delta_log"
-    sync([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])

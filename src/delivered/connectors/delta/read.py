@@ -9,28 +9,22 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from delivered.connectors.delta import types
 from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import table_schema
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract import Offsets, Slice
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import UsageError
+from delivered.source.whole import WholeDriver, WholeSource, packed
 
-SLICE_BYTES = 64 << 20
-"""Of data files in one slice, about; a file is never split."""
 BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True)
-class DeltaRows:
+class DeltaRows(WholeSource):
     """The rows of one version of a table."""
 
     options: DeltaOptions
-
-    @property
-    def rows_per_batch_max(self) -> int | None:
-        return None
 
     def capability(self) -> SourceCapability:
         return SourceCapability(
@@ -39,13 +33,6 @@ class DeltaRows:
             local=self.options.local,
             assumes=("a version that is being read is not vacuumed",),
         )
-
-    def preflight(self) -> Sequence[Finding]:
-        try:
-            self.schema()
-        except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
-        return []
 
     def schema(self) -> pa.Schema:
         return table_schema(require_table(self.options))
@@ -90,24 +77,13 @@ class DeltaRows:
         ]
 
 
-class DeltaRowsDriver:
+class DeltaRowsDriver(WholeDriver):
     """Offsets are `{"version": v}`: all rows of that version of the table; -1: none. A slice holds files that the end
     has and the start has not; one that was compacted in between counts as new."""
 
     def __init__(self, rows: DeltaRows) -> None:
+        super().__init__(f"the table at {rows.options.path!r}")
         self._rows = rows
-
-    def initial(self) -> Offsets:
-        raise self._no_stream()
-
-    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:  # noqa: ARG002
-        raise self._no_stream()
-
-    def newest(self) -> Offsets | None:
-        return None
-
-    def freeze(self) -> None:
-        raise self._no_stream()
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         version, before = int(end["version"]), int(start["version"])
@@ -115,29 +91,11 @@ class DeltaRowsDriver:
             return []
         known = {file["path"] for file in self._rows.files(before)} if before >= 0 else set()
         schema = table_schema(require_table(self._rows.options, version)).serialize().to_pybytes()
-        groups: list[list[dict[str, Any]]] = []
-        room = 0
-        for file in self._rows.files(version):
-            if file["path"] in known:
-                continue
-            if file["size"] > room:
-                groups.append([])
-                room = SLICE_BYTES
-            groups[-1].append(file)
-            room -= file["size"]
-        return [Slice({"files": group, "schema": schema}) for group in groups]
+        fresh = [file for file in self._rows.files(version) if file["path"] not in known]
+        return [Slice({"files": group, "schema": schema}) for group in packed(fresh, lambda file: int(file["size"]))]
 
     def batch(self) -> tuple[Offsets, Offsets]:
         return {"version": -1}, {"version": require_table(self._rows.options).version()}
-
-    def acknowledge(self, end: Offsets) -> None:
-        """A table needs no telling."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _no_stream(self) -> UsageError:
-        return UsageError("NO_STREAM", f"The table at {self._rows.options.path!r} is read as a whole, not as a stream.")
 
 
 def _whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
@@ -152,6 +110,4 @@ def _whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) 
             arrays.append(column if column.type.equals(field.type) else column.cast(field.type))
         else:
             arrays.append(pa.nulls(batch.num_rows, field.type))
-    return types.with_schema(
-        pa.RecordBatch.from_arrays(arrays, names=schema.names), pa.schema([(f.name, f.type) for f in schema])
-    )
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(f.name, f.type) for f in schema]))

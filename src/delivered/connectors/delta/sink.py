@@ -11,6 +11,7 @@ from delivered.connectors.delta import types
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
 from delivered.model.capability import Commit, SinkCapability
+from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
@@ -65,7 +66,7 @@ class DeltaSink:
         ready(self.options, schema)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return types.with_schema(batch, types.canonical_schema(batch.schema))
+        return fitted(batch, types.canonical_schema(batch.schema))
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
         from delivered.connectors.delta.writer import DirectWriter, StagingWriter

@@ -13,6 +13,7 @@ from delivered.connectors.delta.client import delta, explained, open_table, requ
 from delivered.connectors.delta.commit import RETRIES_MAX, DataFile
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.model.errors import Refused, UsageError
+from delivered.storage import columns
 
 _FEATURES = frozenset(
     {
@@ -45,7 +46,7 @@ def table_schema(table: Any) -> pa.Schema:
     found: pa.Schema = pa.schema(table.schema().to_arrow())
     fields = []
     for field in found:
-        fields.append(pa.field(field.name, types.canonical(field.type) or field.type, field.nullable))
+        fields.append(pa.field(field.name, columns.canonical(field.type) or field.type, field.nullable))
     return pa.schema(fields)
 
 

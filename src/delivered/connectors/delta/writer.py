@@ -19,6 +19,7 @@ from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.commit import Change, DataFile, commit
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import required, same_columns
+from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord, InvariantBroken, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -92,7 +93,7 @@ class FileWriter:
         self._names: list[str] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
-        batch = types.with_schema(batch, self._schema)
+        batch = fitted(batch, self._schema)
         for values, rows in self._split(batch):
             file = self._file(values)
             file.waiting.append(rows)

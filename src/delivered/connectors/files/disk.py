@@ -14,10 +14,8 @@ Readers leave names alone that start with `_` or `.`; Spark shows `batch` as a c
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,49 +68,6 @@ def numbered(folder: Path) -> dict[int, Path]:
         if digits.isdigit():
             found[int(digits)] = path
     return found
-
-
-def make_folder(folder: Path) -> Path:
-    """A folder whose name is durable, and those above it."""
-    missing, path = [], folder
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        sync([path.parent])
-    return folder
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """A file in a folder that is there; durable, its name not yet."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def put(path: Path, data: bytes) -> None:
-    """Whole or not at all, in place of what was there; durable."""
-    make_folder(path.parent)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        write_new(draft, data)
-        draft.rename(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    sync([path.parent])
-
-
-def sync(paths: Iterable[Path]) -> None:
-    """fsync files or folders."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def take_away(path: Path) -> None:

@@ -17,17 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from delivered.connectors.files.disk import (
-    RECORD,
-    Places,
-    failed,
-    make_folder,
-    numbered,
-    put,
-    sync,
-    take_away,
-    write_new,
-)
+from delivered.connectors.files.disk import RECORD, Places, failed, numbered, take_away
 from delivered.connectors.files.options import FilesOptions
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
@@ -36,6 +26,7 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LE
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.storage.durable import make_folder, put, sync, write_new
 
 
 class FilesLedger:

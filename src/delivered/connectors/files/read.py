@@ -11,33 +11,20 @@ import pyarrow as pa
 from delivered.connectors.files import formats
 from delivered.connectors.files.disk import failed, schema_file
 from delivered.connectors.files.options import FilesOptions
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract import Offsets, Slice
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import DeliveredError, UsageError
-
-SLICE_BYTES = 64 << 20
-"""Of files in one slice, about; a file is never split."""
+from delivered.model.errors import UsageError
+from delivered.source.whole import WholeDriver, WholeSource, packed
 
 
 @dataclass(frozen=True)
-class FolderRows:
+class FolderRows(WholeSource):
     """The rows of all files that a reader of the folder sees."""
 
     options: FilesOptions
 
-    @property
-    def rows_per_batch_max(self) -> int | None:
-        return None
-
     def capability(self) -> SourceCapability:
         return SourceCapability("files", replayable=True, local=True, assumes=("files are only ever added",))
-
-    def preflight(self) -> Sequence[Finding]:
-        try:
-            self.schema()
-        except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
-        return []
 
     def schema(self) -> pa.Schema:
         """
@@ -75,50 +62,20 @@ class FolderRows:
         return found
 
 
-class FolderDriver:
+class FolderDriver(WholeDriver):
     """Offsets are `{"files": [names]}`: those that are read."""
 
     def __init__(self, rows: FolderRows) -> None:
+        super().__init__(f"the folder {rows.options.path!r}")
         self._rows = rows
-
-    def initial(self) -> Offsets:
-        raise self._no_stream()
-
-    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:  # noqa: ARG002
-        raise self._no_stream()
-
-    def newest(self) -> Offsets | None:
-        return None
-
-    def freeze(self) -> None:
-        raise self._no_stream()
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         known, sizes = set(start["files"]), self._rows.files()
-        groups: list[list[str]] = []
-        room = 0
-        for name in end["files"]:
-            if name in known:
-                continue
-            size = sizes.get(name, 0)
-            if size > room or not groups:
-                groups.append([])
-                room = SLICE_BYTES
-            groups[-1].append(name)
-            room -= size
-        return [Slice(group) for group in groups]
+        fresh = [name for name in end["files"] if name not in known]
+        return [Slice(group) for group in packed(fresh, lambda name: sizes.get(name, 0))]
 
     def batch(self) -> tuple[Offsets, Offsets]:
         return {"files": []}, {"files": list(self._rows.files())}
-
-    def acknowledge(self, end: Offsets) -> None:
-        """A folder needs no telling."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _no_stream(self) -> UsageError:
-        return UsageError("NO_STREAM", f"The folder {self._rows.options.path!r} is read as a whole, not as a stream.")
 
 
 def stored_schema(options: FilesOptions) -> pa.Schema | None:

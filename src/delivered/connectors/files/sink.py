@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.files import types
-from delivered.connectors.files.disk import failed, make_folder, put, schema_file
+from delivered.connectors.files.disk import failed, schema_file
 from delivered.connectors.files.ledger import FilesLedger
 from delivered.connectors.files.options import FilesOptions
 from delivered.connectors.files.read import FolderRows, stored_schema
@@ -17,10 +17,12 @@ from delivered.connectors.files.resource import FilesResource
 from delivered.connectors.files.writer import DirectWriter, StagingWriter
 from delivered.contract import Finding
 from delivered.model.capability import Commit, SinkCapability
+from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
+from delivered.storage.durable import make_folder, put
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class FilesSink:
             )
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return types.with_schema(batch, types.canonical_schema(batch.schema))
+        return fitted(batch, types.canonical_schema(batch.schema))
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:
         kind = StagingWriter if guarantee is Guarantee.EXACTLY_ONCE else DirectWriter

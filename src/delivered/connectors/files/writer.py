@@ -12,11 +12,13 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.files import formats, types
-from delivered.connectors.files.disk import Places, failed, make_folder, sync, take_away
+from delivered.connectors.files.disk import Places, failed, take_away
 from delivered.connectors.files.options import FilesOptions
+from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
+from delivered.storage.durable import make_folder, sync
 
 
 class StagingWriter:
@@ -37,7 +39,7 @@ class StagingWriter:
         if not batch.num_rows:
             return
         with _as_ours(self._options, self._work):
-            self._begun().write(types.with_schema(batch, self._schema))
+            self._begun().write(fitted(batch, self._schema))
         self.rows += batch.num_rows
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:

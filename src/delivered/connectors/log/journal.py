@@ -27,6 +27,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.source.window import Window
+from delivered.storage.durable import sync
 
 ID_HEADER = "delivered.id"
 """Header under which a record carries the id that its sender gave it; always the first one."""
@@ -138,7 +139,7 @@ class LogJournal:
             now = layout.snapshot(self._table, self._path, self._storage)
             # What is known is acknowledged, and who committed it may have died before it was durable.
             first = now.version - _VERSIONS_SYNCED_AT_START if self._synced < 0 else self._synced + 1
-            layout.make_versions_durable(self._path, first, now.version)
+            layout.sync_versions(self._path, first, now.version)
             self._synced = now.version
             try:
                 earliest = now.earliest()
@@ -177,7 +178,7 @@ class LogJournal:
         self._table.update_incremental()
         version = self._table.version()
         # Between ours and the one before there may be another's: a compaction, which conflicts with nobody.
-        layout.make_versions_durable(self._path, self._synced + 1, version)
+        layout.sync_versions(self._path, self._synced + 1, version)
         self._synced = version
         for file in files:
             self.window.add(file.partition, file.first, told[file.partition])
@@ -226,7 +227,7 @@ class LogJournal:
             retired += last + 1 - first
         if retired:
             version = self._table.version()
-            layout.make_versions_durable(self._path, version - len(now.ends()), version)
+            layout.sync_versions(self._path, version - len(now.ends()), version)
             self._table.vacuum(
                 retention_hours=int(self._keep_s // 3600), enforce_retention_duration=False, dry_run=False
             )
@@ -247,8 +248,8 @@ class LogJournal:
         now = layout.snapshot(self._table, self._path, self._storage)
         if layout.is_local(self._path):
             fresh = [Path(self._path) / f.path for f in now.files if f.path not in before]
-            layout.make_durable([*fresh, *{p.parent for p in fresh}])
-        layout.make_versions_durable(self._path, version, self._table.version())
+            sync([*fresh, *{p.parent for p in fresh}])
+        layout.sync_versions(self._path, version, self._table.version())
 
 
 def rows_of(bunch: Bunch) -> pa.RecordBatch:

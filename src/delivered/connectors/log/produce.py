@@ -19,6 +19,8 @@ from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import absolute
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
+from delivered.storage.delta_log import sync_checkpoint
+from delivered.storage.durable import sync
 
 PARTITIONS_MAX = 1_000
 """Each partition of an append is an open file."""
@@ -258,8 +260,8 @@ def open_or_create(path: str, options: Mapping[str, str]) -> Any:
                 storage_options=dict(options) or None,
             )  # fmt: skip
         if layout.is_local(path):
-            layout.make_versions_durable(path, 0, 0)
-            layout.make_durable([Path(path), Path(path).parent])
+            layout.sync_versions(path, 0, 0)
+            sync([Path(path), Path(path).parent])
     return layout.open_table(path, options)
 
 
@@ -311,13 +313,13 @@ def commit(table: Any, files: list[_File], idempotence: tuple[str, int] | None) 
 def sync_data(path: str, files: list[_File]) -> None:
     if layout.is_local(path):
         root = Path(path)
-        layout.make_durable([*(root / f.path for f in files), *{(root / f.path).parent for f in files}, root])
+        sync([*(root / f.path for f in files), *{(root / f.path).parent for f in files}, root])
 
 
 def _finish(path: str, options: Mapping[str, str], files: list[_File]) -> Appended:
     table = layout.open_table(path, options)
     version = table.version()
-    layout.make_versions_durable(path, version - CHECKPOINT_VERSIONS, version)
+    layout.sync_versions(path, version - CHECKPOINT_VERSIONS, version)
     if version and version % CHECKPOINT_VERSIONS == 0:
         checkpoint(table, path)
     return Appended(version, {f.partition: (f.first, f.first + f.rows - 1) for f in files})
@@ -327,8 +329,7 @@ def checkpoint(table: Any, path: str) -> None:
     """Fold the table's log up to the open version into one file, durable."""
     table.create_checkpoint()
     if layout.is_local(path):
-        folder, version = Path(path) / "_delta_log", table.version()
-        layout.make_durable([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])
+        sync_checkpoint(Path(path), table.version())
 
 
 def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exception) -> Appended:

@@ -189,7 +189,7 @@ class LogDriver:
         version = self._table.version()
         if self._snapshot is None or self._snapshot.version != version:
             first = self._synced + 1 if self._synced >= 0 else version - _VERSIONS_SYNCED_AT_START
-            layout.make_versions_durable(path, first, version)
+            layout.sync_versions(path, first, version)
             self._synced = version
             self._snapshot = layout.snapshot(self._table, path, self._storage)
         return self._snapshot

@@ -6,9 +6,9 @@ and the smallest and largest offset of a file say all about where a record can b
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
+from delivered.storage import delta_log
 
 HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 STORED = pa.schema(
@@ -161,31 +162,16 @@ def _footer_range(path: str, storage: Mapping[str, str], file: str) -> tuple[int
     return bounds["min"], bounds["max"]
 
 
-def make_durable(paths: Iterable[Path]) -> None:
-    """fsync files or folders. The Delta client links its commit files into place without any fsync (1.6.6, traced)."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def make_versions_durable(path: str, first: int, last: int) -> None:
-    """fsync the commit files of versions first..last of a local table, and their folder.
+def sync_versions(path: str, first: int, last: int) -> None:
+    """Make the commits first..last of a local table durable.
 
     Producers do so before they acknowledge; a reader does it again before it reports offsets, because it may see a
     commit whose producer died in between.
     """
-    if not is_local(path):
-        return
-    folder = Path(path) / "_delta_log"
-    there = [folder / f"{version:020d}.json" for version in range(max(first, 0), last + 1)]
-    try:
-        make_durable([*(p for p in there if p.exists()), folder])
-    except PermissionError:
+    if is_local(path):
         # A reader without rights to open the folder for syncing still may read.
-        return
+        with contextlib.suppress(PermissionError):
+            delta_log.sync_versions(Path(path), first, last)
 
 
 def jitter_s(attempt: int) -> float:

@@ -17,6 +17,7 @@ from delivered.connectors.postgres.options import PostgresOptions
 from delivered.contract import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
+from delivered.source.whole import WholeDriver
 from delivered.sql.database import quoted
 from delivered.sql.table import TableSource, steps
 from delivered.sql.target import never_written
@@ -118,23 +119,12 @@ class PostgresTable(TableSource):
         return self.database.ask(question)
 
 
-class PostgresTableDriver:
+class PostgresTableDriver(WholeDriver):
     """Offsets are `{"<partition>": n}`, the next page to read."""
 
     def __init__(self, table: PostgresTable) -> None:
+        super().__init__(f"table {table.options.table_text!r}")
         self._table = table
-
-    def initial(self) -> Offsets:
-        raise self._no_stream()
-
-    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:  # noqa: ARG002
-        raise self._no_stream()
-
-    def newest(self) -> Offsets | None:
-        return None
-
-    def freeze(self) -> None:
-        raise self._no_stream()
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         whole = sum(end.values())
@@ -147,17 +137,6 @@ class PostgresTableDriver:
     def batch(self) -> tuple[Offsets, Offsets]:
         found = self._table.pages()
         return {name: 0 for name, _ in found}, dict(found)
-
-    def acknowledge(self, end: Offsets) -> None:
-        """A table needs no telling."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _no_stream(self) -> UsageError:
-        return UsageError(
-            "NO_STREAM", f"Table {self._table.options.table_text!r} can be read as a whole, not as a stream."
-        )
 
 
 class _Text(io.RawIOBase):

@@ -12,13 +12,13 @@ from delivered.connectors.postgres.client import discard, explained
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import Mechanism, PostgresOptions
 from delivered.connectors.postgres.types import TYPES
+from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.sql.database import quoted
 from delivered.sql.merge import check_rows
-from delivered.sql.types import with_schema
 
 if TYPE_CHECKING:
     import psycopg
@@ -56,7 +56,7 @@ class CopyWriter:
 
         if batch.num_rows == 0:
             return
-        batch = with_schema(batch, self._schema)
+        batch = fitted(batch, self._schema)
         if self._upserts:
             check_rows(self._options.write, batch)
         try:

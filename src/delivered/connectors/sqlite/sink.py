@@ -20,13 +20,14 @@ from delivered.connectors.sqlite.types import TYPES, refused
 from delivered.connectors.sqlite.writer import DirectWriter, StagingWriter
 from delivered.contract import Finding
 from delivered.model.capability import Commit, SinkCapability
+from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.sql.merge import no_unique_index, without_key
 from delivered.sql.sink import HISTORY, TableSink
-from delivered.sql.types import Types, with_schema
+from delivered.sql.types import Types
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class SqliteSink(TableSink):
             raise no_unique_index(write, self.options.table, self.options.where)
 
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
-        plain = with_schema(batch, TYPES.plain_schema(batch.schema))
+        plain = fitted(batch, TYPES.plain_schema(batch.schema))
         return without_key(self.options.write, batch, refused(plain))
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter | DirectWriter:

@@ -20,6 +20,7 @@ import pyarrow as pa
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
+from delivered.storage.durable import make_folder, sync
 
 _SUFFIX = ".arrow"
 _UNFINISHED = ".part"
@@ -42,7 +43,7 @@ class StagedFile:
         self._part = self._folder / (name + _UNFINISHED)
         self.rows = 0
         try:
-            _make_folders(self._folder)
+            make_folder(self._folder)
             self._file = self._part.open("xb")
         except OSError as error:
             raise _failed(self._folder, error) from error
@@ -64,7 +65,7 @@ class StagedFile:
             os.fsync(self._file.fileno())
             self._file.close()
             self._part.rename(self._final)
-            sync_folder(self._folder)
+            sync([self._folder])
         except FileNotFoundError:
             raise InvariantBroken(
                 "STAGED_FILE_GONE",
@@ -138,25 +139,6 @@ def staged_files(options: SqliteOptions, scope: Scope) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if p.name.endswith((_SUFFIX, _SUFFIX + _UNFINISHED)))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _make_folders(folder: Path) -> None:
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
 
 
 def _checksum(path: Path) -> tuple[int, int]:

@@ -16,11 +16,11 @@ from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import StagedFile
 from delivered.connectors.sqlite.types import TYPES, check_values
+from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
 from delivered.sql.database import quoted
 from delivered.sql.merge import check_rows, stored
-from delivered.sql.types import with_schema
 
 
 class StagingWriter:
@@ -33,7 +33,7 @@ class StagingWriter:
         self._file: StagedFile | None = None
 
     def stage(self, batch: pa.RecordBatch) -> None:
-        batch = with_schema(batch, self._schema)
+        batch = fitted(batch, self._schema)
         check(self._options, batch)
         if self._file is None:
             self._compare()
@@ -78,7 +78,7 @@ class DirectWriter:
         self._merging: Merging | None = None
 
     def stage(self, batch: pa.RecordBatch) -> None:
-        batch = with_schema(batch, self._schema)
+        batch = fitted(batch, self._schema)
         check(self._options, batch)
         connection = self._ready()
         if self._merging is not None:

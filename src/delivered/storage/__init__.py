@@ -1,0 +1,1 @@
+"""What connectors to folders and tables of files share."""

@@ -1,0 +1,78 @@
+"""Arrow types as tables and folders of files keep them: one type for all that have the same values.
+
+Arrow                           kept as
+boolean, int8..int64            the same
+float, double                   the same
+decimal up to 38 digits         the same
+string, binary, any layout      string, binary
+date                            date
+timestamp with time zone        timestamp in UTC, microseconds
+timestamp without               timestamp, microseconds
+list, struct, map of these      list, struct, map
+dictionary                      its values
+others                          refused
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from delivered.model.errors import UsageError
+
+
+def canonical(kind: pa.DataType) -> pa.DataType | None:
+    """The one Arrow type that stands for all with the same values; None if it is not kept."""
+    t = pa.types
+    if t.is_dictionary(kind):
+        return canonical(kind.value_type)
+    if t.is_boolean(kind) or t.is_signed_integer(kind) or t.is_float32(kind) or t.is_float64(kind):
+        return kind
+    if t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind):
+        return pa.string()
+    if t.is_binary(kind) or t.is_large_binary(kind) or t.is_binary_view(kind) or t.is_fixed_size_binary(kind):
+        return pa.binary()
+    if t.is_decimal128(kind) or t.is_date32(kind):
+        return kind
+    if t.is_timestamp(kind) and kind.unit != "ns":
+        return pa.timestamp("us", "UTC" if kind.tz is not None else None)
+    if t.is_map(kind):
+        key, value = canonical(kind.key_type), canonical(kind.item_type)
+        return pa.map_(key, value) if key is not None and value is not None else None
+    if t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind) or t.is_fixed_size_list(kind):
+        value = canonical(kind.value_type)
+        return pa.list_(pa.field("element", value)) if value is not None else None
+    if t.is_struct(kind):
+        fields = [(f.name, canonical(f.type)) for f in kind]
+        return None if not fields or any(k is None for _, k in fields) else pa.struct(fields)
+    return None
+
+
+def canonical_schema(schema: pa.Schema, keeper: str) -> pa.Schema:
+    """
+    Args:
+        keeper: what keeps the columns, for the error: "a Delta table".
+
+    Raises:
+        UsageError: a column's type cannot be kept.
+    """
+    return pa.schema([pa.field(f.name, kept(f, canonical(f.type), keeper)) for f in schema])
+
+
+def kept(field: pa.Field, kind: pa.DataType | None, keeper: str) -> pa.DataType:
+    """
+    Raises:
+        UsageError: `kind` is None: the column's type cannot be kept.
+    """
+    if kind is None:
+        raise UsageError(
+            "COLUMN_TYPE",
+            f"Column {field.name!r} has the type {field.type}, which {keeper} cannot keep.",
+            next_step=f"cast it, for instance to string: {field.name}.cast('string')",
+        )
+    return kind
+
+
+def named_once(schema: pa.Schema) -> bool:
+    """Whether there is a column, and no two of one name, capital letters apart: readers do not tell those."""
+    lower = [name.lower() for name in schema.names]
+    return bool(lower) and len(set(lower)) == len(lower)

@@ -1,0 +1,70 @@
+"""Local files and names that a power loss does not take back (decision 010)."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """fsync files or folders. A file's name is durable when its folder is."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_folder(folder: Path) -> Path:
+    """A folder whose name is durable, and those above it."""
+    missing, path = [], folder
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync([path.parent])
+    return folder
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """A file in a folder that is there; durable, its name not yet."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put(path: Path, data: bytes) -> None:
+    """Whole or not at all, in place of what was there; durable."""
+    make_folder(path.parent)
+    draft = _draft(path)
+    try:
+        write_new(draft, data)
+        draft.rename(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync([path.parent])
+
+
+def put_first(path: Path, data: bytes) -> bool:
+    """Whole or not at all, and never over what is there; durable. Returns False if another one was first."""
+    make_folder(path.parent)
+    draft = _draft(path)
+    try:
+        write_new(draft, data)
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+        sync([path.parent])
+    return True
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
