@@ -29,8 +29,8 @@ demo: setup ## flights through a pipeline that is killed nine times; no server n
 demo-kafka: setup ## the same over a real Kafka, which is fetched and started
 	$(BIN)/python -m examples.demo --kafka
 
-test: setup ## all tests, with real servers
-	$(BIN)/python -m pytest
+test: setup ## all tests, with real servers, one process per core
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: setup ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

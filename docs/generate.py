@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs import verified
+from docs import support, verified
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
@@ -42,8 +42,9 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "options.md": reference(),
         DOCS / "pipeline.schema.json": as_text(),
+        DOCS / "support.md": support.page(),
         DOCS / "verified.md": verified.page(),
-        readme: verified.into(readme.read_text(encoding="utf-8")),
+        readme: support.into(verified.into(readme.read_text(encoding="utf-8"))),
     }
 
 

@@ -226,10 +226,16 @@ class Rabbitmq:
 
     def left(self, queue: str) -> int:
         """Messages that are ready for somebody."""
+        return int(self._declared(queue).message_count)
+
+    def consumers(self, queue: str) -> int:
+        return int(self._declared(queue).consumer_count)
+
+    def _declared(self, queue: str) -> Any:
         connection = self.connect()
-        count = connection.channel().queue_declare(queue, passive=True).method.message_count
+        found = connection.channel().queue_declare(queue, passive=True).method
         connection.close()
-        return int(count)
+        return found
 
 
 @pytest.fixture(scope="session")

@@ -31,12 +31,14 @@ class Finding:
     Attributes:
         refuses: the pipeline must not start with this.
         code: as in an error, without the prefix.
+        only: the guarantee that it stands against; None: every one.
     """
 
     code: str
     message: str
     refuses: bool
     next_step: str | None = None
+    only: Guarantee | None = None
 
     @classmethod
     def refusal(cls, error: DeliveredError) -> Finding:

@@ -118,8 +118,11 @@ class Journal(Protocol):
     def size(self) -> JournalSize:
         """Of what readers can see now."""
 
-    def maintain(self) -> int:
-        """Put small files together; take away what every reader has behind it. Returns records taken away."""
+    def maintain(self, exact: bool = False) -> int:
+        """Put small files together; take away what every reader has behind it. Returns records taken away.
+
+        exact: take away all of it, at the price of writing files anew; else what costs little.
+        """
 
     def close(self) -> None: ...
 

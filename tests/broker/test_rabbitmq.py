@@ -224,12 +224,10 @@ def test_a_message_without_an_id_stops_or_is_set_aside(rabbitmq: Rabbitmq, tmp_p
     assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333"])
 
 
-@pytest.mark.xfail(
-    reason="after the first pause no message is seen to go back to the queue within 40 s: not understood yet"
-)
 def test_a_full_log_stops_receiving_until_there_is_room(
     rabbitmq: Rabbitmq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """While it is full the receiver holds nothing: every message is in the log or in the queue."""
     monkeypatch.setattr("delivered.model.limits.RECEIVE_UPKEEP_S", 0.2)
     queue = rabbitmq.queue()
     source = delivered.endpoint(
@@ -242,27 +240,44 @@ def test_a_full_log_stops_receiving_until_there_is_room(
         target=delivered.receive, args=(source, 1, stop.is_set, None, lambda _, c: counts.append(c))
     )
     thread.start()
-    blob = os.urandom(200)
+    sent = 0
+
+    def wait_for(fact: Callable[[], bool], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not fact():
+            assert time.monotonic() < deadline, (sent, counts[-1:], rabbitmq.left(queue), rabbitmq.consumers(queue))
+            time.sleep(0.05)
+
+    def send() -> None:
+        nonlocal sent
+        rabbitmq.send(queue, [(f"id{n}", os.urandom(1_000)) for n in range(sent, sent + 20)])
+        sent += 20
+
+    def all_in_the_log() -> bool:
+        return bool(counts) and counts[-1].entered == sent
+
+    def holds_nothing() -> bool:
+        return bool(counts) and not rabbitmq.consumers(queue) and rabbitmq.left(queue) == sent - counts[-1].entered > 0
+
     try:
-        for n in range(20):
-            rabbitmq.send(queue, [(f"{n}-{i}", body(n * 20 + i) + blob) for i in range(20)])
-        deadline = time.monotonic() + 40
-        while not counts or not counts[-1].paused:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        while not rabbitmq.left(queue):  # what was prefetched goes back
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        while not (counts and counts[-1].paused and holds_nothing()):
+            send()
+            wait_for(lambda: all_in_the_log() or holds_nothing())
+        paused, entered_before = counts[-1].paused, counts[-1].entered
+        send()
+        assert holds_nothing()
+        assert (counts[-1].paused, counts[-1].entered) == (paused, entered_before)
         log = LOG.source({"path": str(tmp_path / "log"), "reader": "orders"}).driver()
-        deadline = time.monotonic() + 240
-        while counts[-1].entered < 400:
-            assert time.monotonic() < deadline
+
+        def read_on() -> bool:
             log.acknowledge(log.newest() or {})
-            time.sleep(0.1)
+            return all_in_the_log()
+
+        wait_for(read_on, 120)
     finally:
         stop.set()
         thread.join(30)
-    assert counts[-1].entered == 400
+    assert rabbitmq.left(queue) == 0
     assert counts[-1].retired > 0
 
 

@@ -47,6 +47,9 @@ class Spool:
     def left(self) -> int:
         return int(self._open().execute("SELECT count(*) FROM m").fetchone()[0])
 
+    def held(self) -> int:
+        return int(self._open().execute("SELECT count(*) FROM m WHERE holder IS NOT NULL").fetchone()[0])
+
     def handed(self) -> int:
         return int(self._open().execute("SELECT coalesce(max(handed), 0) FROM m").fetchone()[0])
 

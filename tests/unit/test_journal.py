@@ -170,8 +170,10 @@ def test_upkeep_takes_what_every_reader_has_behind_it_and_no_more(log: Path) -> 
     assert journal.maintain() == 0, "nothing is known of one of them"
     CONNECTOR.source({"path": str(log), "reader": "audit"}).driver().acknowledge({"version": 3, "offsets": {"0": 35}})
     assert journal.maintain() == 30, "whole files below 35"
+    assert journal.maintain(exact=True) == 5, "to the record"
+    assert values(log)[0] == b"value of m3-5"
     write_progress(str(log), {}, "audit", {0: 60})
-    assert journal.maintain() == 20, "the window's own ids stay"
+    assert journal.maintain(exact=True) == 15, "the window's own ids stay"
     assert open_log(log, window=10).window.ends == {0: 60}
     assert journal.append(bunch("m5-3", "new")) == Ok(Entered(1, 1))
     assert len(values(log)) == 11

@@ -56,7 +56,6 @@ TO_KAFKA = SinkFacts(
         promise_s_max=600,
         assumes=("readers of orders-clean use isolation.level=read_committed",),
     ),
-    promise_s_limit=900,
 )
 TO_SQLITE = SinkFacts(
     "orders",
@@ -115,7 +114,18 @@ ASKED = Request(
     checkpoint=CheckpointFacts("/data/checkpoints/orders"),
     transform=TransformFacts("sql", "SELECT key, value FROM source"),
 )
-TIGHT = replace(TO_KAFKA, promise_s_limit=300.0)
+TIGHT = replace(
+    TO_KAFKA,
+    findings=(
+        Finding(
+            "TRANSACTION_TIMEOUT_TOO_LONG",
+            "transactionTimeout is 600 s, and the brokers allow 300 s (transaction.max.timeout.ms).",
+            refuses=True,
+            next_step='add .option("transactionTimeout", "300"), or raise transaction.max.timeout.ms',
+            only=Guarantee.EXACTLY_ONCE,
+        ),
+    ),
+)
 USED = CheckpointFacts("/data/checkpoints/orders", incarnation="0f3c", newest=7, ledger_newest=7)
 
 PLANS = {

@@ -101,7 +101,8 @@ class Memory:
     def size(self) -> JournalSize:
         return JournalSize(self.bytes, 1)
 
-    def maintain(self) -> int:
+    def maintain(self, exact: bool = False) -> int:
+        del exact
         self.upkeep()
         return 0
 

@@ -38,15 +38,12 @@ class SinkFacts:
     """
     Attributes:
         name: tells this sink from others of the pipeline.
-        promise_s_limit: the longest promise that the live system allows (Kafka: transaction.max.timeout.ms), in
-            seconds; None: not known.
     """
 
     name: str
     label: str
     capability: SinkCapability
     findings: tuple[Finding, ...] = ()
-    promise_s_limit: float | None = None
 
 
 @dataclass(frozen=True)

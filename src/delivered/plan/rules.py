@@ -165,22 +165,6 @@ def local_sink(request: Request) -> Reason | None:
     )
 
 
-def promise_within_limit(request: Request) -> Reason | None:
-    if request.guarantee is not Guarantee.EXACTLY_ONCE:
-        return None
-    for sink in request.sinks:
-        promise, limit = sink.capability.promise_s_max, sink.promise_s_limit
-        if promise is not None and limit is not None and promise > limit:
-            return Reason(
-                "TRANSACTION_TIMEOUT_TOO_LONG",
-                f"The transaction time-out is {seconds(promise)}; the limit of {sink.capability.system} "
-                f"(transaction.max.timeout.ms) is {seconds(limit)}.",
-                f"set transactionTimeout to at most {seconds(limit)}, or raise transaction.max.timeout.ms at the "
-                "broker",
-            )
-    return None
-
-
 def promise_outlives_batch(request: Request) -> Reason | None:
     batch = request.execution.batch_s_max
     promises = [s for s in request.sinks if s.capability.promise_s_max is not None]
@@ -190,14 +174,13 @@ def promise_outlives_batch(request: Request) -> Reason | None:
     promise = sink.capability.promise_s_max
     if promise is None or promise > batch:
         return None
-    limit = sink.promise_s_limit or BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
     longer = "raise transactionTimeout above it"
     shorter = "make batches smaller (maxOffsetsPerTrigger) and declare a shorter batch_time_max"
     return Reason(
         "TRANSACTION_TIMEOUT_TOO_SHORT",
         f"A batch may take {seconds(batch)} as declared, and a transaction lives {seconds(promise)}: it could expire "
         "before the batch is decided, again and again.",
-        f"{longer}, or {shorter}" if batch < limit else shorter,
+        f"{longer}, or {shorter}" if batch < BROKER_TRANSACTION_TIMEOUT_S_DEFAULT else shorter,
     )
 
 
@@ -245,7 +228,7 @@ def checkpoint_known(request: Request) -> Reason | None:
 
 def preflight_passed(request: Request) -> Reason | None:
     for finding in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]:
-        if finding.refuses:
+        if finding.refuses and finding.only in (None, request.guarantee):
             return Reason(finding.code, finding.message, finding.next_step or "mend what the message names")
     return None
 
@@ -263,7 +246,6 @@ RULES: tuple[Rule, ...] = (
     sink_sends_once,
     local_source,
     local_sink,
-    promise_within_limit,
     promise_outlives_batch,
     owner_gone,
     ledger_not_ahead,

@@ -12,6 +12,7 @@ while it runs, the next bunch gathers, so bunches grow with the load.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ _POLL_S = 0.02
 _WAIT_S = 0.2
 """So soon a request to stop is seen."""
 _PAUSE_S = 1.0
+_TELL_S = 60.0
 _RECONNECT_S = 0.5
 _LATENCIES_KEPT = 10_000
 
@@ -322,9 +324,18 @@ class ReceiveLoop:
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+        told_at = -math.inf
         while self._is_full() and not stop():
-            time.sleep(_PAUSE_S)
-            self.counts.retired += self._journal.maintain()
+            retired = self._journal.maintain(exact=True)
+            self.counts.retired += retired
+            if not retired:
+                if time.monotonic() - told_at >= _TELL_S:
+                    told_at = time.monotonic()
+                    _LOG.warning(
+                        "nothing can be taken away from the log: its readers (logReaders) are not further, or the ids "
+                        "that it keeps (dedupWindow) fill it; let the readers run, or raise logBytesMax"
+                    )
+                time.sleep(_PAUSE_S)
         if not stop():
             self._receiver = self._connect()
             _LOG.warning("there is room in the log; receiving goes on")

@@ -6,7 +6,7 @@ The options of every such source stand here: how the log is kept, how messages a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -172,7 +172,7 @@ class ReceivedSource:
 
 def _start_receiver(finding: Finding) -> Finding:
     next_step = "start `delivered receive` with this pipeline file: it makes the log and fills it"
-    return Finding(finding.code, finding.message, finding.refuses, next_step)
+    return replace(finding, next_step=next_step)
 
 
 def _memory(ids: int) -> str:

@@ -133,7 +133,8 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     say("reading the sink back")
     with _sent_range(spec) as read, ExitStack() as held:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
-        held.enter_context(batches_fit_for(spark, from_arrow_schema(spec.sink.read_back().schema())))
+        kept = from_arrow_schema(spec.sink.read_back().schema())
+        held.enter_context(batches_fit_for(spark, probe.schema, kept))
         found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.

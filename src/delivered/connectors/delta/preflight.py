@@ -24,5 +24,5 @@ def preflight(options: DeltaOptions) -> list[Finding]:
             store.put(probe, b"may this user write here?")
             store.remove([probe])
     except DeliveredError as error:
-        return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+        return [Finding.refusal(error)]
     return []

@@ -65,7 +65,7 @@ class FilesSink:
             probe.unlink()
         except OSError as error:
             found = failed(self.options, error)
-            return [Finding(found.code.removeprefix("DELIVERED_"), found.message, True, found.next_step)]
+            return [Finding.refusal(found)]
         return []
 
     def check_schema(self, schema: pa.Schema) -> None:

@@ -120,6 +120,7 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
                 f"({_TRANSACTION_LIMIT}).",
                 refuses=True,
                 next_step=f'add .option("transactionTimeout", "{limit_s}"), or raise {_TRANSACTION_LIMIT}',
+                only=Guarantee.EXACTLY_ONCE,
             )
         ]
     return []

@@ -101,14 +101,14 @@ class LogJournal:
         sizes = pa.table(self._table.get_add_actions(flatten=True)).column("size_bytes")
         return JournalSize(int(pc.sum(sizes).as_py() or 0), len(sizes))
 
-    def maintain(self) -> int:
+    def maintain(self, exact: bool = False) -> int:
         if not self._upkeep:
             return 0
         deltalake = layout.delta()
         retired = 0
         with contextlib.suppress(deltalake.exceptions.CommitFailedError), self._lock():  # the next time will do
             self._refresh()
-            retired = self._retire(layout.snapshot(self._table, self._path, self._storage))
+            retired = self._retire(layout.snapshot(self._table, self._path, self._storage), exact)
             now = layout.snapshot(self._table, self._path, self._storage)
             if len(now.files) > LOG_FILES_MAX:
                 self._compact(now)
@@ -202,8 +202,12 @@ class LogJournal:
         produce.remove(self._path, self._storage, files)
         return Failed(str(error)[:500])
 
-    def _retire(self, now: layout.Snapshot) -> int:
-        """Take away what every reader has behind it, by whole files; never the window's ids, nor a partition's end."""
+    def _retire(self, now: layout.Snapshot, exact: bool) -> int:
+        """Take away what every reader has behind it; never the window's ids, nor a partition's end.
+
+        Args:
+            exact: to the record, which writes a file anew; else by whole files.
+        """
         if not self._readers:
             return 0
         behind = [read_progress(self._path, self._storage, reader) for reader in self._readers]
@@ -214,20 +218,20 @@ class LogJournal:
         for partition, end in now.ends().items():
             done = min((b or {}).get(partition, 0) for b in behind)
             horizon = min(done, end - self._window_size)
-            old = [f for f in now.files if f.partition == partition and f.high < horizon and self._is_old(f)]
+            reach = [f for f in now.files if f.partition == partition and (f.low if exact else f.high) < horizon]
+            old = [f for f in reach if self._is_old(f)]
             if not old:
                 continue
-            first, last = min(f.low for f in old), max(f.high for f in old)
+            first, stop = min(f.low for f in old), min(horizon, max(f.high for f in old) + 1)
             self._table.delete(
-                f"partition = {partition} AND offset <= {last}",
+                f"partition = {partition} AND offset < {stop}",
                 post_commithook_properties=deltalake.PostCommitHookProperties(
                     create_checkpoint=False, cleanup_expired_logs=False
                 ),
             )
-            retired += last + 1 - first
+            retired += stop - first
         if retired:
-            version = self._table.version()
-            layout.sync_versions(self._path, version - len(now.ends()), version)
+            self._sync_rewritten(now)
             self._table.vacuum(
                 retention_hours=int(self._keep_s // 3600), enforce_retention_duration=False, dry_run=False
             )
@@ -242,14 +246,17 @@ class LogJournal:
 
     def _compact(self, now: layout.Snapshot) -> None:
         """Small files into large ones. The old ones stay on disk, so that a reader under way still finds them."""
-        before = {f.path for f in now.files}
-        version = self._table.version()
         self._table.optimize.compact(target_size=_COMPACTED_BYTES)
-        now = layout.snapshot(self._table, self._path, self._storage)
+        self._sync_rewritten(now)
+
+    def _sync_rewritten(self, before: layout.Snapshot) -> None:
+        """Make durable what the client wrote since a snapshot: files, then the commits that name them."""
+        known = {f.path for f in before.files}
         if layout.is_local(self._path):
-            fresh = [Path(self._path) / f.path for f in now.files if f.path not in before]
+            now = layout.snapshot(self._table, self._path, self._storage)
+            fresh = [Path(self._path) / f.path for f in now.files if f.path not in known]
             sync([*fresh, *{p.parent for p in fresh}])
-        layout.sync_versions(self._path, version, self._table.version())
+        layout.sync_versions(self._path, before.version + 1, self._table.version())
 
 
 def rows_of(bunch: Bunch) -> pa.RecordBatch:

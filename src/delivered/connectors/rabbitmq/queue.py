@@ -37,7 +37,7 @@ class RabbitmqQueue:
         try:
             return list(self._look())
         except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+            return [Finding.refusal(error)]
 
     def receiver(self) -> Receiver:
         return RabbitmqReceiver(self.options)

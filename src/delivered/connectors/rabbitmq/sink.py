@@ -77,7 +77,7 @@ class RabbitmqSink:
                 if connection.is_open:
                     connection.close()
         except DeliveredError as error:
-            return [Finding(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)]
+            return [Finding.refusal(error)]
         return []
 
     def check_schema(self, schema: pa.Schema) -> None:

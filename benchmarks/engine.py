@@ -1,0 +1,44 @@
+"""Our engine and a sink with one Python process per core, without Spark: what the guarantee itself costs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from benchmarks.tables import CORES, batches, files, shares
+
+
+def exactly_once() -> Callable[[Path, Any], None]:
+    """Called with a folder of Parquet files and a sink: one batch, a shard per core."""
+    pool = multiprocessing.get_context("spawn").Pool(CORES)
+
+    def run(folder: Path, sink: Any) -> None:
+        from delivered.commit.context import Context
+        from delivered.commit.decide import commit_batch
+        from delivered.commit.recover import plan_batch
+        from delivered.contract import ready_target
+        from delivered.model.guarantee import Guarantee
+        from delivered.model.identity import Scope
+        from delivered.model.work import CheckpointView, Owner
+
+        ready_target(sink, pq.read_schema(files(folder)[0]))
+        scope = Scope(uuid.uuid4().hex, sink.name, "i")
+        context = Context(scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.resource(scope))
+        plan = plan_batch(context, CheckpointView("i", 0, "{}", None), first=True)
+        said = pool.starmap(_shard, [(sink, plan, i, share) for i, share in enumerate(shares(folder))], chunksize=1)
+        commit_batch(context, 0, "{}", said)
+        context.ledger.close()
+        context.resource.close()
+
+    return run
+
+
+def _shard(sink: Any, plan: Any, shard: int, share: Sequence[str]) -> Any:
+    from delivered.write.shard import write_shard
+
+    return write_shard(sink, plan, shard, 0, batches(share), pq.read_schema(share[0]))
