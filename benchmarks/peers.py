@@ -3,8 +3,8 @@
     python -m benchmarks.peers                     all of them, three seeds, into build/peers.json and docs/peers.md
     python -m benchmarks.peers --peer quix-alo     one of them; results of the others are kept
 
-Peers that are no part of our own environment are installed into build/peers-env, once. Each peer is judged by what it
-states itself; what was seen is reported either way.
+Peers that are no part of our own environment are installed into build/peers-env and build/flink-env, once. Each peer is
+judged by what it states itself; what was seen is reported either way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,20 @@ from typing import Any
 from benchmarks.cases import SPARK_KAFKA_JARS
 from delivered.model.guarantee import Guarantee
 from delivered.verify.bench import HIT_TIMEOUT_S, Bench
-from delivered.verify.cell import Cell, Ground, Result, run_cell
+from delivered.verify.cell import Cell, Result, run_cell
 from delivered.verify.evidence import Stop
-from delivered.verify.faults import BROKER, KAFKA, Fault
+from delivered.verify.faults import BROKER, Fault
+from delivered.verify.ground import Ground
 from delivered.verify.scripts import Script
 from delivered.verify.services import SERVICES, SPARK, Service
+from delivered.verify.sinks import KAFKA
 
 BUILD = Path("build")
 PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
 APPS = Path(__file__).parent / "peer_apps"
 PACKAGES = ("quixstreams==3.28.1", "bytewax[kafka]==0.21.1", "pyyaml")
+FLINK_PACKAGES = ("apache-flink==2.3.0", "confluent-kafka", "pyyaml", "setuptools<81")
+FLINK_JARS = (("org.apache.flink", "flink-sql-connector-kafka", "5.0.0-2.2"),)
 RECORD_S = 0.003
 """What a record takes in peers that would copy all of them before anybody could kill them."""
 KILLS = 4
@@ -59,19 +63,29 @@ def _jars() -> Path:
     return fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
 
 
-def _environment() -> Path:
-    """The interpreter of the peers' own environment."""
-    folder = BUILD / "peers-env"
+def _environment(name: str = "peers-env", packages: Sequence[str] = PACKAGES) -> Path:
+    """The interpreter of an environment of the peers' own."""
+    folder = BUILD / name
     python = folder / "bin" / "python"
     if not (folder / ".ready").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
         (folder / ".ready").touch()
     return python
 
 
 def _spark_own(pipeline: Path) -> list[str]:
     return [sys.executable, str(APPS / "spark_own.py"), str(pipeline), str(_jars())]
+
+
+def _flink(pipeline: Path) -> list[str]:
+    from delivered.brokers.fetch import fetch_jars
+    from delivered.brokers.java import java_home
+
+    java = java_home()
+    jars = fetch_jars("flink-kafka/5.0.0-2.2", FLINK_JARS, java / "bin" / "java", print, transitive=False)
+    python = str(_environment("flink-env", FLINK_PACKAGES))
+    return [python, str(APPS / "flink_copy.py"), str(pipeline), str(RECORD_S), str(jars), str(java)]
 
 
 def _quix(pipeline: Path) -> list[str]:
@@ -89,6 +103,8 @@ PEERS = {
         Peer("delivered-eo", "delivered, exactly_once, on Spark", EXACTLY, None),
         Peer("delivered-alo", "delivered, at_least_once, on Spark", AT_LEAST, None),
         Peer("own-sink", "Spark's own Kafka sink 4.2.0", AT_LEAST, _spark_own),
+        Peer("flink-eo", "Flink 2.3.0, Kafka sink 5.0.0-2.2, exactly-once", EXACTLY, _flink),
+        Peer("flink-alo", "Flink 2.3.0, Kafka sink 5.0.0-2.2, at-least-once", AT_LEAST, _flink),
         Peer("quix-eo", "Quix Streams 3.28.1, exactly-once", EXACTLY, _quix),
         Peer("quix-alo", "Quix Streams 3.28.1, at-least-once", AT_LEAST, _quix),
         Peer("wax", "Bytewax 0.21.1, Kafka sink with recovery", AT_LEAST, _bytewax),

@@ -9,9 +9,10 @@ import pytest
 from delivered.model.guarantee import Guarantee
 from delivered.verify import report, runs
 from delivered.verify.cell import Cell, Result
-from delivered.verify.faults import KAFKA, SQLITE, catalogue
+from delivered.verify.faults import PLACES, catalogue
 from delivered.verify.matrix import Choice, Store, cells
 from delivered.verify.services import ENGINE, SPARK
+from delivered.verify.sinks import KAFKA, SINK_KINDS, SQLITE
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
@@ -80,6 +81,29 @@ def test_every_workload_is_run_somewhere_and_the_engine_runs_all_that_need_no_sp
     assert everywhere == set(WORKLOADS)
     engine = {c.workload for c in cells(Choice(service=ENGINE))}
     assert engine == {n for n, w in WORKLOADS.items() if not w.needs_spark}
+
+
+def test_a_slice_has_so_many_cells_of_each_place_guarantee_and_sink_and_the_same_ones_each_time() -> None:
+    everything = cells(Choice(only=(KAFKA, SQLITE)))
+    groups = {(c.fault.place, c.guarantee, c.sink) for c in everything}
+    slice_ = cells(Choice(only=(KAFKA, SQLITE), per_place=1))
+    assert {(c.fault.place, c.guarantee, c.sink) for c in slice_} == groups
+    assert len(slice_) == len(groups) == 2 * 3 * len(PLACES)
+    assert [c.key for c in slice_] == [c.key for c in cells(Choice(only=(KAFKA, SQLITE), per_place=1))]
+    kept = {c.key for c in slice_}
+    for c in slice_:
+        fewer = [e for e in everything if (e.fault.place, e.guarantee, e.sink) == (c.fault.place, c.guarantee, c.sink)]
+        assert len(c.fault.requires) == min(len(e.fault.requires) for e in fewer)
+    more = cells(Choice(only=(KAFKA, SQLITE), per_place=2))
+    assert kept < {c.key for c in more}
+    assert len(more) < len(everything)
+
+
+@pytest.mark.parametrize("sink", SINK_KINDS)
+def test_every_sink_meets_every_failure_point_but_for_those_that_it_says_are_absent(sink: str) -> None:
+    for guarantee in Guarantee:
+        places = {f.place for f in catalogue(guarantee, sink)}
+        assert places == set(PLACES) - set(SINK_KINDS[sink].absent)
 
 
 def test_the_faults_that_were_asked_for_exist() -> None:

@@ -7,19 +7,21 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.cell import Cell, Ground, Result, run_cell
-from delivered.verify.faults import SQLITE, catalogue
+from delivered.verify.cell import Cell, Result, run_cell
+from delivered.verify.faults import catalogue
+from delivered.verify.ground import Ground
 from delivered.verify.services import ENGINE, SPARK
+from delivered.verify.sinks import DELTA, FILES, POSTGRES, SQLITE
 from delivered.verify.verdict import Verdict
 
 BROKEN = Path(__file__).parent / "broken"
 
 
-def run(tmp_path: Path, connector: str, fault: str, service: str = ENGINE) -> Result:
-    found = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == fault)
-    ground = Ground(tmp_path, print, {"PYTHONPATH": str(BROKEN)}, sink_options={"format": connector})
+def run(tmp_path: Path, connector: str, fault: str, service: str = ENGINE, sink: str = SQLITE, **more: str) -> Result:
+    found = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, sink) if f.name == fault)
+    ground = Ground(tmp_path, print, {"PYTHONPATH": str(BROKEN)}, sink_options={"format": connector, **more})
     try:
-        return run_cell(Cell(SQLITE, Guarantee.EXACTLY_ONCE, "unique", found, 1, service), ground)
+        return run_cell(Cell(sink, Guarantee.EXACTLY_ONCE, "unique", found, 1, service), ground)
     finally:
         ground.close()
 
@@ -45,6 +47,17 @@ def test_a_broken_sink_is_found_out(tmp_path: Path, connector: str, fault: str, 
     assert found.verdict == Verdict.BROKEN, found
     assert any(reason.startswith(how) for reason in found.reasons), found.reasons
     assert found.final_read
+
+
+@pytest.mark.parametrize("sink", [POSTGRES, DELTA, FILES])
+def test_a_table_sink_that_does_not_ask_whether_a_batch_is_in_is_found_out(tmp_path: Path, sink: str) -> None:
+    """P1: the last file of commits/ is removed. What appends without a look doubles the batch."""
+    state = str(tmp_path / "ledger.db")
+    naive = run(tmp_path / "naive", f"forgets_{sink}", "log-entry-removed", sink=sink, state=state + "1")
+    assert naive.verdict == Verdict.BROKEN, naive
+    assert any(reason.startswith("duplicated") for reason in naive.reasons), naive.reasons
+    looks = run(tmp_path / "looks", f"appends_{sink}", "log-entry-removed", sink=sink, state=state + "2")
+    assert (looks.verdict, looks.lost, looks.duplicated) == (Verdict.HELD, 0, 0), looks.reasons
 
 
 def test_a_broken_sink_is_found_out_under_spark_too(tmp_path: Path) -> None:

@@ -237,6 +237,10 @@ def verify(
     faults: Annotated[
         int | None, typer.Option(min=1, help="A soak: seed after seed, until so many faults were injected.")
     ] = None,
+    per_place: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of each failure point, guarantee and sink only so many cells: the quickest."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Results as JSON; a page is written beside it.")] = Path(
         "build/verify.json"
     ),
@@ -251,7 +255,7 @@ def verify(
 
     if service not in SERVICES:
         raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {', '.join(SERVICES)}.")
-    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults)
+    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place)
     return run_verify(file, choice, out, folder.resolve(), resume, listing, output)
 
 

@@ -68,6 +68,7 @@ def _asked(file: Path | None, choice: Choice) -> str:
     said += [f"--only {pattern}" for pattern in choice.only]
     said += ["--quick"] if choice.quick else []
     said += [f"--faults {choice.faults}"] if choice.faults is not None else []
+    said += [f"--per-place {choice.per_place}"] if choice.per_place is not None else []
     return " ".join([*said, f"--seed {choice.seed}", f"--service {choice.service}"])
 
 

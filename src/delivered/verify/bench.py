@@ -22,9 +22,9 @@ from delivered.verify.clients.base import Drain, Feed, Look, Row
 from delivered.verify.evidence import Evidence, Seen, Stop
 from delivered.verify.history import End, History, fired, sends
 from delivered.verify.producing import Producer
-from delivered.verify.proxy import Fired, Proxy
 from delivered.verify.services import SERVICES, SPARK, Run, Service, Trouble, last_words, start, wait_for
 from delivered.verify.template import Template, whole
+from delivered.verify.wire import Fired, Wire
 from delivered.verify.workloads import Record, Workload, records, source_id
 
 HIT_TIMEOUT_S = 240.0
@@ -40,7 +40,7 @@ class Setting:
     Attributes:
         checkpoint: its folder.
         extra: more keys of the pipeline file.
-        proxy, broker: None without Kafka.
+        proxy, broker: None without a server.
         plain_s: time to the first effect of a plain restart; None: not known.
         environment: of the pipeline's processes.
         template: a pipeline of the user's to take in place of the verifier's own.
@@ -55,7 +55,7 @@ class Setting:
     drain: Drain
     checkpoint: Path
     extra: dict[str, Any] = field(default_factory=dict)
-    proxy: Proxy | None = None
+    proxy: Wire[Any] | None = None
     broker: brokers.Broker | None = None
     plain_s: float | None = None
     environment: dict[str, str] = field(default_factory=dict)

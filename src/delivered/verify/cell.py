@@ -4,43 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from delivered import brokers
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.verify import scripts
 from delivered.verify.bench import Bench, Setting, empty
-from delivered.verify.clients.base import Drain, Feed
-from delivered.verify.clients.kafka import Topic
-from delivered.verify.clients.log import Log
-from delivered.verify.clients.sqlite import Table
-from delivered.verify.faults import KAFKA, MOUNT, PROXY, SQLITE, Fault
+from delivered.verify.faults import MOUNT, PROXY, TOPICS, Fault
+from delivered.verify.ground import Ground, settle
 from delivered.verify.history import fired
 from delivered.verify.oracle import Judgement, judge
-from delivered.verify.proxy import Proxy
 from delivered.verify.services import SERVICES, SPARK
-from delivered.verify.template import Template
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
 DISK_MB = 24
-_SOURCE_OF = {SQLITE: "log", KAFKA: KAFKA}
-BROKER_PROPERTIES = {
-    # Expired transactions are looked for every ten seconds by default; a cell should not wait for that.
-    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
-    "message.max.bytes": "2097152",
-}
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -119,49 +103,6 @@ class Result:
         return cls(**{k: v for k, v in data.items() if k in known})
 
 
-class Ground:
-    """Where cells run, one after the other: a folder, and a broker that is started when the first cell needs it.
-
-    Args:
-        environment: of the pipelines' processes.
-        sink_options: over those of every sink in the pipeline file; `format` puts another connector in its place.
-        template: the user's own pipeline, which every cell then runs.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        say: Say,
-        environment: dict[str, str] | None = None,
-        sink_options: dict[str, Any] | None = None,
-        template: Template | None = None,
-    ) -> None:
-        self.folder = folder
-        self.template = template
-        self.environment = dict(environment or {})
-        if template is not None:
-            parts = [str(template.folder), self.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
-            self.environment["PYTHONPATH"] = os.pathsep.join(p for p in parts if p)
-        self.sink_options = sink_options or {}
-        self._say = say
-        self._broker: brokers.Broker | None = None
-
-    @property
-    def broker(self) -> brokers.Broker:
-        if self._broker is None:
-            place = self.folder / "broker"
-            shutil.rmtree(place, ignore_errors=True)
-            self._say("starting a Kafka broker")
-            self._broker = brokers.start("kafka", place, properties=BROKER_PROPERTIES, dies_with_parent=True)
-        return self._broker
-
-    def close(self) -> None:
-        if self._broker is not None:
-            self._broker.kill()
-            shutil.rmtree(self.folder / "broker", ignore_errors=True)
-            self._broker = None
-
-
 def run_cell(cell: Cell, ground: Ground, *, plain_s: float | None = None, audit: bool = False) -> Result:
     """Run it and judge it. Whatever goes wrong with the judging itself is unknown, never a pass.
 
@@ -182,6 +123,9 @@ def run_cell(cell: Cell, ground: Ground, *, plain_s: float | None = None, audit:
             return _result(cell, folder, began, None, Verdict.UNKNOWN, [f"the verifier could not go on: {said}"])
         result = _result(cell, folder, began, judgement, judgement.verdict, list(judgement.reasons))
         _add_facts(result, bench)
+        if judgement.verdict is Verdict.HELD:
+            with contextlib.suppress(Exception):
+                bench.setting.drain.remove()
     (folder / "result.json").write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
     if judgement.verdict is Verdict.HELD:
         _tidy(folder)
@@ -201,53 +145,48 @@ def _run(cell: Cell, bench: Bench, audit: bool) -> Judgement:
 @contextlib.contextmanager
 def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stack: contextlib.ExitStack) -> Any:
     fault = cell.fault
-    disk = folder
-    if MOUNT in fault.needs:
+    small, disk = MOUNT in fault.needs, folder
+    if small:
         disk = folder / "disk"
         stack.enter_context(scripts.small_disk(disk, DISK_MB))
+    workload = ground.template.workload if ground.template is not None else WORKLOADS[cell.workload]
+    ends = settle(
+        ground,
+        cell.name,
+        cell.sink,
+        workload,
+        folder,
+        disk,
+        stack,
+        small_disk=small,
+        topics=TOPICS in fault.needs,
+        on_fire=(lambda hit: bench.on_network_fault(hit)) if PROXY in fault.needs else None,
+    )
     setting = Setting(
         name=cell.name,
         folder=folder,
         guarantee=cell.guarantee,
-        workload=ground.template.workload if ground.template is not None else WORKLOADS[cell.workload],
+        workload=workload,
         seed=cell.seed,
-        feed=Log(folder / "log"),
-        drain=Table(disk / "effects.db", extra=ground.sink_options),
+        feed=ends.feed,
+        drain=ends.drain,
         checkpoint=disk / "checkpoint",
         extra=dict(fault.extra),
+        proxy=ends.proxy,
+        broker=ends.server,
         plain_s=plain_s,
         environment=ground.environment,
         service=SERVICES[cell.service],
         template=ground.template,
     )
-    source = ground.template.source if ground.template is not None else _SOURCE_OF[cell.sink]
-    if setting.workload.topics > 1:
-        source = KAFKA
-    if KAFKA in (cell.sink, source):
-        setting.broker = ground.broker
-        if PROXY in fault.needs:
-            setting.proxy = Proxy(setting.broker.bootstrap, lambda hit: bench.on_network_fault(hit))
-            stack.callback(setting.proxy.close)
-        feed, drain = _topics(cell, setting, ground.sink_options)
-        setting.feed = feed if source == KAFKA else setting.feed
-        setting.drain = drain if cell.sink == KAFKA else setting.drain
     bench = Bench(setting)
     try:
         yield bench
     finally:
         bench.close()
-
-
-def _topics(cell: Cell, setting: Setting, sink_options: dict[str, Any]) -> tuple[Feed, Drain]:
-    assert setting.broker is not None  # noqa: S101 - set above
-    real = setting.broker.bootstrap
-    given = setting.proxy.bootstrap if setting.proxy is not None else real
-    big = {"kafka.message.max.bytes": "2097152"} if cell.workload == "big" else {}
-    topics = setting.workload.topics
-    return (
-        Topic(real, f"{cell.name}-in", given, topics=topics).as_feed(),
-        Topic(real, f"{cell.name}-out", given, extra=big | sink_options, topics=topics),
-    )
+        if small:  # else a server would miss a part of its data when the disk goes
+            with contextlib.suppress(Exception):
+                ends.drain.remove()
 
 
 def _result(
@@ -298,7 +237,7 @@ def _add_facts(result: Result, bench: Bench) -> None:
 
 def _tidy(folder: Path) -> None:
     """Of a cell that held, the history and what was said are kept; data and checkpoints are not."""
-    for name in ("checkpoint", "checkpoint.older", "checkpoint.newest", "checkpoint.kept", "log", "disk"):
+    for name in ("checkpoint", "checkpoint.older", "checkpoint.newest", "checkpoint.kept", "log", "disk", "effects"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("effects.db*"), *folder.glob("*.spark.log")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import attempts, expiry, scripts
-from delivered.verify.proxy import Api, Mischief, Rule
+from delivered.verify import attempts, expiry, scripts, tables
+from delivered.verify.proxy import Api, Rule
+from delivered.verify.proxy_sql import SqlRule
 from delivered.verify.random_kills import random_kills
 from delivered.verify.scripts import Script, kills
+from delivered.verify.sinks import DELTA, FILES, KAFKA, POSTGRES, SINK_KINDS, SQLITE, SinkKind
+from delivered.verify.wire import Mischief
 
 PLACES = {
     "none": "nothing is done",
@@ -25,7 +28,6 @@ PLACES = {
     "F7": "zombies: paused past every time-out, two drivers",
     "F8": "state is put back or changed",
 }
-SQLITE, KAFKA = "sqlite", "kafka"
 EXACTLY, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 
 PROXY, BROKER, MOUNT, CLUSTER, TOPICS = "proxy", "broker", "mount", "cluster", "topics"
@@ -39,7 +41,7 @@ class Fault:
         requires: names that must fire, each as often as it stands here.
         workload: the one that this fault needs; None: the cell's.
         extra: more keys of the pipeline file.
-        needs: PROXY: the pipeline reaches its server through one; BROKER: a server that may be killed; MOUNT: a small
+        needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a small
             disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads
             topics.
         keeps_order: whether a key's effects must still come in order.
@@ -61,15 +63,18 @@ class Fault:
 
 def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
     """Every fault of a guarantee and a sink, in the order of failure points; the undisturbed run first."""
+    kind = SINK_KINDS[sink]
     found = [
         Fault("none", "none", "an undisturbed run", scripts.nothing),
         *_producer(),
-        *(_kafka_network(guarantee) if sink == KAFKA else _sqlite_contention()),
-        *_server(guarantee, sink),
+        *(_kafka_network(guarantee) if sink == KAFKA else _others(kind)),
+        *(_sql_network(guarantee, kind) if kind.server == POSTGRES else ()),
+        *(_table_log(guarantee) if sink == DELTA else ()),
+        *_server(guarantee, kind),
         *_memory(guarantee),
         *_reader(sink),
-        *_consumer(guarantee, sink),
-        *_zombies(guarantee, sink),
+        *_consumer(guarantee, kind),
+        *_zombies(guarantee, kind),
         *_state(guarantee, sink),
         *_soak(guarantee, sink),
     ]
@@ -134,37 +139,95 @@ def _kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
     yield Fault("produce-lost", "F2", text, script, requires, needs=frozenset({PROXY}))
 
 
-def _sqlite_contention() -> Iterator[Fault]:
-    yield Fault(
-        "lock-held",
-        "F2",
-        "another program holds the write lock for 3 s when a batch is decided",
-        scripts.lock_held,
-        ("lock held",),
-    )
+def _others(kind: SinkKind) -> Iterator[Fault]:
+    if kind.locks:
+        text = "another program holds the table for 3 s when a batch is decided"
+        yield Fault("lock-held", "F2", text, tables.lock_held, ("lock held",))
 
 
-def _server(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
+_DECISION, _STAGED = ".decision", "COPY"
+"""What tells a transaction that decides, or one of a task, from others: a statement in it holds this text."""
+
+
+def _sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
+    """Statements that end something. Under two phases a shard ends twice: prepared, then committed."""
+    two = kind.two_phase and guarantee is EXACTLY
+    shard = ("PREPARE TRANSACTION", "") if two else ("COMMIT", _STAGED)
+    named = "PREPARE TRANSACTION, COMMIT PREPARED and COMMIT of a decision" if two else "COMMIT of a shard and a decision"
+    lose, drop, late = Mischief.LOSE_REPLY, Mischief.LOSE_REQUEST, Mischief.LATE_REQUEST
+    for name, text, rules in (
+        (
+            "replies-lost",
+            f"the server's answer to one {named} never arrives",
+            [
+                SqlRule(shard[0], lose, shard[1], skip=2),
+                SqlRule("COMMIT", lose, _DECISION, skip=1),
+                *([SqlRule("COMMIT PREPARED", lose, skip=3)] if two else []),
+            ],
+        ),
+        (
+            "requests-lost",
+            f"one {named} never arrives",
+            [
+                SqlRule(shard[0], drop, shard[1], skip=3),
+                SqlRule("COMMIT", drop, _DECISION, skip=2),
+                *([SqlRule("COMMIT PREPARED", drop, skip=2)] if two else []),
+            ],
+        ),
+        (
+            "late-commit",
+            "the COMMIT of a decision arrives two seconds after its sender gave up on it, the answer to another is late",
+            [
+                SqlRule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
+                SqlRule("COMMIT", Mischief.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
+                *([SqlRule("COMMIT PREPARED", late, skip=1, seconds=2.0)] if two else []),
+            ],
+        ),
+    ):
+        script, requires = scripts.network(*rules)
+        yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}))
+    text = "for 3 s nothing arrives anywhere, then every connection is reset; twice"
+    requires = ("black hole", "reset") * 2
+    yield Fault("black-hole", "F2", text, scripts.black_hole, requires, needs=frozenset({PROXY}))
+
+
+def _table_log(guarantee: Guarantee) -> Iterator[Fault]:
+    # Where the writer has read the log, and has not committed yet.
+    point = "commit.apply:before" if guarantee is EXACTLY else f"{scripts.point(guarantee, 'prepare')}:before"
+    script, requires = tables.other_writers(point)
+    text = "others append to the table, and compact it, between a batch's look at the log and its commit"
+    yield Fault("other-writers", "F2", text, script, requires)
+    script, requires = tables.table_altered(point)
+    text = "somebody alters the table between a batch's look at the log and its commit"
+    yield Fault("table-altered", "F2", text, script, requires)
+
+
+def _server(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     prepare, decide = (scripts.point(guarantee, s) for s in ("prepare", "decide"))
-    if sink == KAFKA:
-        script, requires = scripts.broker_killed(f"{prepare}:before", f"{decide}:after")
+    if kind.server is not None:
+        points = [f"{prepare}:before", f"{decide}:after"]
+        if guarantee is EXACTLY and not kind.two_phase:
+            points.insert(1, "commit.apply:after#2")  # inside the transaction that decides
+        script, requires = scripts.broker_killed(*points)
         yield Fault(
             "broker-killed",
             "F3",
-            "the broker is killed while a shard is sent, and after a batch is decided",
+            "the server is killed while a shard is sent, and after a batch is decided",
             script,
             requires,
             needs=frozenset({BROKER}),
         )
-        if guarantee is EXACTLY:
+        if guarantee is EXACTLY and kind.two_phase:
             script, requires = expiry.broker_restarted("commit.decide:before", "commit.apply:before")
-            text = "the broker is restarted with transactions open: before a batch is decided, and before it is applied"
+            text = "the server is restarted with transactions open: before a batch is decided, and before it is applied"
             yield Fault("broker-restarted", "F3", text, script, requires, needs=frozenset({BROKER}))
+    if kind.server == KAFKA or (kind.two_phase and guarantee is EXACTLY):
         return
     inside = "commit.apply:after#2" if guarantee is EXACTLY else f"{prepare}:before"
     script, requires = kills(inside, f"{decide}:after")
     text = "killed inside the table's own transaction, and right after it"
-    yield Fault("killed-in-transaction", "F3", text, script, requires, quick=guarantee is EXACTLY)
+    quick = guarantee is EXACTLY and kind.name == SQLITE
+    yield Fault("killed-in-transaction", "F3", text, script, requires, quick=quick)
 
 
 def _memory(guarantee: Guarantee) -> Iterator[Fault]:
@@ -182,9 +245,9 @@ def _memory(guarantee: Guarantee) -> Iterator[Fault]:
 
 
 def _reader(sink: str) -> Iterator[Fault]:
-    if sink == SQLITE:
-        text = "a reader keeps the table for 3 s while a batch commits"
-        yield Fault("slow-reader", "F5", text, scripts.slow_reader, ("reader slow",))
+    if sink != KAFKA:
+        text = "a reader is in the middle of its read for 3 s while a batch commits"
+        yield Fault("slow-reader", "F5", text, tables.slow_reader, ("reader slow",))
         return
     script, requires = scripts.network(
         Rule(Api.FETCH, Mischief.LOSE_REPLY, skip=3, times=2),
@@ -203,7 +266,12 @@ def _reader(sink: str) -> Iterator[Fault]:
     )
 
 
-def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
+_QUICK_STAGED = {SQLITE, POSTGRES, DELTA, FILES}
+_QUICK_BETWEEN = {(EXACTLY, KAFKA), (AT_LEAST, SQLITE), (AT_MOST, SQLITE)}
+
+
+def _consumer(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
+    sink = kind.name
     write, prepare, decide = (scripts.point(guarantee, s) for s in ("write", "prepare", "decide"))
     before = ["recover.claim:after", f"{write}:before", "recover.sweep:after"]
     if guarantee is AT_MOST:
@@ -211,7 +279,7 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     between = [f"{write}:after", f"{prepare}:after", f"{decide}:before", f"{decide}:after"]
     if guarantee is EXACTLY:
         # The batch decided by the kill before is finished by recovery, which is killed too.
-        between += ["recover.apply:before", "recover.apply:after@batch=0"] if sink == KAFKA else []
+        between += ["recover.apply:before", "recover.apply:after@batch=0"] if kind.two_phase else []
         between += ["commit.apply:before", "commit.apply:after"]
     for name, place, text, points in (
         ("killed-before", "F6a", "killed before a record is processed", before),
@@ -225,7 +293,7 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
             text,
             script,
             requires,
-            quick=name == "killed-between" and (guarantee is EXACTLY) == (sink == KAFKA),
+            quick=name == "killed-between" and (guarantee, sink) in _QUICK_BETWEEN,
         )
     script, requires = kills(f"{prepare}:after@batch=1", f"{decide}:after@batch=2")
     text = "killed when a batch is prepared, and when a later one is decided"
@@ -260,15 +328,18 @@ def _consumer(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     yield Fault("killed-at-random", "F6b", "killed three times at random moments", script, requires)
 
 
-def _zombies(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
-    for step in ("decide", "prepare"):
+def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
+    # Paused inside the transaction that decides, or between a decision and its being applied. A driver that is paused
+    # with SQLite's write lock leaves nobody else a way in, which is no guarantee's business.
+    deciding = ["apply"] if guarantee is EXACTLY and kind.name != SQLITE else []
+    for step in ("decide", "prepare", *deciding):
         yield Fault(
             f"zombie-{step}",
             "F7",
             f"a driver is paused before {scripts.point(guarantee, step)}, another takes over, the first wakes up",
             scripts.zombie(step),
             ("paused", "woken up"),
-            quick=guarantee is EXACTLY and sink == SQLITE and step == "decide",
+            quick=guarantee is EXACTLY and kind.name == SQLITE and step == "decide",
         )
     yield Fault(
         "second-driver",
@@ -277,7 +348,7 @@ def _zombies(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         scripts.second_driver,
         ("second driver",),
     )
-    if guarantee is EXACTLY and sink == KAFKA:
+    if guarantee is EXACTLY and kind.name == KAFKA:
         short = {"sink": {"transactionTimeout": expiry.TRANSACTION_TIMEOUT_S}}
         for name, text, moment, workload in (
             ("expired-before-decide", "prepared transactions expire before the decision", "before", None),
@@ -297,6 +368,14 @@ def _zombies(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         text = "all of a driver is paused with a prepared batch until its transactions expired; then it goes on"
         requires = ("paused past the time-out",)
         yield Fault("paused-past-timeout", "F7", text, expiry.paused_past_timeout, requires, extra=short)
+    if guarantee is EXACTLY and kind.two_phase and kind.server == POSTGRES:
+        for name, text, moment, workload in (
+            ("rolled-back-before-decide", "prepared transactions are ended by hand before the decision", "before", None),
+            ("rolled-back-after-decide", "prepared transactions are ended by hand after the decision", "after", None),
+            ("rolled-back-random", "and the transform gives other rows the second time", "after", "random"),
+        ):
+            script = tables.rolled_back(moment, workload is None)
+            yield Fault(name, "F7", text, script, ("prepared transactions rolled back",), workload=workload)
 
 
 def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
@@ -330,10 +409,9 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     text = "spark.sql.shuffle.partitions of a query with state changes over two kills"
     script = scripts.shards_changed(scripts.by_shuffle)
     yield Fault("shuffle-changed", "F8", text, script, requires, workload="windowed")
-    if sink == KAFKA:
-        text = "the source's minPartitions, and so the number of shards, changes over two kills"
-        script = scripts.shards_changed(scripts.by_slices)
-        yield Fault("slices-changed", "F8", text, script, requires, needs=frozenset({TOPICS}), keeps_order=False)
+    text = "the source's minPartitions, and so the number of shards, changes over two kills"
+    script = scripts.shards_changed(scripts.by_slices)
+    yield Fault("slices-changed", "F8", text, script, requires, needs=frozenset({TOPICS}), keeps_order=False)
 
 
 SOAK_KILLS, SOAK_FRAMES = 20, 12

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.cell import Cell, Ground, Result, Say, run_cell
-from delivered.verify.faults import CLUSTER, KAFKA, MOUNT, SQLITE, TOPICS, catalogue
+from delivered.verify.cell import Cell, Result, run_cell
+from delivered.verify.faults import CLUSTER, MOUNT, TOPICS, catalogue
+from delivered.verify.ground import Ground, Say
 from delivered.verify.scripts import can_mount
 from delivered.verify.services import ENGINE, SERVICES, SPARK
+from delivered.verify.sinks import KAFKA, SINK_KINDS
 from delivered.verify.template import Template
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
-SINKS = (SQLITE, KAFKA)
+SINKS = tuple(SINK_KINDS)
 GUARANTEES = (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
 DEFAULT_WORKLOAD = "keyed"
 SEEDS_MAX = 1_000
@@ -42,6 +44,8 @@ class Choice:
         service: what runs the pipelines: "spark", or "engine", which is the product without Spark.
         minutes: no cell begins after so long; None: no bound.
         faults: go on with the next seeds until so many faults fired; None: one seed. The soak's cells, and no others.
+        per_place: of each failure point, guarantee and sink only so many cells: those with the fewest faults, which
+            need the fewest starts; None: all.
     """
 
     only: tuple[str, ...] = ()
@@ -52,6 +56,7 @@ class Choice:
     jobs: int = 1
     minutes: float | None = None
     faults: int | None = None
+    per_place: int | None = None
 
 
 def cells(choice: Choice) -> list[Cell]:
@@ -75,7 +80,17 @@ def cells(choice: Choice) -> list[Cell]:
     if choice.quick:
         found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
     possible = [c for c in found if _possible(c)]
-    return [c for c in possible if not choice.only or any(_matches(c, p) for p in choice.only)]
+    chosen = [c for c in possible if not choice.only or any(_matches(c, p) for p in choice.only)]
+    return chosen if choice.per_place is None else _few(chosen, choice.per_place)
+
+
+def _few(found: Sequence[Cell], per_place: int) -> list[Cell]:
+    """In the order in which they are. What an undisturbed run shows is needed to judge the others, so it stays."""
+    groups: dict[tuple[str, str, str], list[Cell]] = {}
+    for c in found:
+        groups.setdefault((c.fault.place, c.guarantee.value, c.sink), []).append(c)
+    kept = {id(c) for g in groups.values() for c in sorted(g, key=lambda c: len(c.fault.requires))[:per_place]}
+    return [c for c in found if id(c) in kept]
 
 
 def _possible(cell: Cell) -> bool:
@@ -216,7 +231,7 @@ def worst(results: Sequence[Result]) -> Verdict:
 def versions() -> dict[str, str]:
     """Of what the verdicts rest on."""
     found = {"python": platform.python_version()}
-    for name in ("delivered", "pyspark", "confluent-kafka", "kafka-python", "deltalake", "pyarrow"):
+    for name in ("delivered", "pyspark", "confluent-kafka", "kafka-python", "psycopg", "deltalake", "pyarrow"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

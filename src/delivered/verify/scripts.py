@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.bench import END_TIMEOUT_S, HIT_TIMEOUT_S, Bench
 from delivered.verify.evidence import Stop
-from delivered.verify.proxy import Rule
 from delivered.verify.services import Run
+from delivered.verify.wire import AnyRule
 
 Script = Callable[[Bench], None]
 
@@ -114,14 +113,14 @@ def producer_killed_at(*moments: str) -> tuple[Script, tuple[str, ...]]:
 # -- F2 and F5: the network ------------------------------------------------------------------------------
 
 
-def network(*rules: Rule) -> tuple[Script, tuple[str, ...]]:
+def network(*rules: AnyRule) -> tuple[Script, tuple[str, ...]]:
     """Rules of the proxy, while one start goes through all batches."""
     names = tuple(r.name for r in rules for _ in range(r.times))
 
     def script(bench: Bench) -> None:
         assert bench.setting.proxy is not None  # noqa: S101 - the cell gave it one
         bench.send()
-        bench.setting.proxy.add(*(replace(r) for r in rules))
+        bench.setting.proxy.add(*(copy(r) for r in rules))
         bench.drain()
         bench.setting.proxy.clear()
 
@@ -144,39 +143,6 @@ def black_hole(bench: Bench) -> None:
             bench.wait(after(3.0), "the hole lasts")
         bench.fire("reset", connections=proxy.reset_all())
     bench.end(run)
-    bench.drain()
-
-
-def lock_held(bench: Bench) -> None:
-    """Another program holds the table's write lock when a batch is decided."""
-    bench.send()
-    run = bench.start(f"{_point(bench, 'decide')}:before!wait")
-    hit = waits(bench, run)
-    if hit is not None:
-        with contextlib.closing(sqlite3.connect(_database(bench), timeout=20, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            run.go_on(hit)
-            bench.fire("lock held", seconds=3)
-            bench.wait(after(3.0), "the lock is held")
-            other.execute("ROLLBACK")
-        bench.end(run)
-    bench.drain()
-
-
-def slow_reader(bench: Bench) -> None:
-    """A reader holds its transaction open while a batch commits."""
-    bench.send()
-    run = bench.start(f"{_point(bench, 'decide')}:before@batch=1!wait")
-    hit = waits(bench, run)
-    if hit is not None:
-        with contextlib.closing(sqlite3.connect(_database(bench), timeout=20, isolation_level=None)) as other:
-            other.execute("BEGIN")
-            other.execute("SELECT count(*) FROM effects").fetchone()
-            run.go_on(hit)
-            bench.fire("reader slow", seconds=3)
-            bench.wait(after(3.0), "the reader reads")
-            other.execute("COMMIT")
-        bench.end(run)
     bench.drain()
 
 
@@ -232,7 +198,7 @@ def worker_killed(*points: str) -> tuple[Script, tuple[str, ...]]:
 def disk_full(bench: Bench) -> None:
     """The disk of checkpoint, staging and table has no byte left for a while."""
     bench.send()
-    run = bench.start(f"{_point(bench, 'write')}:before!wait")
+    run = bench.start(f"{point_of(bench, 'write')}:before!wait")
     hit = waits(bench, run)
     if hit is not None:
         filler = bench.checkpoint.parent / "filler"
@@ -258,7 +224,7 @@ def zombie(step: str) -> Script:
 
     def script(bench: Bench) -> None:
         bench.send()
-        first = bench.start(f"{_point(bench, step)}:before@batch=1!wait")
+        first = bench.start(f"{point_of(bench, step)}:before@batch=1!wait")
         hit = waits(bench, first)
         if hit is None:
             return
@@ -279,7 +245,7 @@ def zombie(step: str) -> Script:
 def second_driver(bench: Bench) -> None:
     """A second driver starts while the first one is in the middle of a batch; nobody asked it to take over."""
     bench.send()
-    first = bench.start(f"{_point(bench, 'decide')}:before@batch=1!wait")
+    first = bench.start(f"{point_of(bench, 'decide')}:before@batch=1!wait")
     hit = waits(bench, first)
     if hit is None:
         return
@@ -346,7 +312,7 @@ def shards_changed(change: Callable[[Bench, int], None]) -> Script:
 
     def script(bench: Bench) -> None:
         bench.send()
-        for shards, point in ((3, f"{_point(bench, 'prepare')}:after"), (5, f"{_point(bench, 'decide')}:after")):
+        for shards, point in ((3, f"{point_of(bench, 'prepare')}:after"), (5, f"{point_of(bench, 'decide')}:after")):
             change(bench, shards)
             _kill_at(bench, point)
         change(bench, 2)
@@ -371,7 +337,12 @@ def by_shuffle(bench: Bench, shards: int) -> None:
 # -- names of steps --------------------------------------------------------------------------------------
 
 _POINTS = {
-    Guarantee.EXACTLY_ONCE: {"write": "write.stage", "prepare": "write.prepare", "decide": "commit.decide"},
+    Guarantee.EXACTLY_ONCE: {
+        "write": "write.stage",
+        "prepare": "write.prepare",
+        "decide": "commit.decide",
+        "apply": "commit.apply",
+    },
     Guarantee.AT_LEAST_ONCE: {"write": "write.send", "prepare": "write.flush", "decide": "commit.record"},
     Guarantee.AT_MOST_ONCE: {"write": "write.send", "prepare": "write.flush", "decide": "commit.record"},
 }
@@ -382,17 +353,15 @@ def point(guarantee: Guarantee, step: str) -> str:
     return _POINTS[guarantee][step]
 
 
-def _point(bench: Bench, step: str) -> str:
+def point_of(bench: Bench, step: str) -> str:
+    """The same for the guarantee of a bench."""
     return point(bench.setting.guarantee, step)
 
 
 def after(seconds: float) -> Callable[[], bool]:
+    """A fact that becomes true in so many seconds."""
     until = time.monotonic() + seconds
     return lambda: time.monotonic() >= until
-
-
-def _database(bench: Bench) -> str:
-    return str(bench.setting.drain.options()["path"])
 
 
 def can_mount() -> bool:

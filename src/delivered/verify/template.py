@@ -20,14 +20,16 @@ from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.load import load_file
 from delivered.verify.clients.log import Log
+from delivered.verify.sinks import POSTGRES_2PC
 from delivered.verify.workloads import PARTITIONS, Effect, Record, Workload
 
 SAMPLE_MAX = 600
 _SAMPLE_TIMEOUT_S = 20.0
-_SOURCES, _SINKS = ("kafka", "log"), ("kafka", "sqlite")
+_SOURCES, _SINKS = ("kafka", "log"), ("kafka", "sqlite", "postgres", "delta", "files")
 _REPLACED = {
     "assign", "subscribepattern", "subscribe", "path", "topic", "table", "startingoffsets", "startingtimestamp",
-    "startingoffsetsbytimestamp", "maxoffsetspertrigger", "commitoffsetstogroup", "ledgertopic",
+    "startingoffsetsbytimestamp", "maxoffsetspertrigger", "commitoffsetstogroup", "ledgertopic", "url", "dbtable", "user",
+    "password", "ifnotexists", "fileformat", "partitionby",
 }  # fmt: skip
 """Options that say where and how much; the others are kept."""
 
@@ -68,7 +70,10 @@ class Template:
 
     @property
     def sink(self) -> str:
-        return _system(self.data["sinks"][0])
+        """As the verifier names sinks: the mechanism is a part of it."""
+        sink = self.data["sinks"][0]
+        two_phase = (_option(sink, "mechanism") or "").lower() == "two_phase"
+        return POSTGRES_2PC if two_phase else _system(sink)
 
     @property
     def needs_spark(self) -> bool:
@@ -82,7 +87,8 @@ class Template:
             ours = {k.lower() for k in new} | _REPLACED
             kept = {k: v for k, v in place.items() if k.lower() not in ours}
             # The verifier's broker knows no secrets and no certificates.
-            kept = {k: v for k, v in kept.items() if not k.lower().startswith(("kafka.security", "kafka.s"))}
+            secret = ("kafka.security", "kafka.s", "storage.")
+            kept = {k: v for k, v in kept.items() if not k.lower().startswith(secret)}
             place.clear()
             place.update(kept | dict(new))
         return data

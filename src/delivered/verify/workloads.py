@@ -64,6 +64,7 @@ class Workload:
         effects: value of a source record -> values that the sink must hold for it.
         together: values of all source records -> values that the sink must hold, where an effect has many causes.
         sql: the transform, over the view `source`; arrow, python: the same as "module:function"; all None: none.
+        kinds: SQL types of the key and the value that come out.
         ordered: effects of one key must appear in the order of their numbers.
         topics: of source and sink; more than one wants a source with topics.
         faults: those that are tried with it, beside what needs it by name.
@@ -78,6 +79,7 @@ class Workload:
     arrow: str | None = None
     python: str | None = None
     together: Callable[[Sequence[str]], list[str]] | None = None
+    kinds: tuple[str, str] = ("bytea", "bytea")
     ordered: bool = True
     rows_per_batch: int | None = None
     records: int = 1_200
@@ -244,7 +246,13 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("big", "records of 1 MB", _big, records=48, rows_per_batch=12),
         Workload(
-            "fan-out-sql", "a filter, and one record to two, in SQL", _keyed, _fan_out, _FAN_OUT_SQL, ordered=False
+            "fan-out-sql",
+            "a filter, and one record to two, in SQL",
+            _keyed,
+            _fan_out,
+            _FAN_OUT_SQL,
+            kinds=("bytea", "text"),
+            ordered=False,
         ),
         Workload(
             "fan-out", "the same from Arrow to Arrow", _keyed, _fan_out, arrow=f"{_MODULE}:fan_out", ordered=False
@@ -256,6 +264,7 @@ WORKLOADS: dict[str, Workload] = {
             _spread,
             together=_windows,
             python=f"{_MODULE}:windowed",
+            kinds=("text", "text"),
             ordered=False,
         ),
         Workload(
@@ -280,6 +289,7 @@ WORKLOADS: dict[str, Workload] = {
             "the same in SQL",
             _keyed,
             sql=_RANDOM_SQL,
+            kinds=("bytea", "text"),
             faults=(),
             deterministic=False,
         ),

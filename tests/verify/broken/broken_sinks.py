@@ -1,7 +1,7 @@
 """Sinks that claim exactly_once and are wrong, each in one way, and an honest one to compare them with.
 
 Found through their entry points when this folder is on PYTHONPATH, as any connector that is not ours would be. All
-write to a table (key, value) of a SQLite file; the ledger is a table beside it.
+write to a table (key, value) of a SQLite file, or to what `broken_targets` knows; the ledger is in a SQLite file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import operator
 import pickle
 import sqlite3
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from delivered.model.options import OptionTable
 from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
+Put = Callable[[Sequence["Row"]], None]
 Row = tuple[bytes | None, bytes | None]
 
 
@@ -111,6 +112,9 @@ class Ledger:
 
     def _add(self, connection: sqlite3.Connection, prepared: Prepared) -> None:
         rows: list[Row] = pickle.loads(Path(prepared.handle["file"]).read_bytes())
+        if self._sink.put is not None:
+            self._sink.put(rows)
+            return
         insert(connection, rows)
         if self._sink.flaw == "trusts_xor":
             # "Look whether it is in": a pair that was doubled cancels, so the check passes and adds it again.
@@ -177,7 +181,13 @@ class Resource:
 
 @dataclass(frozen=True)
 class BrokenSink(SqliteSink):
+    """
+    Attributes:
+        put: adds rows to another table than the one in the SQLite file; None: to that one.
+    """
+
     flaw: str = ""
+    put: Put | None = None
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Any]:
         return ()

@@ -1,7 +1,11 @@
 """Clients of the judge's own: they share no code with the product's connectors, so that one mistake is not made twice.
 
-base.py    what a system must offer to be written to and read by the judge
-kafka.py   topics, with confluent-kafka; read-committed
-sqlite.py  tables, with the standard library
-log.py     logs; read with deltalake, written as every producer writes them
+base.py      what a system must offer to be written to and read by the judge
+kafka.py     topics, with confluent-kafka; read-committed
+sqlite.py    tables, with the standard library
+postgres.py  tables, with psycopg
+delta.py     tables, by their log and with deltalake
+files.py     folders, with pyarrow
+folders.py   what the last two share: which file came first
+log.py       logs; read with deltalake, written as every producer writes them
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from delivered.verify.workloads import Record
 
@@ -80,4 +82,63 @@ class Drain(Protocol):
         """What blocks committed readers."""
 
     def remove(self) -> None:
-        """Give space back."""
+        """Give space back. May be called again."""
+
+
+class Disturbed(Exception):
+    """What a reader had begun to read was taken away from under it."""
+
+
+@runtime_checkable
+class ReadAtLength(Protocol):
+    """A sink whose readers need time, and must be left alone meanwhile."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """From its begin to its end, a reader is in the middle of reading what is there now.
+
+        Raises:
+            Disturbed: at the end, what was there at the begin cannot be read as it was.
+        """
+
+
+@runtime_checkable
+class Lockable(Protocol):
+    """A sink of which another program can hold what a writer must wait for."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Another program holds it."""
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A table to which others write too, none of whom reads or changes a row that is there."""
+
+    def append_nothing(self) -> None:
+        """A commit of another writer, without rows."""
+
+    def compact(self) -> None:
+        """A commit that puts the rows that are there into other files."""
+
+    def describe(self, text: str) -> None:
+        """A commit that changes what the table says of itself."""
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A server whose prepared transactions an operator can end by hand."""
+
+    def roll_back_prepared(self) -> list[str]:
+        """All of them; returns their ids."""
+
+
+def as_row(lane: str, position: int, columns: Mapping[str, Any]) -> Row:
+    """A row of a table. Of one with other columns than key and value, all of the row is its value."""
+    if list(columns) == ["key", "value"]:
+        return Row(lane, position, as_text(columns["key"]), as_text(columns["value"]) or "")
+    return Row(lane, position, None, json.dumps({name: as_text(v) for name, v in columns.items()}))
+
+
+def as_text(value: Any) -> str | None:
+    if value is None:
+        return None
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from delivered.verify.clients.base import Look, Row
+from delivered.verify.clients.base import Disturbed, Look, Row, as_row
 
 _POLL_S = 0.05
 _BUSY_S = 30.0
@@ -71,6 +70,29 @@ class Table:
             connection.execute("ROLLBACK")
         return []
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The write lock of the file."""
+        with closing(sqlite3.connect(self.path, timeout=20, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            yield
+            other.execute("ROLLBACK")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with closing(sqlite3.connect(self.path, timeout=20, isolation_level=None)) as other:
+            count = f"SELECT count(*) FROM {self._quoted}"  # noqa: S608
+            other.execute("BEGIN")
+            before = other.execute(count).fetchone()
+            yield
+            if other.execute(count).fetchone() != before:
+                raise Disturbed(f"a reader's transaction began with {before[0]} rows of {self.name} and ended with others")
+            other.execute("COMMIT")
+
+    @property
+    def _quoted(self) -> str:
+        return '"' + self.name.replace('"', '""') + '"'
+
     def _after(self, position: int) -> tuple[list[Row], int]:
         """Rows behind `position` and the number of all rows, in one transaction."""
         if not self.path.exists():
@@ -82,24 +104,11 @@ class Table:
             there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (self.name,)).fetchone()
             if there is None:
                 return [], 0
-            table = '"' + self.name.replace('"', '""') + '"'
-            (total,) = connection.execute(f"SELECT count(*) FROM {table}").fetchone()  # noqa: S608
+            (total,) = connection.execute(f"SELECT count(*) FROM {self._quoted}").fetchone()  # noqa: S608
             asked = connection.execute(
-                f"SELECT rowid, * FROM {table} WHERE rowid > ? ORDER BY rowid",  # noqa: S608
+                f"SELECT rowid, * FROM {self._quoted} WHERE rowid > ? ORDER BY rowid",  # noqa: S608
                 (position,),
             )
             columns = [c[0] for c in asked.description][1:]
-            return [self._row(columns, values) for values in asked.fetchall()], total
-
-    def _row(self, columns: list[str], values: tuple[Any, ...]) -> Row:
-        """Of a table with other columns than key and value, all of the row is its value."""
-        rowid, *rest = values
-        if columns == ["key", "value"]:
-            return Row(self.name, rowid, _text(rest[0]), _text(rest[1]) or "")
-        return Row(self.name, rowid, None, json.dumps({c: _text(v) for c, v in zip(columns, rest, strict=True)}))
-
-
-def _text(value: Any) -> str | None:
-    if value is None:
-        return None
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+            rows = [(r[0], dict(zip(columns, r[1:], strict=True))) for r in asked.fetchall()]
+            return [as_row(self.name, rowid, values) for rowid, values in rows], total

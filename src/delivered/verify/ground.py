@@ -1,0 +1,161 @@
+"""Where cells run: a folder, servers that are started when the first cell needs them, and for each cell the source, the
+sink and the network that its names ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from delivered import brokers
+from delivered.verify.clients.base import Drain, Feed
+from delivered.verify.clients.delta import DeltaTable
+from delivered.verify.clients.files import Files
+from delivered.verify.clients.kafka import Topic
+from delivered.verify.clients.log import Log
+from delivered.verify.clients.postgres import PgTable
+from delivered.verify.clients.sqlite import Table
+from delivered.verify.proxy import Proxy
+from delivered.verify.proxy_sql import SqlProxy
+from delivered.verify.sinks import DELTA, FILES, KAFKA, LOG, POSTGRES, SINK_KINDS, SQLITE
+from delivered.verify.template import Template
+from delivered.verify.wire import Fired, Wire
+from delivered.verify.workloads import Workload
+
+SERVER_PROPERTIES = {
+    KAFKA: {
+        # Expired transactions are looked for every ten seconds by default; a cell should not wait for that.
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+        "message.max.bytes": "2097152",
+    },
+    POSTGRES: {},
+}
+_BIG_RECORDS = {"kafka.message.max.bytes": "2097152"}
+
+Say = Callable[[str], None]
+
+
+class Ground:
+    """Cells run on it one after the other.
+
+    Args:
+        environment: of the pipelines' processes.
+        sink_options: over those of every sink in the pipeline file; `format` puts another connector in its place.
+        template: the user's own pipeline, which every cell then runs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        say: Say,
+        environment: dict[str, str] | None = None,
+        sink_options: dict[str, Any] | None = None,
+        template: Template | None = None,
+    ) -> None:
+        self.folder = folder
+        self.template = template
+        self.environment = dict(environment or {})
+        if template is not None:
+            parts = [str(template.folder), self.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+            self.environment["PYTHONPATH"] = os.pathsep.join(p for p in parts if p)
+        self.sink_options = sink_options or {}
+        self._say = say
+        self._servers: dict[str, brokers.Broker] = {}
+
+    def server(self, kind: str) -> brokers.Broker:
+        """The one of this ground, started if need be; `kind` as `delivered.brokers` names it."""
+        if kind not in self._servers:
+            place = self._place(kind)
+            shutil.rmtree(place, ignore_errors=True)
+            self._say(f"starting {kind}")
+            properties = SERVER_PROPERTIES[kind]
+            self._servers[kind] = brokers.start(kind, place, properties=properties, dies_with_parent=True)
+        return self._servers[kind]
+
+    def close(self) -> None:
+        while self._servers:
+            kind, server = self._servers.popitem()
+            server.kill()
+            shutil.rmtree(self._place(kind), ignore_errors=True)
+
+    def _place(self, kind: str) -> Path:
+        return self.folder / ("broker" if kind == KAFKA else kind)
+
+
+class Ends(NamedTuple):
+    """Of a cell's pipeline.
+
+    Attributes:
+        server: that holds the sink, or the source if the sink needs none; None: neither does.
+        proxy: that the pipeline reaches it through, if it was asked for.
+    """
+
+    feed: Feed
+    drain: Drain
+    server: brokers.Broker | None
+    proxy: Wire[Any] | None
+
+
+def settle(
+    ground: Ground,
+    name: str,
+    sink: str,
+    workload: Workload,
+    folder: Path,
+    disk: Path,
+    stack: contextlib.ExitStack,
+    *,
+    small_disk: bool = False,
+    topics: bool = False,
+    on_fire: Callable[[Fired], None] | None = None,
+) -> Ends:
+    """Source and sink of a cell.
+
+    Args:
+        disk: where checkpoint and files of the sink go; small_disk: it is one of its own, and soon full.
+        topics: the source must be one.
+        on_fire: what a proxy tells of each request that it hit; None: the pipeline reaches its server directly.
+        stack: closes the proxy.
+    """
+    kind, options = SINK_KINDS[sink], ground.sink_options
+    source = ground.template.source if ground.template is not None else kind.source
+    if topics or workload.topics > 1:
+        source = KAFKA
+    server = ground.server(kind.server) if kind.server is not None else None
+    proxy: Wire[Any] | None = None
+    if on_fire is not None and server is not None:
+        proxy = Proxy(server.bootstrap, on_fire) if kind.server == KAFKA else SqlProxy(server.bootstrap, on_fire)
+        stack.callback(proxy.close)
+    feed: Feed
+    if source == LOG:
+        feed = Log(folder / "log")
+    else:
+        kafka = ground.server(KAFKA)
+        given = proxy.bootstrap if proxy is not None and kind.server == KAFKA else kafka.bootstrap
+        feed = Topic(kafka.bootstrap, f"{name}-in", given, topics=workload.topics).as_feed()
+        server = server or kafka
+    drain: Drain
+    if sink == SQLITE:
+        drain = Table(disk / "effects.db", extra=options)
+    elif sink == FILES:
+        drain = Files(disk / "effects", extra=options)
+    elif sink == DELTA:
+        drain = DeltaTable(disk / "effects", extra=options)
+    elif kind.server == KAFKA:
+        kafka, big = ground.server(KAFKA), _BIG_RECORDS if workload.name == "big" else {}
+        given = proxy.bootstrap if proxy is not None else kafka.bootstrap
+        drain = Topic(kafka.bootstrap, f"{name}-out", given, extra=big | options, topics=workload.topics)
+    else:
+        drain = PgTable(
+            ground.server(POSTGRES),
+            name,
+            proxy.bootstrap if proxy is not None else None,
+            workload.kinds if ground.template is None else None,
+            two_phase=kind.two_phase,
+            disk=disk if small_disk else None,
+            extra=options,
+        )
+    return Ends(feed, drain, server, proxy)

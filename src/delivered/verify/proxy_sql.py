@@ -1,0 +1,139 @@
+"""A network between PostgreSQL's clients and its server that loses and delays statements and their answers.
+
+Knows of the protocol (version 3) how messages are cut, and which two of them carry the text of a statement: a client's
+first message is its length and no type; all others are a type, a length that counts itself, and the rest. Clients must
+connect without TLS and GSS (`sslmode=disable&gssencmode=disable`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from delivered.verify.wire import Fired, Mischief, Wire, read_exactly, reset
+
+_MESSAGE_BYTES_MAX = 64 << 20
+_LATE_ANSWER_S = 15.0
+_QUERY, _PARSE = b"Q", b"P"
+
+
+@dataclass
+class SqlRule:
+    """What to do with some statements.
+
+    Attributes:
+        statement: how it begins; "COMMIT" is that alone, and not COMMIT PREPARED.
+        within: a text that another statement of the same transaction must have held; empty: any transaction.
+        skip, times, every: see `wire.AnyRule`.
+        seconds: of a delay.
+    """
+
+    statement: str
+    mischief: Mischief
+    within: str = ""
+    skip: int = 0
+    times: int = 1
+    every: int = 1
+    seconds: float = 1.0
+
+    @property
+    def name(self) -> str:
+        of = f" of {self.within}" if self.within else ""
+        return f"{self.mischief}:{self.statement.lower()}{of}"
+
+    def fits(self, statement: str, said: list[str]) -> bool:
+        same = statement == self.statement if self.statement == "COMMIT" else statement.startswith(self.statement)
+        return same and (not self.within or any(self.within in s for s in said))
+
+
+@dataclass
+class _Session:
+    """Of one connection.
+
+    Attributes:
+        said: statements since its transaction began.
+        hit: a rule that waits for the next answer.
+    """
+
+    said: list[str] = field(default_factory=list)
+    hit: SqlRule | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class SqlProxy(Wire[SqlRule]):
+    """Between PostgreSQL's clients and its server."""
+
+    def _carry(self, client: socket.socket, server: socket.socket) -> tuple[Callable[[], None], Callable[[], None]]:
+        session = _Session()
+        return lambda: self._requests(client, server, session), lambda: self._replies(client, server, session)
+
+    def _requests(self, client: socket.socket, server: socket.socket, session: _Session) -> None:
+        head = read_exactly(client, 4)
+        server.sendall(head + read_exactly(client, _size(head) - 4))
+        while True:
+            kind, head = read_exactly(client, 1), read_exactly(client, 4)
+            body = read_exactly(client, _size(head) - 4)
+            self._open.wait()
+            rule = self._match(kind, body, session)
+            if rule is not None and rule.mischief in (Mischief.LOSE_REQUEST, Mischief.RESET):
+                if rule.mischief is Mischief.RESET:
+                    reset(client)
+                return
+            if rule is not None and rule.mischief is Mischief.LATE_REQUEST:
+                self._late(client, server, kind + head + body, rule.seconds)
+                return
+            with session.lock:
+                session.hit = rule or session.hit
+            server.sendall(kind + head + body)
+
+    def _replies(self, client: socket.socket, server: socket.socket, session: _Session) -> None:
+        while True:
+            part = server.recv(1 << 16)
+            if not part:
+                return
+            self._open.wait()
+            # Clients ask one thing at a time, but for what opens a session: what comes next answers the statement.
+            with session.lock:
+                rule, session.hit = session.hit, None
+            if rule is not None and rule.mischief is Mischief.LOSE_REPLY:
+                return
+            if rule is not None:
+                time.sleep(rule.seconds)
+            client.sendall(part)
+
+    def _late(self, client: socket.socket, server: socket.socket, message: bytes, seconds: float) -> None:
+        """The client sees a broken connection; the server gets the statement when its sender has long moved on. Only
+        for statements without parameters, which are one message."""
+        with self._lock:
+            self._sockets.discard(server)
+        reset(client)
+        time.sleep(seconds)
+        with contextlib.suppress(OSError):
+            server.sendall(message)
+            server.settimeout(_LATE_ANSWER_S)
+            server.recv(1)
+
+    def _match(self, kind: bytes, body: bytes, session: _Session) -> SqlRule | None:
+        if kind not in (_QUERY, _PARSE):
+            return None
+        text = body.split(b"\0")[0 if kind == _QUERY else 1].decode("utf-8", "replace").strip()
+        word = text.split(None, 1)[0].upper() if text else ""
+        if word == "BEGIN":
+            session.said.clear()
+        session.said.append(text)
+        hit = self._hit(word, lambda rule: rule.fits(text, session.said))
+        if hit is not None:
+            self._fired(Fired(hit.name, text[:80]))
+        return hit
+
+
+def _size(head: bytes) -> int:
+    (size,) = struct.unpack(">i", head)
+    if not 4 <= size <= _MESSAGE_BYTES_MAX:
+        raise EOFError(f"a message of {size} bytes")
+    return int(size)

@@ -1,0 +1,136 @@
+"""The judge's readers of tables that are files, over files that no product of ours wrote: they see what is there, in
+the order in which it came, and what was taken away."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable as Plain
+from deltalake import write_deltalake
+
+from delivered.verify.clients.base import Disturbed, Drain, Look, ReadAtLength
+from delivered.verify.clients.delta import DeltaTable
+from delivered.verify.clients.files import Files
+
+Write = Callable[[Path, list[str]], None]
+
+
+def rows(values: list[str]) -> pa.Table:
+    return pa.table({"key": pa.array([b"k"] * len(values)), "value": pa.array([v.encode() for v in values])})
+
+
+def into_delta(path: Path, values: list[str]) -> None:
+    write_deltalake(str(path), rows(values), mode="append")
+
+
+def into_folder(path: Path, values: list[str]) -> None:
+    batch = path / f"batch=i-{len(list(path.glob('batch=*'))):010d}"
+    draft = path / "_drafts"
+    draft.mkdir(parents=True)
+    pq.write_table(rows(values), draft / "00000.parquet")
+    draft.rename(batch)
+
+
+DRAINS: dict[str, tuple[Callable[[Path], Drain], Write]] = {
+    "delta": (DeltaTable, into_delta),
+    "files": (Files, into_folder),
+}
+
+
+@pytest.fixture(params=list(DRAINS))
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Drain, Callable[[list[str]], None], Path]:
+    drain, write = DRAINS[request.param]
+    path = tmp_path / "effects"
+    return drain(path), lambda values: write(path, values), path
+
+
+Made = tuple[Drain, Callable[[list[str]], None], Path]
+
+
+def followed(drain: Drain) -> list[Look]:
+    """All that a reader sees which is told to stop before it looked."""
+    looks: list[Look] = []
+    stop = threading.Event()
+    stop.set()
+    drain.follow(looks.append, stop)
+    return looks
+
+
+def test_nothing_is_there_before_the_first_write(made: Made) -> None:
+    drain, _, _ = made
+    assert drain.read() == []
+    assert followed(drain) == []
+    assert drain.open_transactions("p") == []
+
+
+def test_what_came_first_has_the_lower_place_for_every_reader(made: Made) -> None:
+    drain, write, _ = made
+    write(["z", "b"])
+    seen = [r for look in followed(drain) for r in look.rows]
+    write(["a"])
+    final = drain.read()
+    assert [(r.key, r.value) for r in sorted(final, key=lambda r: r.position)] == [("k", "z"), ("k", "b"), ("k", "a")]
+    assert {(r.position, r.value) for r in seen} <= {(r.position, r.value) for r in final}
+    assert [look.whole for look in followed(drain)] == [True]  # what was met is not told again
+
+
+def test_a_row_that_is_written_twice_is_two_rows(made: Made) -> None:
+    drain, write, _ = made
+    write(["a"])
+    write(["a"])
+    assert Counter(r.value for r in drain.read()) == {"a": 2}
+
+
+def test_a_reader_that_is_left_alone_says_nothing_and_one_whose_files_go_does(made: Made) -> None:
+    drain, write, path = made
+    write(["a"])
+    assert isinstance(drain, ReadAtLength)
+    with drain.reading():
+        write(["b"])
+    with pytest.raises(Disturbed), drain.reading():
+        for file in path.rglob("*.parquet"):
+            file.unlink()
+
+
+def test_every_version_of_a_table_is_looked_at_by_itself(tmp_path: Path) -> None:
+    """A batch in two commits is torn, however quickly the second one comes."""
+    into_delta(tmp_path / "t", ["a"])
+    into_delta(tmp_path / "t", ["b"])
+    assert [[r.value for r in look.rows] for look in followed(DeltaTable(tmp_path / "t"))] == [["a"], ["b"]]
+
+
+def test_rows_that_others_move_into_other_files_stay_where_they_were(tmp_path: Path) -> None:
+    drain = DeltaTable(tmp_path / "t")
+    for value in ("a", "b"):
+        into_delta(tmp_path / "t", [value])
+    before = drain.read()
+    drain.compact()
+    drain.append_nothing()
+    drain.describe("a table")
+    assert len(Plain(str(tmp_path / "t")).file_uris()) == 1
+    assert drain.read() == before
+    assert len(followed(DeltaTable(tmp_path / "t"))) == 2
+
+
+def test_rows_that_are_gone_from_the_table_are_not_found_and_foreign_ones_come_last(tmp_path: Path) -> None:
+    into_delta(tmp_path / "t", ["a", "b"])
+    drain = DeltaTable(tmp_path / "t")
+    first = drain.read()
+    Plain(str(tmp_path / "t")).delete("value = X'61'")
+    assert [r.value for r in drain.read()] == ["b"]
+    write_deltalake(str(tmp_path / "t"), rows(["c"]), mode="overwrite")
+    (found,) = drain.read()
+    assert found.value == "c"
+    assert found.position > max(r.position for r in first)
+
+
+def test_a_row_with_other_columns_is_told_in_full(tmp_path: Path) -> None:
+    write_deltalake(str(tmp_path / "t"), pa.table({"id": [1], "name": ["x"]}))
+    (found,) = DeltaTable(tmp_path / "t").read()
+    assert (found.key, found.value) == (None, '{"id": "1", "name": "x"}')
