@@ -118,13 +118,13 @@ def test_rows_that_others_move_into_other_files_stay_where_they_were(tmp_path: P
     assert len(followed(DeltaTable(tmp_path / "t"))) == 2
 
 
-def test_rows_that_are_gone_from_the_table_are_not_found_and_foreign_ones_come_last(tmp_path: Path) -> None:
-    into_delta(tmp_path / "t", ["a", "b"])
+def test_rows_that_somebody_deleted_are_not_found_any_more(tmp_path: Path) -> None:
+    """Their files still lie there, and the log names them in an older version."""
     drain = DeltaTable(tmp_path / "t")
+    into_delta(tmp_path / "t", ["a", "b"])
     first = drain.read()
-    Plain(str(tmp_path / "t")).delete("value = X'61'")
-    assert [r.value for r in drain.read()] == ["b"]
-    write_deltalake(str(tmp_path / "t"), rows(["c"]), mode="overwrite")
+    Plain(str(tmp_path / "t")).delete()
+    into_delta(tmp_path / "t", ["c"])
     (found,) = drain.read()
     assert found.value == "c"
     assert found.position > max(r.position for r in first)
