@@ -27,6 +27,7 @@ _KEPT = (
 )  # fmt: skip
 _PLACES = [p for p in PLACES if p != "none"]
 UNPROVEN = "unproven"
+SOAK = "soak-"
 NOTHING = "-"
 """Of a failure point where nothing can be done to a sink."""
 
@@ -46,6 +47,11 @@ def store(paths: Sequence[Path]) -> None:
                 found[tuple(r[k] for k in key)] = {k: r[k] for k in _KEPT if k in r}
     lines = ",\n".join(json.dumps(found[k]) for k in sorted(found))
     STORED.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def of_matrix(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those of a soak, which has a table of its own."""
+    return [r for r in results if not r["fault"].startswith(SOAK)]
 
 
 def cell(results: Sequence[dict[str, Any]]) -> str:
@@ -93,6 +99,34 @@ def recovery(results: Sequence[dict[str, Any]]) -> list[str]:
     return lines if len(lines) > 2 else [UNPROVEN.capitalize() + "."]
 
 
+def soak(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Per sink and guarantee: faults in cells that hold nothing but faults, one after the other."""
+    found = [r for r in results if r["fault"].startswith(SOAK)]
+    if not found:
+        return [UNPROVEN.capitalize() + "."]
+    lines = [
+        f"{sum(int(r['fired']) for r in found)} faults in {len(found)} cells, by `make soak`; lost and doubled are what was",
+        "found, whether the guarantee forbids it or not.",
+        "",
+        "| sink | guarantee | run by | seeds | cells | faults | lost | doubled | verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for sink in SINKS:
+        for guarantee in reversed(Guarantee):
+            for service in SERVICES:
+                group = [
+                    r for r in found if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)
+                ]
+                if group:
+                    seeds = ", ".join(str(s) for s in sorted({r["seed"] for r in group}))
+                    sums = " | ".join(str(sum(int(r[k]) for r in group)) for k in ("fired", "lost", "duplicated"))
+                    worst = Verdict.worst([Verdict(r["verdict"]) for r in group])
+                    lines.append(
+                        f"| {sink} | `{guarantee}` | {service} | {seeds} | {len(group)} | {sums} | {worst.value} |"
+                    )
+    return lines
+
+
 def summary(results: Sequence[dict[str, Any]]) -> list[str]:
     """One line per sink and service: what was shown of each guarantee."""
     lines = ["| sink | run by | " + " | ".join(f"`{g}`" for g in reversed(Guarantee)) + " |", "|---|---|---|---|---|"]
@@ -109,7 +143,8 @@ def summary(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def page() -> str:
-    results = load()
+    everything = load()
+    results = of_matrix(everything)
     fired = sum(int(r["fired"]) for r in results)
     places = [f"| {p} | {text} |" for p, text in PLACES.items() if p != "none"]
     return "\n".join(
@@ -132,6 +167,10 @@ def page() -> str:
             "",
             *recovery(results),
             "",
+            "## A soak",
+            "",
+            *soak(everything),
+            "",
             "## Failure points",
             "",
             "| failure point | what is done |",
@@ -148,7 +187,7 @@ def into(text: str) -> str:
     _, end, tail = rest.partition(END)
     if not (begin and end):
         return text
-    return "\n".join([head + begin, "", *summary(load()), "", end + tail])
+    return "\n".join([head + begin, "", *summary(of_matrix(load())), "", end + tail])
 
 
 if __name__ == "__main__":
