@@ -226,10 +226,11 @@ def page(results: Mapping[str, Result]) -> str:
     lines = [
         "# Beside others",
         "",
-        "Written by `make peers`: 1,200 records from one Kafka topic to another on one machine, the same kills and the same",
-        "judges as in `delivered verify`. *Held*: what the product states of itself was not contradicted in these runs, which",
-        "is no proof that it never is. Lost and doubled are what a read-committed reader found, whatever was stated. Every",
-        "product is set up as its documentation says for the guarantee it states; how, stands in `benchmarks/peer_apps`.",
+        "Written by `make peers`: 1,200 records from one Kafka topic to another on one machine, the same kills and the",
+        "same judges as in `delivered verify`. *Held*: what the product states of itself was not contradicted in these",
+        "runs, which is no proof that it never is. Lost and doubled are what a read-committed reader found, whatever was",
+        "stated. Every product is set up as its documentation says for the guarantee it states; how, stands in",
+        "`benchmarks/peer_apps`.",
         "",
         "| product | states | what is done | runs | faults | held | lost | doubled |",
         "|---|---|---|---|---|---|---|---|",
@@ -259,9 +260,10 @@ def page(results: Mapping[str, Result]) -> str:
     if reasons:
         lines += ["What did not hold, or could not be told:", "", *reasons, ""]
     lines += [
-        f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())}; {', '.join((*PACKAGES, *FLINK_PACKAGES))};",
-        f"Kafka {KAFKA_VERSION} as the broker. Seeds {', '.join(map(str, seeds))}. Again: `make peers`, or one of them with",
-        "`python -m benchmarks.peers --peer quix-eo`; results that are in `build/peers.json` are not run again.",
+        f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())};",
+        f"{', '.join((*PACKAGES, *FLINK_PACKAGES))}; Kafka {KAFKA_VERSION} as the broker.",
+        f"Seeds {', '.join(map(str, seeds))}. Again: `make peers`, or one of them with `python -m benchmarks.peers --peer",
+        "quix-eo`; results that are in `build/peers.json` are not run again.",
         "",
     ]
     return "\n".join(lines)

@@ -72,21 +72,35 @@ def slowly(value):
 
 consumer = Consumer({"bootstrap.servers": servers, "group.id": told["pipeline"], "log_level": 0})
 topic = consumer.list_topics(source["subscribe"], timeout=30).topics[source["subscribe"]]
-ends = {p: consumer.get_watermark_offsets(TopicPartition(source["subscribe"], p), timeout=30)[1] for p in topic.partitions}
-ends = {p: end for p, end in ends.items() if end > 0}
+parts = [TopicPartition(source["subscribe"], p) for p in topic.partitions]
+ends = {tp.partition: end for tp in parts if (end := consumer.get_watermark_offsets(tp, timeout=30)[1]) > 0}
 
 table.create_temporary_function("slowly", slowly)
-both = "k BYTES, v BYTES) WITH ('connector' = 'kafka', 'key.format' = 'raw', 'key.fields' = 'k', 'value.format' = 'raw', " \
-    "'value.fields-include' = 'EXCEPT_KEY', 'properties.bootstrap.servers' = "
-table.execute_sql(
-    f"CREATE TABLE taken ({both}'{servers}', 'topic' = '{source['subscribe']}', 'scan.startup.mode' = 'earliest-offset', "
-    f"'properties.group.id' = '{told['pipeline']}', 'properties.isolation.level' = 'read_committed')"
-)
-guarantee = "'exactly-once', 'sink.transactional-id-prefix' = '" + told["pipeline"] + "'" if exactly_once else "'at-least-once'"
-table.execute_sql(
-    f"CREATE TABLE given ({both}'{sink['kafka.bootstrap.servers']}', 'topic' = '{sink['topic']}', "
-    f"'properties.transaction.timeout.ms' = '600000', 'sink.delivery-guarantee' = {guarantee})"
-)
+common = {
+    "connector": "kafka",
+    "key.format": "raw",
+    "key.fields": "k",
+    "value.format": "raw",
+    "value.fields-include": "EXCEPT_KEY",
+}
+taken = {
+    "topic": source["subscribe"],
+    "properties.bootstrap.servers": servers,
+    "properties.group.id": told["pipeline"],
+    "properties.isolation.level": "read_committed",
+    "scan.startup.mode": "earliest-offset",
+}
+given = {
+    "topic": sink["topic"],
+    "properties.bootstrap.servers": sink["kafka.bootstrap.servers"],
+    "properties.transaction.timeout.ms": "600000",
+    "sink.delivery-guarantee": "exactly-once" if exactly_once else "at-least-once",
+}
+if exactly_once:
+    given["sink.transactional-id-prefix"] = told["pipeline"]
+for name, options in (("taken", taken), ("given", given)):
+    listed = ", ".join(f"'{k}' = '{v}'" for k, v in (common | options).items())
+    table.execute_sql(f"CREATE TABLE {name} (k BYTES, v BYTES) WITH ({listed})")
 job = table.execute_sql("INSERT INTO given SELECT k, slowly(v) FROM taken").get_job_client()
 while not through(consumer, ends):
     status = str(job.get_job_status().result())

@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 
 from delivered.verify.bench import Bench
-from delivered.verify.scripts import Script, after
+from delivered.verify.scripts import TRIES_MAX, Script, after
 from delivered.verify.services import Run
-
-_TRIES = 6
-"""How often a moment is tried, if the run ends before it, until the cell is called invalid."""
 
 
 def random_kills(times: int) -> tuple[Script, tuple[str, ...]]:
@@ -22,7 +19,7 @@ def random_kills(times: int) -> tuple[Script, tuple[str, ...]]:
     def script(bench: Bench) -> None:
         length_s = _undisturbed_s(bench, 1 / (2 * times))
         for share in [round(bench.random.uniform(0, 0.9), 3) for _ in range(times)]:
-            for _ in range(_TRIES):
+            for _ in range(TRIES_MAX):
                 began_s, run = _begun(bench, 1 / (3 * times))
                 bench.wait(after(share * length_s), "the moment comes")
                 if run.lives:

@@ -23,6 +23,8 @@ from delivered.verify.services import Run
 from delivered.verify.wire import AnyRule
 
 Script = Callable[[Bench], None]
+TRIES_MAX = 6
+"""How often a moment is tried, if the run ends before it, until the cell is called invalid."""
 
 
 # -- pieces of scripts -----------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def black_hole(bench: Bench) -> None:
 
 def _in_a_batch(bench: Bench, run: Run) -> Run:
     """Until a run, or the one that is started when it ended, begins its next batch. Returns the run."""
-    for _ in range(_TRIES):
+    for _ in range(TRIES_MAX):
         seen = len(bench.batches_planned())
 
         def begun(run: Run = run, seen: int = seen) -> bool:
