@@ -228,8 +228,8 @@ def page(results: Mapping[str, Result]) -> str:
         "",
         "Written by `make peers`: 1,200 records from one Kafka topic to another on one machine, the same kills and the",
         "same judges as in `delivered verify`. *Held*: what the product states of itself was not contradicted in these",
-        "runs, which is no proof that it never is. Lost and doubled are what a read-committed reader found, whatever was",
-        "stated. Every product is set up as its documentation says for the guarantee it states; how, stands in",
+        "runs, which is no proof that it never is. Lost and doubled are what a read-committed reader found, whatever",
+        "was stated. Every product is set up as its documentation says for the guarantee it states; how, stands in",
         "`benchmarks/peer_apps`.",
         "",
         "| product | states | what is done | runs | faults | held | lost | doubled |",
@@ -246,7 +246,7 @@ def page(results: Mapping[str, Result]) -> str:
                 )
     lines += [
         "",
-        "How soon a read-committed reader saw the first record, medians, in seconds, on two cores that other work shared:",
+        "How soon a read-committed reader saw the first record, medians, in seconds, on two shared cores:",
         "",
         "| product | after a first start | after a kill |",
         "|---|---|---|",
@@ -262,7 +262,7 @@ def page(results: Mapping[str, Result]) -> str:
     lines += [
         f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())};",
         f"{', '.join((*PACKAGES, *FLINK_PACKAGES))}; Kafka {KAFKA_VERSION} as the broker.",
-        f"Seeds {', '.join(map(str, seeds))}. Again: `make peers`, or one of them with `python -m benchmarks.peers --peer",
+        f"Seeds {', '.join(map(str, seeds))}. Again: `make peers`, or one with `python -m benchmarks.peers --peer",
         "quix-eo`; results that are in `build/peers.json` are not run again.",
         "",
     ]

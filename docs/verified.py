@@ -105,8 +105,8 @@ def soak(results: Sequence[dict[str, Any]]) -> list[str]:
     if not found:
         return [UNPROVEN.capitalize() + "."]
     lines = [
-        f"{sum(int(r['fired']) for r in found)} faults in {len(found)} cells, by `make soak`. Lost and doubled are what",
-        "was found, whether the guarantee forbids it or not.",
+        f"{sum(int(r['fired']) for r in found)} faults in {len(found)} cells, by `make soak`. Lost and doubled are",
+        "what was found, whether the guarantee forbids it or not.",
         "",
         "| sink | guarantee | run by | seeds | cells | faults | lost | doubled | verdict |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -41,8 +41,8 @@ class Fault:
         requires: names that must fire, each as often as it stands here.
         workload: the one that this fault needs; None: the cell's.
         extra: more keys of the pipeline file.
-        needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a small
-            disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads
+        needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a
+            small disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads
             topics.
         keeps_order: whether a key's effects must still come in order.
         quick: part of the quick subset; soak: part of the soak alone.
@@ -153,7 +153,7 @@ def _sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     """Statements that end something. Under two phases a shard ends twice: prepared, then committed."""
     two = kind.two_phase and guarantee is EXACTLY
     shard = ("PREPARE TRANSACTION", "") if two else ("COMMIT", _STAGED)
-    named = "PREPARE TRANSACTION, COMMIT PREPARED and COMMIT of a decision" if two else "COMMIT of a shard and a decision"
+    named = "PREPARE TRANSACTION, COMMIT PREPARED and decision's COMMIT" if two else "COMMIT of a shard and a decision"
     lose, drop, late = Mischief.LOSE_REPLY, Mischief.LOSE_REQUEST, Mischief.LATE_REQUEST
     for name, text, rules in (
         (
@@ -176,7 +176,7 @@ def _sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
         ),
         (
             "late-commit",
-            "the COMMIT of a decision arrives two seconds after its sender gave up on it, the answer to another is late",
+            "a decision's COMMIT arrives two seconds after its sender gave up on it, the answer to another is late",
             [
                 SqlRule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
                 SqlRule("COMMIT", Mischief.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
@@ -370,9 +370,9 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
         yield Fault("paused-past-timeout", "F7", text, expiry.paused_past_timeout, requires, extra=short)
     if guarantee is EXACTLY and kind.two_phase and kind.server == POSTGRES:
         for name, text, moment, workload in (
-            ("rolled-back-before-decide", "prepared transactions are ended by hand before the decision", "before", None),
-            ("rolled-back-after-decide", "prepared transactions are ended by hand after the decision", "after", None),
-            ("rolled-back-random", "and the transform gives other rows the second time", "after", "random"),
+            ("rolled-back-before-decide", "somebody rolls back what is prepared, before the decision", "before", None),
+            ("rolled-back-after-decide", "somebody rolls back what is prepared, after the decision", "after", None),
+            ("rolled-back-random", "the same, and the transform gives other rows the second time", "after", "random"),
         ):
             script = tables.rolled_back(moment, workload is None)
             yield Fault(name, "F7", text, script, ("prepared transactions rolled back",), workload=workload)

@@ -1,5 +1,5 @@
-"""Scripts about what others do to a table meanwhile: they hold it, read it at length, write to it, end what was prepared
-in it."""
+"""Scripts about what others do to a table meanwhile: they hold it, read it at length, write to it, end what was
+prepared in it."""
 
 from __future__ import annotations
 

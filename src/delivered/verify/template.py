@@ -28,8 +28,8 @@ _SAMPLE_TIMEOUT_S = 20.0
 _SOURCES, _SINKS = ("kafka", "log"), ("kafka", "sqlite", "postgres", "delta", "files")
 _REPLACED = {
     "assign", "subscribepattern", "subscribe", "path", "topic", "table", "startingoffsets", "startingtimestamp",
-    "startingoffsetsbytimestamp", "maxoffsetspertrigger", "commitoffsetstogroup", "ledgertopic", "url", "dbtable", "user",
-    "password", "ifnotexists", "fileformat", "partitionby",
+    "startingoffsetsbytimestamp", "maxoffsetspertrigger", "commitoffsetstogroup", "ledgertopic", "url", "dbtable",
+    "user", "password", "ifnotexists", "fileformat", "partitionby",
 }  # fmt: skip
 """Options that say where and how much; the others are kept."""
 

@@ -86,7 +86,7 @@ class Table:
             before = other.execute(count).fetchone()
             yield
             if other.execute(count).fetchone() != before:
-                raise Disturbed(f"a reader's transaction began with {before[0]} rows of {self.name} and ended with others")
+                raise Disturbed(f"a reader's transaction began with {before[0]} rows and ended with others")
             other.execute("COMMIT")
 
     @property
