@@ -114,9 +114,7 @@ def soak(results: Sequence[dict[str, Any]]) -> list[str]:
     for sink in SINKS:
         for guarantee in reversed(Guarantee):
             for service in SERVICES:
-                group = [
-                    r for r in found if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)
-                ]
+                group = [r for r in found if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)]
                 if group:
                     seeds = ", ".join(str(s) for s in sorted({r["seed"] for r in group}))
                     sums = " | ".join(str(sum(int(r[k]) for r in group)) for k in ("fired", "lost", "duplicated"))

@@ -70,7 +70,7 @@ class DeltaTable:
             last = stop.is_set()
             for version in (v for v in self._versions() if v > newest):
                 newest = version
-                rows = [row for name in self._order.new(self._added(version)) for row in self._rows(name)]
+                rows = [row for name in self._added(version) for row in self._rows(name)]
                 if rows:
                     seen(Look(rows, whole=True))
             if last:

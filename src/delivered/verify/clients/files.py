@@ -44,9 +44,12 @@ class Files:
         return [row for name in self._listed() for row in self._rows(name)]
 
     def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+        met: set[str] = set()
         while True:
             last = stop.is_set()
-            rows = [row for name in self._order.new(self._listed()) for row in self._rows(name)]
+            new = [name for name in self._listed() if name not in met]
+            met.update(new)
+            rows = [row for name in new for row in self._rows(name)]
             if rows:
                 seen(Look(rows, whole=True))
             if last:

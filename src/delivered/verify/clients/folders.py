@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from delivered.verify.clients.base import Row, as_row
@@ -13,7 +12,7 @@ ROWS_MAX = 1 << 24
 
 
 class Order:
-    """Numbers files as they are met. Thread-safe; one for all readers of a sink."""
+    """Numbers files as a reader meets them first. Thread-safe; one for all readers of a sink."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -22,14 +21,6 @@ class Order:
     def number(self, name: str) -> int:
         with self._lock:
             return self._numbers.setdefault(name, len(self._numbers))
-
-    def new(self, names: Sequence[str]) -> list[str]:
-        """Those that were never met, in their order; they are met now."""
-        with self._lock:
-            found = [n for n in names if n not in self._numbers]
-            for name in found:
-                self._numbers[name] = len(self._numbers)
-        return found
 
 
 def parquet_rows(path: Path, lane: str, number: int) -> list[Row]:
