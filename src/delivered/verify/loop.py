@@ -10,6 +10,8 @@ verifier's service is `spark`. Transforms: none, or Arrow to Arrow.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,6 +22,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from delivered.write.direct import ArrowTransform, Direct, pack
 from delivered.write.shard import write_shard
 
 WORKERS = 2
+_CLIENTS = {"kafka": ("confluent_kafka",), "postgres": ("psycopg",), "delta": ("deltalake", "pyarrow.parquet")}
 
 
 class Checkpoint:
@@ -80,6 +84,16 @@ def task(sink: Sink, direct: Direct, plan: BatchPlan, shard: int, attempt: int, 
     return write_shard(sink, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema())
 
 
+class NoPandas(MetaPathFinder):
+    """`pyarrow.array` imports pandas if it can, to ask whether what it got is a part of it: 1.3 s of CPU in each of the
+    three processes of a start, and two thirds of all that a start takes. Nothing here has use for it."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        del path, target
+        if fullname == "pandas":
+            raise ModuleNotFoundError("a loop without Spark goes without pandas", name=fullname)
+
+
 class Loop:
     """One driver."""
 
@@ -96,6 +110,8 @@ class Loop:
         self.sink = endpoint.sink()
         self.source = self.pipeline.source.source()
         self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
+        if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may want it
+            sys.meta_path.insert(0, NoPandas())
         self.sink_name = endpoint.name or self.sink.name
         failures = re.fullmatch(r"local\[\w+,(\d+)\]", self.pipeline.master or "")
         self.attempts_max = int(failures[1]) if failures else 1
@@ -118,6 +134,24 @@ class Loop:
 
     def run(self, takeover: bool) -> int:
         """Until everything is delivered that was there at the start. Returns how many batches were run."""
+        # First of all, while this process has neither threads nor connections: workers die and take nothing along.
+        pool = self._workers()
+        try:
+            return self._run(takeover, pool)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _workers(self) -> ProcessPoolExecutor:
+        """Forked when all that they need is imported: a start of a cell would spend most of its time on that, twice."""
+        system = self.pipeline.sinks[0].system
+        for module in (f"delivered.connectors.{system}.writer", *_CLIENTS.get(system, ())):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("fork"))
+        pool.submit(os.getpid).result()  # starts all of them
+        return pool
+
+    def _run(self, takeover: bool, pool: ProcessPoolExecutor) -> int:
         refusal = self.pipeline.plan(takeover=takeover)
         error = getattr(refusal, "error", None)
         if error is not None:
@@ -128,31 +162,26 @@ class Loop:
         driver = self.source.driver()
         driver.freeze()
         context = self.context(checkpoint)
-        # Forked while this process has neither threads nor connections: workers that are killed take nothing along.
-        pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
         first, batches = True, 0
-        try:
-            while True:
-                newest, logged = checkpoint.newest("offsets"), checkpoint.newest("commits")
-                if newest is not None and newest != logged:
-                    batch = newest
-                    start = self._end(checkpoint, batch - 1, driver)
-                    end = json.loads(checkpoint.offsets(batch))
-                else:
-                    batch = 0 if newest is None else newest + 1
-                    start = self._end(checkpoint, batch - 1, driver)
-                    end = driver.latest(start, self.source.rows_per_batch_max)
-                    if end == start:
-                        return batches
-                    checkpoint.plan(batch, json.dumps(end))
-                view = CheckpointView(checkpoint.incarnation, batch, checkpoint.offsets(batch), logged)
-                plan = plan_batch(context, view, first=first)
-                self._one(context, plan, pool, driver.slices(start, end))
-                checkpoint.log(batch)
-                reach(StepId.LOG, Moment.AFTER, batch=batch)
-                first, batches = False, batches + 1
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while True:
+            newest, logged = checkpoint.newest("offsets"), checkpoint.newest("commits")
+            if newest is not None and newest != logged:
+                batch = newest
+                start = self._end(checkpoint, batch - 1, driver)
+                end = json.loads(checkpoint.offsets(batch))
+            else:
+                batch = 0 if newest is None else newest + 1
+                start = self._end(checkpoint, batch - 1, driver)
+                end = driver.latest(start, self.source.rows_per_batch_max)
+                if end == start:
+                    return batches
+                checkpoint.plan(batch, json.dumps(end))
+            view = CheckpointView(checkpoint.incarnation, batch, checkpoint.offsets(batch), logged)
+            plan = plan_batch(context, view, first=first)
+            self._one(context, plan, pool, driver.slices(start, end))
+            checkpoint.log(batch)
+            reach(StepId.LOG, Moment.AFTER, batch=batch)
+            first, batches = False, batches + 1
 
     def _end(self, checkpoint: Checkpoint, batch: int, driver: Any) -> dict[str, Any]:
         found: dict[str, Any] = driver.initial() if batch < 0 else json.loads(checkpoint.offsets(batch))
