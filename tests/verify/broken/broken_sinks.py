@@ -100,9 +100,11 @@ class Ledger:
             known = connection.execute("SELECT 1 FROM ledger WHERE batch = ?", (decision.batch,)).fetchone()
             # A batch of this number was written before: by this checkpoint, or by another one, who cares.
             if not (self._sink.flaw == "batch_number_alone" and known is not None):
-                for prepared in decision.participants:
-                    if prepared.handle:
-                        self._add(connection, prepared)
+                staged = [p for p in decision.participants if p.handle]
+                if self._sink.put is not None:
+                    self._sink.put([r for p in staged for r in pickle.loads(Path(p.handle["file"]).read_bytes())])
+                for prepared in staged if self._sink.put is None else ():
+                    self._add(connection, prepared)
             connection.execute(
                 "INSERT INTO ledger SELECT ?, ?, ?, ifnull(max(epoch), 0) FROM owner",
                 (self._scope.incarnation, decision.batch, decision.to_json()),
@@ -112,9 +114,6 @@ class Ledger:
 
     def _add(self, connection: sqlite3.Connection, prepared: Prepared) -> None:
         rows: list[Row] = pickle.loads(Path(prepared.handle["file"]).read_bytes())
-        if self._sink.put is not None:
-            self._sink.put(rows)
-            return
         insert(connection, rows)
         if self._sink.flaw == "trusts_xor":
             # "Look whether it is in": a pair that was doubled cancels, so the check passes and adds it again.
