@@ -26,7 +26,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.verify.bench import HIT_TIMEOUT_S, Bench
 from delivered.verify.cell import Cell, Result, run_cell
 from delivered.verify.evidence import Stop
-from delivered.verify.faults import BROKER, Fault
+from delivered.verify.fault import BROKER, Fault
 from delivered.verify.ground import Ground
 from delivered.verify.matrix import versions
 from delivered.verify.scripts import Script

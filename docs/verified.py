@@ -13,7 +13,7 @@ from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.checkers import RECOVERY_RATIO_MAX
-from delivered.verify.faults import PLACES
+from delivered.verify.fault import PLACES
 from delivered.verify.matrix import SINKS
 from delivered.verify.services import SERVICES
 from delivered.verify.sinks import SINK_KINDS

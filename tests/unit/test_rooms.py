@@ -24,11 +24,9 @@ from delivered.model.work import Action, BatchPlan
 SOURCE = Path(delivered.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 LINES_MAX = 400
-KNOWN_LONG = {
-    "verify/scripts.py": 411,
-}
+KNOWN_LONG: dict[str, int] = {}
 """Modules above the limit, with the length they must not exceed. This list only gets shorter."""
-KNOWN_ASSERTS = {"verify/cell.py", "verify/scripts.py"}
+KNOWN_ASSERTS = {"verify/scripts.py"}
 PRINTS = ("cli/", "demo/")
 
 

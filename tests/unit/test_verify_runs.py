@@ -9,7 +9,8 @@ import pytest
 from delivered.model.guarantee import Guarantee
 from delivered.verify import report, runs
 from delivered.verify.cell import Cell, Result
-from delivered.verify.faults import PLACES, catalogue
+from delivered.verify.fault import PLACES
+from delivered.verify.faults import catalogue
 from delivered.verify.matrix import Choice, Store, cells
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.sinks import KAFKA, SINK_KINDS, SQLITE

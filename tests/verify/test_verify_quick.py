@@ -11,7 +11,8 @@ import pytest
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.cell import Cell, run_cell
-from delivered.verify.faults import PLACES, catalogue
+from delivered.verify.fault import PLACES
+from delivered.verify.faults import catalogue
 from delivered.verify.ground import Ground
 from delivered.verify.history import load
 from delivered.verify.matrix import SINKS, Choice, Store, cells

@@ -16,7 +16,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.verify import scripts
 from delivered.verify.bench import Bench, Setting, empty
-from delivered.verify.faults import MOUNT, PROXY, TOPICS, Fault
+from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
 from delivered.verify.ground import Ground, settle
 from delivered.verify.history import fired
 from delivered.verify.oracle import Judgement, judge

@@ -3,62 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify import attempts, expiry, scripts, tables
+from delivered.verify.fault import (
+    AT_LEAST,
+    AT_MOST,
+    BROKER,
+    CLUSTER,
+    EXACTLY,
+    MOUNT,
+    PROXY,
+    TOPICS,
+    Fault,
+)
+from delivered.verify.network_faults import kafka_network, others, sql_network, table_log
 from delivered.verify.proxy import Api, Rule
-from delivered.verify.proxy_sql import SqlRule
 from delivered.verify.random_kills import random_kills
-from delivered.verify.scripts import Script, kills
+from delivered.verify.scripts import kills
 from delivered.verify.sinks import DELTA, FILES, KAFKA, POSTGRES, SINK_KINDS, SQLITE, SinkKind
 from delivered.verify.wire import Mischief
-
-PLACES = {
-    "none": "nothing is done",
-    "F1": "the producer dies",
-    "F2": "the network between sink and server loses, delays, repeats",
-    "F3": "the server dies after it stored and before it answered",
-    "F4": "memory is gone, the disk is full",
-    "F5": "the network between server and reader loses and delays",
-    "F6a": "the consumer dies before processing",
-    "F6b": "the consumer dies after processing, before recording",
-    "F6c": "the consumer dies after recording, before acknowledging",
-    "F7": "zombies: paused past every time-out, two drivers",
-    "F8": "state is put back or changed",
-}
-EXACTLY, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
-
-PROXY, BROKER, MOUNT, CLUSTER, TOPICS = "proxy", "broker", "mount", "cluster", "topics"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """
-    Attributes:
-        place: one of `PLACES`.
-        requires: names that must fire, each as often as it stands here.
-        workload: the one that this fault needs; None: the cell's.
-        extra: more keys of the pipeline file.
-        needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a
-            small disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads
-            topics.
-        keeps_order: whether a key's effects must still come in order.
-        quick: part of the quick subset; soak: part of the soak alone.
-    """
-
-    name: str
-    place: str
-    text: str
-    script: Script
-    requires: tuple[str, ...] = ()
-    workload: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    needs: frozenset[str] = frozenset()
-    keeps_order: bool = True
-    quick: bool = False
-    soak: bool = False
 
 
 def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
@@ -67,9 +31,9 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
     found = [
         Fault("none", "none", "an undisturbed run", scripts.nothing),
         *_producer(),
-        *(_kafka_network(guarantee) if sink == KAFKA else _others(kind)),
-        *(_sql_network(guarantee, kind) if kind.server == POSTGRES else ()),
-        *(_table_log(guarantee) if sink == DELTA else ()),
+        *(kafka_network(guarantee) if sink == KAFKA else others(kind)),
+        *(sql_network(guarantee, kind) if kind.server == POSTGRES else ()),
+        *(table_log(guarantee) if sink == DELTA else ()),
         *_server(guarantee, kind),
         *_memory(guarantee),
         *_reader(sink),
@@ -95,111 +59,6 @@ def _producer() -> Iterator[Fault]:
     script, requires = scripts.producer_killed_at("before", "after")
     text = "the producing application is killed right before a send, and after one that it could not note any more"
     yield Fault("producer-killed-at", "F1", text, script, requires)
-
-
-def _kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
-    if guarantee is EXACTLY:
-        for name, text, rules in (
-            (
-                "replies-lost",
-                "the reply of one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
-                [
-                    Rule(Api.INIT_PRODUCER_ID, Mischief.LOSE_REPLY),
-                    Rule(Api.ADD_PARTITIONS_TO_TXN, Mischief.LOSE_REPLY, skip=2),
-                    Rule(Api.PRODUCE, Mischief.LOSE_REPLY, skip=6),
-                    Rule(Api.END_TXN, Mischief.LOSE_REPLY, skip=2),
-                ],
-            ),
-            (
-                "requests-lost",
-                "one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
-                [
-                    Rule(Api.INIT_PRODUCER_ID, Mischief.LOSE_REQUEST, skip=1),
-                    Rule(Api.ADD_PARTITIONS_TO_TXN, Mischief.LOSE_REQUEST, skip=3),
-                    Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=8),
-                    Rule(Api.END_TXN, Mischief.LOSE_REQUEST, skip=3),
-                ],
-            ),
-            (
-                "late-end-txn",
-                "an EndTxn arrives two seconds after its sender gave up on it, another is delayed",
-                [
-                    Rule(Api.END_TXN, Mischief.LATE_REQUEST, skip=1, times=2, seconds=2.0),
-                    Rule(Api.END_TXN, Mischief.DELAY_REPLY, skip=2, seconds=2.0),
-                ],
-            ),
-        ):
-            script, requires = scripts.network(*rules)
-            yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}), quick=name == "replies-lost")
-        return
-    script, requires = scripts.network(
-        Rule(Api.PRODUCE, Mischief.LOSE_REPLY, skip=4), Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=6)
-    )
-    text = "the reply of one Produce never arrives, and one Produce never arrives"
-    yield Fault("produce-lost", "F2", text, script, requires, needs=frozenset({PROXY}))
-
-
-def _others(kind: SinkKind) -> Iterator[Fault]:
-    if kind.locks:
-        text = "another program holds the table for 3 s when a batch is decided"
-        yield Fault("lock-held", "F2", text, tables.lock_held, ("lock held",))
-
-
-_DECISION, _STAGED = ".decision", "COPY"
-"""What tells a transaction that decides, or one of a task, from others: a statement in it holds this text."""
-
-
-def _sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
-    """Statements that end something. Under two phases a shard ends twice: prepared, then committed."""
-    two = kind.two_phase and guarantee is EXACTLY
-    shard = ("PREPARE TRANSACTION", "") if two else ("COMMIT", _STAGED)
-    named = "PREPARE TRANSACTION, COMMIT PREPARED and decision's COMMIT" if two else "COMMIT of a shard and a decision"
-    lose, drop, late = Mischief.LOSE_REPLY, Mischief.LOSE_REQUEST, Mischief.LATE_REQUEST
-    for name, text, rules in (
-        (
-            "replies-lost",
-            f"the server's answer to one {named} never arrives",
-            [
-                SqlRule(shard[0], lose, shard[1], skip=2),
-                SqlRule("COMMIT", lose, _DECISION, skip=1),
-                *([SqlRule("COMMIT PREPARED", lose, skip=3)] if two else []),
-            ],
-        ),
-        (
-            "requests-lost",
-            f"one {named} never arrives",
-            [
-                SqlRule(shard[0], drop, shard[1], skip=3),
-                SqlRule("COMMIT", drop, _DECISION, skip=2),
-                *([SqlRule("COMMIT PREPARED", drop, skip=2)] if two else []),
-            ],
-        ),
-        (
-            "late-commit",
-            "a decision's COMMIT arrives two seconds after its sender gave up on it, the answer to another is late",
-            [
-                SqlRule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
-                SqlRule("COMMIT", Mischief.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
-                *([SqlRule("COMMIT PREPARED", late, skip=1, seconds=2.0)] if two else []),
-            ],
-        ),
-    ):
-        script, requires = scripts.network(*rules)
-        yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}))
-    text = "for 3 s nothing arrives anywhere, then every connection is reset; twice"
-    requires = ("black hole", "reset") * 2
-    yield Fault("black-hole", "F2", text, scripts.black_hole, requires, needs=frozenset({PROXY}))
-
-
-def _table_log(guarantee: Guarantee) -> Iterator[Fault]:
-    # Where the writer has read the log, and has not committed yet.
-    point = "commit.apply:before" if guarantee is EXACTLY else f"{scripts.point(guarantee, 'prepare')}:before"
-    script, requires = tables.other_writers(point)
-    text = "others append to the table, and compact it, between a batch's look at the log and its commit"
-    yield Fault("other-writers", "F2", text, script, requires)
-    script, requires = tables.table_altered(point)
-    text = "somebody alters the table between a batch's look at the log and its commit"
-    yield Fault("table-altered", "F2", text, script, requires)
 
 
 def _server(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.cell import Cell, Result, run_cell
-from delivered.verify.faults import CLUSTER, MOUNT, TOPICS, catalogue
+from delivered.verify.fault import CLUSTER, MOUNT, TOPICS
+from delivered.verify.faults import catalogue
 from delivered.verify.ground import Ground, Say
 from delivered.verify.scripts import can_mount
 from delivered.verify.services import ENGINE, SERVICES, SPARK

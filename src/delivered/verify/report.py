@@ -16,7 +16,7 @@ from typing import Any
 from delivered.model.errors import MissingExtra
 from delivered.verify.cell import Result
 from delivered.verify.checkers import RECOVERY_RATIO_MAX
-from delivered.verify.faults import PLACES
+from delivered.verify.fault import PLACES
 from delivered.verify.history import End, Operation, load
 from delivered.verify.matrix import GUARANTEES, versions
 from delivered.verify.verdict import Verdict

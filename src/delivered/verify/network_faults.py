@@ -1,0 +1,118 @@
+"""Faults of the catalogue between a pipeline and its sink: what is lost, late, held, or done by others meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from delivered.model.guarantee import Guarantee
+from delivered.verify import scripts, tables
+from delivered.verify.fault import EXACTLY, PROXY, Fault
+from delivered.verify.proxy import Api, Rule
+from delivered.verify.proxy_sql import SqlRule
+from delivered.verify.sinks import SinkKind
+from delivered.verify.wire import Mischief
+
+
+def kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
+    if guarantee is EXACTLY:
+        for name, text, rules in (
+            (
+                "replies-lost",
+                "the reply of one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
+                [
+                    Rule(Api.INIT_PRODUCER_ID, Mischief.LOSE_REPLY),
+                    Rule(Api.ADD_PARTITIONS_TO_TXN, Mischief.LOSE_REPLY, skip=2),
+                    Rule(Api.PRODUCE, Mischief.LOSE_REPLY, skip=6),
+                    Rule(Api.END_TXN, Mischief.LOSE_REPLY, skip=2),
+                ],
+            ),
+            (
+                "requests-lost",
+                "one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
+                [
+                    Rule(Api.INIT_PRODUCER_ID, Mischief.LOSE_REQUEST, skip=1),
+                    Rule(Api.ADD_PARTITIONS_TO_TXN, Mischief.LOSE_REQUEST, skip=3),
+                    Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=8),
+                    Rule(Api.END_TXN, Mischief.LOSE_REQUEST, skip=3),
+                ],
+            ),
+            (
+                "late-end-txn",
+                "an EndTxn arrives two seconds after its sender gave up on it, another is delayed",
+                [
+                    Rule(Api.END_TXN, Mischief.LATE_REQUEST, skip=1, times=2, seconds=2.0),
+                    Rule(Api.END_TXN, Mischief.DELAY_REPLY, skip=2, seconds=2.0),
+                ],
+            ),
+        ):
+            script, requires = scripts.network(*rules)
+            yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}), quick=name == "replies-lost")
+        return
+    script, requires = scripts.network(
+        Rule(Api.PRODUCE, Mischief.LOSE_REPLY, skip=4), Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=6)
+    )
+    text = "the reply of one Produce never arrives, and one Produce never arrives"
+    yield Fault("produce-lost", "F2", text, script, requires, needs=frozenset({PROXY}))
+
+
+def others(kind: SinkKind) -> Iterator[Fault]:
+    if kind.locks:
+        text = "another program holds the table for 3 s when a batch is decided"
+        yield Fault("lock-held", "F2", text, tables.lock_held, ("lock held",))
+
+
+_DECISION, _STAGED = ".decision", "COPY"
+"""What tells a transaction that decides, or one of a task, from others: a statement in it holds this text."""
+
+
+def sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
+    """Statements that end something. Under two phases a shard ends twice: prepared, then committed."""
+    two = kind.two_phase and guarantee is EXACTLY
+    shard = ("PREPARE TRANSACTION", "") if two else ("COMMIT", _STAGED)
+    named = "PREPARE TRANSACTION, COMMIT PREPARED and decision's COMMIT" if two else "COMMIT of a shard and a decision"
+    lose, drop, late = Mischief.LOSE_REPLY, Mischief.LOSE_REQUEST, Mischief.LATE_REQUEST
+    for name, text, rules in (
+        (
+            "replies-lost",
+            f"the server's answer to one {named} never arrives",
+            [
+                SqlRule(shard[0], lose, shard[1], skip=2),
+                SqlRule("COMMIT", lose, _DECISION, skip=1),
+                *([SqlRule("COMMIT PREPARED", lose, skip=3)] if two else []),
+            ],
+        ),
+        (
+            "requests-lost",
+            f"one {named} never arrives",
+            [
+                SqlRule(shard[0], drop, shard[1], skip=3),
+                SqlRule("COMMIT", drop, _DECISION, skip=2),
+                *([SqlRule("COMMIT PREPARED", drop, skip=2)] if two else []),
+            ],
+        ),
+        (
+            "late-commit",
+            "a decision's COMMIT arrives two seconds after its sender gave up on it, the answer to another is late",
+            [
+                SqlRule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
+                SqlRule("COMMIT", Mischief.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
+                *([SqlRule("COMMIT PREPARED", late, skip=1, seconds=2.0)] if two else []),
+            ],
+        ),
+    ):
+        script, requires = scripts.network(*rules)
+        yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}))
+    text = "for 3 s nothing arrives anywhere, then every connection is reset; twice"
+    requires = ("black hole", "reset") * 2
+    yield Fault("black-hole", "F2", text, scripts.black_hole, requires, needs=frozenset({PROXY}))
+
+
+def table_log(guarantee: Guarantee) -> Iterator[Fault]:
+    # Where the writer has read the log, and has not committed yet.
+    point = "commit.apply:before" if guarantee is EXACTLY else f"{scripts.point(guarantee, 'prepare')}:before"
+    script, requires = tables.other_writers(point)
+    text = "others append to the table, and compact it, between a batch's look at the log and its commit"
+    yield Fault("other-writers", "F2", text, script, requires)
+    script, requires = tables.table_altered(point)
+    text = "somebody alters the table between a batch's look at the log and its commit"
+    yield Fault("table-altered", "F2", text, script, requires)
