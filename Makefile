@@ -29,8 +29,8 @@ demo: setup ## flights through a pipeline that is killed nine times; no server n
 demo-kafka: setup ## the same over a real Kafka, which is fetched and started
 	$(BIN)/python -m examples.demo --kafka
 
-test: setup ## all tests, with real servers, one process per core
-	$(BIN)/python -m pytest -n auto --dist loadfile
+test: setup ## all tests, with real servers, two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
