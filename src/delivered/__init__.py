@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from delivered.model.guarantee import Guarantee
-    from delivered.pipeline.endpoint import Endpoint, delta, endpoint, files, kafka, log, postgres, sqlite
+    from delivered.pipeline.endpoint import Endpoint, delta, endpoint, files, iceberg, kafka, log, postgres, sqlite
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.plan.planner import Plan, Refusal
@@ -64,6 +64,7 @@ _WHERE = {
     "delta": "delivered.pipeline.endpoint",
     "endpoint": "delivered.pipeline.endpoint",
     "files": "delivered.pipeline.endpoint",
+    "iceberg": "delivered.pipeline.endpoint",
     "kafka": "delivered.pipeline.endpoint",
     "log": "delivered.pipeline.endpoint",
     "postgres": "delivered.pipeline.endpoint",
@@ -99,6 +100,7 @@ __all__ = [
     "delta",
     "endpoint",
     "files",
+    "iceberg",
     "kafka",
     "log",
     "postgres",

@@ -18,6 +18,7 @@ from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
+from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract import Sink, ready_target
@@ -120,6 +121,25 @@ def _delta_s3(request: pytest.FixtureRequest) -> Sink:
     return DELTA.sink({"path": f"s3://lake/t{next(_names)}", **s3})
 
 
+def _iceberg(request: pytest.FixtureRequest) -> Sink:
+    folder: Path = request.getfixturevalue("tmp_path")
+    return ICEBERG.sink({"warehouse": str(folder / "lake"), "table": "shop.orders"})
+
+
+def _iceberg_s3(request: pytest.FixtureRequest) -> Sink:
+    s3: dict[str, str] = request.getfixturevalue("s3")
+    folder: Path = request.getfixturevalue("tmp_path")
+    catalog = {
+        "catalog.uri": f"sqlite:///{folder}/catalog.db",
+        "catalog.warehouse": f"s3://lake/w{next(_names)}",
+        "catalog.s3.endpoint": s3["storage.aws_endpoint_url"],
+        "catalog.s3.region": s3["storage.aws_region"],
+        "catalog.s3.access-key-id": s3["storage.aws_access_key_id"],
+        "catalog.s3.secret-access-key": s3["storage.aws_secret_access_key"],
+    }
+    return ICEBERG.sink({"table": "shop.orders", **catalog})
+
+
 def _files(request: pytest.FixtureRequest, kind: str) -> Sink:
     folder: Path = request.getfixturevalue("tmp_path")
     return FILES.sink({"path": str(folder / "orders"), "fileFormat": kind})
@@ -143,6 +163,8 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
     "sqlite": _sqlite,
     "delta": _delta,
+    "iceberg": _iceberg,
+    "iceberg-s3": _iceberg_s3,
     "files-parquet": lambda request: _files(request, "parquet"),
     "files-json": lambda request: _files(request, "json"),
     "delta-s3": _delta_s3,

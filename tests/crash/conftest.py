@@ -7,6 +7,7 @@ import pytest
 _SWEEPS = {
     "test_delta_crash.py": {"test_killed_once_at_each_point", "test_zombie_driver_is_fenced"},
     "test_files_crash.py": {"test_killed_once_at_each_point", "test_zombie_driver_is_fenced"},
+    "test_iceberg_crash.py": {"test_killed_once_at_each_point", "test_zombie_driver_is_fenced"},
     "test_group.py": {"test_one_crash_at_every_point", "test_two_crashes"},
     "test_letters.py": {"test_one_crash_at_every_point"},
 }

@@ -26,6 +26,7 @@ from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
+from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
@@ -100,6 +101,8 @@ def run(spec: dict[str, Any]) -> None:
         )
     elif "delta" in spec:
         sink = DELTA.sink(spec["delta"])
+    elif "iceberg" in spec:
+        sink = ICEBERG.sink(spec["iceberg"])
     elif "files" in spec:
         sink = FILES.sink(spec["files"])
     elif "postgres" in spec:

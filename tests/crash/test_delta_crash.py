@@ -20,12 +20,12 @@ from tests.crash.embedded_pipeline import PIPELINE
 from tests.crash.test_sqlite_crash import BATCHES, PARTITIONS, RECORDS, World, log, points
 
 from delivered.connectors.delta import CONNECTOR
-from delivered.connectors.delta.stage import batch_of
 from delivered.contract import Sink
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
 from delivered.model.work import Decision
+from delivered.storage.stage import batch_of
 
 __all__ = ["log"]  # the fixture
 
@@ -40,6 +40,10 @@ class TableWorld(World):
         return self.folder / "events"
 
     @property
+    def options(self) -> dict[str, str]:
+        return {"path": str(self.table)}
+
+    @property
     def sink(self) -> Sink:
         raise NotImplementedError
 
@@ -50,7 +54,7 @@ class TableWorld(World):
     def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
         self.runs += 1
         spec = {
-            "log": str(self.log), self.format: {"path": str(self.table)}, "checkpoint": str(self.checkpoint),
+            "log": str(self.log), self.format: self.options, "checkpoint": str(self.checkpoint),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
         return start_child(spec, self.folder, crash)

@@ -30,6 +30,7 @@ _LIBRARIES = (
     ("confluent-kafka", "confluent_kafka", "kafka"),
     ("kafka-python", "kafka", "kafka"),
     ("deltalake", "deltalake", "log"),
+    ("pyiceberg", "pyiceberg", "iceberg"),
     ("altair", "altair", "report"),
 )
 

@@ -126,6 +126,17 @@ def files(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
     return endpoint("files", name=name, path=str(path), **options)
 
 
+def iceberg(table: str, *, name: str | None = None, **options: Any) -> Endpoint:
+    """An Iceberg table, as a sink.
+
+    Args:
+        table: "shop.orders".
+        options: as documented: warehouse="/data/lake" for an embedded catalog; for another one
+            **{"catalog.type": "rest", "catalog.uri": "https://..."}.
+    """
+    return endpoint("iceberg", name=name, table=table, **options)
+
+
 def kafka(bootstrap: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """Kafka as a source (`subscribe=`, `subscribePattern=`, `assign=`) or a sink (`topic=`).
 

@@ -129,7 +129,7 @@ def sink_commits(request: Request) -> Reason | None:
         "SINK_CANNOT_COMMIT",
         f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} shows what is "
         "written at once.",
-        "write to a sink with transactions (delta, files, kafka, postgres, sqlite)",
+        "write to a sink with transactions (delta, files, iceberg, kafka, postgres, sqlite)",
     )
 
 
@@ -140,7 +140,7 @@ def sink_sends_once(request: Request) -> Reason | None:
     return Reason(
         "SINK_RESENDS",
         f"at_most_once needs a sink that never sends a record twice by itself, and {sink.label} may.",
-        "write to a sink that can send without retries (delta, files, kafka, postgres, sqlite)",
+        "write to a sink that can send without retries (delta, files, iceberg, kafka, postgres, sqlite)",
     )
 
 

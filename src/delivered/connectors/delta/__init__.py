@@ -4,7 +4,6 @@ options.py   what the user named
 client.py    the client library, the files beside the table, errors in plain words
 types.py     Arrow types as Delta keeps them
 target.py    the table: create, compare, add columns
-stage.py     names of data files that tasks write, and who wrote them
 statistics.py  what the log says about a file
 writer.py    a task's side
 records.py   what the ledger knows, in files that the log points to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
-from delivered.storage import delta_log, durable
+from delivered.storage import delta_log
+from delivered.storage import store as storage
 
 
 def delta() -> Any:
@@ -80,80 +81,27 @@ def unreachable(options: DeltaOptions, error: Exception) -> DeliveredError:
     )
 
 
-class Store:
-    """Files at and below a table's folder, named relative to it. On a local disk what is put is durable."""
+class Store(storage.Store):
+    """Files at and below a table's folder."""
 
     def __init__(self, options: DeltaOptions) -> None:
         from pyarrow import fs
 
-        self._local = Path(options.path) if options.local else None
-        if self._local is not None:
-            self.fs: Any = fs.SubTreeFileSystem(options.path, fs.LocalFileSystem(use_mmap=False))
-        else:
-            delta()
-            from deltalake.fs import DeltaStorageHandler
-
-            handler = DeltaStorageHandler(options.path, options.storage_resolved() or None)
-            self._handler: Any = handler._handler
-            self.fs = fs.PyFileSystem(handler)
-
-    def make_folder(self, folder: str) -> None:
-        """A local folder whose name is durable, and those above it. Object stores have none."""
-        if self._local is None:
+        if options.local:
+            folder = fs.SubTreeFileSystem(options.path, fs.LocalFileSystem(use_mmap=False))
+            super().__init__(folder, Path(options.path))
             return
-        durable.make_folder(self._local / folder)
+        delta()
+        from deltalake.fs import DeltaStorageHandler
 
-    def put(self, name: str, data: bytes) -> None:
-        """Whole or not at all."""
-        if self._local is None:
-            file = self.create(name)
-            file.write(data)
-            file.close()
-            return
-        durable.put(self._local / name, data)
+        handler = DeltaStorageHandler(options.path, options.storage_resolved() or None)
+        self._handler: Any = handler._handler
+        super().__init__(fs.PyFileSystem(handler), None)
 
     def create(self, name: str) -> Any:
-        """A new file to write to, in an object store there when it is closed; not durable on a local disk."""
         if self._local is not None:
-            return self.fs.open_output_stream(name)
+            return super().create(name)
         return pa.PythonFile(_Bytes(self._handler.open_output_stream(name)), mode="w")
-
-    def get(self, name: str) -> bytes | None:
-        try:
-            with self.fs.open_input_stream(name) as file:
-                return bytes(file.read())
-        except FileNotFoundError:
-            return None
-
-    def files(self, folder: str) -> dict[str, int]:
-        """Name -> size of every file below a folder."""
-        return {f.path.lstrip("/"): f.size for f in self._list(folder, recursive=True) if f.is_file}
-
-    def folders(self, folder: str) -> list[str]:
-        """Names of the folders in a folder, without its own."""
-        if self._local is not None:
-            return sorted(f.base_name for f in self._list(folder, recursive=False) if not f.is_file)
-        start = folder.rstrip("/") + "/"
-        found = {name.removeprefix(start).partition("/") for name in self.files(folder)}
-        return sorted({first for first, slash, _ in found if slash})
-
-    def remove(self, names: Iterable[str]) -> None:
-        """A file that is gone already is no error."""
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                self.fs.delete_file(name)
-
-    def sync(self, names: Iterable[str]) -> None:
-        """Make local files and their folders durable."""
-        if self._local is not None:
-            paths = [self._local / name for name in names]
-            durable.sync([*paths, *{p.parent for p in paths}])
-
-    def _list(self, folder: str, recursive: bool) -> list[Any]:
-        from pyarrow import fs
-
-        found: list[Any] = self.fs.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=recursive))
-        return found
 
 
 class _Bytes:

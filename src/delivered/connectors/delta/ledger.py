@@ -17,11 +17,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.delta import stage, types
+from delivered.connectors.delta import types
 from delivered.connectors.delta.client import Store, explained, open_table, require_table, sync_versions
 from delivered.connectors.delta.commit import CHECKPOINT_VERSIONS, Change, DataFile, commit, tidy
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.records import Names, Record, Records, digest, next_claim
+from delivered.connectors.delta.records import Names, Record, Records, digest, ledger_key, next_claim
 from delivered.connectors.delta.target import required, same_columns, table_schema
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
@@ -30,6 +30,7 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LE
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.storage import stage
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class DeltaLedger:
         state = self._state(self._refresh())
         if self._claimed is None or state.epoch != self._claimed[1]:
             raise self._fenced(owner.id, state.owner)  # by a claim that came right behind
+        stage.note_claim(ledger_key(self._options, self._scope), state.epoch)
         return state
 
     def resume(self, owner_id: str) -> LedgerState:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.delta.client import Store
+from delivered.connectors.delta.options import DeltaOptions
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.work import Begun, Decision, Owner
@@ -72,6 +73,11 @@ class Names:
 
     def begun_file(self, incarnation: str, digest: int) -> str:
         return f"{self.begun_folder(incarnation)}/{digest}.json"
+
+
+def ledger_key(options: DeltaOptions, scope: Scope) -> tuple[str, ...]:
+    """One ledger, in this process."""
+    return ("delta", options.path, scope.pipeline, scope.sink)
 
 
 def next_claim(claim: int | None) -> int:

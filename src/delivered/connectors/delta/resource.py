@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from delivered.connectors.delta import stage
 from delivered.connectors.delta.client import Store, explained, open_table
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.records import Records
+from delivered.connectors.delta.records import Records, ledger_key
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
+from delivered.storage import stage
 
 
 class DeltaResource:
@@ -40,26 +40,17 @@ class DeltaResource:
             return Ok(None)
         try:
             with explained(self._options):
-                self._store.remove(self._undecided(str(f["path"]) for f in prepared.handle["files"]))
+                self._undecided.remove(str(f["path"]) for f in prepared.handle["files"])
         except DeliveredError as error:
             return Unknown(str(error))
         return Ok(None)
 
     def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Files of batches that no decision names, of any incarnation. Those of older batches than the newest decided
-        one, which a task that nobody waited for may leave, are for the table's own vacuum."""
-        kept = {str(f["path"]) for p in keep if p.handle for f in p.handle["files"]}
         try:
             with explained(self._options):
-                names = []
-                for folder in self._store.folders(stage.sink_folder(self._scope)):
-                    if folder.startswith("i-"):
-                        names += self._open_files(folder.removeprefix("i-"))
-                gone = [name for name in names if name not in kept]
-                self._store.remove(gone)
+                return Ok(self._undecided.sweep({writer for p in keep for writer in _writers(p)}))
         except DeliveredError as error:
             return Unknown(str(error))
-        return Ok(len({stage.writer_of(name) for name in gone}))
 
     def close(self) -> None:
         self._opened = None
@@ -70,34 +61,27 @@ class DeltaResource:
             self._opened = Store(self._options)
         return self._opened
 
-    def _open_files(self, incarnation: str) -> list[str]:
-        """Files of one incarnation that no decision names, in the folders where such can be."""
-        folder = stage.incarnation_folder(self._scope, incarnation)
-        newest, named = self._decided(incarnation)
-        if newest is None:
-            return list(self._store.files(folder))
-        first = stage.block_folder(self._scope, incarnation, newest)
-        blocks = [b for b in (f"{folder}/{name}" for name in self._store.folders(folder)) if b >= first]
-        found = [name for block in blocks for name in self._store.files(block)]
-        return [n for n in found if (stage.batch_of(n) or 0) >= newest and n not in named]
+    @property
+    def _undecided(self) -> stage.Undecided:
+        return stage.Undecided(
+            self._store, self._scope, ledger_key(self._options, self._scope), self._decided, self._claim
+        )
 
-    def _undecided(self, names: Iterable[str]) -> list[str]:
-        """Without files that count, whoever asks: a decided row is never taken away from here."""
-        found = []
-        for name in names:
-            incarnation = stage.incarnation_of(self._scope, name)
-            newest, named = (None, set[str]()) if incarnation is None else self._decided(incarnation)
-            batch = stage.batch_of(name)
-            if batch is not None and (newest is None or batch >= newest) and name not in named:
-                found.append(name)
-        return found
+    def _claim(self) -> int | None:
+        table = open_table(self._options)
+        held = None if table is None else Records(self._store, self._scope).owner(table)
+        return None if held is None else held[1]
 
     def _decided(self, incarnation: str) -> tuple[int | None, set[str]]:
-        """The newest decided batch, and the files that it names."""
+        """The newest decided batch, and the writers whose files it names."""
         table = open_table(self._options)
         records = Records(self._store, self._scope)
         newest = None if table is None else records.newest(table, incarnation)
         if newest is None:
             return None, set()
         participants = records.decided(incarnation, newest).decision.participants
-        return newest[0], {str(f["path"]) for p in participants if not p.sink for f in p.handle.get("files", ())}
+        return newest[0], {writer for p in participants if not p.sink for writer in _writers(p)}
+
+
+def _writers(prepared: Prepared) -> set[str]:
+    return {stage.writer_of(str(f["path"])) for f in prepared.handle.get("files", ())}

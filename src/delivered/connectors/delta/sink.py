@@ -69,11 +69,12 @@ class DeltaSink:
         return fitted(batch, types.canonical_schema(batch.schema))
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
-        from delivered.connectors.delta.writer import DirectWriter, StagingWriter
+        from delivered.connectors.delta.writer import DeltaFiles
+        from delivered.storage.shard import DirectWriter, StagingWriter
 
         if guarantee is Guarantee.EXACTLY_ONCE:
-            return StagingWriter(self.options, work, schema)
-        return DirectWriter(self.options, work, guarantee, schema)
+            return StagingWriter(work, DeltaFiles(self.options, work, schema, direct=False))
+        return DirectWriter(work, guarantee, DeltaFiles(self.options, work, schema, direct=True))
 
     def read_back(self) -> Source:
         from delivered.connectors.delta.read import DeltaRows

@@ -1,0 +1,88 @@
+"""What a task tells the driver of its data files: a manifest of Iceberg's own format beside them.
+
+So a decision names a shard in a few bytes, however many files and columns it has. The driver takes the entries over into
+the manifest of its snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyiceberg.io.pyarrow import (
+    compute_statistics_plan,
+    data_file_statistics_from_parquet_metadata,
+    parquet_path_to_id_mapping,
+)
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    FileFormat,
+    ManifestContent,
+    ManifestEntry,
+    ManifestEntryStatus,
+    ManifestFile,
+    write_manifest,
+)
+from pyiceberg.typedef import Record
+
+from delivered.connectors.iceberg.partition import Part
+from delivered.storage.parquet import Written
+
+_NO_SNAPSHOT = 0
+"""Stands where the snapshot's id will be: the driver writes the entries anew."""
+
+
+def data_files(table: Any, path: str, written: Sequence[Written[Part]]) -> list[Any]:
+    """As the client knows them, with the bounds and counts that the table's properties ask for."""
+    schema = table.schema()
+    plan = compute_statistics_plan(schema, table.properties)
+    ids = parquet_path_to_id_mapping(schema)
+    found = []
+    for file in written:
+        statistics = data_file_statistics_from_parquet_metadata(file.footer, plan, ids)
+        found.append(
+            DataFile.from_args(
+                content=DataFileContent.DATA,
+                file_path=f"{path}/{file.name}",
+                file_format=FileFormat.PARQUET,
+                partition=Record(*file.part),
+                file_size_in_bytes=file.size,
+                sort_order_id=None,
+                spec_id=table.metadata.default_spec_id,
+                equality_ids=None,
+                key_metadata=None,
+                **statistics.to_serialized_dict(),
+            )
+        )
+    return found
+
+
+def put(table: Any, path: str, files: Sequence[Any]) -> int:
+    """Write a manifest of these files; returns its size in bytes."""
+    with write_manifest(
+        format_version=table.metadata.format_version,
+        spec=table.spec(),
+        schema=table.schema(),
+        output_file=table.io.new_output(path),
+        snapshot_id=_NO_SNAPSHOT,
+        avro_compression="gzip",
+    ) as writer:
+        for file in files:
+            status = ManifestEntryStatus.ADDED
+            writer.add(ManifestEntry.from_args(status=status, snapshot_id=_NO_SNAPSHOT, data_file=file))
+    return int(writer.to_manifest_file().manifest_length)
+
+
+def get(table: Any, path: str, size: int, spec_id: int) -> list[Any]:
+    """The files that a manifest names."""
+    manifest = ManifestFile.from_args(
+        manifest_path=path,
+        manifest_length=size,
+        partition_spec_id=spec_id,
+        content=ManifestContent.DATA,
+        sequence_number=0,
+        min_sequence_number=0,
+        added_snapshot_id=_NO_SNAPSHOT,
+    )
+    return [entry.data_file for entry in manifest.fetch_manifest_entry(table.io)]

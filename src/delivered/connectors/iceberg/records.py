@@ -1,0 +1,200 @@
+"""What the ledger knows, in the table's own metadata.
+
+    property                                        value
+    delivered/<pipeline>/<sink>/owner               the owner, and the number of its claim, as JSON
+    delivered/<pipeline>/<sink>/decided/<incarnation>  the newest decision: its batch, the commit's mark, the record
+    delivered/<pipeline>/<sink>/begun/<incarnation>    the newest begun batch, as JSON
+
+    branch                                          snapshot
+    delivered/<pipeline>/<sink>                     of the newest claim; empty, without a parent
+
+Properties stay when snapshots expire. A decision stands in the summary of its snapshot too: the audit reads the older
+ones there, for as long as the table keeps them. A record is JSON, deflated, in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.model.errors import InvariantBroken
+from delivered.model.identity import Scope
+from delivered.model.work import Begun, Decision, Owner
+
+IN_SUMMARY = "delivered.decision"
+
+
+@dataclass(frozen=True)
+class Names:
+    """Properties and branch of one sink of one pipeline."""
+
+    scope: Scope
+
+    @property
+    def branch(self) -> str:
+        return f"delivered/{self.scope.pipeline}/{self.scope.sink}"
+
+    @property
+    def owner(self) -> str:
+        return f"{self.branch}/owner"
+
+    def decided(self, incarnation: str) -> str:
+        return f"{self.branch}/decided/{incarnation}"
+
+    def begun(self, incarnation: str) -> str:
+        return f"{self.branch}/begun/{incarnation}"
+
+    def summary(self, decision: Decision) -> dict[str, str]:
+        """Of the snapshot that a decision makes."""
+        return {
+            "delivered.pipeline": self.scope.pipeline,
+            "delivered.sink": self.scope.sink,
+            "delivered.incarnation": decision.scope.incarnation,
+            "delivered.batch": str(decision.batch),
+            IN_SUMMARY: packed(decision.to_json()),
+        }
+
+
+@dataclass(frozen=True)
+class Claim:
+    """
+    Attributes:
+        epoch: grows with every claim.
+        snapshot: of the branch.
+    """
+
+    owner: Owner
+    epoch: int
+    snapshot: int | None
+
+
+def packed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def unpacked(where: str, text: str) -> str:
+    """
+    Raises:
+        InvariantBroken: it is not what was written.
+    """
+    try:
+        return zlib.decompress(base64.b64decode(text)).decode()
+    except ValueError as error:
+        raise _spoiled(where, error) from None
+    except zlib.error as error:
+        raise _spoiled(where, error) from None
+
+
+class Records:
+    """Reads the metadata of a table as it was loaded."""
+
+    def __init__(self, table: Any, scope: Scope) -> None:
+        self._table = table
+        self._names = Names(scope)
+        self._properties: Mapping[str, str] = table.properties
+
+    def claim(self) -> Claim | None:
+        text = self._properties.get(self._names.owner)
+        if text is None:
+            return None
+        try:
+            data = json.loads(text)
+            epoch = int(data.pop("epoch"))
+            owner = Owner(**{**data, "superseded": tuple(data["superseded"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise _spoiled(self._names.owner, error) from None
+        branch = self._table.metadata.refs.get(self._names.branch)
+        return Claim(owner, epoch, branch.snapshot_id if branch else None)
+
+    def decided(self, incarnation: str) -> Decision | None:
+        """The newest decision."""
+        name = self._names.decided(incarnation)
+        text = self._properties.get(name)
+        if text is None:
+            return None
+        return Decision.from_json(unpacked(name, text.rpartition(" ")[2]))
+
+    def mark(self, incarnation: str) -> str | None:
+        """Of the commit that decided the newest batch: in the names of its manifests."""
+        text = self._properties.get(self._names.decided(incarnation))
+        return None if text is None else text.split(" ")[1]
+
+    def newest(self, incarnation: str) -> int | None:
+        """The newest decided batch."""
+        text = self._properties.get(self._names.decided(incarnation))
+        return None if text is None else int(text.partition(" ")[0])
+
+    def begun(self, incarnation: str) -> Begun | None:
+        name = self._names.begun(incarnation)
+        text = self._properties.get(name)
+        if text is None:
+            return None
+        try:
+            data = json.loads(text)
+            return Begun(data["batch"], data["offsets"])
+        except (ValueError, KeyError) as error:
+            raise _spoiled(name, error) from None
+
+    def incarnations(self) -> list[str]:
+        """Those that decided a batch."""
+        return self._below(self._names.decided(""))
+
+    def only_begun(self) -> list[str]:
+        """Incarnations that began a batch and decided none."""
+        return sorted(set(self._below(self._names.begun(""))) - set(self.incarnations()))
+
+    def history(self, incarnation: str) -> Iterator[Decision]:
+        """Decisions that are still kept, oldest first; of one that was revised the newest."""
+        scope = self._names.scope
+        mine = {
+            "delivered.pipeline": scope.pipeline,
+            "delivered.sink": scope.sink,
+            "delivered.incarnation": incarnation,
+        }
+        found: dict[int, Decision] = {}
+        for snapshot in sorted(self._table.metadata.snapshots, key=lambda s: s.sequence_number or 0):
+            said = snapshot.summary.additional_properties if snapshot.summary is not None else {}
+            if IN_SUMMARY in said and mine.items() <= said.items():
+                text = unpacked(f"the summary of snapshot {snapshot.snapshot_id}", said[IN_SUMMARY])
+                decision = Decision.from_json(text)
+                found[decision.batch] = decision
+        last = self.decided(incarnation)
+        if last is not None:
+            found[last.batch] = last
+            yield from (found[batch] for batch in sorted(found) if batch <= last.batch)
+
+    def _below(self, start: str) -> list[str]:
+        return sorted(name.removeprefix(start) for name in self._properties if name.startswith(start))
+
+
+def owner_text(owner: Owner, epoch: int) -> str:
+    return json.dumps({**dataclasses.asdict(owner), "epoch": epoch}, separators=(",", ":"))
+
+
+def begun_text(begun: Begun) -> str:
+    return json.dumps(dataclasses.asdict(begun), separators=(",", ":"))
+
+
+def decided_text(decision: Decision, mark: uuid.UUID) -> str:
+    return f"{decision.batch} {mark} {packed(decision.to_json())}"
+
+
+def ledger_key(options: IcebergOptions, scope: Scope) -> tuple[str, ...]:
+    """One ledger, in this process."""
+    return ("iceberg", options.catalog["uri"], options.catalog_name, options.table, scope.pipeline, scope.sink)
+
+
+def _spoiled(where: str, error: Exception) -> InvariantBroken:
+    return InvariantBroken(
+        "LEDGER_RECORD_MISSING",
+        f"The ledger's record in {where!r} of the table is not what was written: {error}. Without it nobody can tell what "
+        "the last batch was.",
+        next_step="put the property back as an earlier metadata file of the table has it",
+    )

@@ -1,0 +1,112 @@
+"""The driver's hand on staged files. The rows themselves got in with the decision, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from delivered.connectors.iceberg.client import data_path, explained, metadata_path, open_table, require_table, store
+from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.records import Names, Records, ledger_key
+from delivered.model.errors import DeliveredError
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.model.work import Prepared
+from delivered.storage import stage
+from delivered.storage.store import Store
+
+
+class IcebergResource:
+    """See `delivered.contract.Resource`."""
+
+    def __init__(self, options: IcebergOptions, scope: Scope) -> None:
+        self._options = options
+        self._scope = scope
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """The decision made the rows visible already."""
+        del work, prepared
+        return Ok(None)
+
+    def applied(self, work: Work) -> bool:
+        table = open_table(self._options)
+        newest = None if table is None else Records(table, work.scope).newest(work.scope.incarnation)
+        return newest is not None and newest >= work.batch
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        handle = prepared.handle
+        if not handle:
+            return Ok(None)
+        names = [f"{handle['writer']}-{n}.parquet" for n in range(int(handle["files"]))]
+        try:
+            with explained(self._options):
+                table = require_table(self._options)
+                self._undecided(store(table, data_path(table))).remove([*names, f"{handle['writer']}-manifest.avro"])
+        except DeliveredError as error:
+            return Unknown(str(error))
+        return Ok(None)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Data files first; then manifests of commits that did not get in."""
+        try:
+            with explained(self._options):
+                table = open_table(self._options)
+                if table is None:
+                    return Ok(0)
+                undecided = self._undecided(store(table, data_path(table)))
+                count = undecided.sweep({stage.writer_of(f"{p.handle['writer']}-") for p in keep if p.handle})
+                self._sweep_manifests(table, undecided)
+                return Ok(count)
+        except DeliveredError as error:
+            return Unknown(str(error))
+
+    def close(self) -> None:
+        """Catalogs stay open in this process, for later batches."""
+
+    def _undecided(self, files: Store) -> stage.Undecided:
+        return stage.Undecided(
+            files, self._scope, ledger_key(self._options, self._scope), self._decided, lambda: self._epoch()
+        )
+
+    def _decided(self, incarnation: str) -> tuple[int | None, set[str]]:
+        """The newest decided batch, and the writers whose files it names."""
+        table = open_table(self._options)
+        decision = None if table is None else Records(table, self._scope).decided(incarnation)
+        if decision is None:
+            return None, set()
+        named = {str(p.handle["writer"]) for p in decision.participants if not p.sink and "writer" in p.handle}
+        return decision.batch, {stage.writer_of(f"{writer}-") for writer in named}
+
+    def _epoch(self) -> int | None:
+        table = open_table(self._options)
+        held = None if table is None else Records(table, self._scope).claim()
+        return None if held is None else held.epoch
+
+    def _sweep_manifests(self, table: Any, undecided: stage.Undecided) -> None:
+        """Of batches that nobody decided, of attempts at the newest decided one that failed, and of former claims."""
+        files = store(table, metadata_path(table))
+        found: list[str] = []
+        for folder in files.folders(stage.sink_folder(self._scope)):
+            if folder.startswith("i-"):
+                incarnation = folder.removeprefix("i-")
+                newest = Records(table, self._scope).newest(incarnation)
+                there = stage.newest_files(files, self._scope, incarnation, newest)
+                records = Records(require_table(self._options), self._scope)
+                newest, mark = records.newest(incarnation), records.mark(incarnation) or "none"
+                for name in there:
+                    batch = stage.batch_of(name)
+                    if batch is not None and (newest is None or batch > newest or (batch == newest and mark not in name)):
+                        found.append(name)
+        claims = list(files.files(claims_folder(self._scope)))
+        now = require_table(self._options)
+        held = Records(now, self._scope).claim()
+        branch = now.snapshot_by_name(Names(self._scope).branch)
+        current = branch.manifest_list if branch is not None else ""
+        undecided.check_claim()
+        # Those of a later number may be of a claim that is just being made.
+        old = [c for c in claims if held is not None and (stage.batch_of(c) or 0) <= held.epoch]
+        files.remove([*found, *(c for c in old if not current.endswith(c))])
+
+
+def claims_folder(scope: Scope) -> str:
+    return f"{stage.sink_folder(scope)}/claims"

@@ -1,0 +1,94 @@
+"""The sink `delivered_iceberg`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from delivered.connectors.iceberg import types
+from delivered.connectors.iceberg.client import need
+from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.model.capability import Commit, SinkCapability
+from delivered.model.columns import fitted
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.limits import LEDGER_HISTORY_BATCHES
+
+_BACKUP = "catalog and table are backed up and restored as one"
+_CATALOG = "the catalog commits by comparing and swapping, and answers with what was committed last"
+
+
+@dataclass(frozen=True)
+class IcebergSink:
+    """Holds options, no connection. Secrets travel as references."""
+
+    options: IcebergOptions
+
+    @property
+    def name(self) -> str:
+        return self.options.sink_name
+
+    def capability(self) -> SinkCapability:
+        return SinkCapability(
+            system="iceberg",
+            commit=Commit.ONE_TRANSACTION,
+            mechanism="one commit to the table, refused by the catalog when the claim is not the newest",
+            stage="Parquet files in the table's folder, which no snapshot names",
+            prepare="files closed and durable, with a manifest of them beside",
+            decide="one commit: a snapshot with the files of all shards, and the ledger's record",
+            apply="nothing left to do; the rows are visible since the decision",
+            send="one snapshot for each shard, visible when it is committed",
+            batch_atomic=True,
+            local=self.options.local,
+            assumes=(_BACKUP,) if self.options.local else (_BACKUP, _CATALOG),
+            limits=(
+                f"of older decisions the last {LEDGER_HISTORY_BATCHES} are read, as far as their snapshots are kept; the "
+                "newest one stays for ever",
+                "each batch is a snapshot, and a file for each shard: compact the table and expire snapshots",
+            ),
+        )
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        from delivered.connectors.iceberg.preflight import preflight
+
+        del guarantee
+        return preflight(self.options)
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        types.check(schema)
+
+    def ready_target(self, schema: pa.Schema) -> None:
+        from delivered.connectors.iceberg.target import ready
+
+        ready(self.options, schema)
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return fitted(batch, types.canonical_schema(batch.schema))
+
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+        need()
+        from delivered.connectors.iceberg.writer import IcebergFiles
+        from delivered.storage.shard import DirectWriter, StagingWriter
+
+        if guarantee is Guarantee.EXACTLY_ONCE:
+            return StagingWriter(work, IcebergFiles(self.options, work, schema, direct=False))
+        return DirectWriter(work, guarantee, IcebergFiles(self.options, work, schema, direct=True))
+
+    def read_back(self) -> Source:
+        from delivered.connectors.iceberg.read import IcebergRows
+
+        return IcebergRows(self.options)
+
+    def ledger(self, scope: Scope) -> Ledger:
+        need()
+        from delivered.connectors.iceberg.ledger import IcebergLedger
+
+        return IcebergLedger(self.options, scope)
+
+    def resource(self, scope: Scope) -> Resource:
+        from delivered.connectors.iceberg.resource import IcebergResource
+
+        return IcebergResource(self.options, scope)

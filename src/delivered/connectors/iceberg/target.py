@@ -1,0 +1,204 @@
+"""The user's table: create it, compare it with the rows. Changes no row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.iceberg import types
+from delivered.connectors.iceberg.client import catalog, explained, local_store_folders, open_table, require_table
+from delivered.connectors.iceberg.options import IcebergOptions, Part
+from delivered.model.errors import Refused, UsageError
+
+FORMAT_VERSION = 2
+_CREATED_WITH = {
+    "format-version": str(FORMAT_VERSION),
+    # Each batch is a version of the metadata, and a manifest: both are kept down as they come.
+    "write.metadata.delete-after-commit.enabled": "true",
+    "write.metadata.previous-versions-max": "100",
+    "commit.manifest-merge.enabled": "true",
+}
+_DAYS, _HOURS = ("year", "month", "day"), ("hour",)
+
+
+def ready(options: IcebergOptions, schema: pa.Schema) -> None:
+    """
+    Raises:
+        UsageError: no table, and none is to be created; or rows of this schema do not fit.
+        Refused: the table asks more of a writer than this sink does.
+    """
+    types.check(schema)
+    schema = types.canonical_schema(schema)
+    table = open_table(options)
+    if table is None:
+        table = _create(options, schema)
+    check_features(options, table)
+    compare(options, table, schema)
+
+
+def check_features(options: IcebergOptions, table: Any) -> None:
+    """
+    Raises:
+        Refused: the table asks a writer for something that this one does not do.
+    """
+    asked = []
+    if table.metadata.format_version != FORMAT_VERSION:
+        asked.append(f"format version {table.metadata.format_version} (this sink writes {FORMAT_VERSION})")
+    if table.properties.get("write.wap.enabled", "false").lower() == "true":
+        asked.append("write.wap.enabled: snapshots that are published by hand")
+    asked += sorted(key for key in table.properties if key.startswith("encryption."))
+    if asked:
+        raise Refused(
+            "TABLE_FEATURES",
+            f"The table {options.where} asks of its writers: {', '.join(asked)}. This sink does not do that.",
+            next_step="write to a table without it, and take the rows over from there",
+        )
+
+
+def compare(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
+    """
+    Raises:
+        UsageError: partitions, names or types do not fit, or a column is missing on one of the sides.
+    """
+    spec = [(table.schema().find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields]
+    wanted = None if options.partition_by is None else [(p.column, p.transform) for p in options.partition_by]
+    if wanted not in (None, spec):
+        raise UsageError(
+            "PARTITIONS",
+            f"The table {options.where} is partitioned by {_told(spec)}; option 'partitionBy' names {_told(wanted or [])}.",
+            next_step="take the option out: the sink writes by the table's own partitions",
+        )
+    there = {f.name: f for f in types.to_arrow(table.schema())}
+    lower = {name.lower(): name for name in there}
+    for field in schema:
+        known = there.get(field.name)
+        if known is None and field.name.lower() in lower:
+            raise UsageError(
+                "COLUMN_CASE",
+                f"Column {field.name!r} is {lower[field.name.lower()]!r} in the table {options.where}.",
+                next_step=f"rename it to {lower[field.name.lower()]!r}",
+            )
+        if known is None:
+            raise UsageError(
+                "COLUMN_MISSING",
+                f"The table {options.where} has no column {field.name!r}; it has {list(there)}.",
+                next_step="add it to the table, or leave it out of the rows",
+            )
+        if not known.type.equals(field.type):
+            raise UsageError(
+                "COLUMN_TYPE",
+                f"Column {field.name!r} is {known.type} in the table {options.where}, and {field.type} in the rows.",
+                next_step="cast it in the pipeline",
+            )
+    needed = {name for name, _ in spec} | {f.name for f in there.values() if not f.nullable}
+    absent = sorted(needed - set(schema.names))
+    if absent:
+        raise UsageError(
+            "COLUMN_REQUIRED",
+            f"The table {options.where} needs a value in {absent}, and the rows have no such column.",
+            next_step="add it to the rows; partitions over a field inside a struct cannot be written",
+        )
+
+
+def same_columns(options: IcebergOptions, table: Any, schema_id: int, spec_id: int, columns: Iterable[int]) -> None:
+    """Check once more, against the table as it is at the commit: others may have altered it since files were written.
+
+    Args:
+        schema_id, spec_id: by which the files were written.
+        columns: field ids that are in them.
+
+    Raises:
+        UsageError: the files do not fit the table any more.
+    """
+    check_features(options, table)
+    if table.metadata.default_spec_id != spec_id:
+        raise _altered(options, "its partitions were changed")
+    if table.metadata.current_schema_id == schema_id:
+        return
+    old, new = table.schemas()[schema_id], table.schema()
+    for column in columns:
+        name, there = old.find_column_name(column), new.find_column_name(column)
+        if name != there or old.find_field(column).field_type != new.find_field(column).field_type:
+            raise _altered(options, f"column {name!r} was changed or dropped")
+    needed = [f.name for f in new.fields if f.required and f.field_id not in set(columns)]
+    if needed:
+        raise _altered(options, f"columns {needed} need a value now")
+
+
+def _altered(options: IcebergOptions, what: str) -> UsageError:
+    return UsageError(
+        "TABLE_ALTERED",
+        f"While a batch was written to the table {options.where}, {what}. Nothing of the batch is visible.",
+        next_step="start the pipeline again; the batch runs again",
+    )
+
+
+def _create(options: IcebergOptions, schema: pa.Schema) -> Any:
+    if not options.create:
+        return require_table(options)
+    from pyiceberg.exceptions import NamespaceAlreadyExistsError, TableAlreadyExistsError
+
+    made = types.to_iceberg(schema)
+    spec = _spec(options, schema, made)
+    known = catalog(options)
+    with explained(options):
+        try:
+            known.create_namespace(options.namespace)
+        except NamespaceAlreadyExistsError:
+            pass
+        except Exception:
+            # Another driver may have made it at this moment; if not, the reason is told.
+            if not known.namespace_exists(options.namespace):
+                raise
+        try:
+            known.create_table(options.identifier, made, partition_spec=spec, properties=_CREATED_WITH)
+        except TableAlreadyExistsError:
+            pass
+    table = require_table(options)
+    local_store_folders(table)
+    return table
+
+
+def _spec(options: IcebergOptions, schema: pa.Schema, made: Any) -> Any:
+    from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
+    from pyiceberg.transforms import parse_transform
+
+    fields = []
+    for number, part in enumerate(options.partition_by or ()):
+        kind = schema.field(part.column).type if part.column in schema.names else None
+        if kind is None or not _fits(part, kind):
+            raise UsageError(
+                "PARTITION_TYPE",
+                f"Option 'partitionBy' names {part.column!r} by {part.transform}, which is {kind or 'no column of the rows'}; "
+                "a column must be a text, bytes, a whole number, a decimal, a boolean, a date or a time, and a time one "
+                "for years, months, days and hours.",
+                next_step=f"derive one, for instance to_date({part.column})",
+            )
+        fields.append(
+            PartitionField(
+                source_id=made.find_field(part.column).field_id,
+                field_id=PARTITION_FIELD_ID_START + number,
+                transform=parse_transform(part.transform),
+                name=part.name,
+            )
+        )
+    return PartitionSpec(*fields)
+
+
+def _fits(part: Part, kind: pa.DataType) -> bool:
+    t = pa.types
+    word = part.transform.partition("[")[0]
+    whole = t.is_integer(kind) or t.is_string(kind) or t.is_binary(kind) or t.is_decimal(kind)
+    if word in _HOURS:
+        return bool(t.is_timestamp(kind))
+    if word in _DAYS:
+        return bool(t.is_timestamp(kind) or t.is_date(kind))
+    if word == "truncate":
+        return bool(whole)
+    return bool(whole or t.is_timestamp(kind) or t.is_date(kind) or (word == "identity" and t.is_boolean(kind)))
+
+
+def _told(spec: list[tuple[str, str]]) -> str:
+    return ", ".join(c if t == "identity" else f"{t}({c})" for c, t in spec) or "nothing"

@@ -1,0 +1,132 @@
+"""A task's side: Parquet files in the table's folder, which a snapshot names later (exactly_once) or at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.iceberg import manifest, types
+from delivered.connectors.iceberg.client import data_path, explained, require_table, store
+from delivered.connectors.iceberg.commit import Change, commit
+from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.partition import Part, parts
+from delivered.connectors.iceberg.target import check_features, compare, same_columns
+from delivered.model.columns import fitted
+from delivered.model.errors import BadRecord
+from delivered.model.identity import Work
+from delivered.model.outcome import Outcome
+from delivered.storage import stage
+from delivered.storage.parquet import PartFiles
+
+
+class IcebergFiles:
+    """See `delivered.storage.shard.ShardFiles`. Reads the table when there is a row to write."""
+
+    def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
+        self._options = options
+        self._work = work
+        self._schema = types.canonical_schema(schema)
+        self._place = stage.new_place(work, direct)
+        self._table: Any = None
+        self._stored: pa.Schema | None = None
+        self._files: PartFiles[Part] | None = None
+        self._done: list[Any] = []
+        self._manifest = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        with _explained(self._options):
+            files, stored = self._begun()
+            plain = fitted(batch, self._schema)
+            for field in stored:
+                if not field.nullable and plain.column(field.name).null_count:
+                    raise BadRecord(
+                        "COLUMN_REQUIRED",
+                        f"Column {field.name!r} of the table {self._options.where} may hold no NULL, and a row does.",
+                        next_step="filter these rows, or give them a value",
+                    )
+            for part, rows in parts(self._table, plain, fitted(plain, stored)):
+                files.write(part, rows)
+
+    def finish(self) -> int:
+        if self._files is None:
+            return 0
+        with _explained(self._options):
+            path = data_path(self._table)
+            self._done = manifest.data_files(self._table, path, self._files.finish())
+        return sum(int(f.record_count) for f in self._done)
+
+    def handle(self) -> dict[str, Any]:
+        if not self._done:
+            return {}
+        with _explained(self._options):
+            name = self._place.beside("manifest.avro")
+            size = manifest.put(self._table, f"{data_path(self._table)}/{name}", self._done)
+        return {
+            "writer": f"{self._place.folder}/{self._place.stem}",
+            "files": len(self._done),
+            "bytes": size,
+            "schema": self._table.metadata.current_schema_id,
+            "spec": self._table.metadata.default_spec_id,
+            "columns": self._columns(),
+        }
+
+    def check(self) -> None:
+        self._fits(require_table(self._options))
+
+    def commit(self) -> Outcome[None]:
+        def change(now: Any) -> Change:
+            self._fits(now)
+            scope = self._work.scope
+            summary = {
+                "delivered.pipeline": scope.pipeline,
+                "delivered.sink": scope.sink,
+                "delivered.incarnation": scope.incarnation,
+                "delivered.batch": str(self._work.batch),
+                "delivered.shard": str(self._work.shard),
+            }
+            return Change(
+                folder=stage.direct_folder(scope), prefix=f"{self._work.batch}-", summary=summary, files=self._done
+            )
+
+        return commit(self._options, change)
+
+    def discard(self) -> None:
+        if self._files is not None:
+            self._files.discard()
+            with contextlib.suppress(Exception):
+                store(self._table, data_path(self._table)).remove([self._place.beside("manifest.avro")])
+
+    def _begun(self) -> tuple[PartFiles[Part], pa.Schema]:
+        if self._files is None or self._stored is None:
+            table = self._table = require_table(self._options)
+            check_features(self._options, table)
+            compare(self._options, table, self._schema)
+            columns = {f.name: f for f in types.to_arrow(table.schema())}
+            self._stored = pa.schema([columns[name] for name in self._schema.names])
+            options = {"compression": self._options.compression, "store_decimal_as_integer": True}
+            self._files = PartFiles(lambda: store(table, data_path(table)), self._place, self._stored, options)
+        return self._files, self._stored
+
+    def _fits(self, now: Any) -> None:
+        written = self._table.metadata
+        same_columns(self._options, now, written.current_schema_id, written.default_spec_id, self._columns())
+
+    def _columns(self) -> list[int]:
+        """Field ids that are in the files."""
+        return [f.field_id for f in self._table.schema().fields if f.name in self._schema.names]
+
+
+@contextlib.contextmanager
+def _explained(options: IcebergOptions) -> Iterator[None]:
+    """A file that is gone is told apart from a store that does not work."""
+    gone = None
+    with explained(options):
+        try:
+            yield
+        except FileNotFoundError as error:
+            gone = error
+    if gone is not None:
+        raise gone

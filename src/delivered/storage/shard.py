@@ -1,0 +1,121 @@
+"""A task's side at a table of files: rows into files that the table names later (exactly_once), or at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from delivered.model.errors import InvariantBroken, OutcomeUnknown
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Work
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+
+
+class ShardFiles(Protocol):
+    """The files of one shard. Used by one thread, once."""
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Take rows, at least one."""
+
+    def finish(self) -> int:
+        """Close all files and make them durable; returns how many rows are in them."""
+
+    def handle(self) -> dict[str, Any]:
+        """After `finish`: what the driver needs to have the table name them. Empty: there is no file."""
+
+    def check(self) -> None:
+        """After `finish`: raise if the table cannot take them."""
+
+    def commit(self) -> Outcome[None]:
+        """After `check`: have the table name them now. Called once."""
+
+    def discard(self) -> None:
+        """Give back what was written. Never raises."""
+
+
+class StagingWriter:
+    """exactly_once: files that nobody sees before the driver's commit names them."""
+
+    def __init__(self, work: Work, files: ShardFiles) -> None:
+        self._work = work
+        self._files = files
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            with _as_ours(self._work):
+                self._files.write(batch)
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        self._finish(fingerprint)
+        return self._files.handle()
+
+    def abort(self) -> None:
+        self._files.discard()
+
+    def _finish(self, fingerprint: Fingerprint) -> int:
+        with _as_ours(self._work):
+            rows = self._files.finish()
+        if rows != fingerprint.count:
+            raise InvariantBroken(
+                "ROWS_DIFFER",
+                f"Shard {self._work.shard} of batch {self._work.batch}: {rows} rows are in its files, the fingerprint "
+                f"counts {fingerprint.count}. Nothing of the shard is visible.",
+                next_step="start the pipeline again; the batch runs again",
+            )
+        return rows
+
+
+class DirectWriter(StagingWriter):
+    """at_least_once, at_most_once: the task commits its files itself."""
+
+    def __init__(self, work: Work, guarantee: Guarantee, files: ShardFiles) -> None:
+        super().__init__(work, files)
+        self._guarantee = guarantee
+        self._committed = False
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        if not self._finish(fingerprint):
+            return {}
+        self._files.check()
+        self._committed = True  # from here on the files may be seen: they are not taken away any more
+        match self._files.commit():
+            case Ok():
+                return {}
+            case Failed(reason):
+                self._committed = False
+                raise InvariantBroken(
+                    "COMMIT_FAILED",
+                    f"Shard {self._work.shard} of batch {self._work.batch} was not committed: {reason}. Nothing of it "
+                    "is visible.",
+                    next_step="start the pipeline again; the batch runs again",
+                )
+            case Unknown(reason):
+                if self._guarantee is Guarantee.AT_MOST_ONCE:
+                    return {"given_up": fingerprint.count}
+                raise OutcomeUnknown(
+                    "COMMIT_UNKNOWN",
+                    f"Whether shard {self._work.shard} of batch {self._work.batch} is visible cannot be told: "
+                    f"{reason}. It is sent again, and may then be in twice.",
+                    next_step="start the pipeline again when the store answers",
+                )
+
+    def abort(self) -> None:
+        if not self._committed:
+            self._files.discard()
+
+
+@contextlib.contextmanager
+def _as_ours(work: Work) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise InvariantBroken(
+            "STAGED_FILE_GONE",
+            f"A file of shard {work.shard} of batch {work.batch} was taken away while the task wrote it: a later "
+            "start of the pipeline swept what this one left. Nothing of the shard is visible.",
+            next_step="nothing, if the later start is running; else start the pipeline again",
+        ) from None
