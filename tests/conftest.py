@@ -180,6 +180,16 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     output.close()
 
 
+@pytest.fixture
+def rest_catalog(tmp_path: Path) -> Iterator[Any]:
+    """An Iceberg catalog that speaks REST over HTTP: `rest_catalog.url`, `.catalog`, `.lose_answers`."""
+    from tests.rest_catalog import RestCatalogServer
+
+    server = RestCatalogServer(tmp_path / "served")
+    yield server
+    server.stop()
+
+
 class Rabbitmq:
     """A real RabbitMQ and what tests do with it.
 

@@ -140,6 +140,11 @@ def _iceberg_s3(request: pytest.FixtureRequest) -> Sink:
     return ICEBERG.sink({"table": "shop.orders", **catalog})
 
 
+def _iceberg_rest(request: pytest.FixtureRequest) -> Sink:
+    server: Any = request.getfixturevalue("rest_catalog")
+    return ICEBERG.sink({"table": "shop.orders", "catalog.uri": server.url})
+
+
 def _files(request: pytest.FixtureRequest, kind: str) -> Sink:
     folder: Path = request.getfixturevalue("tmp_path")
     return FILES.sink({"path": str(folder / "orders"), "fileFormat": kind})
@@ -165,6 +170,7 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "delta": _delta,
     "iceberg": _iceberg,
     "iceberg-s3": _iceberg_s3,
+    "iceberg-rest": _iceberg_rest,
     "files-parquet": lambda request: _files(request, "parquet"),
     "files-json": lambda request: _files(request, "json"),
     "delta-s3": _delta_s3,

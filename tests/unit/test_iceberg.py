@@ -555,3 +555,16 @@ def test_p4_ledger_and_metadata_stay_bounded(tmp_path: Path) -> None:
     assert sizes[-1][1] == sizes[-2][1]
     assert sizes[-1][2] < sizes[-2][2] + 500
     assert Records(theirs(tmp_path), SCOPE).newest("i0") == 40
+
+
+def test_rest_catalog_whose_answer_is_lost(tmp_path: Path, rest_catalog: Any) -> None:
+    sink = CONNECTOR.sink({"table": NAME, "catalog.uri": rest_catalog.url, "partitionBy": "id"})
+    assert isinstance(sink, IcebergSink)
+    mine = claimed(sink)
+    prepared = staged_in(sink)
+    rest_catalog.lose_answers, before = 1, rest_catalog.commits
+    assert mine.decide(decision(0, prepared)) == Ok(None)
+    assert rest_catalog.commits == before + 1
+    assert read_back(sink).num_rows == ROWS.num_rows
+    sink.ledger(SCOPE).claim(Owner("other"))
+    assert "DELIVERED_FENCED" in mine.decide(decision(1, staged_in(sink, ROWS, 1))).reason
