@@ -22,7 +22,7 @@ from pyiceberg.table.update import AssertRefSnapshotId
 
 
 class RestCatalogServer:
-    """`server.url` is its address. `server.lose_answers` of the next commits: they are made, and the connection ends."""
+    """`server.url` is its address; of the next `server.lose_answers` commits the answer is lost: they are made."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,13 +62,13 @@ def _handler(server: RestCatalogServer) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *_: Any) -> None:
             pass
 
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self._answer(None)
 
-        def do_HEAD(self) -> None:  # noqa: N802
+        def do_HEAD(self) -> None:
             self._answer(None)
 
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _answer(self, body: dict[str, Any] | None) -> None:

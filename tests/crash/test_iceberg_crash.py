@@ -1,7 +1,7 @@
 """Processes that are really killed, at every crash point, under every guarantee: a log into an Iceberg table.
 
-The judge looks from outside: at the records that were appended, and at the table as the client library reads it. The runs
-are those of the Delta sink.
+The judge looks from outside: at the records that were appended, and at the table as the client library reads it. The
+runs are those of the Delta sink.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class IcebergWorld(TableWorld):
 
     def open(self) -> Any:
         lake = self.folder / "lake"
-        return SqlCatalog("default", uri=f"sqlite:///{lake}/catalog.db", warehouse=f"file://{lake}").load_table("shop.events")
+        return SqlCatalog("default", uri=f"sqlite:///{lake}/catalog.db", warehouse=f"file://{lake}").load_table(
+            "shop.events"
+        )
 
     def rows(self) -> Counter[str]:
         if not (self.folder / "lake" / "catalog.db").exists():
@@ -100,7 +102,11 @@ def test_p3_the_last_batch_is_known_when_its_snapshot_expired(world: IcebergWorl
     table = world.open()
     with table.transaction() as change, change.update_snapshot().fast_append():
         pass  # a snapshot of somebody else is the table's newest now
-    mine = [s.snapshot_id for s in table.snapshots() if s.summary and "delivered.decision" in s.summary.additional_properties]
+    mine = [
+        s.snapshot_id
+        for s in table.snapshots()
+        if s.summary and "delivered.decision" in s.summary.additional_properties
+    ]
     assert len(mine) == BATCHES
     table.maintenance.expire_snapshots().by_ids(mine).commit()
     assert len(world.open().snapshots()) == 2  # that of somebody else, and the claim's

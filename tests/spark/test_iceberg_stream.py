@@ -52,7 +52,9 @@ def test_killed_after_the_decision_and_started_again(tmp_path: Path) -> None:
     assert done.exit_code == 0, (tmp_path / "output").read_text()[-4000:]
     assert len(done.kills) == 1
     lake = tmp_path / "lake"
-    table = SqlCatalog("default", uri=f"sqlite:///{lake}/catalog.db", warehouse=f"file://{lake}").load_table("shop.events")
+    table = SqlCatalog("default", uri=f"sqlite:///{lake}/catalog.db", warehouse=f"file://{lake}").load_table(
+        "shop.events"
+    )
     found = Counter(table.scan().to_arrow()["id"].to_pylist())
     assert found == Counter(f"id-{i}" for i in range(RECORDS))
     assert [f.name for f in table.spec().fields] == ["part", "at_day"]

@@ -1,4 +1,4 @@
-"""The Iceberg sink alone: types, partitions, schemas, errors, what other writers do meanwhile, answers that get lost."""
+"""The Iceberg sink alone: types, partitions, errors, what other writers do meanwhile, answers that get lost."""
 
 from __future__ import annotations
 
@@ -264,6 +264,7 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path, before_
     assert "DELIVERED_FENCED" in outcome.reason
     assert read_back(sink).num_rows == 0
     assert sink.ledger(SCOPE).look().last is None
+    assert IcebergResource(sink.options, SCOPE).sweep(()) == Ok(1)
     assert strays(tmp_path) == set()
 
 
@@ -384,7 +385,9 @@ def test_expired_snapshots_take_no_decision_along(tmp_path: Path) -> None:
     table = theirs(tmp_path)
     table.append(ROWS.cast(table.schema().as_arrow()))
     refs = {ref.snapshot_id for ref in table.refs().values()}
-    table.maintenance.expire_snapshots().by_ids([s.snapshot_id for s in table.snapshots() if s.snapshot_id not in refs]).commit()
+    table.maintenance.expire_snapshots().by_ids(
+        [s.snapshot_id for s in table.snapshots() if s.snapshot_id not in refs]
+    ).commit()
     assert len(theirs(tmp_path).snapshots()) == 2
     assert sink.ledger(SCOPE).look().last == decisions[-1]
     assert mine.decide(decisions[-1]) == Ok(None)

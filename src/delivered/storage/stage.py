@@ -1,4 +1,4 @@
-"""Files that tasks write into a table's folder before anything names them: their names, and which of them nobody decided.
+"""Files that tasks write into a table's folder before anything names them, and which of them nobody decided.
 
     delivered/p-<pipeline>/s-<sink>/i-<incarnation>/<batch / 100>/[<folder>/]
         <batch>-<shard>-<attempt>-<nonce>-<n>.parquet
@@ -137,8 +137,8 @@ class Undecided:
         if mine is not None and newest != mine:
             raise Fenced(
                 "FENCED",
-                f"The ledger of sink {self.scope.sink!r} of pipeline {self.scope.pipeline!r} was claimed by a later start "
-                "while this one swept. Nothing was taken away.",
+                f"The ledger of sink {self.scope.sink!r} of pipeline {self.scope.pipeline!r} was claimed by a later "
+                "start while this one swept. Nothing was taken away.",
                 next_step="nothing, if the later start is running; else start the pipeline again",
             )
 

@@ -26,7 +26,7 @@ def need() -> None:
         MissingExtra: the client library, or what its SQL catalog needs, is not installed.
     """
     try:
-        import pyiceberg.io.pyarrow
+        import pyiceberg.io.pyarrow  # noqa: F401
         import sqlalchemy  # noqa: F401
     except ImportError:
         raise MissingExtra("iceberg") from None

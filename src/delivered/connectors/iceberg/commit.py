@@ -1,8 +1,8 @@
 """One commit to a table, and what became of it.
 
 A commit names what it rests on, and the catalog refuses it if that changed meanwhile: the table's newest snapshot, its
-columns and partitions, and the claim of the ledger's owner, which is a branch of the table. So a commit of a driver that
-lost its claim never gets in, and one that lost against rows of somebody else is made anew on top of them.
+columns and partitions, and the claim of the ledger's owner, which is a branch of the table. So a commit of a driver
+that lost its claim never gets in, and one that lost against rows of somebody else is made anew on top of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyiceberg.table.update
 from pyiceberg.exceptions import (
     BadRequestError,
     CommitFailedException,
@@ -21,18 +22,10 @@ from pyiceberg.exceptions import (
     NoSuchTableError,
     UnauthorizedError,
 )
+from pyiceberg.table import Transaction
 from pyiceberg.table.locations import SimpleLocationProvider
 from pyiceberg.table.refs import MAIN_BRANCH
-from pyiceberg.table.update import (
-    AssertCurrentSchemaId,
-    AssertDefaultSpecId,
-    AssertRefSnapshotId,
-    AssertTableUUID,
-    RemovePropertiesUpdate,
-    RemoveSnapshotsUpdate,
-    SetPropertiesUpdate,
-    SetSnapshotRefUpdate,
-)
+from pyiceberg.table.update import AssertRefSnapshotId
 
 from delivered.connectors.iceberg.client import (
     catalog,
@@ -52,6 +45,8 @@ log = logging.getLogger(__name__)
 RETRIES_MAX = 100
 """Commits of other writers that one commit may have to go behind."""
 FOREVER_MS = 2**63 - 1
+_parts: Any = pyiceberg.table.update
+"""Updates and requirements; as the client declares them, a type checker takes their fields' names for others."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ def commit(options: IcebergOptions, change: Callable[[Any], Change | None]) -> O
         with explained(options):
             attempt = _Attempt(table, wanted)
         try:
-            catalog(options).commit_table(table, attempt.requirements, attempt.updates)
+            answer = catalog(options).commit_table(table, attempt.requirements, attempt.updates)
         except client_errors() as caught:
             error = caught
             try:
@@ -119,7 +114,7 @@ def commit(options: IcebergOptions, change: Callable[[Any], Change | None]) -> O
             if now is None or now.metadata_location == table.metadata_location:
                 return Failed(_said(error))
             continue
-        attempt.tidy(options)
+        attempt.tidy(options, answer.metadata)
         return Ok(None)
     return Failed(f"other writers were first {RETRIES_MAX} times: {error and _said(error)}")
 
@@ -132,13 +127,13 @@ class _Attempt:
         self._change = change
         self.snapshot_id: int | None = None
         self.updates: tuple[Any, ...] = ()
-        self.requirements: tuple[Any, ...] = (AssertTableUUID(uuid=table.metadata.table_uuid),)
+        self.requirements: tuple[Any, ...] = (_parts.AssertTableUUID(uuid=table.metadata.table_uuid),)
         if change.claim is not None:
-            self.requirements += (_AssertRef(ref=change.claim[0], snapshot_id=change.claim[1]),)
+            self.requirements += (_at(*change.claim),)
         if change.files:
             self.requirements += (
-                AssertCurrentSchemaId(current_schema_id=table.metadata.current_schema_id),
-                AssertDefaultSpecId(default_spec_id=table.metadata.default_spec_id),
+                _parts.AssertCurrentSchemaId(current_schema_id=table.metadata.current_schema_id),
+                _parts.AssertDefaultSpecId(default_spec_id=table.metadata.default_spec_id),
             )
         if change.summary is not None:
             try:
@@ -147,11 +142,11 @@ class _Attempt:
                 self.discard()
                 raise
         if change.removals:
-            self.updates += (RemovePropertiesUpdate(removals=list(change.removals)),)
+            self.updates += (_parts.RemovePropertiesUpdate(removals=list(change.removals)),)
         if change.properties:
-            self.updates += (SetPropertiesUpdate(updates=dict(change.properties)),)
+            self.updates += (_parts.SetPropertiesUpdate(updates=dict(change.properties)),)
         if change.expires:
-            self.updates += (RemoveSnapshotsUpdate(snapshot_ids=list(change.expires)),)
+            self.updates += (_parts.RemoveSnapshotsUpdate(snapshot_ids=list(change.expires)),)
 
     def there(self, now: Any) -> bool:
         """Whether it is in, by the table as it is now."""
@@ -165,11 +160,10 @@ class _Attempt:
             files = store(self._table, metadata_path(self._table))
             files.remove([name for name in files.files(self._change.folder) if str(self._change.mark) in name])
 
-    def tidy(self, options: IcebergOptions) -> None:
+    def tidy(self, options: IcebergOptions, now: Any) -> None:
         """Old metadata files away, if the table asks for it. Its upkeep: an error is logged, the commit is in."""
         try:
-            known = catalog(options)
-            known._delete_old_metadata(self._table.io, self._table.metadata, require_table(options).metadata)
+            catalog(options)._delete_old_metadata(self._table.io, self._table.metadata, now)
         except Exception as error:
             log.warning("old metadata of the table %s was not taken away: %s", options.where, error)
 
@@ -177,7 +171,7 @@ class _Attempt:
         change, table = self._change, self._table
         metadata = table.metadata
         table.location_provider = lambda: _Locations(table, change)
-        made = table.transaction().update_snapshot(snapshot_properties=dict(summary), branch=change.branch)
+        made = _Transaction(table).update_snapshot(snapshot_properties=dict(summary), branch=change.branch)
         merge = table.properties.get("commit.manifest-merge.enabled", "false").lower() == "true"
         producer = made.merge_append() if merge and change.files else made.fast_append()
         producer.commit_uuid = change.mark
@@ -189,12 +183,20 @@ class _Attempt:
         self.snapshot_id = producer.snapshot_id
         if change.branch != MAIN_BRANCH:
             # For good, whatever the table says of its other branches.
-            moved = SetSnapshotRefUpdate(
+            moved = _parts.SetSnapshotRefUpdate(
                 ref_name=change.branch, type="branch", snapshot_id=producer.snapshot_id, max_ref_age_ms=FOREVER_MS
             )
         self.updates += (added, moved)
         before = metadata.refs.get(change.branch)
-        self.requirements += (_AssertRef(ref=change.branch, snapshot_id=before.snapshot_id if before else None),)
+        self.requirements += (_at(change.branch, before.snapshot_id if before else None),)
+
+
+class _Transaction(Transaction):
+    """Nothing is staged in it: the client's own copies the table's whole metadata each time that it is looked at."""
+
+    @property
+    def table_metadata(self) -> Any:
+        return self._table.metadata
 
 
 class _AssertRef(AssertRefSnapshotId):
@@ -207,6 +209,11 @@ class _AssertRef(AssertRefSnapshotId):
             raise CommitFailedException(
                 f"Requirement failed: {self.ref} is at snapshot {found}, expected was {self.snapshot_id}"
             )
+
+
+def _at(branch: str, snapshot: int | None) -> Any:
+    made: Any = _AssertRef
+    return made(ref=branch, snapshot_id=snapshot)
 
 
 class _Locations(SimpleLocationProvider):

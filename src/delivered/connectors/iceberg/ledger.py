@@ -206,9 +206,7 @@ class IcebergLedger:
         found = []
         path = data_path(table)
         with explained(self._options):
-            there = store(table, path).files(
-                stage.block_folder(self._scope, self._scope.incarnation, decision.batch)
-            )
+            there = store(table, path).files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
         for prepared in participants:
             facts = {"batch": decision.batch, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
@@ -276,8 +274,8 @@ class IcebergLedger:
         return Fenced(
             "FENCED",
             f"Driver {owner_id} does not own the ledger of sink {self._scope.sink!r} of pipeline "
-            f"{self._scope.pipeline!r} in the table {self._options.where} any more; it belongs to {other}, or to a later "
-            "start.",
+            f"{self._scope.pipeline!r} in the table {self._options.where} any more; it belongs to {other}, or to a "
+            "later start.",
             next_step="nothing, if the later start is running; else start the pipeline again",
         )
 
@@ -286,7 +284,7 @@ def _whole(there: Mapping[str, int], name: str, size: int) -> None:
     if there.get(name) != size:
         raise InvariantBroken(
             "STAGED_FILE_GONE",
-            f"The staged file {name!r} has {there.get(name, 'no')} bytes, prepared were {size}. Nothing of the batch is "
-            "visible.",
+            f"The staged file {name!r} has {there.get(name, 'no')} bytes, prepared were {size}. Nothing of the batch "
+            "is visible.",
             next_step="start the pipeline again; the batch runs again",
         )

@@ -1,7 +1,7 @@
 """What a task tells the driver of its data files: a manifest of Iceberg's own format beside them.
 
-So a decision names a shard in a few bytes, however many files and columns it has. The driver takes the entries over into
-the manifest of its snapshot.
+So a decision names a shard in a few bytes, however many files and columns it has. The driver takes the entries over
+into the manifest of its snapshot.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def put(table: Any, path: str, files: Sequence[Any]) -> int:
         schema=table.schema(),
         output_file=table.io.new_output(path),
         snapshot_id=_NO_SNAPSHOT,
-        avro_compression="gzip",
+        avro_compression="deflate",
     ) as writer:
         for file in files:
             status = ManifestEntryStatus.ADDED

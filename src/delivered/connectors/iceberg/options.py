@@ -22,7 +22,7 @@ SINK_OPTIONS = OptionTable(
     OWNER,
     (
         Option("table", "The table with its namespace: shop.orders.", required=True),
-        Option("warehouse", "A local folder with an embedded catalog in it, made if it is not there; in place of catalog.uri."),
+        Option("warehouse", "A local folder with an embedded catalog in it, made if it is not there; or catalog.uri."),
         Option("catalogName", "The catalog's name: SQL catalogs keep tables apart by it.", "default"),
         Option("ifNotExists", "Whether a missing table is created from the rows' schema.", "true"),
         Option(
@@ -103,8 +103,11 @@ class IcebergOptions:
         return f"{plain}-{hashlib.blake2b(self.table.encode(), digest_size=4).hexdigest()}"
 
     def catalog_resolved(self) -> dict[str, str]:
-        """Properties for the client, secrets filled in; use at once, do not keep."""
-        return {key: resolve_secret(f"catalog.{key}", value) for key, value in self.catalog.items()}
+        """Properties for the client, secrets filled in; use at once, do not keep. `file://` is a URL, not a secret."""
+        return {
+            key: value if value.startswith("file://") else resolve_secret(f"catalog.{key}", value)
+            for key, value in self.catalog.items()
+        }
 
 
 def parse(given: Mapping[str, str]) -> IcebergOptions:
@@ -131,7 +134,12 @@ def parse(given: Mapping[str, str]) -> IcebergOptions:
         )
     if warehouse is not None:
         warehouse = _folder(warehouse)
-        catalog = {"type": "sql", "uri": f"sqlite:///{warehouse}/{DATABASE}", "warehouse": f"file://{warehouse}", **catalog}
+        catalog = {
+            "type": "sql",
+            "uri": f"sqlite:///{warehouse}/{DATABASE}",
+            "warehouse": f"file://{warehouse}",
+            **catalog,
+        }
     if "py-io-impl" in catalog:
         raise UsageError(
             "OPTION_VALUE",
@@ -163,7 +171,7 @@ def _folder(text: str) -> str:
             "OPTION_VALUE",
             f"{OWNER}: option 'warehouse' is {text!r}; it must be a local folder. The warehouse of another catalog is "
             "'catalog.warehouse'.",
-            next_step="name a folder, or write .option(\"catalog.uri\", ...) and .option(\"catalog.warehouse\", ...)",
+            next_step='name a folder, or write .option("catalog.uri", ...) and .option("catalog.warehouse", ...)',
         )
     return str(Path(path).expanduser().absolute())
 

@@ -194,7 +194,7 @@ def ledger_key(options: IcebergOptions, scope: Scope) -> tuple[str, ...]:
 def _spoiled(where: str, error: Exception) -> InvariantBroken:
     return InvariantBroken(
         "LEDGER_RECORD_MISSING",
-        f"The ledger's record in {where!r} of the table is not what was written: {error}. Without it nobody can tell what "
-        "the last batch was.",
+        f"The ledger's record in {where!r} of the table is not what was written: {error}. Without it nobody can tell "
+        "what the last batch was.",
         next_step="put the property back as an earlier metadata file of the table has it",
     )

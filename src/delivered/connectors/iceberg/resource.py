@@ -95,7 +95,9 @@ class IcebergResource:
                 newest, mark = records.newest(incarnation), records.mark(incarnation) or "none"
                 for name in there:
                     batch = stage.batch_of(name)
-                    if batch is not None and (newest is None or batch > newest or (batch == newest and mark not in name)):
+                    if batch is not None and (
+                        newest is None or batch > newest or (batch == newest and mark not in name)
+                    ):
                         found.append(name)
         claims = list(files.files(claims_folder(self._scope)))
         now = require_table(self._options)

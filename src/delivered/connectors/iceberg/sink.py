@@ -45,8 +45,8 @@ class IcebergSink:
             local=self.options.local,
             assumes=(_BACKUP,) if self.options.local else (_BACKUP, _CATALOG),
             limits=(
-                f"of older decisions the last {LEDGER_HISTORY_BATCHES} are read, as far as their snapshots are kept; the "
-                "newest one stays for ever",
+                f"of older decisions the last {LEDGER_HISTORY_BATCHES} are read, as far as their snapshots are kept; "
+                "the newest one stays for ever",
                 "each batch is a snapshot, and a file for each shard: compact the table and expire snapshots",
             ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -67,7 +68,8 @@ def compare(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
     if wanted not in (None, spec):
         raise UsageError(
             "PARTITIONS",
-            f"The table {options.where} is partitioned by {_told(spec)}; option 'partitionBy' names {_told(wanted or [])}.",
+            f"The table {options.where} is partitioned by {_told(spec)}; option 'partitionBy' names "
+            f"{_told(wanted or [])}.",
             next_step="take the option out: the sink writes by the table's own partitions",
         )
     there = {f.name: f for f in types.to_arrow(table.schema())}
@@ -152,10 +154,8 @@ def _create(options: IcebergOptions, schema: pa.Schema) -> Any:
             # Another driver may have made it at this moment; if not, the reason is told.
             if not known.namespace_exists(options.namespace):
                 raise
-        try:
+        with contextlib.suppress(TableAlreadyExistsError):
             known.create_table(options.identifier, made, partition_spec=spec, properties=_CREATED_WITH)
-        except TableAlreadyExistsError:
-            pass
     table = require_table(options)
     local_store_folders(table)
     return table
@@ -171,9 +171,9 @@ def _spec(options: IcebergOptions, schema: pa.Schema, made: Any) -> Any:
         if kind is None or not _fits(part, kind):
             raise UsageError(
                 "PARTITION_TYPE",
-                f"Option 'partitionBy' names {part.column!r} by {part.transform}, which is {kind or 'no column of the rows'}; "
-                "a column must be a text, bytes, a whole number, a decimal, a boolean, a date or a time, and a time one "
-                "for years, months, days and hours.",
+                f"Option 'partitionBy' names {part.column!r} by {part.transform}, which is "
+                f"{kind or 'no column of the rows'}; a column must be a text, bytes, a whole number, a decimal, a "
+                "boolean, a date or a time, and one of the last two for years, months, days and hours.",
                 next_step=f"derive one, for instance to_date({part.column})",
             )
         fields.append(
