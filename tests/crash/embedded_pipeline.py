@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,8 +174,7 @@ def stop_once(at: str) -> None:
     install(handler)
 
 
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
+def main(given: dict[str, Any]) -> int:
     if given.get("stop_at"):
         stop_once(given["stop_at"])
     else:
@@ -183,4 +183,12 @@ if __name__ == "__main__":
         run(given)
     except DeliveredError as error:
         print(error, file=sys.stderr)
-        sys.exit(3)
+        return 3
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

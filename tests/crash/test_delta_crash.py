@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -51,13 +52,16 @@ class TableWorld(World):
     def incarnation(self) -> str:
         return (self.checkpoint / "metadata").read_text()
 
-    def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
+    def spec(self, stop_at: str = "") -> dict[str, Any]:
+        """Of the next run."""
         self.runs += 1
-        spec = {
+        return {
             "log": str(self.log), self.format: self.options, "checkpoint": str(self.checkpoint),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
-        return start_child(spec, self.folder, crash)
+
+    def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
+        return start_child(self.spec(stop_at), self.folder, crash)
 
     def decisions(self) -> list[Decision]:
         return list(self.sink.ledger(Scope(PIPELINE, self.sink.name, self.incarnation)).history())

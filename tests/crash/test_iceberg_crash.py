@@ -9,6 +9,8 @@ from __future__ import annotations
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.crash.test_delta_crash import (
     test_zombie_driver_is_fenced,
 )
 from tests.crash.test_sqlite_crash import BATCHES, log
+from tests.crash.zygote import Zygote
 
 from delivered.connectors.iceberg import CONNECTOR
 from delivered.contract import Sink
@@ -42,8 +45,25 @@ __all__ = [
 ]
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    started = Zygote(
+        "delivered.connectors.iceberg.ledger", "delivered.connectors.iceberg.writer", "pyiceberg.catalog.sql"
+    )
+    yield started
+    started.stop()
+
+
+@dataclass
 class IcebergWorld(TableWorld):
+    zygote: Zygote | None = None
     format = "iceberg"
+
+    def run(self, crash: str = "") -> int:
+        assert self.zygote
+        code, error = self.zygote.run(self.spec(), self.folder, crash)
+        self.errors.append(error)
+        return code
 
     @property
     def options(self) -> dict[str, str]:
@@ -87,8 +107,8 @@ class IcebergWorld(TableWorld):
 
 
 @pytest.fixture
-def world(log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> IcebergWorld:
-    return IcebergWorld(log, tmp_path, getattr(request, "param", "exactly_once"))
+def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> IcebergWorld:
+    return IcebergWorld(log, tmp_path, getattr(request, "param", "exactly_once"), zygote=zygote)
 
 
 def test_zombie_inside_its_decision_is_fenced(world: IcebergWorld) -> None:
