@@ -53,6 +53,7 @@ SINKS = (
     ),
     Example("SQLite", "sqlite", {"path": "/data/out.db", "table": "orders"}),
     Example("Delta Lake", "delta", {"path": "/data/orders"}),
+    Example("Iceberg", "iceberg", {"warehouse": "/data/lake", "table": "shop.orders"}),
     Example("Parquet, JSON, CSV", "files", {"path": "/data/orders"}),
     Example(
         "RabbitMQ",

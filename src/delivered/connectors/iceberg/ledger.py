@@ -213,8 +213,13 @@ class IcebergLedger:
             handle = prepared.handle
             name = f"{handle['writer']}-manifest.avro"
             _whole(there, name, int(handle["bytes"]))
-            with explained(self._options):
-                files = manifest.get(table, f"{path}/{name}", int(handle["bytes"]), int(handle["spec"]))
+            try:
+                with explained(self._options):
+                    files = manifest.get(table, f"{path}/{name}", int(handle["bytes"]), int(handle["spec"]))
+            except DeliveredError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    _whole({}, name, int(handle["bytes"]))
+                raise
             for file in files:
                 _whole(there, file.file_path.removeprefix(f"{path}/"), file.file_size_in_bytes)
             rows = sum(file.record_count for file in files)

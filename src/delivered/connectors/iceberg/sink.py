@@ -35,7 +35,7 @@ class IcebergSink:
         return SinkCapability(
             system="iceberg",
             commit=Commit.ONE_TRANSACTION,
-            mechanism="one commit to the table, refused by the catalog when the claim is not the newest",
+            mechanism="one commit to the table, fenced by a branch of it",
             stage="Parquet files in the table's folder, which no snapshot names",
             prepare="files closed and durable, with a manifest of them beside",
             decide="one commit: a snapshot with the files of all shards, and the ledger's record",
