@@ -46,7 +46,7 @@ def test_killed_after_the_decision_and_started_again(tmp_path: Path) -> None:
             [sys.executable, str(APP), str(file), str(verdict)],
             "commit.decide:after@batch=0",  # decided and visible; Spark did not log it
             tmp_path / "hits",
-            timeout_s=300,
+            timeout_s=900,
             output=output,
         )
     assert done.exit_code == 0, (tmp_path / "output").read_text()[-4000:]
