@@ -20,6 +20,7 @@ state = Path(told["checkpoint"]).resolve()
 state.mkdir(parents=True, exist_ok=True)
 
 from pyflink.common import Configuration  # noqa: E402 - reads JAVA_HOME
+from pyflink.java_gateway import get_gateway  # noqa: E402
 from pyflink.table import DataTypes, EnvironmentSettings, TableEnvironment  # noqa: E402
 from pyflink.table.udf import udf  # noqa: E402
 
@@ -107,4 +108,7 @@ while not through(consumer, ends):
     if "FAILED" in status or "FINISHED" in status or "CANCELED" in status:
         raise SystemExit(f"the job ended: {status}")
     time.sleep(0.1)
-print("stopped with", job.stop_with_savepoint(False, (state / "savepoints").as_uri()).result(), flush=True)
+# PyFlink's own wrapper calls a method that Java's client does not have any more (apache-flink 2.3.0).
+canonical = get_gateway().jvm.org.apache.flink.core.execution.SavepointFormatType.CANONICAL
+stopped = job._j_job_client.stopWithSavepoint(False, (state / "savepoints").as_uri(), canonical)
+print("stopped with", stopped.get(), flush=True)

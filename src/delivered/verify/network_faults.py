@@ -57,8 +57,10 @@ def kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
 
 def others(kind: SinkKind) -> Iterator[Fault]:
     if kind.locks:
-        text = "another program holds the table for 3 s when a batch is decided"
-        yield Fault("lock-held", "F2", text, tables.lock_held, ("lock held",))
+        # When shards are prepared they hold locks themselves: nobody else can have the table before the decision.
+        step, when = ("write", "its rows are sent") if kind.two_phase else ("decide", "it is decided")
+        text = f"another program holds the table for 3 s when a batch comes to the point where {when}"
+        yield Fault("lock-held", "F2", text, tables.lock_held(step), ("lock held",))
 
 
 _DECISION, _STAGED = ".decision", "COPY"

@@ -12,21 +12,25 @@ from delivered.verify.services import Trouble
 _HELD_S = 3.0
 
 
-def lock_held(bench: Bench) -> None:
-    """Another program holds what a writer must wait for when a batch is decided."""
-    drain = bench.setting.drain
-    if not isinstance(drain, Lockable):
-        raise _cannot(bench, "be locked")
-    bench.send()
-    run = bench.start(f"{point_of(bench, 'decide')}:before!wait")
-    hit = waits(bench, run)
-    if hit is not None:
-        with drain.locked():
-            run.go_on(hit)
-            bench.fire("lock held", seconds=_HELD_S)
-            bench.wait(after(_HELD_S), "the lock is held")
-        bench.end(run)
-    bench.drain()
+def lock_held(step: str) -> Script:
+    """Another program holds what a writer must wait for when it comes to a step."""
+
+    def script(bench: Bench) -> None:
+        drain = bench.setting.drain
+        if not isinstance(drain, Lockable):
+            raise _cannot(bench, "be locked")
+        bench.send()
+        run = bench.start(f"{point_of(bench, step)}:before!wait")
+        hit = waits(bench, run)
+        if hit is not None:
+            with drain.locked():
+                run.go_on(hit)
+                bench.fire("lock held", seconds=_HELD_S)
+                bench.wait(after(_HELD_S), "the lock is held")
+            bench.end(run)
+        bench.drain()
+
+    return script
 
 
 def slow_reader(bench: Bench) -> None:

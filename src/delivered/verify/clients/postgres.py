@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import psycopg
 
 ANSWER_TIMEOUT_S = 60.0
+LOCK_TIMEOUT_S = 20
 _POLL_S = 0.05
 _RETRY_S = 0.2
 _SEEN = "seen_as"
@@ -166,6 +167,7 @@ class PgTable:
     def locked(self) -> Iterator[None]:
         """As a migration holds a table: nobody can write to it, nobody can read it."""
         with self._connect() as other, other.transaction():
+            other.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
             other.execute(f"LOCK TABLE {self.name} IN ACCESS EXCLUSIVE MODE")
             yield
 
