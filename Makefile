@@ -51,7 +51,7 @@ bench-postgres: setup ## the same for PostgreSQL, into build/bench-postgres.json
 bench-delta: setup ## the same for Delta Lake, into build/bench-delta.json
 	$(BIN)/python -m benchmarks.delta
 
-peers: setup ## the same kills for what a user would take instead, into docs/peers.md; installs Quix Streams and Bytewax
+peers: setup ## the same kills for what a user would take instead, into docs/peers.md; installs Quix Streams, Bytewax and Flink
 	$(BIN)/python -m benchmarks.peers
 
 verify: setup ## every failure point, every guarantee, every sink, judged from outside; hours, goes on where it was
