@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from delivered.audit.report import AuditReport
+    from delivered.model.dedup import Dedup
     from delivered.model.errors import (
         BadRecord,
         DeliveredError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from delivered.model.guarantee import Guarantee
+    from delivered.pipeline.dedup import dedup
     from delivered.pipeline.endpoint import Endpoint, delta, endpoint, files, iceberg, kafka, log, postgres, sqlite
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "AuditReport": "delivered.audit.report",
     "BadRecord": "delivered.model.errors",
+    "Dedup": "delivered.model.dedup",
     "DeliveredError": "delivered.model.errors",
     "Endpoint": "delivered.pipeline.endpoint",
     "Fenced": "delivered.model.errors",
@@ -61,6 +64,7 @@ _WHERE = {
     "Unreachable": "delivered.model.errors",
     "UsageError": "delivered.model.errors",
     "arrow": "delivered.pipeline.transform",
+    "dedup": "delivered.pipeline.dedup",
     "delta": "delivered.pipeline.endpoint",
     "endpoint": "delivered.pipeline.endpoint",
     "files": "delivered.pipeline.endpoint",
@@ -78,6 +82,7 @@ _WHERE = {
 __all__ = [
     "AuditReport",
     "BadRecord",
+    "Dedup",
     "DeliveredError",
     "Endpoint",
     "Fenced",
@@ -97,6 +102,7 @@ __all__ = [
     "Unreachable",
     "UsageError",
     "arrow",
+    "dedup",
     "delta",
     "endpoint",
     "files",

@@ -95,6 +95,29 @@ class Fingerprints:
 
 
 @dataclass(frozen=True)
+class DedupCounts:
+    """What the audit of a pipeline that drops the source's repeats found in the source range.
+
+    Attributes:
+        records: of the source, in the range.
+        deduplicated: of these, repeats that must not be in the sink beside the one they repeat.
+        judged: keys that must be in the sink once.
+        unclear: keys of which the source alone does not tell how often they must be there.
+        late: of these, keys that may have been dropped as late.
+        unlike: ids whose copies differ in the sink's columns; that one of them is there was checked.
+        unlike_unclear: ids of which the copies do not even make the same number of records; they were not judged.
+    """
+
+    records: int = 0
+    deduplicated: int = 0
+    judged: int = 0
+    unclear: int = 0
+    late: int = 0
+    unlike: int = 0
+    unlike_unclear: int = 0
+
+
+@dataclass(frozen=True)
 class AuditReport:
     """
     Attributes:
@@ -107,6 +130,8 @@ class AuditReport:
         unknowns: why something could not be told. With any of these the verdict is never `held`.
         notes: what a reader of the report should know; none of it changes the verdict.
         id_says: what tells records apart in this audit.
+        dedup: of a pipeline that drops the source's repeats. `counts.in_progress` then also counts what may be in the
+            sink of unclear keys.
     """
 
     pipeline: str
@@ -125,6 +150,7 @@ class AuditReport:
     unknowns: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     id_says: str = "the whole record"
+    dedup: DedupCounts | None = None
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -161,6 +187,7 @@ class AuditReport:
             "range": {"from": _json_or_text(self.range_from), "to": _json_or_text(self.range_to)},
             "id": self.id_says,
             "counts": asdict(self.counts) | {"given_up": self.given_up},
+            **({"dedup": asdict(self.dedup)} if self.dedup is not None else {}),
             "partitions": [
                 {
                     "partition": line.lane,

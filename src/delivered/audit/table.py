@@ -50,7 +50,13 @@ def _headline(report: AuditReport) -> Text:
     if report.guarantee.may_lose:
         text.append(f"\n  given up, by the ledger: {report.given_up:,}")
     if report.counts.in_progress:
-        text.append(f"\n  of batches not decided yet: {report.counts.in_progress:,}")
+        whose = "of batches not decided yet" if report.dedup is None else "may be there, and need not"
+        text.append(f"\n  {whose}: {report.counts.in_progress:,}")
+    if report.dedup is not None:
+        text.append(
+            f"\n  repeats in the source: {report.dedup.deduplicated:,} of {report.dedup.records:,} records; unclear: "
+            f"{report.dedup.unclear:,} keys"
+        )
     text.append(f"\n  records are told apart by {report.id_says}")
     return text
 

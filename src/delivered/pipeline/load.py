@@ -13,7 +13,7 @@ import pydantic
 import yaml
 
 from delivered.model.errors import UsageError
-from delivered.pipeline.spec import AuditSpec, PipelineSpec, SinkSpec, SourceSpec, TransformSpec
+from delivered.pipeline.spec import AuditSpec, DedupSpec, PipelineSpec, SinkSpec, SourceSpec, TransformSpec
 
 ENVIRONMENT = {
     f"DELIVERED_{name.upper()}": name
@@ -26,6 +26,7 @@ _MODELS: dict[str, type[pydantic.BaseModel]] = {
     "": PipelineSpec,
     "source": SourceSpec,
     "sinks": SinkSpec,
+    "dedup": DedupSpec,
     "transform": TransformSpec,
     "audit": AuditSpec,
 }
@@ -158,7 +159,7 @@ def _put(data: dict[str, Any], dotted: str, value: Any, said_by: str) -> None:
         if not (number.isdigit() and isinstance(sinks, list) and int(number) < len(sinks) and rest):
             raise UsageError("OVERRIDE_VALUE", f"{said_by}: sinks are numbered from 0, as in sinks.0.topic.")
         sinks[int(number)][rest] = value
-    elif rest and head in ("source", "transform", "audit", "spark"):
+    elif rest and head in ("source", "dedup", "transform", "audit", "spark"):
         inner = data.setdefault(head, {})
         if not isinstance(inner, dict):
             raise UsageError("OVERRIDE_VALUE", f"{said_by}: {head} is not a mapping in the file.")

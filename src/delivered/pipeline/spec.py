@@ -51,6 +51,25 @@ class SinkSpec(BaseModel):
     audit: AuditSpec | None = Field(None, description="How the audit tells records of this sink apart.")
 
 
+class DedupSpec(BaseModel):
+    """Which repeats in the source are dropped, before the transform, under every guarantee."""
+
+    model_config = _STRICT
+
+    by: list[str] = Field(
+        min_length=1, description="SQL over the source's columns that names a record; none is a repeat if one is null."
+    )
+    within: str = Field(
+        description='"1 hour": a repeat whose time is at most so long after the first one\'s is dropped.'
+    )
+    time: str = Field("timestamp", description="SQL over the source's columns, a timestamp.")
+    late: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="drop: it is known that a record older than the newest one by more than `within` is dropped, even "
+        "if it is the first of its key. refuse: the pipeline is refused then, with the reason.",
+    )
+
+
 class TransformSpec(BaseModel):
     """What happens between source and sink. One of sql, python, arrow, select."""
 
@@ -86,6 +105,7 @@ class PipelineSpec(BaseModel):
         min_length=1, description="Folder or URL where Spark keeps the query's progress; one per pipeline."
     )
     source: SourceSpec
+    dedup: DedupSpec | None = None
     transform: TransformSpec | None = None
     sinks: list[SinkSpec] = Field(min_length=1)
     on_bad_row: Literal["fail", "dead_letter", "drop"] = Field(

@@ -40,6 +40,7 @@ def to_json(answer: Plan | Refusal) -> dict[str, Any]:
                 "limits": list(answer.limits),
                 "warnings": list(answer.warnings),
                 **({"order": list(answer.order)} if answer.order else {}),
+                **({"dedup": list(answer.dedup)} if answer.dedup else {}),
             }
         case Refusal():
             return {
@@ -73,6 +74,7 @@ def _plan_lines(plan: Plan, width: int) -> Iterable[str]:
             yield from _wrapped(step.id.value, step.does, width)
     yield ""
     yield from _block("order", plan.order, width)
+    yield from _block("dedup", plan.dedup, width)
     yield from _wrapped("at a start", ", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery), width)
     yield from _block("assumes", plan.assumptions, width)
     yield from _block("limits", plan.limits, width)

@@ -9,7 +9,7 @@ from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step
-from delivered.plan import several
+from delivered.plan import repeats, several
 from delivered.plan.request import Request
 from delivered.plan.rules import Reason, reasons, seconds
 from delivered.plan.steps import batch_steps, mechanism, recovery_steps
@@ -26,6 +26,7 @@ class Plan:
         assumptions: what must hold outside of the pipeline.
         limits: bounds worth knowing before the start.
         warnings: what preflight saw and does not refuse.
+        dedup: what is known again of the source's repeats, what is forgotten, and what that costs. Empty: no dedup.
         order: of several sinks: which one decides, in which order the others come, and why. Empty for one sink.
     """
 
@@ -38,6 +39,7 @@ class Plan:
     limits: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
+    dedup: tuple[str, ...] = ()
 
     @property
     def deciding(self) -> Step:
@@ -95,6 +97,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         limits=tuple(_limits(request)),
         warnings=tuple(f.message for f in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]),
         order=several.order(request) if request.several else (),
+        dedup=repeats.says(request.dedup) if request.dedup is not None else (),
     )
 
 
@@ -121,7 +124,7 @@ def _assumptions(request: Request) -> list[str]:
                     "after lost shuffle files the query stops: spark.stage.maxConsecutiveAttempts=1 (sessions made "
                     "here have it)"
                 )
-    if request.transform.stateful:
+    if request.transform.stateful or request.dedup is not None:
         found.append("the state lives in Spark's checkpoint and is restored together with the offsets")
     return found
 
@@ -133,9 +136,18 @@ def _same_rows(request: Request) -> list[str]:
         for s in request.sinks
         if s.capability.commit is Commit.TWO_PHASE and s.capability.promise_s_max is not None
     ]
-    if not promises or request.transform.kind == "none":
+    if not promises:
         return []
     span = seconds(min(promises))
+    if request.dedup is not None:
+        found = [f"copies of one record in one batch are alike (only if a transaction expired: {span})"]
+        return found + _same_transform(request, span)
+    return _same_transform(request, span)
+
+
+def _same_transform(request: Request, span: str) -> list[str]:
+    if request.transform.kind == "none":
+        return []
     if request.transform.deterministic is False:
         return [
             f"no decided transaction expires ({span}): the transform is not deterministic, so its rows could not be "

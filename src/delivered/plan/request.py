@@ -8,6 +8,7 @@ from enum import StrEnum
 from delivered.contract import Finding
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import SinkCapability, SourceCapability, deciding
+from delivered.model.dedup import Dedup
 from delivered.model.guarantee import Guarantee
 
 
@@ -105,6 +106,7 @@ class CheckpointFacts:
         takeover: the user wants that driver fenced.
         earlier: the ledger knows nothing of this checkpoint, and this of another one; None: it does not.
         accepts_new: the user knows that this checkpoint starts over.
+        other_dedup: what the checkpoint began with, for people, if the pipeline names another dedup now; None: the same.
     """
 
     location: str
@@ -115,6 +117,7 @@ class CheckpointFacts:
     takeover: bool = False
     earlier: EarlierFacts | None = None
     accepts_new: bool = False
+    other_dedup: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class Request:
         on_bad_row: what becomes of a row that a sink refuses for itself.
         screening: names of the sinks that tell such rows before they write.
         letters: name of the sink, the last one, that gets dead letters; None: there is none.
+        dedup: which repeats in the source are dropped; None: none.
     """
 
     pipeline: str
@@ -137,6 +141,7 @@ class Request:
     on_bad_row: OnBadRow = OnBadRow.FAIL
     screening: tuple[str, ...] = ()
     letters: str | None = None
+    dedup: Dedup | None = None
 
     @property
     def decider(self) -> SinkFacts:

@@ -121,6 +121,51 @@ def source_recognises(request: Request) -> Reason | None:
     )
 
 
+def late_records_known(request: Request) -> Reason | None:
+    dedup = request.dedup
+    if dedup is None or dedup.drops_late:
+        return None
+    promise = {
+        Guarantee.AT_MOST_ONCE: "at_most_once counts what it gives up, and nothing counts these",
+        Guarantee.AT_LEAST_ONCE: "at_least_once promises that none is lost",
+        Guarantee.EXACTLY_ONCE: "exactly_once promises that none is lost",
+    }
+    return Reason(
+        "DEDUP_LATE",
+        f"dedup forgets by the time of the records: one that is more than {dedup.within} older ({dedup.time}) than the "
+        "newest record of the batches before it is dropped as late, also if it is the first of its key, and "
+        f"{promise[request.guarantee]}. A partition that lags behind the others, or one record with a time in the "
+        "future, is enough.",
+        "choose `within` longer than the source's partitions drift apart, and say that you know: late: drop "
+        '(delivered.dedup(..., late="drop"))',
+    )
+
+
+def dedup_in_batches(request: Request) -> Reason | None:
+    if request.dedup is None or not request.execution.async_progress:
+        return None
+    return Reason(
+        "ASYNC_PROGRESS",
+        "Asynchronous progress tracking logs offsets after the batch, and dedup keeps state by batch: after a crash the "
+        "two would not fit each other.",
+        "take asyncProgressTrackingEnabled out, or dedup",
+    )
+
+
+def dedup_unchanged(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if facts.other_dedup is None:
+        return None
+    now = f"dedup {request.dedup.says}" if request.dedup is not None else "no dedup"
+    return Reason(
+        "DEDUP_CHANGED",
+        f"The checkpoint {facts.location!r} began with {facts.other_dedup}, and the pipeline names {now}: the state in "
+        "the checkpoint cannot be gone on with. Nothing was changed.",
+        "name the former one again; or start a new checkpoint at the offsets where this one ended, which remembers "
+        "nothing of what came before",
+    )
+
+
 def sink_commits(request: Request) -> Reason | None:
     sink = next((s for s in request.sinks if s.capability.commit is Commit.NONE), None)
     if request.guarantee is not Guarantee.EXACTLY_ONCE or sink is None:
@@ -241,6 +286,8 @@ RULES: tuple[Rule, ...] = (
     offsets_logged_first,
     source_replays,
     source_recognises,
+    late_records_known,
+    dedup_in_batches,
     sink_commits,
     one_last_resource,
     sink_sends_once,
@@ -248,6 +295,7 @@ RULES: tuple[Rule, ...] = (
     local_sink,
     promise_outlives_batch,
     owner_gone,
+    dedup_unchanged,
     ledger_not_ahead,
     checkpoint_known,
     preflight_passed,

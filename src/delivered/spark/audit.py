@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -24,12 +24,14 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from delivered.audit.classes import Counts
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
 from delivered.contract import Offsets, Several, Sink, Slice, Source
+from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView
 from delivered.spark import first_offsets
+from delivered.spark.audit_dedup import Judged, Once, Stretch, cut, of_dedup, stretches
 from delivered.spark.audit_ledger import LedgerAccount, read_ledger
 from delivered.spark.checkpoint import read_view
 from delivered.spark.final_state import FinalState, check, final_state, id_sql, of_state
@@ -52,6 +54,7 @@ class AuditSpec:
     Attributes:
         checkpoint: as Spark spells it. It names the incarnation, so an audit speaks of one checkpoint's life.
         sink_name: None: the connector's default name.
+        dedup: which repeats in the source are dropped before the transform; None: none.
         transform: the pipeline's; None: the records go through as they are.
         id: SQL over the sink's columns that tells records apart, for instance `get_json_object(value, '$.id')`.
             None: the whole record does, and an altered record shows as one lost and one unexpected.
@@ -70,6 +73,7 @@ class AuditSpec:
     sink: Sink
     sink_name: str | None = None
     transform: Transform | None = None
+    dedup: Dedup | None = None
     id: str | None = None
     key: str | None = None
     samples_max: int = SAMPLES_MAX
@@ -142,13 +146,19 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
             view = read_view(spec.checkpoint)
             start, end, planned = _range(spec, read, ledger, view)
             say("reading the source range and comparing")
-            unclear, ahead = 0, None
+            unclear, ahead, once = 0, None, None
+            if spec.dedup is not None:
+                once = held.enter_context(_once(spark, spec, scope, read, ledger, start, end))
             if mode.upserts:
-                state = read.final(spark, start, end, planned)
+                state = read.final(spark, start, end, planned, once)
                 state.unclear.persist(StorageLevel.DISK_ONLY)
                 unclear, ordered = state.unclear.count(), True
                 sent = read.as_rows(state.rows, scope)
                 sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, found))
+            elif once is not None:
+                coming = read.hashed(spark, scope, end or start, planned, ahead=True)[0] if planned != end else None
+                sent, ahead, there = once.sides(found, coming)
+                ordered = True
             else:
                 sent, ordered = read.hashed(spark, scope, start, end, ahead=False)
                 there = found
@@ -159,7 +169,29 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
         finally:
             found.unpersist()
     report = _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
+    if once is not None and spec.dedup is not None:
+        report = of_dedup(report, spec.dedup, once.counts)
     return of_state(report, mode, unclear) if mode.upserts else report
+
+
+@contextmanager
+def _once(
+    spark: SparkSession,
+    spec: AuditSpec,
+    scope: Scope,
+    read: _SentRange,
+    ledger: LedgerAccount,
+    start: Offsets,
+    end: Offsets | None,
+) -> Iterator[Once]:
+    """The source range without its repeats, for as long as it is read."""
+    ends = [(batch, _offsets(text)) for batch, text in ledger.ends]
+    upserts = spec.sink.capability().write.upserts
+    parts = stretches(start, ends, end) if end is not None else []
+    with closing(read.judged(spark, parts, named=spec.id is not None)) as judged:
+        rows = read.whole_rows if upserts else lambda frame: read.as_rows(read.transformed(frame), scope, "all")
+        with closing(Once(judged, rows, read.transformed)) as once:
+            yield once
 
 
 class _SentRange:
@@ -177,8 +209,24 @@ class _SentRange:
 
     def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
         """What the sink was given of a range; no slices: for the columns alone."""
-        read = slice_frame(spark, self._spec.source, slices)
+        return self.transformed(slice_frame(spark, self._spec.source, slices))
+
+    def transformed(self, read: DataFrame) -> DataFrame:
         return read if self._spec.transform is None else self._spec.transform(read)
+
+    def judged(self, spark: SparkSession, parts: Sequence[Stretch], *, named: bool) -> Judged:
+        """The records of a range as they are in the source, and which of them repeat another."""
+        dedup = self._spec.dedup
+        if dedup is None:
+            raise DeliveredError("AUDIT_DEDUP", "The pipeline drops no repeats.")
+        slices, numbers = cut(self._driver, parts)
+        return Judged(slice_frame(spark, self._spec.source, slices), numbers, parts, dedup, named=named)
+
+    def whole_rows(self, read: DataFrame) -> DataFrame:
+        """Of records of the source: the key of an upsert, and a hash of all that it is given."""
+        frame = self.transformed(read)
+        key = F.expr(id_sql(self._spec.sink.capability().write)).alias("id")
+        return frame.select(key, F.xxhash64(*[f"`{c}`" for c in frame.columns]).alias("low"))
 
     def hashed(
         self, spark: SparkSession, scope: Scope, start: Offsets, end: Offsets | None, ahead: bool
@@ -199,25 +247,31 @@ class _SentRange:
         # Without a known order the key is dropped, so that none is judged.
         return (rows if ordered else rows.withColumn("key_hash", F.lit(None).cast("long"))), ordered
 
-    def final(self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets) -> FinalState:
+    def final(
+        self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets, once: Once | None
+    ) -> FinalState:
         """What an upsert of a range must leave. Nothing is said of keys that a batch touches which is not decided."""
         mode = self._spec.sink.capability().write
-        slices = self._driver.slices(start, end) if end is not None else []
-        frame = self.frame(spark, slices)
-        names = sorted({s.lane or f"slice {i}" for i, s in enumerate(slices)})
-        lanes = [names.index(s.lane or f"slice {i}") for i, s in enumerate(slices)]
-        state = final_state(frame, mode, lanes if slices and keeps_partitions(frame) else None)
-        unclear = state.unclear
+        if once is not None:
+            state = final_state(once.must(), mode, None)
+            unclear = state.unclear.union(once.unclear_ids())
+        else:
+            slices = self._driver.slices(start, end) if end is not None else []
+            frame = self.frame(spark, slices)
+            names = sorted({s.lane or f"slice {i}" for i, s in enumerate(slices)})
+            lanes = [names.index(s.lane or f"slice {i}") for i, s in enumerate(slices)]
+            state = final_state(frame, mode, lanes if slices and keeps_partitions(frame) else None)
+            unclear = state.unclear
         if planned != end:
             coming = self.frame(spark, self._driver.slices(end or start, planned))
             unclear = unclear.union(coming.select(F.expr(id_sql(mode)).alias("id")))
         return FinalState(state.rows, unclear.distinct())
 
-    def as_rows(self, state: DataFrame, scope: Scope) -> DataFrame:
+    def as_rows(self, state: DataFrame, scope: Scope, lane: str = "keys") -> DataFrame:
         """Rows for `reconcile`, of no partition and no order."""
         spec = self._spec
         seed = fingerprint_seed(scope)
-        rows = hashed(state, spec.sink.records, seed, F.lit("keys"), F.lit(0), None, spec.id)
+        rows = hashed(state, spec.sink.records, seed, F.lit(lane), F.lit(0), None, spec.id)
         return rows.withColumn("key_hash", F.lit(None).cast("long"))
 
 

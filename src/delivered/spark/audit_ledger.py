@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from delivered.audit.history import History, check_history
@@ -18,12 +19,14 @@ class LedgerAccount:
 
     Attributes:
         visible: the newest decision whose rows a reader sees; None: none.
+        ends: (batch, offsets) of the decisions that the ledger keeps, oldest first, as far as they are visible.
     """
 
     history: History
     visible: Decision | None
     transactions: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    ends: tuple[tuple[int, str], ...] = ()
 
 
 def read_ledger(
@@ -36,12 +39,13 @@ def read_ledger(
     """Read the ledger and the state of its newest decision. Takes nothing and fences nobody."""
     name, keeper = decided_by or (scope.sink, sink)
     ledger = keeper.ledger(replace(scope, sink=name))
+    ends: list[tuple[int, str]] = []
     try:
         last = ledger.look().last if letters is not None else None
-        history = check_history(d.seen_by(scope.sink) for d in ledger.history())
+        history = check_history(_noting(ends, (d.seen_by(scope.sink) for d in ledger.history())))
     finally:
         ledger.close()
-    found = LedgerAccount(history, history.last)
+    found = LedgerAccount(history, history.last, ends=tuple(ends))
     if last is not None and letters is not None:
         count = last.seen_by(letters).total.count
         found.notes.append(f"{count:,} rows that a sink refused are in the dead letters {letters!r}, by the ledger")
@@ -56,11 +60,18 @@ def read_ledger(
     found.transactions = tuple(_shown(t) for t in still_open or ())
     if hidden:
         found.visible = history.before
+        found.ends = found.ends[:-1]
         found.notes.append(
             f"batch {history.last.batch} is decided and shards {hidden} of it are not visible yet; the next start of "
             "the pipeline makes them visible. Its records count as in progress."
         )
     return found
+
+
+def _noting(ends: list[tuple[int, str]], decisions: Iterable[Decision]) -> Iterator[Decision]:
+    for decision in decisions:
+        ends.append((decision.batch, decision.offsets))
+        yield decision
 
 
 def _still_open(resource: Resource) -> list[OpenTransaction] | None:

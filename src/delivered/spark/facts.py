@@ -30,6 +30,7 @@ from delivered.plan import (
     TransformFacts,
 )
 from delivered.spark.checkpoint import open_folder
+from delivered.spark.dedup_kept import changed
 from delivered.spark.sinks import opened, without_async
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
         on_bad_row=pipeline.on_bad_row,
         screening=tuple(n.name for (_, s), n in zip(made, sinks, strict=True) if isinstance(s, Screens)),
         letters=sinks[-1].name if pipeline.dead_letter is not None else None,
+        dedup=pipeline.dedup,
     )
 
 
@@ -153,6 +155,7 @@ def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFac
         takeover=takeover,
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
+        other_dedup=changed(pipeline.checkpoint, pipeline.dedup) if incarnation is not None else None,
     )
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delivered.model.bad_row import OnBadRow
+from delivered.model.dedup import Dedup
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
 from delivered.model.options import choice
+from delivered.pipeline.dedup import dedup as make_dedup
 from delivered.pipeline.endpoint import Endpoint, as_text
 from delivered.pipeline.load import load_file
 from delivered.pipeline.projection import parse_projection
-from delivered.pipeline.spec import AuditSpec, PipelineSpec, SinkSpec, SourceSpec, TransformSpec
+from delivered.pipeline.spec import AuditSpec, DedupSpec, PipelineSpec, SinkSpec, SourceSpec, TransformSpec
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, arrow, as_transform, load_function
 from delivered.pipeline.transform import transform as declare
 from delivered.pipeline.trigger import When, parse_trigger
@@ -35,6 +37,7 @@ class Pipeline:
         guarantee: "at_most_once", "at_least_once" or "exactly_once". There is no default.
         checkpoint: folder or URL where Spark keeps the query's progress.
         source, sinks: from `delivered.kafka`, `delivered.log`, `delivered.sqlite`, `delivered.endpoint`.
+        dedup: from `delivered.dedup`: which repeats in the source are dropped, before the transform.
         transform: SQL over the view `source`; or a function DataFrame -> DataFrame; or `delivered.arrow(...)`, the
             fast way; or `delivered.transform(...)`, to declare what is known of it; None: records go through.
         trigger: "available_now", "10 seconds", or {"processing_time": "10 seconds"}; None: batch after batch.
@@ -59,6 +62,7 @@ class Pipeline:
         checkpoint: str | Path,
         source: Endpoint,
         sinks: Sequence[Endpoint],
+        dedup: Dedup | None = None,
         transform: str | Callable[[DataFrame], DataFrame] | Transform | None = None,
         trigger: str | Mapping[Any, str] | When | None = None,
         batch_s_max: float | None = None,
@@ -75,6 +79,7 @@ class Pipeline:
         self.checkpoint = _absolute(str(checkpoint))
         self.source = _endpoint("source", source)
         self.sinks = tuple(_endpoint("sinks", s) for s in sinks)
+        self.dedup = _dedup(dedup)
         self.transform = as_transform(transform)
         if not self.source.projection.is_all:
             raise UsageError(
@@ -115,6 +120,7 @@ class Pipeline:
             checkpoint=_beside(folder, spec.checkpoint),
             source=_from_spec(spec.source, folder),
             sinks=[_from_spec(s, folder) for s in spec.sinks],
+            dedup=_dedup_from_spec(spec.dedup),
             transform=_transform(spec.transform, folder.resolve()),
             trigger=spec.trigger,
             batch_s_max=spec.batch_s_max,
@@ -234,6 +240,16 @@ def _endpoint(what: str, given: object) -> Endpoint:
     return given
 
 
+def _dedup(given: object) -> Dedup | None:
+    if given is None or isinstance(given, Dedup):
+        return given
+    raise UsageError(
+        "DEDUP_VALUE",
+        f"dedup is {given!r} ({type(given).__name__}); it must come from delivered.dedup.",
+        next_step='write it as in delivered.dedup("key", within="1 hour")',
+    )
+
+
 def _on_bad_row(said: str, dead_letter: Endpoint | None) -> OnBadRow:
     found = OnBadRow(choice("delivered.Pipeline", "on_bad_row", str(said), [o.value for o in OnBadRow]))
     if (found is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
@@ -262,6 +278,10 @@ def _from_spec(spec: SourceSpec | SinkSpec, folder: Path) -> Endpoint:
         return Endpoint(spec.format, options)
     audit = spec.audit.model_dump(exclude_none=True) if spec.audit else {}
     return Endpoint(spec.format, options, spec.name, parse_projection(spec.select or (), spec.where), audit)
+
+
+def _dedup_from_spec(spec: DedupSpec | None) -> Dedup | None:
+    return make_dedup(*spec.by, within=spec.within, time=spec.time, late=spec.late) if spec is not None else None
 
 
 def _transform(spec: TransformSpec | None, folder: Path) -> Transform:

@@ -23,12 +23,14 @@ from delivered.model.guarantee import Guarantee
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.transform import Transform
 from delivered.plan import Refusal
-from delivered.spark import first_offsets
+from delivered.spark import dedup_kept, first_offsets
 from delivered.spark.audit import AuditSpec
 from delivered.spark.audit import audit as run_audit
+from delivered.spark.dedup import without_repeats
 from delivered.spark.direct import mark_sink, mark_source
 from delivered.spark.drain import OPTION as DRAIN
 from delivered.spark.drain import new_drain
+from delivered.spark.facts import logged
 from delivered.spark.formats import is_registered, register
 from delivered.spark.frames import batches_fit_for
 from delivered.spark.messages import translated
@@ -109,11 +111,13 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         reader = spark.readStream.format(f"delivered_{source.system}").options(**source.options)
         reader = reader.option(DRAIN, str(drain))
         plain = all(p.is_plain if is_group(pipeline) else p.is_all for p in projections)
-        if pipeline.transform.kind in ("none", "arrow") and plain:
+        if pipeline.transform.kind in ("none", "arrow") and plain and pipeline.dedup is None:
             direct = Direct(opened, arrow_transform(pipeline.transform))
             reader = mark_source(reader)
     frame = reader.load()
     if direct is None:
+        if pipeline.dedup is not None:
+            frame = without_repeats(frame, pipeline.dedup)
         frame = apply_transform(pipeline.transform, spark, opened)(frame)
         if not frame.isStreaming:
             raise UsageError(
@@ -130,6 +134,7 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         writer = writer.option("missingLedger", "accept")
     if direct is not None:
         writer = mark_sink(writer, direct)
+    dedup_kept.keep(pipeline.checkpoint, pipeline.dedup, fresh=logged(pipeline.checkpoint)[0] is None)
     with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
         return writer.trigger(**pipeline.trigger.for_spark()).start()
 
@@ -241,6 +246,7 @@ def audit(
         sink=chosen.sink(),
         sink_name=chosen.name,
         transform=_all_transforms(pipeline, chosen, spark, source),
+        dedup=pipeline.dedup,
         id=by.get("id"),
         key=by.get("key"),
         samples_max=samples_max,

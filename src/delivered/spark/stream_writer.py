@@ -126,7 +126,13 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 "while the batch was planned. Nothing was written.",
                 next_step="check that no other driver uses this checkpoint, then start again",
             )
-        return write_task(self._sink, plan, iterator, self._schema, self._direct)
+        done = write_task(self._sink, plan, iterator, self._schema, self._direct)
+        if self._direct is None:
+            # A shard that is in already is not read. But operators with state before us save it when their last row
+            # is taken: left unread, the state of this batch would be missing at the next one.
+            for _ in iterator:
+                pass
+        return done
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         from delivered.commit.decide import commit_batch

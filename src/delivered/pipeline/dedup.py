@@ -1,0 +1,60 @@
+"""`dedup`: repeats in the source that are dropped before the transform."""
+
+from __future__ import annotations
+
+import re
+
+from delivered.model.dedup import Dedup
+from delivered.model.errors import UsageError
+from delivered.model.options import choice
+from delivered.pipeline.transform import changes_between_runs
+
+_MS = {"millisecond": 1, "second": 1_000, "minute": 60_000, "hour": 3_600_000, "day": 86_400_000, "week": 604_800_000}
+_CLOCK = re.compile(r"\b(now|current_timestamp|current_date|curdate|localtimestamp)\b", re.IGNORECASE)
+_PART = re.compile(rf"\s*(\d+)\s*({'|'.join(_MS)})s?\b", re.IGNORECASE)
+
+
+def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse") -> Dedup:
+    """Drop repeats that the source holds, under every guarantee, before the transform.
+
+    Args:
+        by: SQL over the source's columns that names a record: "key", "get_json_object(CAST(value AS STRING), '$.id')".
+            A record for which one of them is null is no repeat.
+        within: "1 hour", "90 seconds": a repeat whose time is at most so long after the first one's is dropped.
+        time: SQL over the source's columns, a timestamp.
+        late: "drop": it is known and wanted that a record older than the newest one by more than `within` is dropped
+            even if it is the first of its key. "refuse": the pipeline is refused then, with the reason.
+
+    Raises:
+        UsageError: no expression, one that gives other values when it runs again, or no such duration.
+    """
+    if not by or not all(isinstance(b, str) and b.strip() for b in by):
+        raise UsageError(
+            "DEDUP_BY",
+            f"dedup is by {by!r}; it needs one or more expressions over the source's columns.",
+            next_step='write what names a record, as in delivered.dedup("key", within="1 hour")',
+        )
+    for text in (*by, time):
+        if changes_between_runs(text) or _CLOCK.search(text):
+            raise UsageError(
+                "DEDUP_CHANGES",
+                f"dedup uses {text!r}, which gives other values when it runs again: neither repeats nor an audit could rest "
+                "on it.",
+                next_step="name records, and their time, by what they hold",
+            )
+    drops = choice("delivered.dedup", "late", late, ["refuse", "drop"]) == "drop"
+    return Dedup(tuple(b.strip() for b in by), _ms(within), time.strip(), drops)
+
+
+def _ms(text: str) -> int:
+    """Milliseconds of "1 hour 30 minutes". Months and years have no fixed length."""
+    total, at = 0, 0
+    while found := _PART.match(text, at):
+        total, at = total + int(found[1]) * _MS[found[2].lower()], found.end()
+    if total <= 0 or text[at:].strip():
+        raise UsageError(
+            "DEDUP_WITHIN",
+            f"dedup's within is {text!r}; it must be a duration above 0 in {', '.join(f'{u}s' for u in _MS)}.",
+            next_step='write it as in "1 hour" or "1 day 12 hours"',
+        )
+    return total

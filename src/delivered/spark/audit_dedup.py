@@ -1,0 +1,329 @@
+"""What must be in a sink whose pipeline drops the source's repeats, told from the source range alone.
+
+Which record of a key came first, and which came late, Spark decided batch by batch. Of that the audit knows where each
+batch ended, from the ledger. So it judges what is certain, whatever the order within a batch was:
+
+    a key whose records lie within `within` of each other, one of them surely not late: in the sink exactly once
+    every other key: its records may be there, and need not
+
+A record is surely not late if it is newer than the newest record of the batches before its own, minus `within`: Spark's
+watermark never stands higher. Which of several copies got in cannot be told either. So a copy stands for all of them if
+the transform makes the same of them; else the sink must hold one of them, under the id that they share; and where they do
+not even share that, nothing is judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pyspark import StorageLevel
+from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from pyspark.sql.window import Window
+
+from delivered.audit.report import AuditReport, DedupCounts
+from delivered.contract import Offsets, Slice, SourceDriver
+from delivered.model.dedup import Dedup
+from delivered.spark.dedup import TIME, helper_columns, key_columns, with_keys
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+STRETCHES_MAX = 200
+"""Parts of the source range that are told apart. With more batches than that, several are taken together."""
+
+_OWN = "__delivered_once_"
+_STRETCH, _AT, _LATE, _COPIES, _RANK, _JUDGED, _ALIKE = (
+    f"{_OWN}{n}" for n in ("stretch", "at", "late", "copies", "rank", "judged", "alike")
+)
+_COORDINATES = ("topic", "partition", "offset", "timestamp", "timestampType")
+"""Columns in which the copies of a record differ, though it is the same record."""
+
+Rows = Callable[["DataFrame"], "DataFrame"]
+"""Records of the source -> what the sink must hold of them, as rows with `id`, `low` and `high` at least."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of the source range: what one batch read, or several of which nothing more is known."""
+
+    start: Offsets
+    end: Offsets
+    several: bool
+
+
+def stretches(start: Offsets, ends: Sequence[tuple[int, Offsets]], end: Offsets) -> list[Stretch]:
+    """The range cut where batches ended, at most `STRETCHES_MAX` of them.
+
+    Args:
+        ends: (batch, its end) as far as the ledger keeps them, oldest first.
+    """
+    found: list[Stretch] = []
+    at, before = start, -1
+    for batch, until in dict(ends).items():
+        found.append(Stretch(at, until, several=batch > before + 1))
+        at, before = until, batch
+    if at != end:
+        found.append(Stretch(at, end, several=True))
+    size = math.ceil(len(found) / STRETCHES_MAX) or 1
+    parts = [found[i : i + size] for i in range(0, len(found), size)]
+    return [Stretch(p[0].start, p[-1].end, len(p) > 1 or p[0].several) for p in parts]
+
+
+def cut(driver: SourceDriver, parts: Sequence[Stretch]) -> tuple[list[Slice], list[int]]:
+    """Slices of the source, and the number of the stretch that each belongs to."""
+    slices: list[Slice] = []
+    numbers: list[int] = []
+    for number, part in enumerate(parts):
+        pieces = driver.slices(part.start, part.end) if part.start != part.end else []
+        slices += pieces
+        numbers += [number] * len(pieces)
+    return slices, numbers
+
+
+class Judged:
+    """The records of a range with what is certain of each; on the executors' disks until `close`.
+
+    Args:
+        read: partition i of it is slice i of `cut`.
+        named: the audit tells records of the sink apart by an id, not by all that they hold.
+    """
+
+    def __init__(
+        self, read: DataFrame, numbers: Sequence[int], parts: Sequence[Stretch], dedup: Dedup, *, named: bool
+    ) -> None:
+        self._columns = read.columns
+        self._named = named
+        keyed = with_keys(read, dedup)
+        stretch = F.element_at(F.array(*map(F.lit, numbers)), F.spark_partition_id() + 1) if numbers else F.lit(0)
+        placed = keyed.withColumn(_STRETCH, stretch).withColumn(_AT, F.monotonically_increasing_id())
+        placed = placed.withColumn(TIME, F.unix_micros(TIME))
+        self._all = _judged(placed, _late_until(placed, parts, dedup), dedup, self._columns)
+        self._all.persist(StorageLevel.DISK_ONLY)
+
+    def close(self) -> None:
+        self._all.unpersist()
+
+    def once(self) -> DataFrame:
+        """One record of each key that must be in the sink once."""
+        return self._of(self._certain & (F.col(_RANK) == 1))
+
+    def perhaps(self) -> DataFrame:
+        """Records of keys of which nothing is certain."""
+        return self._of(~self._certain)
+
+    def copies(self) -> DataFrame:
+        """All records of keys that are there more than once and must be in the sink once."""
+        return self._of(self._certain & (F.col(_COPIES) > 1))
+
+    def repeated(self) -> DataFrame:
+        """As many records as `copies`; but of each key the same one."""
+        times = F.explode(F.sequence(F.lit(1), F.col(_COPIES))).alias(f"{_OWN}time")
+        first = self._all.where(self._certain & (F.col(_COPIES) > 1) & (F.col(_RANK) == 1))
+        return first.select(*map(_quoted, self._columns), times).drop(f"{_OWN}time")
+
+    def counts(self) -> DedupCounts:
+        """One pass over one row of each key."""
+        certain, copies = self._certain, F.col(_COPIES)
+        one = F.lit(1).cast("long")
+        (row,) = (
+            self._all.where(F.col(_RANK) == 1)
+            .agg(
+                F.sum(copies).alias("records"),
+                F.sum(F.when(certain, copies - 1)).alias("deduplicated"),
+                F.sum(F.when(certain, one)).alias("judged"),
+                F.sum(F.when(~certain, one)).alias("unclear"),
+                F.sum(F.when(~F.col(_JUDGED) & F.col(_LATE), one)).alias("late"),
+            )
+            .collect()
+        )
+        return DedupCounts(**{k: int(v or 0) for k, v in row.asDict().items()})
+
+    @property
+    def _certain(self) -> Column:
+        # Without an id, what the sink holds of two unlike copies has nothing in common.
+        return F.col(_JUDGED) if self._named else F.col(_JUDGED) & F.col(_ALIKE)
+
+    def _of(self, condition: Column) -> DataFrame:
+        return self._all.where(condition).select(*map(_quoted, self._columns))
+
+
+def _late_until(placed: DataFrame, parts: Sequence[Stretch], dedup: Dedup) -> list[int]:
+    """For each stretch, the time (microseconds) up to which a record of it may be late."""
+    newest = {r[_STRETCH]: r["newest"] for r in placed.groupBy(_STRETCH).agg(F.max(TIME).alias("newest")).collect()}
+    found: list[int] = []
+    seen = 0
+    for number, part in enumerate(parts):
+        own = newest.get(number)
+        after = max(seen, own if own is not None else 0)
+        # Spark's watermark begins at 0, 1970.
+        found.append(max(0, (after if part.several else seen) - dedup.within_ms * 1_000))
+        seen = after
+    return found
+
+
+def _judged(placed: DataFrame, late_until: Sequence[int], dedup: Dedup, columns: Sequence[str]) -> DataFrame:
+    """One shuffle by key; a key's records meet in one task, which sorts on disk."""
+    limits = F.element_at(F.array(*map(F.lit, late_until)), F.col(_STRETCH) + 1) if late_until else F.lit(0)
+    content = [_quoted(c) for c in columns if c not in _COORDINATES]
+    content_hash = F.xxhash64(*content) if content else F.lit(0).cast("long")
+    marked = placed.withColumn(_LATE, F.coalesce(F.col(TIME) <= limits, F.lit(False))).withColumn(_ALIKE, content_hash)
+    same = Window.partitionBy(*key_columns(dedup))
+    first, last = F.min(TIME).over(same), F.max(TIME).over(same)
+    timeless = F.max(F.col(TIME).isNull()).over(same)
+    near = ~timeless & (last - first <= F.lit(dedup.within_ms * 1_000))
+    all_late = F.min(_LATE).over(same)
+    return marked.select(
+        *map(_quoted, columns),
+        F.count(F.lit(1)).over(same).alias(_COPIES),
+        F.row_number().over(same.orderBy(_STRETCH, _AT)).alias(_RANK),
+        (near & ~all_late).alias(_JUDGED),
+        all_late.alias(_LATE),
+        (F.min(_ALIKE).over(same) == F.max(_ALIKE).over(same)).alias(_ALIKE),
+    )
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """What the transform makes of copies that are not the same to the sink.
+
+    Attributes:
+        ids: of which not even the number of records is the same for every copy.
+        either: (id, low): one of these values must be there under the id.
+        ids_count, either_count: how many ids each of them speaks of.
+        held: on the executors' disks until `close`.
+    """
+
+    ids: DataFrame
+    either: DataFrame
+    ids_count: int
+    either_count: int
+    held: DataFrame
+
+    def close(self) -> None:
+        self.held.unpersist()
+
+
+def unlike(judged: Judged, rows: Rows) -> Unlike:
+    """Compare what the sink would hold of all copies with what it would hold if each were like the first one."""
+    both = _side(rows(judged.copies()), 1).unionByName(_side(rows(judged.repeated()), 0))
+    by_value = both.groupBy("id", "low").agg(F.sum("is").alias("is"), F.sum("if_alike").alias("if_alike"))
+    same = Window.partitionBy("id")
+    marked = by_value.select(
+        "id",
+        "low",
+        "is",
+        (F.sum("is").over(same) != F.sum("if_alike").over(same)).alias("other_number"),
+        F.max(F.col("is") != F.col("if_alike")).over(same).alias("other_value"),
+    ).persist(StorageLevel.DISK_ONLY)
+    number, value = F.col("other_number"), F.col("other_value")
+    ids = marked.where(number).select("id").distinct()
+    either = marked.where(~number & value & (F.col("is") > 0)).select("id", "low")
+    (counted,) = marked.agg(
+        F.count_distinct(F.when(number, F.col("id"))).alias("ids"),
+        F.count_distinct(F.when(~number & value, F.col("id"))).alias("either"),
+    ).collect()
+    return Unlike(ids, either, int(counted["ids"]), int(counted["either"]), marked)
+
+
+def _side(rows: DataFrame, real: int) -> DataFrame:
+    return rows.select(
+        "id", "low", F.lit(real).cast("long").alias("is"), F.lit(1 - real).cast("long").alias("if_alike")
+    )
+
+
+class Once:
+    """A source range without its repeats, ready to be held against a sink.
+
+    Args:
+        rows: what the sink must hold of records of the source, as rows for `reconcile`.
+        transformed: what the sink is given of them.
+    """
+
+    def __init__(self, judged: Judged, rows: Rows, transformed: Rows) -> None:
+        self._judged = judged
+        self._rows = rows
+        self._transformed = transformed
+        self._unlike = unlike(judged, rows)
+        self.counts = replace(
+            judged.counts(), unlike=self._unlike.either_count, unlike_unclear=self._unlike.ids_count
+        )
+
+    def close(self) -> None:
+        self._unlike.close()
+
+    def must(self) -> DataFrame:
+        """What the sink is given of the keys that must be there once."""
+        return self._transformed(self._judged.once())
+
+    def unclear_ids(self) -> DataFrame:
+        """Ids of keys of which not all is certain, for a sink that keeps one row of each."""
+        perhaps = self._rows(self._judged.perhaps()).select("id")
+        return perhaps.union(self._unlike.ids).union(self._unlike.either.select("id"))
+
+    def sides(self, found: DataFrame, coming: DataFrame | None) -> tuple[DataFrame, DataFrame | None, DataFrame]:
+        """What must be in the sink, what may be there, and what is, for `reconcile`.
+
+        Args:
+            found: what is in the sink.
+            coming: of the batch that began and is not decided.
+        """
+        must, there = self._rows(self._judged.once()), found
+        may = self._rows(self._judged.perhaps()) if self.counts.unclear else None
+        if self._unlike.ids_count:
+            loose = self._rows(self._judged.copies()).join(self._unlike.ids, "id", "left_semi")
+            must = must.join(self._unlike.ids, "id", "left_anti")
+            may = loose if may is None else may.unionByName(loose)
+        if coming is not None:
+            coming = coming.withColumn("key_hash", F.lit(None).cast("long"))  # the shuffle by key keeps no order
+            may = coming if may is None else may.unionByName(coming)
+        if self._unlike.either_count:
+            must, there = (as_one_value(f, self._unlike.either) for f in (must, there))
+            may = as_one_value(may, self._unlike.either) if may is not None else None
+        return must, may, there
+
+
+def of_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditReport:
+    """The report on a pipeline that drops the source's repeats."""
+    notes = [
+        *report.notes,
+        f"the pipeline drops repeats, {dedup.says}: of {counts.records:,} records in the source {counts.deduplicated:,} "
+        "repeat another one and must not be in the sink beside it; source partitions and order are not told",
+    ]
+    if counts.unclear:
+        notes.append(
+            f"{counts.unclear:,} keys may be in the sink as often as in the source, or less often, or not at all: "
+            f"{counts.late:,} of them may have been dropped as late, the others' records lie further apart than "
+            f"{dedup.within}"
+        )
+    if counts.unlike:
+        notes.append(
+            f"{counts.unlike:,} ids have copies that differ: that exactly one of them is there was checked, not which"
+        )
+    if counts.unlike_unclear:
+        notes.append(f"{counts.unlike_unclear:,} ids have copies of which the transform makes more records or fewer")
+    unknowns = list(report.unknowns)
+    if counts.records and not counts.judged:
+        unknowns.append(f"of none of the {counts.unclear:,} keys in the source it is certain that it must be in the sink")
+    prints = report.fingerprints
+    if prints is not None and (counts.unclear or counts.unlike or counts.unlike_unclear):
+        prints = None  # the ledger's and the sink's hold what is not certain, the source's does not
+    return replace(report, dedup=counts, notes=tuple(notes), unknowns=tuple(unknowns), fingerprints=prints)
+
+
+def as_one_value(rows: DataFrame, either: DataFrame) -> DataFrame:
+    """Rows for `reconcile` in which the values that may stand for each other are one."""
+    marked = rows.join(either.withColumn(f"{_OWN}one", F.lit(True)), ["id", "low"], "left")
+    one = F.coalesce(F.col(f"{_OWN}one"), F.lit(False))
+    return marked.select(
+        *[
+            F.when(one, F.xxhash64("id")).otherwise(F.col(c)).alias(c) if c in ("low", "high") else F.col(c)
+            for c in rows.columns
+        ]
+    )
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"

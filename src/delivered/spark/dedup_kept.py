@@ -1,0 +1,62 @@
+"""What a checkpoint's state of dedup was made by, kept beside it.
+
+Spark says of a state that does not fit, if it says anything, how its own rows are laid out; and with another `within` it
+goes on in silence. So the first start writes the dedup down, and a start that names another one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+
+from delivered.model.dedup import Dedup
+from delivered.model.errors import InvariantBroken, Refused
+from delivered.spark import beside
+
+FILE = "delivered/dedup.json"
+
+
+def kept(location: str) -> Dedup | None:
+    """What the checkpoint's state was made by; None: it has none.
+
+    Raises:
+        InvariantBroken: the file is damaged.
+        Unreachable: the checkpoint cannot be read.
+    """
+    text = beside.read(location, FILE)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)["dedup"]
+        return None if found is None else Dedup.from_json(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvariantBroken(
+            "DEDUP_DAMAGED",
+            f"{FILE!r} of the checkpoint {location!r} holds {text[:80]!r}; it must be what the first start of the "
+            "pipeline wrote.",
+            next_step="restore the file from the checkpoint's backup",
+        ) from error
+
+
+def changed(location: str, dedup: Dedup | None) -> str | None:
+    """What a checkpoint began with, for people, if the pipeline names another dedup now; else None."""
+    before = kept(location)
+    same = before is None if dedup is None else dedup.remembers_as(before)
+    return None if same else ("no dedup" if before is None else f"dedup {before.says}")
+
+
+def keep(location: str, dedup: Dedup | None, *, fresh: bool) -> None:
+    """Write down what the state is made by, before there is any.
+
+    Args:
+        fresh: no query ran on this checkpoint yet; what a start that failed left there is replaced.
+
+    Raises:
+        Refused: the checkpoint began with another one. The plan says so before; here nothing can get past it.
+    """
+    before = changed(location, dedup)
+    if before is None:
+        return
+    if not fresh:
+        raise Refused("DEDUP_CHANGED", f"The checkpoint {location!r} began with {before}.", "name it again")
+    data = json.dumps({"dedup": dedup.to_json() if dedup is not None else None}, separators=(",", ":"))
+    beside.write(location, FILE, data.encode(), first=False)
