@@ -15,6 +15,7 @@ import pytest
 from delivered.contract import Finding
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
+from delivered.model.dedup import Dedup
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
 from delivered.plan import (
@@ -144,6 +145,7 @@ PLANS = {
         screening=("orders-clean", "refused"),
         letters="refused",
     ),
+    "dedup": replace(ASKED, dedup=Dedup(("order_id",), 3_600_000, drops_late=True)),
     "kafka_nondeterministic": replace(
         ASKED,
         transform=TransformFacts("python", "orders:clean", stateful=True, deterministic=False),
@@ -161,6 +163,12 @@ REFUSALS = {
     "refused_timeout_below_batch": replace(ASKED, execution=Execution(batch_s_max=600)),
     "refused_owner_alive": replace(ASKED, checkpoint=replace(USED, owner=OwnerFacts("here", 4711))),
     "refused_ledger_ahead": replace(ASKED, checkpoint=replace(USED, newest=6)),
+    "refused_dedup_late": replace(ASKED, dedup=Dedup(("order_id",), 3_600_000)),
+    "refused_dedup_changed": replace(
+        ASKED,
+        dedup=Dedup(("order_id",), 3_600_000, drops_late=True),
+        checkpoint=replace(USED, other_dedup="dedup by key within 1 hour of timestamp"),
+    ),
     "refused_new_checkpoint": replace(
         ASKED,
         checkpoint=CheckpointFacts("/data/checkpoints/new", earlier=EarlierFacts("0f3c", 7, '{"orders":{"0":9}}')),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 KIND = "watermark"
-"""What remembers: Spark's state, bounded by a watermark. Written beside the checkpoint, so that a memory of another kind
+"""What remembers: Spark's state, bounded by a watermark. It stands beside the checkpoint, so that a memory of another kind
 can be told from this one."""
 
 _UNITS = (("day", 86_400_000), ("hour", 3_600_000), ("minute", 60_000), ("second", 1_000))

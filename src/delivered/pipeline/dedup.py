@@ -38,8 +38,8 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse") 
         if changes_between_runs(text) or _CLOCK.search(text):
             raise UsageError(
                 "DEDUP_CHANGES",
-                f"dedup uses {text!r}, which gives other values when it runs again: neither repeats nor an audit could rest "
-                "on it.",
+                f"dedup uses {text!r}, which gives other values when it runs again: neither repeats nor an audit could "
+                "rest on it.",
                 next_step="name records, and their time, by what they hold",
             )
     drops = choice("delivered.dedup", "late", late, ["refuse", "drop"]) == "drop"

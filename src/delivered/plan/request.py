@@ -106,7 +106,7 @@ class CheckpointFacts:
         takeover: the user wants that driver fenced.
         earlier: the ledger knows nothing of this checkpoint, and this of another one; None: it does not.
         accepts_new: the user knows that this checkpoint starts over.
-        other_dedup: what the checkpoint began with, for people, if the pipeline names another dedup now; None: the same.
+        other_dedup: what the checkpoint began with, for people, if the pipeline names another dedup now; else None.
     """
 
     location: str

@@ -146,8 +146,8 @@ def dedup_in_batches(request: Request) -> Reason | None:
         return None
     return Reason(
         "ASYNC_PROGRESS",
-        "Asynchronous progress tracking logs offsets after the batch, and dedup keeps state by batch: after a crash the "
-        "two would not fit each other.",
+        "Asynchronous progress tracking logs offsets after the batch, and dedup keeps state by batch: after a crash "
+        "the two would not fit each other.",
         "take asyncProgressTrackingEnabled out, or dedup",
     )
 

@@ -8,8 +8,8 @@ batch ended, from the ledger. So it judges what is certain, whatever the order w
 
 A record is surely not late if it is newer than the newest record of the batches before its own, minus `within`: Spark's
 watermark never stands higher. Which of several copies got in cannot be told either. So a copy stands for all of them if
-the transform makes the same of them; else the sink must hold one of them, under the id that they share; and where they do
-not even share that, nothing is judged.
+the transform makes the same of them; else the sink must hold one of them, under the id that they share; and where they
+do not even share that, nothing is judged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyspark.sql.window import Window
 from delivered.audit.report import AuditReport, DedupCounts
 from delivered.contract import Offsets, Slice, SourceDriver
 from delivered.model.dedup import Dedup
-from delivered.spark.dedup import TIME, helper_columns, key_columns, with_keys
+from delivered.spark.dedup import TIME, key_columns, with_keys
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -247,9 +247,7 @@ class Once:
         self._rows = rows
         self._transformed = transformed
         self._unlike = unlike(judged, rows)
-        self.counts = replace(
-            judged.counts(), unlike=self._unlike.either_count, unlike_unclear=self._unlike.ids_count
-        )
+        self.counts = replace(judged.counts(), unlike=self._unlike.either_count, unlike_unclear=self._unlike.ids_count)
 
     def close(self) -> None:
         self._unlike.close()
@@ -289,8 +287,9 @@ def of_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditRep
     """The report on a pipeline that drops the source's repeats."""
     notes = [
         *report.notes,
-        f"the pipeline drops repeats, {dedup.says}: of {counts.records:,} records in the source {counts.deduplicated:,} "
-        "repeat another one and must not be in the sink beside it; source partitions and order are not told",
+        f"the pipeline drops repeats, {dedup.says}: of {counts.records:,} records in the source "
+        f"{counts.deduplicated:,} repeat another one and must not be in the sink beside it; source partitions "
+        "and order are not told",
     ]
     if counts.unclear:
         notes.append(
@@ -306,7 +305,9 @@ def of_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditRep
         notes.append(f"{counts.unlike_unclear:,} ids have copies of which the transform makes more records or fewer")
     unknowns = list(report.unknowns)
     if counts.records and not counts.judged:
-        unknowns.append(f"of none of the {counts.unclear:,} keys in the source it is certain that it must be in the sink")
+        unknowns.append(
+            f"of none of the {counts.unclear:,} keys in the source it is certain that it must be in the sink"
+        )
     prints = report.fingerprints
     if prints is not None and (counts.unclear or counts.unlike or counts.unlike_unclear):
         prints = None  # the ledger's and the sink's hold what is not certain, the source's does not

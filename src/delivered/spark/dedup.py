@@ -1,8 +1,8 @@
 """Dedup of a stream by Spark's state.
 
-Helper columns hold the key and the time; Spark's `dropDuplicatesWithinWatermark` keeps one row of state for each key, in
-the checkpoint, and lets go of it when the watermark has passed the first one's time by `within`. The watermark is the
-newest time of the batches before, minus `within`.
+Helper columns hold the key and the time; Spark's `dropDuplicatesWithinWatermark` keeps one row of state for each key,
+in the checkpoint, and lets go of it when the watermark has passed the first one's time by `within`. The watermark is
+the newest time of the batches before, minus `within`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
     """
     placed = all(c in frame.columns for c in _COORDINATES)
     missing = " OR ".join(f"{c} IS NULL" for c in key_columns(dedup)[:-1])
-    own = "concat_ws('-', topic, partition, offset)" if placed else f"CAST(raise_error('{_KEY_NULL}') AS STRING)"
+    own = "concat_ws('-', `topic`, `partition`, `offset`)" if placed else f"CAST(raise_error('{_KEY_NULL}') AS STRING)"
     # Within CASE: nothing that gives more rows, or one for many.
     texts = {**dict(zip(key_columns(dedup), dedup.by, strict=False)), TIME: dedup.time}
     try:

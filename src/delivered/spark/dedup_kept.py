@@ -1,7 +1,7 @@
 """What a checkpoint's state of dedup was made by, kept beside it.
 
-Spark says of a state that does not fit, if it says anything, how its own rows are laid out; and with another `within` it
-goes on in silence. So the first start writes the dedup down, and a start that names another one is refused.
+Spark says of a state that does not fit, if it says anything, how its own rows are laid out; and with another `within`
+it goes on in silence. So the first start writes the dedup down, and a start that names another one is refused.
 """
 
 from __future__ import annotations

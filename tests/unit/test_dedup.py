@@ -1,0 +1,137 @@
+"""Dedup as it is named: durations, identity, and how the audit cuts a range into the batches that the ledger knows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import delivered
+from delivered.model.dedup import Dedup
+from delivered.model.errors import InvariantBroken, Refused, UsageError
+from delivered.pipeline.load import load_text
+from delivered.spark import dedup_kept
+from delivered.spark.audit_dedup import STRETCHES_MAX, Stretch, stretches
+from delivered.spark.pipeline import Pipeline
+
+HOUR = delivered.dedup("key", within="1 hour")
+
+
+@pytest.mark.parametrize(
+    ("text", "ms", "says"),
+    [
+        ("1 hour", 3_600_000, "1 hour"),
+        ("90 seconds", 90_000, "1 minute 30 seconds"),
+        ("1 day 12 hours", 129_600_000, "1 day 12 hours"),
+        ("2 weeks", 1_209_600_000, "14 days"),
+        ("250 milliseconds", 250, "250 milliseconds"),
+    ],
+)
+def test_durations(text: str, ms: int, says: str) -> None:
+    made = delivered.dedup("key", within=text)
+    assert (made.within_ms, made.within) == (ms, says)
+
+
+@pytest.mark.parametrize("text", ["", "1", "hour", "0 hours", "1 month", "1 hour or so", "-1 hour"])
+def test_no_duration(text: str) -> None:
+    with pytest.raises(UsageError, match="DEDUP_WITHIN"):
+        delivered.dedup("key", within=text)
+
+
+@pytest.mark.parametrize(
+    ("by", "time", "code"),
+    [
+        ((), "timestamp", "DEDUP_BY"),
+        (("  ",), "timestamp", "DEDUP_BY"),
+        (("uuid()",), "timestamp", "DEDUP_CHANGES"),
+        (("key",), "current_timestamp()", "DEDUP_CHANGES"),
+    ],
+)
+def test_what_cannot_name_a_record(by: tuple[str, ...], time: str, code: str) -> None:
+    with pytest.raises(UsageError, match=code):
+        delivered.dedup(*by, within="1 hour", time=time)
+
+
+TEXT = """\
+pipeline: orders
+guarantee: exactly_once
+checkpoint: /nowhere/checkpoint
+source: {format: log, path: /nowhere/log}
+dedup: {by: [key], within: 1 hour, late: drop}
+sinks: [{format: sqlite, path: /nowhere/x.db, table: orders}]
+"""
+
+
+def test_in_a_file() -> None:
+    made = Pipeline.from_spec(load_text(TEXT), Path())
+    assert made.dedup == Dedup(("key",), 3_600_000, "timestamp", drops_late=True)
+    made = Pipeline.from_spec(load_text(TEXT, overrides={"dedup.within": "2 hours"}), Path())
+    assert made.dedup is not None
+    assert made.dedup.within == "2 hours"
+    with pytest.raises(UsageError, match=r"line 5: unknown key 'dedup.withn'; known: by, within, time, late"):
+        load_text(TEXT.replace("within", "withn"))
+    with pytest.raises(UsageError, match="DEDUP_VALUE"):
+        Pipeline.from_spec(load_text(TEXT), Path()).__class__(
+            name="orders",
+            guarantee="exactly_once",
+            checkpoint="c",
+            source=made.source,
+            sinks=[],
+            dedup="key",  # type: ignore[arg-type]
+        )
+
+
+def test_the_plan_says_what_is_forgotten_and_is_refused_where_nobody_knows() -> None:
+    made = Pipeline.from_spec(load_text(TEXT), Path())
+    assert "2 hours past the first one's" in str(made.plan(offline=True))
+    for guarantee in delivered.Guarantee:
+        made = Pipeline.from_spec(load_text(TEXT.replace(", late: drop", "")), Path())
+        made.guarantee = guarantee
+        answer = made.plan(offline=True)
+        assert isinstance(answer, delivered.Refusal)
+        assert (answer.code, answer.nearest) == ("DEDUP_LATE", None)
+
+
+def test_what_a_checkpoint_began_with(tmp_path: Path) -> None:
+    place = str(tmp_path)
+    other = delivered.dedup("key", within="2 hours")
+    assert dedup_kept.changed(place, None) is None
+    assert dedup_kept.changed(place, HOUR) == "no dedup"
+    dedup_kept.keep(place, HOUR, fresh=True)
+    known = delivered.dedup("key", within="60 minutes", late="drop")
+    assert dedup_kept.changed(place, known) is None, "what is said of late records changes no state"
+    assert dedup_kept.changed(place, other) == "dedup by key within 1 hour of timestamp"
+    assert dedup_kept.changed(place, None) is not None
+    with pytest.raises(Refused, match="DEDUP_CHANGED"):
+        dedup_kept.keep(place, other, fresh=False)
+    # A start that failed before there was a query left its own behind.
+    dedup_kept.keep(place, other, fresh=True)
+    assert dedup_kept.kept(place) == other
+    dedup_kept.keep(place, None, fresh=True)
+    assert dedup_kept.kept(place) is None
+    (tmp_path / dedup_kept.FILE).write_text('{"dedup": {"kind": "table"}}')
+    with pytest.raises(InvariantBroken, match="DEDUP_DAMAGED"):
+        dedup_kept.kept(place)
+
+
+def at(offset: int) -> dict[str, int]:
+    return {"0": offset}
+
+
+def test_a_range_is_cut_where_batches_ended() -> None:
+    assert stretches(at(0), [(0, at(5)), (1, at(9))], at(9)) == [
+        Stretch(at(0), at(5), several=False),
+        Stretch(at(5), at(9), several=False),
+    ]
+    # The ledger forgot the first batches, and lacks one.
+    assert stretches(at(0), [(7, at(5)), (9, at(9))], at(12)) == [
+        Stretch(at(0), at(5), several=True),
+        Stretch(at(5), at(9), several=True),
+        Stretch(at(9), at(12), several=True),
+    ]
+    many = stretches(at(0), [(n, at(n + 1)) for n in range(3 * STRETCHES_MAX)], at(3 * STRETCHES_MAX))
+    assert len(many) <= STRETCHES_MAX
+    assert all(s.several for s in many)
+    assert (many[0].start, many[-1].end) == (at(0), at(3 * STRETCHES_MAX))
+    assert all(a.end == b.start for a, b in pairwise(many))
