@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 KIND = "watermark"
-"""What remembers: Spark's state, bounded by a watermark. It stands beside the checkpoint, so that a memory of another kind
-can be told from this one."""
+"""What remembers: Spark's state, bounded by a watermark. A memory of another kind is told from it by this word."""
 
 _UNITS = (("day", 86_400_000), ("hour", 3_600_000), ("minute", 60_000), ("second", 1_000))
 
