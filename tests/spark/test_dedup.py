@@ -159,23 +159,23 @@ def test_another_dedup_on_the_same_checkpoint_is_refused_and_changes_nothing(spa
 
 
 def test_what_the_audit_is_sure_of_is_so_whatever_the_order(spark: SparkSession, tmp_path: Path) -> None:
-    """Thousands of keys in disorder over two partitions: none is said to be lost or doubled that is not; and of a few
+    """Hundreds of keys in disorder over two partitions: none is said to be lost or doubled that is not; and of a few
     that are taken out or put in, each is told."""
     rng = random.Random(20)
     records: list[Record] = []
-    for at in range(4_000):
+    for at in range(2_400):
         minute = at // 40 + rng.choice((0, 0, 1, 2, -2, -4) if rng.random() < 0.97 else (-12, -25))
         again = rng.random() < 0.4 and records
         i, n = rng.choice(records[-400:])[:2] if again else (at, "a")
         records.append((i, n if rng.random() < 0.9 else "b", minute))
     produce(tmp_path / "log", records, partitions=2)
-    made = pipeline(tmp_path, 500, "10 minutes")
+    made = pipeline(tmp_path, 600, "10 minutes")
     assert made.start(spark).awaitTermination(WAIT_S)
     report = made.audit(spark)
     assert report.verdict is Verdict.HELD, (report.breaches, report.unknowns)
     assert report.dedup is not None
-    assert report.dedup.deduplicated > 300
-    assert report.dedup.judged > 1_500, report.dedup
+    assert report.dedup.deduplicated > 200
+    assert report.dedup.judged > 900, report.dedup
     assert min(report.dedup.late, report.dedup.unclear - report.dedup.late, report.dedup.unlike) > 10, report.dedup
     # Keys whose records are all of one minute and whose batch is the first: nothing about them is unclear.
     sure = [str(i) for i, _, m in records[:300] if sum(r[0] == i for r in records) == 1 and m >= 0][:10]
@@ -188,23 +188,22 @@ def test_what_the_audit_is_sure_of_is_so_whatever_the_order(spark: SparkSession,
 
 APP = Path(__file__).parent / "apps" / "several_sinks.py"
 RECORDS = 9_000
-KILLS = {
-    # Before the decision the state goes back with the batch; after it the batch is not written again, its state is.
-    "exactly_once": "write.prepare:after@batch=1,commit.decide:after@batch=2",
-    "at_least_once": "write.flush:after@batch=1,commit.record:after@batch=2",
-    "at_most_once": "write.send:after@batch=1,commit.record:after@batch=2",
-}
+
+
+SWEEP = pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
-    "guarantee",
+    ("guarantee", "kills"),
     [
-        "exactly_once",
-        pytest.param("at_least_once", marks=pytest.mark.matrix),
-        pytest.param("at_most_once", marks=pytest.mark.matrix),
+        # After the decision the batch is not written again, but its state must be there for the next one.
+        ("exactly_once", "commit.decide:after@batch=1"),
+        pytest.param("exactly_once", "write.prepare:after@batch=1,log:before@batch=1", marks=SWEEP),
+        pytest.param("at_least_once", "write.flush:after@batch=1,commit.record:after@batch=1", marks=SWEEP),
+        pytest.param("at_most_once", "write.send:after@batch=1,commit.record:after@batch=2", marks=SWEEP),
     ],
 )
-def test_repeats_across_a_crash_are_known(tmp_path: Path, guarantee: str) -> None:
+def test_repeats_across_a_crash_are_known(tmp_path: Path, guarantee: str, kills: str) -> None:
     """Each batch holds the ids of the one before again. The transform alone would be a direct stream, past Spark."""
     per_batch = RECORDS // 3
     ids = [i + batch * per_batch // 2 for batch in range(3) for i in range(per_batch)]
@@ -226,9 +225,9 @@ def test_repeats_across_a_crash_are_known(tmp_path: Path, guarantee: str) -> Non
     file.write_text(yaml.safe_dump(said))
     with (tmp_path / "output").open("wb") as output:
         command = [sys.executable, str(APP), str(file), str(report)]
-        done = supervisor.run(command, KILLS[guarantee], tmp_path / "hits", timeout_s=400, output=output)
+        done = supervisor.run(command, kills, tmp_path / "hits", timeout_s=400, output=output)
     assert done.exit_code == 0, (tmp_path / "output").read_text()[-4000:]
-    assert len(done.kills) == 2
+    assert len(done.kills) == len(kills.split(","))
     with closing(sqlite3.connect(tmp_path / "sink.db")) as connection:
         found = Counter(i.decode() for (i,) in connection.execute("SELECT key FROM rows"))
     wanted = {f"id-{i}" for i in ids}
