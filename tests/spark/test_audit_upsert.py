@@ -16,7 +16,8 @@ from delivered.audit.classes import Counts, Verdict
 from delivered.connectors.log import append
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
-from delivered.spark.audit import AuditSpec, audit
+from delivered.spark.audit import audit
+from delivered.spark.audit_spec import AuditSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -9,89 +9,42 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark import StorageLevel
-from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.audit.classes import Counts
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
-from delivered.contract import Offsets, Several, Sink, Slice, Source
-from delivered.model.dedup import Dedup
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.contract import Offsets, Sink
+from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView
 from delivered.spark import first_offsets
-from delivered.spark.audit_dedup import Judged, Once, Stretch, cut, of_dedup, stretches
+from delivered.spark.audit_dedup import of_dedup
 from delivered.spark.audit_ledger import LedgerAccount, read_ledger
+from delivered.spark.audit_sent import SentRange, sent_range
+from delivered.spark.audit_spec import AuditSpec, BadExpression, expressions
 from delivered.spark.checkpoint import read_view
-from delivered.spark.final_state import FinalState, check, final_state, id_sql, of_state
-from delivered.spark.frames import batches_fit_for, keeps_partitions, slice_frame
+from delivered.spark.final_state import check, id_sql, of_state
+from delivered.spark.frames import batches_fit_for, slice_frame
 from delivered.spark.reconcile import Result, hashed, reconcile
 from delivered.write.shard import fingerprint_seed
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-SAMPLES_MAX = 20
 _ERROR_LENGTH_MAX = 2_000
 
-Transform = Callable[["DataFrame"], "DataFrame"]
-
-
-@dataclass(frozen=True)
-class AuditSpec:
-    """
-    Attributes:
-        checkpoint: as Spark spells it. It names the incarnation, so an audit speaks of one checkpoint's life.
-        sink_name: None: the connector's default name.
-        dedup: which repeats in the source are dropped before the transform; None: none.
-        transform: the pipeline's; None: the records go through as they are.
-        id: SQL over the sink's columns that tells records apart, for instance `get_json_object(value, '$.id')`.
-            None: the whole record does, and an altered record shows as one lost and one unexpected.
-        key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
-        samples_max: damaged records listed, per class.
-        source_from: where the pipeline started, if neither its checkpoint nor its source says so any more.
-        sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
-        letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
-        decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.
-    """
-
-    pipeline: str
-    guarantee: Guarantee
-    checkpoint: str
-    source: Source
-    sink: Sink
-    sink_name: str | None = None
-    transform: Transform | None = None
-    dedup: Dedup | None = None
-    id: str | None = None
-    key: str | None = None
-    samples_max: int = SAMPLES_MAX
-    source_from: Offsets | None = None
-    sink_from: Offsets | None = None
-    decided_by: tuple[str, Sink | Several] | None = None
-    letters: str | None = None
-
-    @property
-    def named_sink(self) -> str:
-        return self.sink_name or self.sink.name
-
-
 Progress = Callable[[str], None]
-
-
-class _BadExpression(UsageError):
-    """The id or the key is no SQL over the sink's columns."""
 
 
 def audit(spark: SparkSession, spec: AuditSpec, progress: Progress | None = None) -> AuditReport:
@@ -107,7 +60,7 @@ def audit(spark: SparkSession, spec: AuditSpec, progress: Progress | None = None
     say = progress or (lambda _: None)
     try:
         report = _audit(spark, spec, say)
-    except _BadExpression:
+    except BadExpression:
         raise
     except Exception as error:
         # Whatever went wrong in the checker, it saw no proof.
@@ -135,7 +88,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     scope = Scope(spec.pipeline, spec.named_sink, incarnation)
     ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by, spec.letters)
     say("reading the sink back")
-    with _sent_range(spec) as read, ExitStack() as held:
+    with sent_range(spec) as read, ExitStack() as held:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
         kept = from_arrow_schema(spec.sink.read_back().schema())
         held.enter_context(batches_fit_for(spark, probe.schema, kept))
@@ -148,7 +101,8 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
             say("reading the source range and comparing")
             unclear, ahead, once = 0, None, None
             if spec.dedup is not None:
-                once = held.enter_context(_once(spark, spec, scope, read, ledger, start, end))
+                ends = [(batch, parsed(text)) for batch, text in ledger.ends]
+                once = held.enter_context(read.once(spark, scope, start, ends, end))
             if mode.upserts:
                 state = read.final(spark, start, end, planned, once)
                 state.unclear.persist(StorageLevel.DISK_ONLY)
@@ -164,7 +118,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
                 there = found
                 if planned != end:
                     ahead = read.hashed(spark, scope, end or start, planned, ahead=True)[0]
-            with _expressions(spec):
+            with expressions(spec):
                 result = reconcile(sent, ahead, there, spec.samples_max)
         finally:
             found.unpersist()
@@ -172,116 +126,6 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     if once is not None and spec.dedup is not None:
         report = of_dedup(report, spec.dedup, once.counts)
     return of_state(report, mode, unclear) if mode.upserts else report
-
-
-@contextmanager
-def _once(
-    spark: SparkSession,
-    spec: AuditSpec,
-    scope: Scope,
-    read: _SentRange,
-    ledger: LedgerAccount,
-    start: Offsets,
-    end: Offsets | None,
-) -> Iterator[Once]:
-    """The source range without its repeats, for as long as it is read."""
-    ends = [(batch, _offsets(text)) for batch, text in ledger.ends]
-    upserts = spec.sink.capability().write.upserts
-    parts = stretches(start, ends, end) if end is not None else []
-    with closing(read.judged(spark, parts, named=spec.id is not None)) as judged:
-        rows = read.whole_rows if upserts else lambda frame: read.as_rows(read.transformed(frame), scope, "all")
-        with closing(Once(judged, rows, read.transformed)) as once:
-            yield once
-
-
-class _SentRange:
-    """The source side: ranges of it, transformed, with the names of its partitions."""
-
-    def __init__(self, spec: AuditSpec) -> None:
-        self._spec = spec
-        self._driver = spec.source.driver()
-
-    def initial(self) -> Offsets:
-        return self._driver.initial()
-
-    def close(self) -> None:
-        self._driver.close()
-
-    def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
-        """What the sink was given of a range; no slices: for the columns alone."""
-        return self.transformed(slice_frame(spark, self._spec.source, slices))
-
-    def transformed(self, read: DataFrame) -> DataFrame:
-        return read if self._spec.transform is None else self._spec.transform(read)
-
-    def judged(self, spark: SparkSession, parts: Sequence[Stretch], *, named: bool) -> Judged:
-        """The records of a range as they are in the source, and which of them repeat another."""
-        dedup = self._spec.dedup
-        if dedup is None:
-            raise DeliveredError("AUDIT_DEDUP", "The pipeline drops no repeats.")
-        slices, numbers = cut(self._driver, parts)
-        return Judged(slice_frame(spark, self._spec.source, slices), numbers, parts, dedup, named=named)
-
-    def whole_rows(self, read: DataFrame) -> DataFrame:
-        """Of records of the source: the key of an upsert, and a hash of all that it is given."""
-        frame = self.transformed(read)
-        key = F.expr(id_sql(self._spec.sink.capability().write)).alias("id")
-        return frame.select(key, F.xxhash64(*[f"`{c}`" for c in frame.columns]).alias("low"))
-
-    def hashed(
-        self, spark: SparkSession, scope: Scope, start: Offsets, end: Offsets | None, ahead: bool
-    ) -> tuple[DataFrame, bool]:
-        """Rows for `reconcile`, and whether their partition and order are known."""
-        spec = self._spec
-        slices = self._driver.slices(start, end) if end is not None else []
-        frame = self.frame(spark, slices)
-        ordered = keeps_partitions(frame) if slices else True
-        names = [s.lane or f"slice {i}" for i, s in enumerate(slices)] if ordered else None
-        lane: Column = F.spark_partition_id() if ordered else F.lit("all")
-        # What is ahead stands after what is decided, in every partition.
-        position = F.monotonically_increasing_id() + F.lit((1 << 62) if ahead else 0)
-        with _expressions(spec):
-            rows = hashed(
-                frame, spec.sink.records, fingerprint_seed(scope), lane, position, names or None, spec.id, spec.key
-            )
-        # Without a known order the key is dropped, so that none is judged.
-        return (rows if ordered else rows.withColumn("key_hash", F.lit(None).cast("long"))), ordered
-
-    def final(
-        self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets, once: Once | None
-    ) -> FinalState:
-        """What an upsert of a range must leave. Nothing is said of keys that a batch touches which is not decided."""
-        mode = self._spec.sink.capability().write
-        if once is not None:
-            state = final_state(once.must(), mode, None)
-            unclear = state.unclear.union(once.unclear_ids())
-        else:
-            slices = self._driver.slices(start, end) if end is not None else []
-            frame = self.frame(spark, slices)
-            names = sorted({s.lane or f"slice {i}" for i, s in enumerate(slices)})
-            lanes = [names.index(s.lane or f"slice {i}") for i, s in enumerate(slices)]
-            state = final_state(frame, mode, lanes if slices and keeps_partitions(frame) else None)
-            unclear = state.unclear
-        if planned != end:
-            coming = self.frame(spark, self._driver.slices(end or start, planned))
-            unclear = unclear.union(coming.select(F.expr(id_sql(mode)).alias("id")))
-        return FinalState(state.rows, unclear.distinct())
-
-    def as_rows(self, state: DataFrame, scope: Scope, lane: str = "keys") -> DataFrame:
-        """Rows for `reconcile`, of no partition and no order."""
-        spec = self._spec
-        seed = fingerprint_seed(scope)
-        rows = hashed(state, spec.sink.records, seed, F.lit(lane), F.lit(0), None, spec.id)
-        return rows.withColumn("key_hash", F.lit(None).cast("long"))
-
-
-@contextmanager
-def _sent_range(spec: AuditSpec) -> Iterator[_SentRange]:
-    read = _SentRange(spec)
-    try:
-        yield read
-    finally:
-        read.close()
 
 
 def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) -> DataFrame:
@@ -312,7 +156,7 @@ def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) 
     def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.select(names)
 
-    with _expressions(spec):
+    with expressions(spec):
         return hashed(frame, canonical, fingerprint_seed(scope), lane, position, None, spec.id, spec.key)
 
 
@@ -344,17 +188,17 @@ def _place(added: list[str]) -> tuple[Column, Column]:
 
 
 def _range(
-    spec: AuditSpec, read: _SentRange, ledger: LedgerAccount, view: CheckpointView
+    spec: AuditSpec, read: SentRange, ledger: LedgerAccount, view: CheckpointView
 ) -> tuple[Offsets, Offsets | None, Offsets]:
     """Where the pipeline started, where the last visible batch ends, and where the batch about to run ends."""
     start = spec.source_from if spec.source_from is not None else first_offsets.kept(spec.checkpoint)
     if start is None:
         start = read.initial()
-    end = _offsets(ledger.visible.offsets) if ledger.visible is not None else None
-    return start, end, _offsets(view.offsets)
+    end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
+    return start, end, parsed(view.offsets)
 
 
-def _offsets(text: str) -> Offsets:
+def parsed(text: str) -> Offsets:
     lines = text.strip().splitlines()
     if len(lines) != 1:
         raise DeliveredError(
@@ -364,21 +208,6 @@ def _offsets(text: str) -> Offsets:
         )
     offsets: Offsets = json.loads(lines[0])
     return offsets
-
-
-@contextmanager
-def _expressions(spec: AuditSpec) -> Iterator[None]:
-    """A bad id or key is the user's, not the checker's."""
-    try:
-        yield
-    except (AnalysisException, ParseException) as error:
-        if spec.id is None and spec.key is None:
-            raise
-        raise _BadExpression(
-            "AUDIT_EXPRESSION",
-            f"The audit's id is {spec.id!r} and its key {spec.key!r}; Spark says: {str(error).splitlines()[0]}",
-            next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",
-        ) from None
 
 
 def _report(

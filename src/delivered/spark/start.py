@@ -24,8 +24,8 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.transform import Transform
 from delivered.plan import Refusal
 from delivered.spark import dedup_kept, first_offsets
-from delivered.spark.audit import AuditSpec
 from delivered.spark.audit import audit as run_audit
+from delivered.spark.audit_spec import AuditSpec
 from delivered.spark.dedup import without_repeats
 from delivered.spark.direct import mark_sink, mark_source
 from delivered.spark.drain import OPTION as DRAIN

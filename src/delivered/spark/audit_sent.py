@@ -1,0 +1,131 @@
+"""The source side of an audit: ranges of it, as the sink was given them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+
+from delivered.contract import Offsets, Slice
+from delivered.model.errors import DeliveredError
+from delivered.model.identity import Scope
+from delivered.spark.audit_dedup import Judged, Once, cut, stretches
+from delivered.spark.audit_spec import AuditSpec, expressions
+from delivered.spark.final_state import FinalState, final_state, id_sql
+from delivered.spark.frames import keeps_partitions, slice_frame
+from delivered.spark.reconcile import hashed
+from delivered.write.shard import fingerprint_seed
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+
+class SentRange:
+    """The source side: ranges of it, transformed, with the names of its partitions."""
+
+    def __init__(self, spec: AuditSpec) -> None:
+        self._spec = spec
+        self._driver = spec.source.driver()
+
+    def initial(self) -> Offsets:
+        return self._driver.initial()
+
+    def close(self) -> None:
+        self._driver.close()
+
+    def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
+        """What the sink was given of a range; no slices: for the columns alone."""
+        return self._transformed(slice_frame(spark, self._spec.source, slices))
+
+    def _transformed(self, read: DataFrame) -> DataFrame:
+        return read if self._spec.transform is None else self._spec.transform(read)
+
+    @contextmanager
+    def once(
+        self,
+        spark: SparkSession,
+        scope: Scope,
+        start: Offsets,
+        ends: Sequence[tuple[int, Offsets]],
+        end: Offsets | None,
+    ) -> Iterator[Once]:
+        """A range without its repeats, for as long as it is read.
+
+        Args:
+            ends: (batch, its end) as far as the ledger keeps them.
+        """
+        spec = self._spec
+        if spec.dedup is None:
+            raise DeliveredError("AUDIT_DEDUP", "The pipeline drops no repeats.")
+        upserts = spec.sink.capability().write.upserts
+        parts = stretches(start, ends, end) if end is not None else []
+        slices, numbers = cut(self._driver, parts)
+        read = slice_frame(spark, spec.source, slices)
+        with closing(Judged(read, numbers, parts, spec.dedup, named=spec.id is not None)) as judged:
+            rows = self._whole_rows if upserts else lambda frame: self.as_rows(self._transformed(frame), scope, "all")
+            with closing(Once(judged, rows, self._transformed)) as once:
+                yield once
+
+    def _whole_rows(self, read: DataFrame) -> DataFrame:
+        """Of records of the source: the key of an upsert, and a hash of all that it is given."""
+        frame = self._transformed(read)
+        key = F.expr(id_sql(self._spec.sink.capability().write)).alias("id")
+        return frame.select(key, F.xxhash64(*[f"`{c}`" for c in frame.columns]).alias("low"))
+
+    def hashed(
+        self, spark: SparkSession, scope: Scope, start: Offsets, end: Offsets | None, ahead: bool
+    ) -> tuple[DataFrame, bool]:
+        """Rows for `reconcile`, and whether their partition and order are known."""
+        spec = self._spec
+        slices = self._driver.slices(start, end) if end is not None else []
+        frame = self.frame(spark, slices)
+        ordered = keeps_partitions(frame) if slices else True
+        names = [s.lane or f"slice {i}" for i, s in enumerate(slices)] if ordered else None
+        lane: Column = F.spark_partition_id() if ordered else F.lit("all")
+        # What is ahead stands after what is decided, in every partition.
+        position = F.monotonically_increasing_id() + F.lit((1 << 62) if ahead else 0)
+        with expressions(spec):
+            rows = hashed(
+                frame, spec.sink.records, fingerprint_seed(scope), lane, position, names or None, spec.id, spec.key
+            )
+        # Without a known order the key is dropped, so that none is judged.
+        return (rows if ordered else rows.withColumn("key_hash", F.lit(None).cast("long"))), ordered
+
+    def final(
+        self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets, once: Once | None
+    ) -> FinalState:
+        """What an upsert of a range must leave. Nothing is said of keys that a batch touches which is not decided."""
+        mode = self._spec.sink.capability().write
+        if once is not None:
+            state = final_state(once.must(), mode, None)
+            unclear = state.unclear.union(once.unclear_ids())
+        else:
+            slices = self._driver.slices(start, end) if end is not None else []
+            frame = self.frame(spark, slices)
+            names = sorted({s.lane or f"slice {i}" for i, s in enumerate(slices)})
+            lanes = [names.index(s.lane or f"slice {i}") for i, s in enumerate(slices)]
+            state = final_state(frame, mode, lanes if slices and keeps_partitions(frame) else None)
+            unclear = state.unclear
+        if planned != end:
+            coming = self.frame(spark, self._driver.slices(end or start, planned))
+            unclear = unclear.union(coming.select(F.expr(id_sql(mode)).alias("id")))
+        return FinalState(state.rows, unclear.distinct())
+
+    def as_rows(self, state: DataFrame, scope: Scope, lane: str = "keys") -> DataFrame:
+        """Rows for `reconcile`, of no partition and no order."""
+        spec = self._spec
+        seed = fingerprint_seed(scope)
+        with expressions(spec):
+            rows = hashed(state, spec.sink.records, seed, F.lit(lane), F.lit(0), None, spec.id)
+        return rows.withColumn("key_hash", F.lit(None).cast("long"))
+
+
+@contextmanager
+def sent_range(spec: AuditSpec) -> Iterator[SentRange]:
+    read = SentRange(spec)
+    try:
+        yield read
+    finally:
+        read.close()

@@ -1,0 +1,80 @@
+"""What an audit is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyspark.errors import AnalysisException, ParseException
+
+from delivered.contract import Offsets, Several, Sink, Source
+from delivered.model.dedup import Dedup
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+SAMPLES_MAX = 20
+
+Transform = Callable[["DataFrame"], "DataFrame"]
+
+
+@dataclass(frozen=True)
+class AuditSpec:
+    """
+    Attributes:
+        checkpoint: as Spark spells it. It names the incarnation, so an audit speaks of one checkpoint's life.
+        sink_name: None: the connector's default name.
+        dedup: which repeats in the source are dropped before the transform; None: none.
+        transform: the pipeline's; None: the records go through as they are.
+        id: SQL over the sink's columns that tells records apart, for instance `get_json_object(value, '$.id')`.
+            None: the whole record does, and an altered record shows as one lost and one unexpected.
+        key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
+        samples_max: damaged records listed, per class.
+        source_from: where the pipeline started, if neither its checkpoint nor its source says so any more.
+        sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
+        letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
+        decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    checkpoint: str
+    source: Source
+    sink: Sink
+    sink_name: str | None = None
+    transform: Transform | None = None
+    dedup: Dedup | None = None
+    id: str | None = None
+    key: str | None = None
+    samples_max: int = SAMPLES_MAX
+    source_from: Offsets | None = None
+    sink_from: Offsets | None = None
+    decided_by: tuple[str, Sink | Several] | None = None
+    letters: str | None = None
+
+    @property
+    def named_sink(self) -> str:
+        return self.sink_name or self.sink.name
+
+
+class BadExpression(UsageError):
+    """The id or the key is no SQL over the sink's columns."""
+
+
+@contextmanager
+def expressions(spec: AuditSpec) -> Iterator[None]:
+    """A bad id or key is the user's, not the checker's."""
+    try:
+        yield
+    except (AnalysisException, ParseException) as error:
+        if spec.id is None and spec.key is None:
+            raise
+        raise BadExpression(
+            "AUDIT_EXPRESSION",
+            f"The audit's id is {spec.id!r} and its key {spec.key!r}; Spark says: {str(error).splitlines()[0]}",
+            next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",
+        ) from None
