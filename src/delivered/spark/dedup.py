@@ -50,13 +50,13 @@ def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
     try:
         keyed = frame.selectExpr("*", *[f"CASE WHEN true THEN ({sql}) END AS `{name}`" for name, sql in texts.items()])
         keyed = keyed.selectExpr("*", f"CASE WHEN {missing} THEN {own} END AS `{ALONE}`")
+        types: Mapping[str, str] = dict(keyed.dtypes)  # over Spark Connect nothing is looked at before
     except (AnalysisException, ParseException) as error:
         raise UsageError(
             "DEDUP_EXPRESSION",
             f"dedup is by {dedup.by_text}, its time is {dedup.time}: {str(error).splitlines()[0]}",
             next_step=f"write SQL over one row of the source; its columns are {', '.join(frame.columns)}",
         ) from None
-    types: Mapping[str, str] = dict(keyed.dtypes)
     if types[TIME] != "timestamp":
         raise UsageError(
             "DEDUP_TIME",
