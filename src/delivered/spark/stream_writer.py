@@ -129,7 +129,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         done = write_task(self._sink, plan, iterator, self._schema, self._direct)
         if self._direct is None:
             # A shard that is in already is not read. But operators with state before us save it when their last row
-            # is taken: left unread, the state of this batch would be missing at the next one.
+            # is taken: left unread, a large one would have none at the next batch.
             for _ in iterator:
                 pass
         return done
