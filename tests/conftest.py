@@ -96,6 +96,7 @@ class Postgres:
     is not ours. `postgres.broker` can kill and restart it: do that only with a server from the fixture `new_postgres`.
     """
 
+    system = "postgres"
     _names = itertools.count()
 
     def __init__(self, broker: brokers.Broker) -> None:
@@ -145,6 +146,75 @@ def new_postgres(tmp_path: Path) -> Iterator[Callable[..., Postgres]]:
         folder = tmp_path / f"postgres{len(started)}"
         started.append(brokers.start("postgres", folder, dies_with_parent=True, properties=settings))
         return Postgres(started[-1])
+
+    yield make
+    for broker in started:
+        broker.stop()
+
+
+class Mysql:
+    """A real MariaDB and what tests do with it, as `Postgres`."""
+
+    system = "mysql"
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        self.broker = broker
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def connect(self, **given: Any) -> Any:
+        """A client that is not ours."""
+        import pymysql
+
+        host, _, port = self.broker.bootstrap.rpartition(":")
+        defaults = {"user": "delivered", "database": "dev", "autocommit": True, "charset": "utf8mb4"}
+        return pymysql.connect(host=host, port=int(port), **{**defaults, **given})
+
+    def execute(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run one statement by itself, and return its rows, if it has any."""
+        connection = self.connect()
+        try:
+            with connection.cursor() as cursor:
+                cursor.execute(statement, values or None)
+                return list(cursor.fetchall())
+        finally:
+            connection.close()
+
+    def table(self, columns: str | None = "`key` longblob, value longblob") -> str:
+        """Name of a table nobody else uses; made, unless `columns` is None."""
+        name = f"t{next(self._names)}"
+        if columns is not None:
+            self.execute(f"CREATE TABLE {name} ({columns})")
+        return name
+
+    def sink(self, table: str | None = None, **options: str) -> Any:
+        from delivered.connectors.mysql import CONNECTOR
+
+        return CONNECTOR.sink({"url": self.url, "dbtable": table or self.table(), **options})
+
+
+@pytest.fixture(scope="session")
+def mysql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mysql]:
+    """One server for the whole session. Do not stop it: other tests use it."""
+    folder = tmp_path_factory.mktemp("mysql")
+    broker = brokers.start("mysql", folder, dies_with_parent=True)
+    yield Mysql(broker)
+    broker.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_mysql(tmp_path: Path) -> Iterator[Callable[..., Mysql]]:
+    """`new_mysql(local_infile="0", ...)`: a server of this test's own, to be killed at will."""
+    started: list[brokers.Broker] = []
+
+    def make(**settings: str) -> Mysql:
+        folder = tmp_path / f"mysql{len(started)}"
+        started.append(brokers.start("mysql", folder, dies_with_parent=True, properties=settings))
+        return Mysql(started[-1])
 
     yield make
     for broker in started:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from delivered.model.guarantee import Guarantee
     from delivered.pipeline.dedup import dedup
-    from delivered.pipeline.endpoint import Endpoint, delta, endpoint, files, iceberg, kafka, log, postgres, sqlite
+    from delivered.pipeline.endpoint import Endpoint, delta, endpoint, files, iceberg, kafka, log, mysql, postgres, sqlite
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.plan.planner import Plan, Refusal
@@ -71,6 +71,7 @@ _WHERE = {
     "iceberg": "delivered.pipeline.endpoint",
     "kafka": "delivered.pipeline.endpoint",
     "log": "delivered.pipeline.endpoint",
+    "mysql": "delivered.pipeline.endpoint",
     "postgres": "delivered.pipeline.endpoint",
     "receive": "delivered.pipeline.receive",
     "register": "delivered.spark.formats",
@@ -109,6 +110,7 @@ __all__ = [
     "iceberg",
     "kafka",
     "log",
+    "mysql",
     "postgres",
     "receive",
     "register",

@@ -163,6 +163,12 @@ def _postgres(request: pytest.FixtureRequest, mechanism: str) -> Sink:
     return sink
 
 
+def _mysql(request: pytest.FixtureRequest, mechanism: str) -> Sink:
+    mysql: Any = request.getfixturevalue("mysql")
+    sink: Sink = mysql.sink(mechanism=mechanism)
+    return sink
+
+
 SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "memory-two-phase": lambda request: _memory(request, "two_phase"),
     "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
@@ -177,6 +183,8 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "kafka": _kafka,
     "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),
     "postgres-two-phase": lambda request: _postgres(request, "two_phase"),
+    "mysql-one-transaction": lambda request: _mysql(request, "one_transaction"),
+    "mysql-two-phase": lambda request: _mysql(request, "two_phase"),
 }
 
 

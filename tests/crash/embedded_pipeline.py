@@ -29,7 +29,6 @@ from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.log import CONNECTOR as LOG
-from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract import Several, Sink, ready_target
 from delivered.group import Columns, SinkGroup
@@ -106,8 +105,9 @@ def run(spec: dict[str, Any]) -> None:
         sink = ICEBERG.sink(spec["iceberg"])
     elif "files" in spec:
         sink = FILES.sink(spec["files"])
-    elif "postgres" in spec:
-        sink = POSTGRES.sink({**spec["postgres"], **upsert})
+    elif "postgres" in spec or "mysql" in spec:
+        system = "postgres" if "postgres" in spec else "mysql"
+        sink = find_sink(system, {**spec[system], **upsert})
     else:
         sink = SQLITE.sink({"path": spec["database"], "table": TABLE, **upsert})
     checkpoint = Checkpoint(Path(spec["checkpoint"]))

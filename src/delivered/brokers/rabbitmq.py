@@ -6,18 +6,15 @@ which ends with the server.
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from delivered.brokers.debian import unpacked
 from delivered.brokers.fetch import Say, cache_folder
 from delivered.brokers.java import write_launcher
-from delivered.model.errors import DeliveredError
 
 AMQP, EPMD, ERLANG = "AMQP", "EPMD", "ERLANG"
 USER = "guest"
@@ -26,7 +23,6 @@ _ERLANG_PARTS = (
     *("public-key", "runtime-tools", "ssl", "syntax-tools", "tools", "xmerl"),
 )
 PACKAGES = ("rabbitmq-server", *(f"erlang-{part}" for part in _ERLANG_PARTS), "libsctp1")
-_DOWNLOAD_TIMEOUT_S = 600.0
 _SETTINGS = {
     "loopback_users.guest": "true",
     "log.file": "false",
@@ -99,46 +95,8 @@ def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
 
 
 def _unpacked(say: Say) -> Path:
-    root = cache_folder() / "rabbitmq" / "debian"
-    if (root / ".ready").exists():
-        return root
-    programs = [shutil.which(p) for p in ("apt-get", "dpkg-deb")]
-    if None in programs:
-        raise DeliveredError(
-            "RABBITMQ_MISSING",
-            "RabbitMQ is taken from Debian's packages, and there is no apt-get here.",
-            next_step="start a RabbitMQ of your own, and give its URL",
-        )
-    root.parent.mkdir(parents=True, exist_ok=True)
-    say("fetching RabbitMQ and Erlang from Debian's packages, once (34 MB)")
-    work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=root.parent))
-    try:
-        _run(["apt-get", "download", "-q", *PACKAGES], work)
-        made = work / "root"
-        for package in sorted(work.glob("*.deb")):
-            _run(["dpkg-deb", "-x", str(package), str(made)], work)
+    def mend(made: Path, root: Path) -> None:
         erl = made / "usr/lib/erlang/bin/erl"
         erl.write_text(erl.read_text().replace("ROOTDIR=/usr/lib/erlang", f"ROOTDIR='{root}/usr/lib/erlang'"))
-        (made / ".ready").touch()
-        with suppress(OSError):  # another process was faster, and made the same
-            made.rename(root)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return root
 
-
-def _run(command: list[str], folder: Path) -> None:
-    try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
-        failed, said = done.returncode != 0, done.stderr.strip()
-    except subprocess.TimeoutExpired:
-        failed, said = True, f"no end after {_DOWNLOAD_TIMEOUT_S:.0f} s"
-    if failed:
-        raise DeliveredError(
-            "DOWNLOAD_FAILED",
-            f"{command[0]} failed while RabbitMQ was fetched. It said: {said[-600:]}",
-            next_step="run apt-get update, look at the connection to Debian's servers, and run the command again",
-        )
+    return unpacked("RabbitMQ", cache_folder() / "rabbitmq" / "debian", PACKAGES, "34 MB", say, mend)

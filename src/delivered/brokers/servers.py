@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delivered.brokers import kafka, postgres, rabbitmq
+from delivered.brokers import kafka, mysql, postgres, rabbitmq
 from delivered.brokers.fetch import Say
 from delivered.brokers.java import java_home
 from delivered.brokers.process import State
@@ -42,6 +42,10 @@ def _kafka(folder: Path, state: State, say: Say) -> list[str]:
     return kafka.command(home, folder, settings["heap_mb"], say)
 
 
+def _mysql(folder: Path, state: State, say: Say) -> list[str]:
+    return mysql.prepare(folder, state.listeners[mysql.MYSQL], state.settings["properties"], say)
+
+
 def _postgres(folder: Path, state: State, say: Say) -> list[str]:
     say("preparing PostgreSQL")
     postgres.prepare(folder, state.listeners[postgres.POSTGRESQL], state.settings["properties"])
@@ -60,6 +64,13 @@ SERVERS: Mapping[str, Server] = {
         prepare=_kafka,
         answers=kafka.answers,
         url=str,
+    ),
+    "mysql": Server(
+        listeners=lambda _: [mysql.MYSQL],
+        main=mysql.MYSQL,
+        prepare=_mysql,
+        answers=mysql.answers,
+        url=mysql.url,
     ),
     "postgres": Server(
         listeners=lambda _: [postgres.POSTGRESQL],

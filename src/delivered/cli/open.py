@@ -42,8 +42,8 @@ def list_(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
     if old:
         note(
             f"warning: {len(old)} open for more than {OPEN_TRANSACTION_OLD_S / 3600:.0f} h. Until they end they hold "
-            "back readers (Kafka), or locks and VACUUM (PostgreSQL). Start the pipeline, which applies what is decided "
-            "and gives back the rest, or end them: delivered transactions apply|abort"
+            "back readers (Kafka), or locks (MySQL) and VACUUM (PostgreSQL). Start the pipeline, which applies what is "
+            "decided and gives back the rest, or end them: delivered transactions apply|abort"
         )
 
 

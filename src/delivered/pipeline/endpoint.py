@@ -151,6 +151,16 @@ def log(path: str, **options: Any) -> Endpoint:
     return endpoint("log", path=str(path), **options)
 
 
+def mysql(url: str, dbtable: str, *, name: str | None = None, **options: Any) -> Endpoint:
+    """A table of a MySQL or MariaDB server, as a sink.
+
+    Args:
+        url: "mysql://host:3306/database", without a password; that is the option `password`.
+        dbtable: "orders" or "sales.orders".
+    """
+    return endpoint("mysql", name=name, url=url, dbtable=dbtable, **options)
+
+
 def postgres(url: str, dbtable: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """A table of a PostgreSQL database, as a sink.
 

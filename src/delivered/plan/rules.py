@@ -57,7 +57,7 @@ def one_last_resource(request: Request) -> Reason | None:
         "SINKS_CANNOT_PREPARE",
         f"The sinks {named} make a batch count in a transaction of their own and cannot promise it before. One such "
         "sink can decide for all the others; two of them could end differently, and a batch would be in one alone.",
-        "let all but one of them prepare (postgres: mechanism two_phase), or give all but one a pipeline and a "
+        "let all but one of them prepare (mysql, postgres: mechanism two_phase), or give all but one a pipeline and a "
         "checkpoint of its own",
     )
 
@@ -174,7 +174,7 @@ def sink_commits(request: Request) -> Reason | None:
         "SINK_CANNOT_COMMIT",
         f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} shows what is "
         "written at once.",
-        "write to a sink with transactions (delta, files, iceberg, kafka, postgres, sqlite)",
+        "write to a sink with transactions (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
     )
 
 
@@ -185,7 +185,7 @@ def sink_sends_once(request: Request) -> Reason | None:
     return Reason(
         "SINK_RESENDS",
         f"at_most_once needs a sink that never sends a record twice by itself, and {sink.label} may.",
-        "write to a sink that can send without retries (delta, files, iceberg, kafka, postgres, sqlite)",
+        "write to a sink that can send without retries (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
     )
 
 

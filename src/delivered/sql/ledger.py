@@ -7,7 +7,7 @@ that the client wants.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -45,6 +45,19 @@ class Dialect:
 
     def __call__(self, statement: str) -> str:
         return self.value(statement).format(**self.tables)
+
+    def known(self, keys: str, column: str | None) -> str:
+        """What an INSERT ends in that gives `column` its new value where the keys are there already; None: that does
+        nothing there."""
+        return f"ON CONFLICT ({keys}) DO " + (f"UPDATE SET {column} = excluded.{column}" if column else "NOTHING")
+
+    def delete_from(self, table: str) -> str:
+        """How a DELETE starts, up to its WHERE."""
+        return f"DELETE FROM {{{table}}}"
+
+    def forget_markers(self, connection: Connection, where: str, values: Mapping[str, Any]) -> None:
+        """Delete committed markers. Inside an open transaction, or as one."""
+        connection.execute(self(f"{self.delete_from('marker')} WHERE {where}"), values)
 
 
 class SqlLedger(ABC, Generic[C]):
@@ -108,7 +121,7 @@ class SqlLedger(ABC, Generic[C]):
 
         def write(connection: C) -> None:
             # Not an update: what tells the newest row is set when a row is made.
-            connection.execute(self._sql(f"DELETE FROM {{begun}} WHERE {_SCOPE}"), self._key)
+            connection.execute(self._sql(f"{self._sql.delete_from('begun')} WHERE {_SCOPE}"), self._key)
             connection.execute(
                 self._sql(
                     "INSERT INTO {begun} (pipeline, sink, incarnation, batch, offsets) "
@@ -167,12 +180,12 @@ class SqlLedger(ABC, Generic[C]):
             self._sql(
                 "INSERT INTO {decision} (pipeline, sink, incarnation, batch, decision) "
                 "VALUES (:pipeline, :sink, :incarnation, :batch, :decision) "
-                "ON CONFLICT (pipeline, sink, incarnation, batch) DO UPDATE SET decision = excluded.decision"
+                + self._sql.known("pipeline, sink, incarnation, batch", "decision")
             ),
             {**self._key, "batch": batch, "decision": decision},
         )
         connection.execute(
-            self._sql(f"DELETE FROM {{decision}} WHERE {_SCOPE} AND batch <= :horizon"),
+            self._sql(f"{self._sql.delete_from('decision')} WHERE {_SCOPE} AND batch <= :horizon"),
             {**self._key, "horizon": batch - LEDGER_HISTORY_BATCHES},
         )
 
@@ -181,7 +194,7 @@ class SqlLedger(ABC, Generic[C]):
         connection.execute(
             self._sql(
                 "INSERT INTO {owner} (pipeline, sink, id, epoch, host, process, started_ms, superseded) "
-                "VALUES (:pipeline, :sink, '', 0, '', 0, 0, :superseded) ON CONFLICT (pipeline, sink) DO NOTHING"
+                "VALUES (:pipeline, :sink, '', 0, '', 0, 0, :superseded) " + self._sql.known("pipeline, sink", None)
             ),
             {"pipeline": self._scope.pipeline, "sink": self._scope.sink, "superseded": self._sql.pack([])},
         )
@@ -299,19 +312,23 @@ class SqlLedger(ABC, Generic[C]):
         return None if row is None else str(row[0])
 
     def _forget_incarnations(self, connection: C) -> None:
-        """Of other incarnations keep the newest decision; of very old ones nothing."""
+        """Of other incarnations keep the newest decision; of very old ones nothing.
+
+        What a statement deletes from, it reads in a query of its own below: MySQL takes it no other way.
+        """
         connection.execute(
             self._sql(
-                f"DELETE FROM {{decision}} AS d WHERE {_OTHER} AND batch < "
-                f"(SELECT max(batch) FROM {{decision}} AS n WHERE {_SAME})"
+                f"{self._sql.delete_from('decision')} WHERE {_OTHER} AND (incarnation, batch) NOT IN (SELECT i, b FROM "
+                f"(SELECT incarnation AS i, max(batch) AS b FROM {{decision}} WHERE {_OTHER} GROUP BY incarnation) "
+                "AS newest)"
             ),
             self._key,
         )
         for table, written in self._sql.written.items():
             connection.execute(
                 self._sql(
-                    f"DELETE FROM {{{table}}} WHERE {_OTHER} AND incarnation NOT IN (SELECT incarnation "
-                    f"FROM {{{table}}} WHERE {_OTHER} ORDER BY {written} DESC LIMIT :kept)"
+                    f"{self._sql.delete_from(table)} WHERE {_OTHER} AND incarnation NOT IN (SELECT incarnation FROM "
+                    f"(SELECT incarnation FROM {{{table}}} WHERE {_OTHER} ORDER BY {written} DESC LIMIT :kept) AS kept)"
                 ),
                 {**self._key, "kept": LEDGER_INCARNATIONS},
             )

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from delivered.model.capability import WriteMode
 from delivered.model.errors import BadRecord, UsageError
 from delivered.sql.database import quoted
 from delivered.sql.types import Types
+from delivered.sql.values import because
 
 ORDER = "__delivered_order"
 SHARD = "__delivered_shard"
@@ -91,10 +91,7 @@ def without_key(mode: WriteMode, batch: pa.RecordBatch, reasons: pa.Array | None
     for name in (*mode.keys, *((mode.version,) if mode.version else ())):
         column = batch.column(batch.schema.get_field_index(name))
         if column.null_count:
-            here = pc.if_else(
-                column.is_null(), f"column {name!r}: null in a key or version", pa.scalar(None, pa.string())
-            )
-            reasons = here if reasons is None else pc.coalesce(reasons, here)
+            reasons = because(reasons, column.is_null(), f"column {name!r}: null in a key or version")
     return reasons
 
 
@@ -121,6 +118,11 @@ class Merge:
         )
         losers = f"SELECT {quoted(ORDER)} FROM ({ranked}) AS ranked WHERE n > 1"
         return f"DELETE FROM {staged} WHERE {quoted(ORDER)} IN ({losers})"
+
+    def before_upsert(self, staged: str) -> str | None:
+        """What has to run before `upsert`, where that cannot leave out by itself what is not newer than the table."""
+        del staged
+        return None
 
     def upsert(self, staged: str) -> str:
         """Write what is staged and does not delete; one row of each key is staged."""

@@ -94,6 +94,26 @@ class Types(ABC):
             )
 
 
+class ServerTypes(Types):
+    """Of a database whose columns have one of many types each."""
+
+    @abstractmethod
+    def fitting(self, kind: pa.DataType) -> tuple[str, ...]:
+        """Names of the database's types that keep values of `kind` as they are, the natural one first; empty: none."""
+
+    def keeps(self, kind: pa.DataType) -> bool:
+        return bool(self.fitting(kind)) or bool(pa.types.is_null(kind))
+
+    def orders(self, kind: pa.DataType) -> bool:
+        return super().orders(kind) or bool(pa.types.is_decimal128(kind))
+
+    def plain(self, kind: pa.DataType) -> pa.DataType:
+        kind, t = super().plain(kind), pa.types
+        if t.is_timestamp(kind) and kind.unit != "ns":
+            return pa.timestamp("us", kind.tz)
+        return pa.time64("us") if t.is_time(kind) and kind.unit != "ns" else kind
+
+
 def shown(schema: pa.Schema) -> str:
     """Columns and types, for a message."""
     return ", ".join(f"{f.name} {f.type}" for f in schema)

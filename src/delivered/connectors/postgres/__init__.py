@@ -4,10 +4,9 @@ options.py       what the user named
 types.py         Arrow types as PostgreSQL keeps them
 encode.py        record batches as blocks of binary COPY
 client.py        connections, and errors in plain words
-warm.py          connections of tasks, kept open between shards
 target.py        the user's table: create, check, name its columns
 migrate.py       the ledger's tables, versioned
-stage.py         one_transaction: tables in which tasks leave their shards
+stage.py         tables in which tasks leave their shards
 transactions.py  two_phase: ids of prepared transactions; list, commit, roll back
 writer.py        a task's side
 ledger.py        the driver's side: owner, decisions, over `delivered.sql.ledger`, where the line that decides is

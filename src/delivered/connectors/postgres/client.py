@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from delivered.connectors.postgres.migrate import migrate, version_of
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
-from delivered.model.identity import Scope
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.sql.database import Database
+from delivered.sql.server import Server
 
 if TYPE_CHECKING:
     import psycopg
@@ -34,12 +32,6 @@ _SETTINGS = {
     "tcp_keepalives_interval": "10",
     "tcp_keepalives_count": "3",
 }
-
-
-def check_of(scope: Scope, ledger_schema: str) -> str:
-    """Tells apart sinks of pipelines whose written names are the same (names may hold dots), and their ledgers."""
-    text = f"{scope.pipeline}\0{scope.sink}\0{ledger_schema}"
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[Any]:
@@ -100,7 +92,7 @@ def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[
 
 
 @dataclass(frozen=True)
-class PostgresDatabase(Database["psycopg.Connection[Any]"]):
+class PostgresDatabase(Server["psycopg.Connection[Any]"]):
     """The database that the user named."""
 
     options: PostgresOptions
@@ -121,12 +113,22 @@ class PostgresDatabase(Database["psycopg.Connection[Any]"]):
     def explained(self, error: Exception) -> DeliveredError:
         return explained(error, self.options)
 
+    def is_lost(self, error: BaseException) -> bool:
+        return is_lost(error)
 
-def discard(connection: psycopg.Connection[Any] | None) -> None:
-    """Close a connection, which undoes what it has open. Never raises."""
-    if connection is not None:
-        with contextlib.suppress(Exception):
-            connection.close()
+    def is_locked(self, error: BaseException) -> bool:
+        return getattr(error, "sqlstate", None) == "55P03"
+
+    def idle(self, connection: psycopg.Connection[Any]) -> bool:
+        from psycopg.pq import TransactionStatus
+
+        return not connection.closed and connection.info.transaction_status == TransactionStatus.IDLE
+
+    def version(self, connection: psycopg.Connection[Any]) -> int:
+        return version_of(connection, self.options.ledger_schema)
+
+    def migrate(self, connection: psycopg.Connection[Any]) -> None:
+        migrate(connection, self.options.ledger_schema)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 from urllib.parse import parse_qs, urlsplit
 
-from delivered.model.capability import APPEND, WriteMode
 from delivered.model.errors import UsageError
-from delivered.model.options import Option, OptionTable, choice, flag, resolve_secret, whole_number
-from delivered.sql.options import MODE_OPTIONS, TableOptions, parse_mode
+from delivered.model.options import Option, OptionTable
+from delivered.sql.options import LEDGER_SCHEMA_DEFAULT, ServerOptions, parse_server, server_options
 
 OWNER = "delivered_postgres sink"
 IDENTIFIER_BYTES_MAX = 63
-LOCK_TIMEOUT_S_DEFAULT = 60
-
-
-class Mechanism(StrEnum):
-    """How exactly_once is had."""
-
-    ONE_TRANSACTION = "one_transaction"
-    """Tasks commit their shards into staging tables; one transaction of the driver moves them, with the decision."""
-    TWO_PHASE = "two_phase"
-    """Tasks leave prepared transactions; the driver decides, then commits each."""
-
 
 SINK_OPTIONS = OptionTable(
     OWNER,
@@ -36,59 +22,13 @@ SINK_OPTIONS = OptionTable(
             required=True,
         ),
         Option("dbtable", "The table that rows are written to: orders, or sales.orders.", required=True),
-        Option("user", "Whom to log in as."),
-        Option("password", "Its password, better as env:NAME or file:PATH.", secret=True),
-        Option("mechanism", "one_transaction or two_phase: how exactly_once is had.", "one_transaction"),
-        Option("ifNotExists", "Whether a missing table is created from the rows' schema.", "false"),
-        Option("ledgerSchema", "Schema of the database that holds the ledger's tables; made if missing.", "delivered"),
-        Option(
-            "lockTimeout",
-            "Seconds that a task, or a decision, waits for a lock that another transaction holds.",
-            str(LOCK_TIMEOUT_S_DEFAULT),
-        ),
-        *MODE_OPTIONS,
+        *server_options("Schema of the database that holds the ledger's tables; made if missing."),
     ),
 )
 
 
-@dataclass(frozen=True)
-class PostgresOptions(TableOptions):
-    """
-    Attributes:
-        url: as libpq takes it, without a password.
-        schema, table: as PostgreSQL folds them; schema None: found by the search path.
-        password: a reference, or the password itself; resolved where it is used.
-    """
-
-    url: str
-    schema: str | None
-    table: str
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    mechanism: Mechanism = Mechanism.ONE_TRANSACTION
-    create: bool = False
-    write: WriteMode = APPEND
-    ledger_schema: str = "delivered"
-    lock_timeout_s: int = LOCK_TIMEOUT_S_DEFAULT
-
-    @property
-    def place(self) -> str:
-        """Host, port and database, for messages."""
-        parts = urlsplit(self.url)
-        return parts.netloc.rpartition("@")[2] + parts.path
-
-    @property
-    def table_text(self) -> str:
-        return self.table if self.schema is None else f"{self.schema}.{self.table}"
-
-    @property
-    def where(self) -> str:
-        """For messages."""
-        return f"at {self.place}"
-
-    def password_resolved(self) -> str | None:
-        """Use at once, do not keep."""
-        return None if self.password is None else resolve_secret("password", self.password)
+class PostgresOptions(ServerOptions):
+    """`url` as libpq takes it; `schema` and `table` as PostgreSQL folds them; schema None: found by the search path."""
 
 
 def parse(given: Mapping[str, str]) -> PostgresOptions:
@@ -102,15 +42,8 @@ def parse(given: Mapping[str, str]) -> PostgresOptions:
         url=_url(options["url"]),
         schema=schema,
         table=table,
-        user=options.get("user"),
-        password=options.get("password"),
-        mechanism=Mechanism(choice(OWNER, "mechanism", options.get("mechanism", "one_transaction"), list(Mechanism))),
-        write=parse_mode(OWNER, options),
-        create=flag(OWNER, "ifNotExists", options.get("ifNotExists", "false")),
-        ledger_schema=_identifier("ledgerSchema", options.get("ledgerSchema", "delivered")),
-        lock_timeout_s=whole_number(
-            OWNER, "lockTimeout", options.get("lockTimeout", str(LOCK_TIMEOUT_S_DEFAULT)), 1, 3600
-        ),
+        ledger_schema=_identifier("ledgerSchema", options.get("ledgerSchema", LEDGER_SCHEMA_DEFAULT)),
+        **parse_server(OWNER, options),
     )
 
 

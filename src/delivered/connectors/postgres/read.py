@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from delivered.connectors.postgres import target, types
+from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.migrate import version_of
 from delivered.connectors.postgres.options import PostgresOptions
@@ -18,6 +16,7 @@ from delivered.contract import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
 from delivered.source.whole import WholeDriver
+from delivered.sql import csv
 from delivered.sql.database import quoted
 from delivered.sql.table import TableSource, steps
 from delivered.sql.target import never_written
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 SLICE_PAGES = 8_192
 """Pages of 8 KiB in one slice, at least."""
-BLOCK_BYTES = 1 << 20
-"""Text parsed at once."""
 
 
 @dataclass(frozen=True)
@@ -66,38 +63,16 @@ class PostgresTable(TableSource):
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         """COPY as CSV, which Arrow parses: numbers, times and texts come back as they went in."""
-        from pyarrow import csv
-
         schema = self.schema()
         columns = ", ".join(_selected(f) for f in schema)
         statement = (
             f"COPY (SELECT {columns} FROM {piece.data['relation']} WHERE ctid >= '({piece.data['start']},0)'::tid "  # noqa: S608
             f"AND ctid < '({piece.data['end']},0)'::tid) TO STDOUT (FORMAT csv)"
         )
-        read_options = csv.ReadOptions(column_names=schema.names, block_size=BLOCK_BYTES, use_threads=False)
-        convert_options = csv.ConvertOptions(
-            column_types={f.name: _parsed(f.type) for f in schema},
-            null_values=[""],
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=False,
-            true_values=["t"],
-            false_values=["f"],
-        )
         connection = self.database.connect("read")
         try:
             with self.database.explaining(), connection.cursor().copy(statement) as copy:
-                text = _Text(copy)
-                if text.empty:
-                    return
-                reader = csv.open_csv(
-                    pa.PythonFile(text, "r"),
-                    read_options=read_options,
-                    parse_options=csv.ParseOptions(newlines_in_values=True),
-                    convert_options=convert_options,
-                )
-                for batch in reader:
-                    arrays = [_restored(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
-                    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+                yield from csv.batches(copy.read, schema, "t", "f")
         finally:
             connection.close()
 
@@ -139,34 +114,6 @@ class PostgresTableDriver(WholeDriver):
         return {name: 0 for name, _ in found}, dict(found)
 
 
-class _Text(io.RawIOBase):
-    """What COPY sends, as a file."""
-
-    def __init__(self, copy: Any) -> None:
-        self._copy = copy
-        self._rest = memoryview(b"")
-        self._fill()
-        self.empty = not self._rest
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        if not self._rest:
-            self._fill()
-        wanted = len(self._rest) if size < 0 else min(size, len(self._rest))
-        taken, self._rest = self._rest[:wanted], self._rest[wanted:]
-        return bytes(taken)
-
-    def _fill(self) -> None:
-        """COPY gives a row at a time; Arrow wants more."""
-        parts, size = [], 0
-        while size < BLOCK_BYTES and (data := self._copy.read()):
-            parts.append(bytes(data))
-            size += len(data)
-        self._rest = memoryview(b"".join(parts))
-
-
 def _selected(f: pa.Field) -> str:
     name = quoted(f.name)
     if pa.types.is_timestamp(f.type):
@@ -179,21 +126,3 @@ def _selected(f: pa.Field) -> str:
     if pa.types.is_binary(f.type):
         return f"encode({name}, 'hex')"
     return f"{name}::text" if pa.types.is_string(f.type) else name
-
-
-def _parsed(kind: pa.DataType) -> pa.DataType:
-    t = pa.types
-    if t.is_timestamp(kind) or t.is_time(kind):
-        return pa.int64()
-    if t.is_date32(kind):
-        return pa.int32()
-    return kind if not t.is_binary(kind) else pa.string()
-
-
-def _restored(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    t = pa.types
-    if t.is_binary(kind):
-        return types.from_hex(column)
-    if t.is_timestamp(kind) or t.is_time(kind) or t.is_date32(kind):
-        return column.cast(kind)
-    return pc.cast(column, kind) if not column.type.equals(kind) else column

@@ -8,13 +8,14 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from delivered.connectors.postgres.options import Mechanism, PostgresOptions
+from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES, refused
 from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.sql.merge import without_key
+from delivered.sql.options import Mechanism
 from delivered.sql.sink import HISTORY, TableSink
 from delivered.sql.types import Types
 

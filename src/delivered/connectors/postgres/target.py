@@ -13,31 +13,15 @@ from delivered.connectors.postgres.migrate import alone
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES
 from delivered.model.errors import UsageError
+from delivered.sql.columns import Column, check_typed, compare
 from delivered.sql.database import quoted
 from delivered.sql.merge import Merge, stored
-from delivered.sql.target import check_unchanged, column_missing, missing
+from delivered.sql.target import check_unchanged, missing
 
 if TYPE_CHECKING:
     import psycopg
 
-
-@dataclass(frozen=True)
-class Column:
-    """
-    Attributes:
-        kind: name of the type as `types.fitting` uses it; of a domain, the type below it.
-        shown: the type as SQL writes it.
-        precision, scale: of numeric with bounds; else None.
-        required: no null, and no default.
-        computed: the server makes its values.
-    """
-
-    kind: str
-    shown: str
-    precision: int | None
-    scale: int | None
-    required: bool
-    computed: bool
+_CHANGE = "ALTER COLUMN {name} TYPE"
 
 
 @dataclass(frozen=True)
@@ -91,16 +75,10 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
     if found is None:
         if not options.create:
             raise missing_table(options)
-        body = ", ".join(f"{quoted(f.name)} {TYPES.declared(f.type)}" for f in kept if not _untyped(f))
+        check_typed(options, schema)
+        body = ", ".join(f"{quoted(f.name)} {TYPES.declared(f.type)}" for f in kept)
         if options.write.upserts:
             body += f", PRIMARY KEY ({', '.join(map(quoted, options.write.keys))})"
-        if any(_untyped(f) for f in schema):
-            raise UsageError(
-                "TYPE_UNKNOWN",
-                f"Columns {[f.name for f in schema if _untyped(f)]} hold nothing but nulls, and {options.table_text} "
-                "is to be created: their type is not known.",
-                next_step="cast them, or create the table",
-            )
         with connection.transaction():
             alone(connection)
             connection.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} ({body})")
@@ -108,7 +86,7 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         if found is None:
             raise missing_table(options)
     relation, name = found
-    kinds = dict(zip(kept.names, compare(options, kept, table_columns(connection, relation)), strict=True))
+    kinds = dict(zip(kept.names, compare(options, TYPES, kept, table_columns(connection, relation), _CHANGE), strict=True))
     _remember(connection, options, relation, kept)
     return Target(
         name,
@@ -157,59 +135,6 @@ def table_columns(connection: psycopg.Connection[Any], relation: int) -> dict[st
             computed=computed,
         )
     return found
-
-
-def compare(options: PostgresOptions, schema: pa.Schema, columns: dict[str, Column]) -> tuple[str, ...]:
-    """Check rows of `schema` against a table's columns; return the type of each.
-
-    Raises:
-        UsageError: a column is missing or of another type.
-    """
-    table, kinds = options.table_text, []
-    for f in schema:
-        column = columns.get(f.name)
-        if column is None:
-            wanted = "..." if _untyped(f) else TYPES.declared(f.type)
-            way_out = f"ALTER TABLE {table} ADD COLUMN {quoted(f.name)} {wanted}"
-            raise column_missing(table, options.where, f.name, ", ".join(columns), way_out)
-        if column.computed:
-            raise UsageError(
-                "COLUMN_COMPUTED",
-                f"The server makes the values of column {f.name!r} of {table!r} itself.",
-                next_step=f'df.drop("{f.name}")',
-            )
-        if not _fits(f.type, column):
-            raise UsageError(
-                "COLUMN_TYPE",
-                f"Column {f.name!r} of table {table!r} is {column.shown}, which cannot take every value of {f.type} as "
-                f"it is; it takes {'nothing else' if _untyped(f) else TYPES.declared(f.type)}.",
-                next_step=f"cast the column of the rows, or ALTER TABLE {table} ALTER COLUMN {quoted(f.name)} TYPE ...",
-            )
-        kinds.append(column.kind)
-    absent = [n for n, c in columns.items() if c.required and n not in schema.names]
-    if absent:
-        raise UsageError(
-            "COLUMN_REQUIRED",
-            f"Columns {', '.join(map(repr, absent))} of table {table!r} allow no null and have no default, and the "
-            "rows do not have them.",
-            next_step="add them to the rows, or give them a default",
-        )
-    return tuple(kinds)
-
-
-def _fits(kind: pa.DataType, column: Column) -> bool:
-    if pa.types.is_null(kind):
-        return True
-    if column.kind not in types.fitting(kind):
-        return False
-    if column.precision is None or column.scale is None:
-        return True
-    # Another scale would come back as other digits, and perhaps rounded.
-    return bool(kind.scale == column.scale and kind.precision <= column.precision)
-
-
-def _untyped(f: pa.Field) -> bool:
-    return bool(pa.types.is_null(f.type))
 
 
 def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int, schema: pa.Schema) -> None:

@@ -8,60 +8,29 @@ pair and of the ledger's schema, tells them apart. The nonce is new for each att
 from __future__ import annotations
 
 import re
-import secrets
-import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres.client import check_of
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
+from delivered.sql.names import Names, new_nonce
+from delivered.sql.transactions import OpenTransaction
 
 if TYPE_CHECKING:
     import psycopg
 
-KEY = "gid"
-"""Name of the transaction's id in a participant's handle."""
 GONE = "42704"
 """SQLSTATE: no prepared transaction of that id. It was committed, or rolled back, or never there."""
 
 
-@dataclass(frozen=True)
-class OpenTransaction:
-    """One prepared transaction, for a person.
-
-    Attributes:
-        started_ms: when it was prepared, milliseconds since 1970, by the server's clock.
-        user: who prepared it; only they, or a superuser, can end it.
-    """
-
-    transactional_id: str
-    batch: int
-    shard: int
-    started_ms: int
-    user: str
-    database: str
-    targets: tuple[str, ...]
-    state: str = "Prepared"
-
-    @property
-    def participant(self) -> dict[str, Any]:
-        return {KEY: self.transactional_id}
-
-    def age_s(self, now_s: float | None = None) -> float:
-        """Seconds since it was prepared, by this machine's clock."""
-        return max(0.0, (time.time() if now_s is None else now_s) - self.started_ms / 1000)
-
-
 def id_prefix(scope: Scope, ledger_schema: str) -> str:
     """Start of all ids of this sink of this pipeline, in any incarnation, and of no other's."""
-    return f"{scope.prefix}{check_of(scope, ledger_schema)}."
+    return f"{scope.prefix}{Names(scope, ledger_schema).check}."
 
 
 def new_id(work: Work, ledger_schema: str) -> str:
     """An id that nobody else has, nor ever had."""
-    return f"{id_prefix(work.scope, ledger_schema)}{work.batch}.{work.shard}.{secrets.token_hex(8)}"
+    return f"{id_prefix(work.scope, ledger_schema)}{work.batch}.{work.shard}.{new_nonce()}"
 
 
 def is_ours(scope: Scope, ledger_schema: str, candidate: str) -> bool:
@@ -84,7 +53,7 @@ def listed(connection: psycopg.Connection[Any], scope: Scope, options: PostgresO
         if is_ours(scope, options.ledger_schema, gid):
             batch, shard = gid.rsplit(".", 3)[1:3]
             found.append(
-                OpenTransaction(gid, int(batch), int(shard), prepared_ms, user, database, (options.table_text,))
+                OpenTransaction(gid, int(batch), int(shard), prepared_ms, (options.table_text,), user, database)
             )
     return found
 

@@ -20,11 +20,11 @@ list, struct, map, duration, uint64, others: refused
 
 from __future__ import annotations
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.sql.types import Types
+from delivered.sql.types import ServerTypes
+from delivered.sql.values import because
 
 ENUM = "enum"
 """Stands for every enumerated type."""
@@ -39,77 +39,49 @@ _SQL = {
 }
 
 
-def fitting(kind: pa.DataType) -> tuple[str, ...]:
-    """Names of PostgreSQL's types that keep values of `kind` as they are, the natural one first; empty: none."""
-    t = pa.types
-    if t.is_boolean(kind):
-        return ("bool",)
-    if kind in (pa.int8(), pa.int16(), pa.uint8()):
-        return ("int2", "int4", "int8")
-    if kind in (pa.int32(), pa.uint16()):
-        return ("int4", "int8")
-    if kind in (pa.int64(), pa.uint32()):
-        return ("int8",)
-    if t.is_float32(kind):
-        return ("float4", "float8")
-    if t.is_float64(kind):
-        return ("float8",)
-    if t.is_decimal128(kind):
-        return ("numeric",) if 0 <= kind.scale <= kind.precision else ()
-    if t.is_string(kind):
-        return ("text", "varchar", "citext", ENUM, "json", "jsonb")
-    if t.is_binary(kind):
-        return ("bytea",)
-    if t.is_date32(kind):
-        return ("date",)
-    if t.is_timestamp(kind):
-        return () if kind.unit == "ns" else ("timestamp",) if kind.tz is None else ("timestamptz",)
-    if t.is_time(kind):
-        return () if kind.unit == "ns" else ("time",)
-    return ()
-
-
-class PostgresTypes(Types):
+class PostgresTypes(ServerTypes):
     system = "PostgreSQL"
     columns_max = 1_600  # PostgreSQL's own limits
     name_bytes_max = 63
     nested_hint = "; a column of type jsonb takes JSON texts"
 
     def declared(self, kind: pa.DataType) -> str | None:
-        if not fitting(kind):
+        fitting = self.fitting(kind)
+        if not fitting:
             return None
-        name = fitting(kind)[0]
+        name = fitting[0]
         return f"numeric({kind.precision},{kind.scale})" if name == "numeric" else _SQL.get(name, name)
 
-    def keeps(self, kind: pa.DataType) -> bool:
-        return bool(fitting(kind)) or bool(pa.types.is_null(kind))
-
-    def orders(self, kind: pa.DataType) -> bool:
-        return super().orders(kind) or bool(pa.types.is_decimal128(kind))
-
-    def plain(self, kind: pa.DataType) -> pa.DataType:
-        kind, t = super().plain(kind), pa.types
-        if t.is_timestamp(kind) and kind.unit != "ns":
-            return pa.timestamp("us", kind.tz)
-        return pa.time64("us") if t.is_time(kind) and kind.unit != "ns" else kind
+    def fitting(self, kind: pa.DataType) -> tuple[str, ...]:
+        t = pa.types
+        if t.is_boolean(kind):
+            return ("bool",)
+        if kind in (pa.int8(), pa.int16(), pa.uint8()):
+            return ("int2", "int4", "int8")
+        if kind in (pa.int32(), pa.uint16()):
+            return ("int4", "int8")
+        if kind in (pa.int64(), pa.uint32()):
+            return ("int8",)
+        if t.is_float32(kind):
+            return ("float4", "float8")
+        if t.is_float64(kind):
+            return ("float8",)
+        if t.is_decimal128(kind):
+            return ("numeric",) if 0 <= kind.scale <= kind.precision else ()
+        if t.is_string(kind):
+            return ("text", "varchar", "citext", ENUM, "json", "jsonb")
+        if t.is_binary(kind):
+            return ("bytea",)
+        if t.is_date32(kind):
+            return ("date",)
+        if t.is_timestamp(kind):
+            return () if kind.unit == "ns" else ("timestamp",) if kind.tz is None else ("timestamptz",)
+        if t.is_time(kind):
+            return () if kind.unit == "ns" else ("time",)
+        return ()
 
 
 TYPES = PostgresTypes()
-
-
-def from_hex(column: pa.Array) -> pa.Array:
-    """Texts of hexadecimal digits, in lower case, as bytes."""
-    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
-    data = column.buffers()[2]
-    digits = np.frombuffer(b"" if data is None else data, np.uint8)[offsets[0] : offsets[-1]]
-    halves = np.where(digits >= ord("a"), digits - (ord("a") - 10), digits - ord("0")).astype(np.uint8)
-    values = (halves[0::2] << 4 | halves[1::2]).astype(np.uint8)
-    made = pa.Array.from_buffers(
-        pa.binary(),
-        len(column),
-        [None, pa.py_buffer(((offsets - offsets[0]) // 2).astype(np.int32)), pa.py_buffer(values)],
-    )
-    return made if column.null_count == 0 else pc.if_else(column.is_valid(), made, pa.scalar(None, pa.binary()))
 
 
 def refused(batch: pa.RecordBatch) -> pa.Array | None:
@@ -121,8 +93,5 @@ def refused(batch: pa.RecordBatch) -> pa.Array | None:
     for field, column in zip(batch.schema, batch.columns, strict=True):
         if not (pa.types.is_string(field.type) or pa.types.is_large_string(field.type)):
             continue
-        zero = pc.fill_null(pc.match_substring(column, "\0"), False)
-        if pc.any(zero).as_py():
-            here = pc.if_else(zero, f"column {field.name!r}: text with a zero byte", pa.scalar(None, pa.string()))
-            reasons = here if reasons is None else pc.coalesce(reasons, here)
+        reasons = because(reasons, pc.match_substring(column, "\0"), f"column {field.name!r}: text with a zero byte")
     return reasons

@@ -7,18 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.postgres import encode, stage, target, transactions, warm
-from delivered.connectors.postgres.client import discard, explained
+from delivered.connectors.postgres import encode, stage, target, transactions
+from delivered.connectors.postgres.client import PostgresDatabase, explained
 from delivered.connectors.postgres.migrate import migrate
-from delivered.connectors.postgres.options import Mechanism, PostgresOptions
+from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.sql import warm
 from delivered.sql.database import quoted
 from delivered.sql.merge import check_rows
+from delivered.sql.names import Names, new_nonce
+from delivered.sql.options import Mechanism
+from delivered.sql.stage import KEY as STAGED
+from delivered.sql.stage import Staging
+from delivered.sql.transactions import KEY as GID
 
 if TYPE_CHECKING:
     import psycopg
@@ -38,6 +44,8 @@ class CopyWriter:
 
     def __init__(self, options: PostgresOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
         self._options = options
+        self._server = PostgresDatabase(options)
+        self._staging = Staging(options)
         self._work = work
         self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE
         self._moved_later = self._exactly_once and options.mechanism is Mechanism.ONE_TRANSACTION
@@ -78,21 +86,21 @@ class CopyWriter:
             self._end_copy(fingerprint)
             handle: dict[str, Any] = {}
             if self._moved_later:
-                handle = {stage.KEY: self._staged, "target": self._ready.name, "columns": self._ready.columns}
+                handle = {STAGED: self._staged, "target": self._ready.name, "columns": self._ready.columns}
             if self._upserts:
-                kept = stage.reduced(connection, self._options, self._staged, self._ready, self._rows)
+                kept = self._staging.reduce(connection, self._staged, self._ready.merge, self._rows)
                 if self._moved_later:
                     handle |= {"kept": kept, "stored": list(self._ready.merge.columns)}
                 else:
-                    stage.merge(connection, self._options, self._staged, self._ready)
+                    self._merge(connection)
             if self._moved_later or not self._exactly_once:
                 connection.execute("COMMIT")
             else:
-                handle = {transactions.KEY: self._prepare(connection, fingerprint)}
+                handle = {GID: self._prepare(connection, fingerprint)}
         except psycopg.Error as error:
             raise explained(error, self._options) from error
         self._connection = None
-        warm.give(self._options, connection)
+        warm.give(self._server, connection)
         return handle
 
     def abort(self) -> None:
@@ -103,7 +111,7 @@ class CopyWriter:
             with contextlib.suppress(Exception):
                 copying.__exit__(RuntimeError, given_up, None)
         # The server undoes what an ended connection had open.
-        discard(connection)
+        self._server.discard(connection)
 
     @property
     def _ready(self) -> target.Target:
@@ -112,7 +120,7 @@ class CopyWriter:
         return self._target
 
     def _begin(self) -> None:
-        self._connection = connection = warm.take(self._options)
+        self._connection = connection = warm.take(self._server)
         migrate(connection, self._options.ledger_schema)
         if self._exactly_once and not self._moved_later:
             transactions.slots(connection, self._options)  # told before the first row, not after the last
@@ -122,13 +130,21 @@ class CopyWriter:
         connection.execute("BEGIN")
         into = self._target.name
         if self._moved_later or self._upserts:
-            self._staged = stage.new_table(self._options, self._work)
+            self._staged = Names(self._work.scope, self._options.ledger_schema).staging(self._work, new_nonce())
             stage.create(connection, self._options, self._staged, self._target, kept=self._moved_later)
-            into = f"{quoted(self._options.ledger_schema)}.{quoted(self._staged)}"
+            into = self._staging.full(self._staged)
         self._cursor = connection.cursor()
         self._copying = self._cursor.copy(f"COPY {into} ({self._target.columns}) FROM STDIN (FORMAT binary)")
         self._copy = self._copying.__enter__()
         self._copy.write(encode.HEADER)
+
+    def _merge(self, connection: psycopg.Connection[Any]) -> None:
+        """Make reduced rows those of the target, in the task's own transaction."""
+        merge = self._ready.merge
+        self._staging.add(connection, self._staged, merge)
+        if self._options.write.delete is not None:
+            connection.execute(merge.delete(self._staging.full(self._staged)))
+        stage.drop(connection, self._options, self._staged)
 
     def _end_copy(self, fingerprint: Fingerprint) -> None:
         self._copy.write(encode.TRAILER)

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from delivered.model.errors import BadRecord
 from delivered.sql.types import Types
+from delivered.sql.values import outside_years
 
 _AFFINITIES = {
     "INTEGER": ("INTEGER", "NUMERIC", "BLOB"),
@@ -91,17 +92,7 @@ def check_values(batch: pa.RecordBatch) -> None:
 
 def refused(batch: pa.RecordBatch) -> pa.Array | None:
     """For each row why it cannot be written, null where it can; None: all can. What `check_values` raises for."""
-    reasons: pa.Array | None = None
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if not (pa.types.is_timestamp(field.type) or pa.types.is_date32(field.type)):
-            continue
-        year = pc.year(column)
-        outside = pc.fill_null(pc.or_(pc.less(year, 1), pc.greater(year, 9999)), False)
-        if not pc.any(outside).as_py():
-            continue
-        here = pc.if_else(outside, f"column {field.name!r}: outside the years 1 to 9999", pa.scalar(None, pa.string()))
-        reasons = here if reasons is None else pc.coalesce(reasons, here)
-    return reasons
+    return outside_years(batch)
 
 
 def to_sql(column: pa.Array) -> list[Any]:

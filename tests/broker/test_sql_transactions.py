@@ -1,10 +1,10 @@
-"""`delivered transactions` and the audit's look at the ledger, against prepared transactions of a real PostgreSQL."""
+"""`delivered transactions` and the audit's look at the ledger, against prepared transactions of real servers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -17,13 +17,11 @@ from delivered.model.outcome import Ok
 from delivered.model.work import Decision
 from delivered.spark.audit_ledger import read_ledger
 
-if TYPE_CHECKING:
-    from tests.conftest import Postgres
 
-
-@pytest.fixture
-def rig(postgres: Postgres) -> Rig:
-    return Rig(postgres.sink(mechanism="two_phase"))
+@pytest.fixture(params=["postgres", "mysql"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    server: Any = request.getfixturevalue(request.param)
+    return Rig(server.sink(mechanism="two_phase"))
 
 
 @pytest.fixture
@@ -32,7 +30,7 @@ def file(rig: Rig, tmp_path: Path) -> Path:
     checkpoint.mkdir()
     (checkpoint / "metadata").write_text(json.dumps({"id": rig.incarnation}))
     options = rig.sink.options  # type: ignore[attr-defined]
-    sink = {"format": "postgres", "url": options.url, "dbtable": options.table, "mechanism": "two_phase"}
+    sink = {"format": rig.sink.capability().system, "url": options.url, "dbtable": options.table, "mechanism": "two_phase"}
     file = tmp_path / "pipeline.yaml"
     file.write_text(
         yaml.safe_dump(

@@ -1,0 +1,46 @@
+"""MySQL and MariaDB as a sink: rows by LOAD DATA LOCAL, and decisions, on one server.
+
+options.py       what the user named
+types.py         Arrow types as the server keeps them
+encode.py        record batches as the text of LOAD DATA, or of INSERT
+wire.py          a connection that loads from memory
+client.py        connections and their settings
+errors.py        the server's errors in plain words
+load.py          rows into a table, in bounded blocks
+target.py        the user's table: create, check, name its columns
+migrate.py       the ledger's tables, versioned
+merge.py         upserts
+stage.py         tables in which tasks leave their shards
+transactions.py  two_phase: ids of XA transactions; list, commit, roll back
+sessions.py      which session holds something up, and the end of it
+writer.py        a task's side
+ledger.py        the driver's side: owner, decisions, over `delivered.sql.ledger`, where the line that decides is
+resource.py      the driver's hand on what tasks prepared
+preflight.py     can this server keep the promise
+read.py          the table as a source, for the audit
+sink.py          all of these as the contract's sink
+
+Every session runs with ANSI_QUOTES, so that names are quoted as in standard SQL; and READ COMMITTED, so that a lock is
+a lock of rows and not of what lies between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from delivered.connectors.mysql.options import SINK_OPTIONS, parse
+from delivered.sql.connector import SinkConnector
+
+if TYPE_CHECKING:
+    from delivered.contract import Sink
+
+
+class MysqlConnector(SinkConnector):
+    def sink(self, options: Mapping[str, str]) -> Sink:
+        from delivered.connectors.mysql.sink import MysqlSink
+
+        return MysqlSink(parse(options))
+
+
+CONNECTOR = MysqlConnector("mysql", "mysql", SINK_OPTIONS)

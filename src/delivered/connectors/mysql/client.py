@@ -1,0 +1,148 @@
+"""Connections, and how a session is set up whatever the server's defaults are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from delivered.connectors.mysql import errors
+from delivered.connectors.mysql.migrate import migrate, version_of
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.sql.server import Server
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+CONNECT_TRY_S = 5.0
+"""Connecting, and then each answer of the login. One clear error within 15 s is the promise."""
+VERSIONS_MIN = {"MariaDB": (10, 5), "MySQL": (8, 0)}
+"""The first whose prepared transactions outlive their session, and which have what upserts ask for."""
+STALLED_S = 3_600
+"""A session of which nothing is heard for so long is ended by the server, and its transaction with it."""
+
+SQL_MODE = (
+    "ANSI_QUOTES,ERROR_FOR_DIVISION_BY_ZERO,NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION,NO_ZERO_DATE,NO_ZERO_IN_DATE,"
+    "ONLY_FULL_GROUP_BY,STRICT_ALL_TABLES"
+)
+_SETTINGS = {
+    "sql_mode": f"'{SQL_MODE}'",
+    "time_zone": "'+00:00'",
+    "wait_timeout": str(STALLED_S),
+    "net_read_timeout": "600",
+    "net_write_timeout": "600",
+    "foreign_key_checks": "1",
+    "unique_checks": "1",
+    "sql_notes": "1",
+    "max_error_count": "64",
+    "sql_big_selects": "1",
+    "sql_select_limit": "18446744073709551615",
+}
+
+
+def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> Session:
+    """Open a connection.
+
+    Args:
+        role: not told to the server, which has no place for it.
+        writes: a server that takes no changes is an error.
+
+    Raises:
+        Unreachable, UsageError: within 15 s.
+        MissingExtra: PyMySQL is not installed.
+    """
+    del role
+    try:
+        from delivered.connectors.mysql.wire import ERRORS, Session
+    except ImportError:
+        raise MissingExtra("mysql") from None
+    given = {"user": options.login, "password": options.password_resolved()}
+    tls = {k: v.lower() == "true" if k.startswith("ssl_verify") else v for k, v in options.tls.items()}
+    try:
+        session = Session(
+            CONNECT_TRY_S,
+            host=options.host,
+            port=options.port,
+            database=options.database,
+            **{k: v for k, v in given.items() if v is not None},
+            **tls,
+        )
+    except ERRORS as error:
+        raise errors.explained(error, options) from None
+    try:
+        _check_version(session, options)
+        lock_s = str(options.lock_timeout_s)
+        settings = {**_SETTINGS, "innodb_lock_wait_timeout": lock_s, "lock_wait_timeout": lock_s}
+        if session.mariadb:
+            settings["max_statement_time"] = "0"
+        session.execute("SET SESSION " + ", ".join(f"{k} = {v}" for k, v in settings.items()))
+        session.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        if writes and session.execute("SELECT @@global.read_only").fetchone()[0]:
+            # Asked, because it does not hold for users with special rights, who would write to a replica.
+            raise read_only(options)
+    except ERRORS as error:
+        session.close()
+        raise errors.explained(error, options) from None
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def read_only(options: MysqlOptions) -> Unreachable:
+    return Unreachable(
+        "READ_ONLY",
+        f"MySQL at {options.place} takes no changes (read_only): it is a replica, or is being maintained.",
+        "point the url at the primary server",
+    )
+
+
+def _check_version(session: Session, options: MysqlOptions) -> None:
+    system = "MariaDB" if session.mariadb else "MySQL"
+    # MariaDB used to put another number in front for the sake of old replicas.
+    found = re.match(r"(\d+)\.(\d+)", str(session.server_version).removeprefix("5.5.5-"))
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if version < VERSIONS_MIN[system]:
+        needed = " or ".join(f"{name} {a}.{b}" for name, (a, b) in VERSIONS_MIN.items())
+        raise UsageError(
+            "SERVER_TOO_OLD",
+            f"The server at {options.place} is {system} {session.server_version}; this sink needs {needed}, or newer.",
+        )
+
+
+@dataclass(frozen=True)
+class MysqlDatabase(Server["Session"]):
+    """The database that the user named."""
+
+    options: MysqlOptions
+
+    @property
+    def where(self) -> str:
+        return self.options.where
+
+    def connect(self, role: str, *, writes: bool = True) -> Session:
+        return connect(self.options, role, writes)
+
+    def errors(self) -> type[Exception]:
+        from delivered.connectors.mysql.wire import ERRORS
+
+        return ERRORS
+
+    def explained(self, error: Exception) -> DeliveredError:
+        return errors.explained(error, self.options)
+
+    def is_lost(self, error: BaseException) -> bool:
+        return errors.is_lost(error)
+
+    def is_locked(self, error: BaseException) -> bool:
+        return errors.number_of(error) in (errors.LOCK_TIMEOUT, errors.DEADLOCK)
+
+    def idle(self, connection: Session) -> bool:
+        return connection.idle
+
+    def version(self, connection: Session) -> int:
+        return version_of(connection, self.options.ledger_schema)
+
+    def migrate(self, connection: Session) -> None:
+        migrate(connection, self.options.ledger_schema)

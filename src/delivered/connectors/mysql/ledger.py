@@ -1,0 +1,123 @@
+"""The ledger: decisions of one sink of one pipeline, on the server that holds the rows.
+
+A statement that deletes reads through an index named in it. Left to itself the server scans a short table, and waits
+there for rows that others have open: another pipeline's decision, or for ever a marker of a prepared transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from delivered.connectors.mysql import errors, sessions, stage
+from delivered.connectors.mysql.client import MysqlDatabase
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.transactions import names_of
+from delivered.model.identity import Scope
+from delivered.model.outcome import Outcome, Unknown
+from delivered.sql.database import Connection, quoted
+from delivered.sql.ledger import Dialect
+from delivered.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+_FORGOTTEN_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class MysqlDialect(Dialect):
+    def known(self, keys: str, column: str | None) -> str:
+        first = column or keys.partition(",")[0]
+        return f"ON DUPLICATE KEY UPDATE {first} = VALUES({first})"
+
+    def delete_from(self, table: str) -> str:
+        return f"DELETE d FROM {{{table}}} AS d FORCE INDEX (PRIMARY)"
+
+    def forget_markers(self, connection: Connection, where: str, values: Mapping[str, Any]) -> None:
+        """One by one, and only what a look without locks sees: what is prepared still is not there yet."""
+        found = [n for (n,) in connection.execute(self(f"SELECT n FROM {{marker}} WHERE {where}"), values).fetchall()]
+        for at in range(0, len(found), _FORGOTTEN_AT_ONCE):
+            numbers = ", ".join(str(int(n)) for n in found[at : at + _FORGOTTEN_AT_ONCE])
+            connection.execute(self(f"{self.delete_from('marker')} WHERE n IN ({numbers})"), {})
+
+
+def dialect(schema: str) -> MysqlDialect:
+    """Of a ledger that lies in this database."""
+    s = quoted(schema).replace("%", "%%")
+    return MysqlDialect(
+        tables={name: f"{s}.{name}" for name in ("owner", "decision", "begun", "marker")},
+        value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
+        written={"decision": "n", "begun": "n"},
+        hold=" FOR UPDATE",
+        pack=lambda names: json.dumps(list(names)),
+        unpack=json.loads,
+    )
+
+
+class MysqlLedger(ServerLedger["Session"]):
+    def __init__(self, options: MysqlOptions, scope: Scope) -> None:
+        super().__init__(
+            MysqlDatabase(options),
+            dialect(options.ledger_schema),
+            names_of(scope, options.ledger_schema),
+            stage.MysqlStaging(options),
+        )
+        self._options = options
+
+    def _open(self) -> Session:
+        if self._connection is None or not self._connection.open:
+            connection = self._database.connect(self._role)
+            with self._database.explaining():
+                sessions.register(connection)
+            self._connection = connection
+        return self._connection
+
+    def _begin(self, connection: Session) -> None:
+        """Takes the owner's row at once, and writes there who holds it: others read that before it is committed."""
+        connection.execute("START TRANSACTION")
+        connection.execute(
+            self._sql("UPDATE {owner} SET session = :session WHERE pipeline = :pipeline AND sink = :sink"),
+            {**self._key, "session": connection.nonce},
+        )
+
+    def _begin_view(self, connection: Session) -> None:
+        connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        connection.execute("START TRANSACTION READ ONLY")
+
+    @contextlib.contextmanager
+    def _claiming(self, connection: Session) -> Iterator[None]:
+        connection.execute(f"SET SESSION innodb_lock_wait_timeout = {CLAIM_WAIT_S}")
+        try:
+            self._begin(connection)
+            yield
+        except BaseException:
+            self._server.discard(connection)
+            raise
+        connection.execute("COMMIT")
+        connection.execute(f"SET SESSION innodb_lock_wait_timeout = {self._options.lock_timeout_s}")
+
+    def _after_failed_commit(self, error: Exception, there: Callable[[Session], bool]) -> Outcome[None]:
+        """Whatever the error says: only a claim, which waits for the transaction's end, can tell."""
+        del there
+        return Unknown(str(errors.explained(error, self._options)))
+
+    def _end_holders(self) -> None:
+        with contextlib.suppress(Exception):
+            connection = self._open()
+            connection.execute("SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED")
+            connection.execute("START TRANSACTION READ ONLY")
+            row = connection.execute(
+                self._sql("SELECT session FROM {owner} WHERE pipeline = :pipeline AND sink = :sink"), self._key
+            ).fetchone()
+            connection.execute("COMMIT")
+            if row is not None and row[0] and row[0] != connection.nonce:
+                sessions.end(connection, row[0])
+
+    @property
+    def _see_holders(self) -> str:
+        return "see who: SELECT * FROM information_schema.innodb_trx; then KILL its trx_mysql_thread_id"

@@ -1,0 +1,101 @@
+"""The ledger's tables, versioned, in a database of their own.
+
+The server commits each statement that makes a table by itself: a step that was begun and not finished is run again from
+its first statement, so each statement does nothing where its work is done already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from delivered.connectors.mysql import errors
+from delivered.sql.database import quoted
+from delivered.sql.migrate import is_newest
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+_NAME = "varchar(64) CHARACTER SET ascii COLLATE ascii_bin NOT NULL"
+_SCOPE = f"pipeline {_NAME}, sink {_NAME}, incarnation {_NAME}, batch bigint NOT NULL"
+_MADE = "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+_GROWS = "n bigint unsigned NOT NULL AUTO_INCREMENT"
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.owner (
+            pipeline {_NAME}, sink {_NAME}, id varchar(255) NOT NULL, epoch bigint NOT NULL,
+            host varchar(255) NOT NULL, process bigint NOT NULL, started_ms bigint NOT NULL,
+            superseded longtext NOT NULL, session varchar(32) NOT NULL DEFAULT '',
+            PRIMARY KEY (pipeline, sink)) {_MADE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.decision (
+            {_SCOPE}, decision longtext NOT NULL, decided_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
+            {_GROWS}, PRIMARY KEY (pipeline, sink, incarnation, batch), UNIQUE KEY (n)) {_MADE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.begun (
+            {_SCOPE}, offsets longtext NOT NULL, begun_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
+            {_GROWS}, PRIMARY KEY (pipeline, sink, incarnation), UNIQUE KEY (n)) {_MADE}""",
+        # Not unique by shard: two attempts may both have one open, and one would wait for the other for ever.
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.marker (
+            {_SCOPE}, shard integer NOT NULL, gid varchar(191) NOT NULL, fingerprint varchar(255) NOT NULL,
+            {_GROWS}, PRIMARY KEY (n), KEY of_shard (pipeline, sink, incarnation, batch, shard)) {_MADE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.target (
+            base varchar(64) NOT NULL, name varchar(64) NOT NULL, arrow_schema longblob NOT NULL,
+            PRIMARY KEY (base, name)) {_MADE}""",
+    ),
+)
+"""Statements that lead from version n to n + 1. Only ever appended to."""
+
+ALONE_S = 30
+_LOCK = "delivered.tables"
+
+
+def version_of(connection: Session, schema: str) -> int:
+    """The version of the ledger's tables; 0: there are none. Raises MySQLError."""
+    try:
+        row = connection.execute(f"SELECT coalesce(max(version), 0) FROM {quoted(schema)}.migration").fetchone()  # noqa: S608
+    except Exception as error:
+        if errors.number_of(error) in (errors.NO_TABLE, errors.NO_DATABASE):
+            return 0
+        raise
+    return int(row[0])
+
+
+def migrate(connection: Session, schema: str) -> None:
+    """Bring the ledger's tables to the newest version; do nothing if they are there. Outside of a transaction.
+
+    Raises:
+        UsageError: a newer version of this package wrote them.
+        MySQLError: the server said no.
+    """
+    if is_newest(version_of(connection, schema), len(MIGRATIONS), f"in database {schema!r}"):
+        return
+    s = quoted(schema)
+    with alone(connection):
+        # IF NOT EXISTS alone asks for the right to create, even where everything is there.
+        there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
+        if connection.execute(there, [schema]).fetchone() is None:
+            connection.execute(f"CREATE DATABASE IF NOT EXISTS {s} CHARACTER SET utf8mb4 COLLATE utf8mb4_bin")
+        if version_of(connection, schema) == 0:
+            connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {s}.migration (version integer PRIMARY KEY, "
+                f"applied_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)) {_MADE}"
+            )
+        # Looked at again: another process may have been faster.
+        for version in range(version_of(connection, schema), len(MIGRATIONS)):
+            for statement in MIGRATIONS[version]:
+                connection.execute(statement.format(s=s))
+            connection.execute(f"INSERT IGNORE INTO {s}.migration (version) VALUES (%s)", [version + 1])  # noqa: S608
+
+
+@contextlib.contextmanager
+def alone(connection: Session) -> Iterator[None]:
+    """Be the only one at this server that makes tables for us; after 30 s go on all the same: every statement inside
+    does nothing where its work is done."""
+    held = connection.execute("SELECT GET_LOCK(%s, %s)", [_LOCK, ALONE_S]).fetchone()[0]
+    try:
+        yield
+    finally:
+        if held:
+            with contextlib.suppress(Exception):
+                connection.execute("SELECT RELEASE_LOCK(%s)", [_LOCK])

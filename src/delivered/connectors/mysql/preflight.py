@@ -1,0 +1,179 @@
+"""Whether this server, this table and this user can keep the promise. Changes nothing but the ledger's own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from delivered.connectors.mysql import errors, target, transactions
+from delivered.connectors.mysql.client import MysqlDatabase, read_only
+from delivered.connectors.mysql.migrate import migrate
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.contract import Finding
+from delivered.model.errors import DeliveredError
+from delivered.model.guarantee import Guarantee
+from delivered.model.limits import OPEN_TRANSACTION_OLD_S
+from delivered.sql.database import quoted
+from delivered.sql.merge import no_unique_index
+from delivered.sql.options import Mechanism
+from delivered.sql.transactions import age_of
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+
+def preflight(options: MysqlOptions, guarantee: Guarantee) -> list[Finding]:
+    """Ask the server. Findings that refuse come last: what is behind them could not be asked."""
+    findings: list[Finding] = []
+    server = MysqlDatabase(options)
+    try:
+        session = server.connect("preflight")
+        try:
+            with server.explaining():
+                findings.extend(_look(session, options, guarantee))
+        finally:
+            server.discard(session)
+    except DeliveredError as error:
+        findings.append(Finding.refusal(error))
+    return findings
+
+
+def _look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
+    settings = _settings(session)
+    if settings.get("super_read_only") == "ON" or settings.get("tx_read_only") == "ON":
+        raise read_only(options)
+    yield from _durable(settings, options, guarantee)
+    if settings.get("log_bin") == "ON" and settings.get("binlog_format") == "STATEMENT":
+        yield Finding(
+            "BINLOG_STATEMENT",
+            f"MySQL at {options.place} writes its binary log with binlog_format = STATEMENT, and then takes no row at "
+            "the isolation level READ COMMITTED.",
+            True,
+            "SET GLOBAL binlog_format = 'ROW', or MIXED",
+        )
+    if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
+        transactions.check_allowed(session, options)
+        yield from _prepared(session, options)
+        if options.write.delete is not None:
+            yield Finding(
+                "DELETE_TWO_PHASE",
+                "deleteColumn does not go with mechanism two_phase: a deletion of a key that is not there yet leaves "
+                "no lock for another shard of the batch to meet, so one that is out of order would go unseen.",
+                True,
+                'write .option("mechanism", "one_transaction")',
+            )
+    migrate(session, options.ledger_schema)
+    yield from _table(session, options, guarantee)
+
+
+def _settings(session: Session) -> dict[str, str]:
+    names = (
+        *("binlog_format", "innodb_flush_log_at_trx_commit", "log_bin", "super_read_only"),
+        *("sync_binlog", "transaction_read_only", "tx_read_only"),
+    )
+    wanted = ", ".join(f"'{n}'" for n in names)
+    found = dict(session.execute(f"SHOW VARIABLES WHERE Variable_name IN ({wanted})").fetchall())
+    if "transaction_read_only" in found:  # the new name of the other
+        found["tx_read_only"] = found["transaction_read_only"]
+    return {str(k): str(v) for k, v in found.items()}
+
+
+def _durable(settings: dict[str, str], options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
+    """What the server calls committed must be so after a crash of its machine."""
+    if guarantee is Guarantee.AT_MOST_ONCE:
+        return
+    weak = [
+        f"{name} = {settings[name]}"
+        for name, needed in (("innodb_flush_log_at_trx_commit", True), ("sync_binlog", settings.get("log_bin") == "ON"))
+        if needed and settings.get(name, "1") != "1"
+    ]
+    if weak:
+        yield Finding(
+            "COMMIT_NOT_FLUSHED",
+            f"MySQL at {options.place} runs with {' and '.join(weak)}: what it calls committed, a crash of its machine "
+            "can take away.",
+            False,
+            "; ".join(f"SET GLOBAL {w.partition(' ')[0]} = 1" for w in weak),
+        )
+
+
+def _prepared(session: Session, options: MysqlOptions) -> Iterator[Finding]:
+    """Of every pipeline whose ledger is a database of this server: others' ids do not say how old they are."""
+    oldest_s = max((age_of(ms) for ms in transactions.all_started_ms(session)), default=0.0)
+    if oldest_s > OPEN_TRANSACTION_OLD_S:
+        yield Finding(
+            "PREPARED_TRANSACTION_OLD",
+            f"A prepared transaction of this package at {options.place} is {oldest_s / 3600:.1f} hours old: it holds "
+            "its locks and keeps the server from cleaning up until somebody ends it.",
+            False,
+            "see whose it is: XA RECOVER; those of this pipeline are ended by its next start",
+        )
+
+
+def _table(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
+    found = target.find(session, options)
+    if found is None:
+        target.check_hidden(session, options)
+        if not options.create:
+            raise target.missing_table(options)
+        base = options.schema or options.database
+        there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
+        if session.execute(there, [base]).fetchone() is None:
+            yield Finding(
+                "SCHEMA_MISSING",
+                f"There is no database {base!r} at {options.place} to create {options.table_text!r} in.",
+                True,
+                f"CREATE DATABASE {base}, or mend the option dbtable",
+            )
+        return
+    target.check_engine(options, found)
+    write = options.write
+    denied = _denied(session, options, guarantee, found)
+    if denied:
+        user = session.execute("SELECT current_user()").fetchone()[0]
+        yield Finding(
+            "PERMISSION",
+            f"User {user!r} has no right to {' and '.join(denied)} on {options.table_text!r} at {options.place}.",
+            True,
+            f"GRANT {', '.join(denied)} ON {found.base}.{found.name} TO {user}",
+        )
+    elif write.upserts:
+        if target.unique_index(session, found, write.keys) is None:
+            raise no_unique_index(write, options.table_text, options.where)
+        columns = target.table_columns(session, found)
+        loose = [k for k in write.keys if k in columns and not target.exact(columns[k].collation)]
+        if loose:
+            yield Finding(
+                "KEY_COLLATION",
+                f"Texts of {', '.join(map(repr, loose))} of table {options.table_text!r} are compared by "
+                f"{columns[loose[0]].collation}: keys that differ in case, accents or spaces at their end may be one "
+                "key there, and the audit, which compares bytes, will say so.",
+                False,
+                f"ALTER TABLE {options.table_text} MODIFY {loose[0]} ... COLLATE "
+                + ("utf8mb4_nopad_bin" if session.mariadb else "utf8mb4_0900_bin"),
+            )
+
+
+def _denied(session: Session, options: MysqlOptions, guarantee: Guarantee, found: target.Found) -> list[str]:
+    """Rights on the table that this user lacks: the server checks them also where it only explains."""
+    staged = guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.ONE_TRANSACTION
+    columns = target.table_columns(session, found)  # of a table without any right, there are none
+    name, write = found.full, options.write
+    one = quoted(next((n for n, c in columns.items() if not c.computed), "x"))
+    asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}  # noqa: S608
+    if staged or write.upserts:
+        asked["SELECT"] = f"EXPLAIN SELECT {one} FROM {name} WHERE FALSE"  # noqa: S608
+    if write.upserts:
+        asked["UPDATE"] = f"EXPLAIN UPDATE {name} SET {one} = NULL WHERE FALSE"  # noqa: S608
+    if write.delete is not None:
+        asked["DELETE"] = f"EXPLAIN DELETE FROM {name} WHERE FALSE"  # noqa: S608
+    denied = []
+    for right, statement in asked.items():
+        try:
+            session.execute(statement)
+        except Exception as error:
+            if errors.is_lost(error):
+                raise
+            if errors.number_of(error) in errors.DENIED:
+                denied.append(right)
+    return denied

@@ -1,0 +1,172 @@
+"""The table as a source of all its rows, for the audit. The server writes each row as one line of CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from delivered.connectors.mysql import target
+from delivered.connectors.mysql.client import MysqlDatabase
+from delivered.connectors.mysql.migrate import version_of
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.contract import Offsets, Slice
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import InvariantBroken, UsageError
+from delivered.sql import csv
+from delivered.sql.database import quoted
+from delivered.sql.table import TableSource, steps
+from delivered.sql.target import never_written
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+SLICE_KEYS = 250_000
+"""Range of primary keys in one slice, at least."""
+ROWS_AT_ONCE = 1_000
+_WHOLE = {"start": None, "end": None}
+
+
+@dataclass(frozen=True)
+class MysqlTable(TableSource):
+    """The rows of one table, with the Arrow types that they were written with."""
+
+    options: MysqlOptions
+
+    def capability(self) -> SourceCapability:
+        return SourceCapability(
+            "mysql",
+            replayable=False,
+            why_not="a table's rows may change",
+            assumes=("nobody changes, adds or deletes rows while the table is read",),
+        )
+
+    @property
+    def database(self) -> MysqlDatabase:
+        return MysqlDatabase(self.options)
+
+    def _stored_schema(self) -> pa.Schema | None:
+        def question(session: Session) -> pa.Schema | None:
+            found = target.find(session, self.options)
+            if found is None or version_of(session, self.options.ledger_schema) == 0:
+                return None
+            return target.stored_schema(session, self.options, found)
+
+        return self.database.ask(question)
+
+    def _never_written(self) -> UsageError:
+        return never_written(self.options.table_text, self.options.where, "url, dbtable and ledgerSchema")
+
+    def driver(self) -> MysqlTableDriver:
+        return MysqlTableDriver(self)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        schema = self.schema()
+        columns = ", ',', ".join(f"coalesce({_selected(f)}, '')" for f in schema)
+        statement = rf"SELECT CONVERT(concat({columns}, '\n') USING binary) FROM {target.text_of(self.options)}"  # noqa: S608
+        if piece.data["start"] is not None:
+            key = quoted(piece.data["key"])
+            statement += f" WHERE {key} >= {int(piece.data['start'])} AND {key} < {int(piece.data['end'])}"
+        session = self.database.connect("read", writes=False)
+        try:
+            with self.database.explaining():
+                rows = session.stream(statement)
+                yield from csv.batches(lambda: _joined(rows.fetchmany(ROWS_AT_ONCE)), schema, "1", "0")
+        finally:
+            self.database.discard(session)
+
+    def range(self) -> tuple[str, int, int] | None:
+        """The primary key if it is one whole number, with its least value and the one after its greatest."""
+
+        def question(session: Session) -> tuple[str, int, int] | None:
+            found = target.find(session, self.options)
+            if found is None:
+                return None
+            columns = target.table_columns(session, found)
+            rows = session.execute(
+                "SELECT column_name FROM information_schema.statistics "
+                "WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
+                [found.base, found.name],
+            ).fetchall()
+            if len(rows) != 1 or "int" not in columns[rows[0][0]].kind:
+                return None
+            key = rows[0][0]
+            low, high = session.execute(f"SELECT min({quoted(key)}), max({quoted(key)}) FROM {found.full}").fetchone()  # noqa: S608
+            return None if low is None else (key, int(low), int(high) + 1)
+
+        return self.database.ask(question)
+
+
+class MysqlTableDriver:
+    """Offsets are `{"key": column, "at": n}`, the next value of the primary key; or `{"rows": n}`, 0 and 1, for a table
+    that cannot be cut."""
+
+    def __init__(self, table: MysqlTable) -> None:
+        self._table = table
+
+    def initial(self) -> Offsets:
+        raise self._no_stream()
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:  # noqa: ARG002
+        raise self._no_stream()
+
+    def newest(self) -> Offsets | None:
+        return None
+
+    def freeze(self) -> None:
+        raise self._no_stream()
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        if "key" not in end:
+            return [Slice(_WHOLE)] if end != start else []
+        pieces = steps(int(start["at"]), int(end["at"]), SLICE_KEYS)
+        return [Slice({"key": end["key"], "start": at, "end": until}) for at, until in pieces]
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        found = self._table.range()
+        if found is None:
+            return {"rows": 0}, {"rows": 1}
+        key, first, stop = found
+        return {"key": key, "at": first}, {"key": key, "at": stop}
+
+    def acknowledge(self, end: Offsets) -> None:
+        """A table needs no telling."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _no_stream(self) -> UsageError:
+        return UsageError(
+            "NO_STREAM", f"Table {self._table.options.table_text!r} can be read as a whole, not as a stream."
+        )
+
+
+def _joined(rows: Sequence[tuple[bytes | None]]) -> bytes:
+    try:
+        return b"".join(row[0] for row in rows)  # type: ignore[misc]
+    except TypeError:
+        raise InvariantBroken(
+            "ROW_TOO_LONG",
+            "A row is longer than max_allowed_packet of the server: it sends nothing of it.",
+            next_step="raise max_allowed_packet",
+        ) from None
+
+
+def _selected(f: pa.Field) -> str:
+    name, t = quoted(f.name), pa.types
+    if t.is_timestamp(f.type):
+        # Whole microseconds: exact, and independent of time zones and formats.
+        return f"timestampdiff(MICROSECOND, '1970-01-01 00:00:00', {name})"
+    if t.is_time(f.type):
+        return f"((hour({name}) * 60 + minute({name})) * 60 + second({name})) * 1000000 + microsecond({name})"
+    if t.is_date32(f.type):
+        return f"to_days({name}) - 719528"
+    if t.is_binary(f.type):
+        return f"lower(hex({name}))"
+    if t.is_floating(f.type):
+        return f"{name} + 0e0"  # a float alone is shown with six digits
+    if t.is_string(f.type):
+        return f"concat('\"', replace(CONVERT({name} USING utf8mb4), '\"', '\"\"'), '\"')"
+    return name

@@ -1,0 +1,59 @@
+"""The driver's hand on what tasks, perhaps dead by now, have prepared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from delivered.connectors.mysql import stage, transactions
+from delivered.connectors.mysql.client import MysqlDatabase
+from delivered.connectors.mysql.ledger import dialect
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.model.errors import DeliveredError
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Prepared
+from delivered.sql.resource import ServerResource
+from delivered.sql.transactions import OpenTransaction
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+
+class MysqlResource(ServerResource["Session"]):
+    """XA COMMIT and XA ROLLBACK, from any session of the server."""
+
+    def __init__(self, options: MysqlOptions, scope: Scope) -> None:
+        names = transactions.names_of(scope, options.ledger_schema)
+        super().__init__(MysqlDatabase(options), dialect(options.ledger_schema), names)
+        self._options = options
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """Also drop what was staged and moved: the server drops no table inside of a transaction."""
+        outcome = super().apply(work, prepared)
+        return self._drop_staged(prepared) if isinstance(outcome, Ok) else outcome
+
+    def _list(self, connection: Session) -> list[OpenTransaction]:
+        return transactions.listed(connection, self._scope, self._options)
+
+    def _end(self, gid: str, commit: bool) -> Outcome[None]:
+        try:
+            with self._borrowed() as connection:
+                done = transactions.end(connection, gid, commit)
+        except self._server.errors() as error:
+            return Unknown(str(self._server.explained(error)))
+        except DeliveredError as error:
+            return Unknown(str(error))
+        return Ok(None) if done else Failed(f"nothing is prepared under {gid}")
+
+    @property
+    def _id_prefix(self) -> str:
+        return transactions.id_prefix(self._scope, self._options.ledger_schema)
+
+    def _is_ours(self, gid: str) -> bool:
+        return transactions.is_ours(self._scope, self._options.ledger_schema, gid)
+
+    def _staged(self, connection: Session) -> list[str]:
+        return stage.listed(connection, self._names)
+
+    def _drop(self, connection: Session, table: str) -> None:
+        stage.drop(connection, self._options, table)

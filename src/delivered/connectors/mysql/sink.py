@@ -1,0 +1,108 @@
+"""The sink `delivered_mysql`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pyarrow as pa
+
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.types import TYPES, refused
+from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.model.capability import Commit, SinkCapability
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.sql.merge import without_key
+from delivered.sql.options import Mechanism
+from delivered.sql.sink import HISTORY, TableSink
+from delivered.sql.types import Types, with_schema
+
+_ASSUMED = (
+    "the server is backed up and restored as one, with the ledger's database",
+    "triggers of the table write to InnoDB tables alone",
+)
+
+
+@dataclass(frozen=True)
+class MysqlSink(TableSink):
+    """Holds options, no connection. Secrets travel as references."""
+
+    options: MysqlOptions
+
+    types: ClassVar[Types] = TYPES
+
+    @property
+    def _table(self) -> MysqlOptions:
+        return self.options
+
+    def capability(self) -> SinkCapability:
+        table = self._into
+        if self.options.mechanism is Mechanism.TWO_PHASE:
+            return SinkCapability(
+                system="mysql",
+                commit=Commit.TWO_PHASE,
+                mechanism="two-phase commit",
+                stage=f"LOAD DATA into {table}, an XA transaction for each shard, invisible",
+                prepare="a marker in the same transaction; XA PREPARE, durable; the session ends",
+                decide="one row in the ledger, by the one driver that owns it",
+                apply="XA COMMIT for each shard, from the driver",
+                send=f"LOAD DATA into {table}, one transaction for each shard, visible when it ends",
+                batch_atomic=False,
+                write=self.options.write,
+                assumes=(
+                    *_ASSUMED,
+                    "no rows of one batch wait for each other's unique keys across shards",
+                    *self._assumed,
+                ),
+                limits=(
+                    "a reader may see some shards of a batch a few ms before the others",
+                    "prepared rows of a pipeline that never starts again hold locks: "
+                    "`delivered transactions list` shows them and their age",
+                    HISTORY,
+                ),
+            )
+        return SinkCapability(
+            system="mysql",
+            commit=Commit.ONE_TRANSACTION,
+            mechanism="ledger row in the sink's transaction",
+            stage="LOAD DATA into a staging table for each shard",
+            prepare="the staging table is committed, durable",
+            decide=f"one transaction: rows of all shards into {table}, and the ledger row",
+            apply="the staging tables are dropped; the rows are visible since the decision",
+            send=f"LOAD DATA into {table}, one transaction for each shard, visible when it ends",
+            batch_atomic=True,
+            write=self.options.write,
+            assumes=(*_ASSUMED, *self._assumed),
+            limits=("rows are written twice: once staged, once moved", HISTORY, *self._bounds),
+        )
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        from delivered.connectors.mysql.preflight import preflight
+
+        return preflight(self.options, guarantee)
+
+    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+        plain = with_schema(batch, TYPES.plain_schema(batch.schema))
+        return without_key(self.options.write, batch, refused(plain))
+
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+        from delivered.connectors.mysql.writer import LoadWriter
+
+        return LoadWriter(self.options, work, guarantee, schema)
+
+    def read_back(self) -> Source:
+        from delivered.connectors.mysql.read import MysqlTable
+
+        return MysqlTable(self.options)
+
+    def ledger(self, scope: Scope) -> Ledger:
+        from delivered.connectors.mysql.ledger import MysqlLedger
+
+        return MysqlLedger(self.options, scope)
+
+    def resource(self, scope: Scope) -> Resource:
+        from delivered.connectors.mysql.resource import MysqlResource
+
+        return MysqlResource(self.options, scope)

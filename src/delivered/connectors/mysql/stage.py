@@ -1,0 +1,56 @@
+"""Tables in which tasks leave their shards, in the ledger's database: `s_<check>_<batch>_<shard>_<nonce>`.
+
+The server commits what makes and drops a table by itself, so a staging table is made before its transaction and dropped
+after the one that moved it: by `apply`, or by the sweep of the next start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from delivered.connectors.mysql.merge import MysqlMerge
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.target import Target
+from delivered.model.work import Prepared
+from delivered.sql.database import quoted
+from delivered.sql.merge import ORDER, Merge
+from delivered.sql.names import Names
+from delivered.sql.stage import Staging
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+INDEX = "index"
+"""Name of the key's index in a participant's handle."""
+
+
+class MysqlStaging(Staging):
+    def _merge(self, prepared: Prepared) -> Merge:
+        handle = prepared.handle
+        return MysqlMerge(self.options.write, handle["target"], tuple(handle["stored"]), handle[INDEX])
+
+
+def create(session: Session, options: MysqlOptions, table: str, target: Target) -> None:
+    """Make a table with the columns of the rows, each of which may be null. Raises MySQLError."""
+    write = options.write
+    columns = [f"{quoted(n)} {target.shown[n]} NULL" for n in target.merge.columns]
+    if write.delete is not None:
+        columns.append(f"{quoted(write.delete)} tinyint(1) NULL")
+    if write.upserts:
+        columns.append(f"{quoted(ORDER)} bigint unsigned NOT NULL AUTO_INCREMENT PRIMARY KEY")
+    session.execute(f"CREATE TABLE {quoted(options.ledger_schema)}.{quoted(table)} ({', '.join(columns)}) ENGINE = InnoDB")
+
+
+def listed(session: Session, names: Names) -> list[str]:
+    """Every staging table of this sink of this pipeline. Raises MySQLError."""
+    like = names.staging_prefix.replace("_", r"\_") + "%"
+    rows = session.execute(
+        "SELECT table_name FROM information_schema.tables WHERE table_schema = %s AND table_name LIKE %s",
+        [names.ledger_schema, like],
+    ).fetchall()
+    return [name for (name,) in rows if names.is_staging(name)]
+
+
+def drop(session: Session, options: MysqlOptions, table: str) -> None:
+    """Give staged rows back. Raises MySQLError."""
+    session.execute(f"DROP TABLE IF EXISTS {quoted(options.ledger_schema)}.{quoted(table)}")

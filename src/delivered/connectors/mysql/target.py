@@ -1,0 +1,277 @@
+"""The user's table: create it, check it, and what we know of its Arrow schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from delivered.connectors.mysql import errors
+from delivered.connectors.mysql.merge import MysqlMerge
+from delivered.connectors.mysql.migrate import alone
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.types import CHARSETS, TYPES
+from delivered.model.errors import UsageError
+from delivered.sql.columns import Column, check_typed, compare
+from delivered.sql.database import quoted
+from delivered.sql.merge import no_unique_index, stored
+from delivered.sql.target import check_unchanged, missing
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+ENGINE = "InnoDB"
+"""The one engine whose transactions, prepared ones too, this sink knows."""
+_CHANGE = "MODIFY {name}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A table as the server's catalogue names it.
+
+    Attributes:
+        kind: "BASE TABLE", "VIEW", ...
+    """
+
+    base: str
+    name: str
+    kind: str
+    engine: str
+
+    @property
+    def full(self) -> str:
+        """With its database, quoted for SQL."""
+        return f"{quoted(self.base)}.{quoted(self.name)}"
+
+
+@dataclass(frozen=True)
+class ServerColumn(Column):
+    """
+    Attributes:
+        made: how CREATE TABLE writes the type, with its charset and collation.
+        collation: of a text.
+    """
+
+    made: str
+    collation: str | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A table that rows of one schema fit.
+
+    Attributes:
+        name: with its database, quoted for SQL.
+        columns: names of the rows' columns, quoted, with commas.
+        shown: column of the table -> how CREATE TABLE writes its type.
+        merge: how rows get in, if not by appending.
+    """
+
+    name: str
+    columns: str
+    shown: dict[str, str]
+    merge: MysqlMerge
+
+
+def find(session: Session, options: MysqlOptions) -> Found | None:
+    """The table; None if there is none. Raises MySQLError."""
+    row = session.execute(
+        "SELECT table_schema, table_name, table_type, engine FROM information_schema.tables "
+        "WHERE table_schema = coalesce(%s, database()) AND table_name = %s",
+        [options.schema, options.table],
+    ).fetchone()
+    return None if row is None else Found(row[0], row[1], row[2], row[3] or "")
+
+
+def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
+    """Make sure that rows of `schema` fit the table; create it if allowed. Outside of a transaction.
+
+    The Arrow schema is kept beside the ledger: it says which columns a pipeline writes, and their exact types.
+
+    Args:
+        schema: plain types.
+
+    Raises:
+        UsageError: the table is missing or of an engine without transactions, a column is missing, of another type, or
+            the rows changed their schema.
+        MySQLError: the server said no.
+    """
+    kept = stored(options.write, schema)
+    found = find(session, options)
+    if found is None:
+        check_hidden(session, options)
+        if not options.create:
+            raise missing_table(options)
+        check_typed(options, schema)
+        with alone(session):
+            made = find(session, options) is None
+            body = f"({_body(options, kept)}) {_end(session)}"
+            session.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} {body}")
+            found = find(session, options)
+            if found is not None and made:  # what was known of an earlier table of this name is over
+                session.execute(
+                    f"DELETE FROM {quoted(options.ledger_schema)}.target WHERE base = %s AND name = %s",  # noqa: S608
+                    [found.base, found.name],
+                )
+        if found is None:
+            raise missing_table(options)
+    check_engine(options, found)
+    columns = table_columns(session, found)
+    compare(options, TYPES, kept, columns, _CHANGE)
+    index = "PRIMARY"
+    if options.write.upserts:
+        index = unique_index(session, found, options.write.keys) or ""
+        if not index:
+            raise no_unique_index(options.write, options.table_text, options.where)
+    _remember(session, options, found, kept)
+    return Target(
+        found.full,
+        ", ".join(quoted(n) for n in schema.names),
+        {n: columns[n].made for n in kept.names},
+        MysqlMerge(options.write, found.full, tuple(kept.names), index),
+    )
+
+
+def check_hidden(session: Session, options: MysqlOptions) -> None:
+    """Of a table that `find` did not find: it may be there, and hidden to a user without any right to it.
+
+    Raises:
+        MySQLError: the user may not look.
+    """
+    try:
+        session.execute(f"SELECT 1 FROM {text_of(options)} LIMIT 0")  # noqa: S608
+    except Exception as error:
+        if errors.number_of(error) not in (errors.NO_TABLE, errors.NO_DATABASE):
+            raise
+
+
+def text_of(options: MysqlOptions) -> str:
+    """The table as the user named it, quoted for SQL."""
+    return quoted(options.table) if options.schema is None else f"{quoted(options.schema)}.{quoted(options.table)}"
+
+
+def check_engine(options: MysqlOptions, found: Found) -> None:
+    """
+    Raises:
+        UsageError: a view, or an engine that undoes nothing.
+    """
+    if found.kind != "BASE TABLE":
+        raise UsageError(
+            "NOT_A_TABLE",
+            f"{options.table_text!r} {options.where} is a {found.kind.lower()}, not a table.",
+            next_step="name a table",
+        )
+    if found.engine.lower() != ENGINE.lower():
+        raise UsageError(
+            "ENGINE_NOT_TRANSACTIONAL",
+            f"Table {options.table_text!r} {options.where} is kept by the engine {found.engine!r}; this sink needs "
+            f"{ENGINE}: what another one was told cannot be undone together with the ledger.",
+            next_step=f"ALTER TABLE {options.table_text} ENGINE = {ENGINE}",
+        )
+
+
+def unique_index(session: Session, found: Found, keys: Sequence[str]) -> str | None:
+    """Name of a unique index over exactly these columns, whole; None: there is none. Raises MySQLError."""
+    rows = session.execute(
+        "SELECT index_name, column_name, sub_part FROM information_schema.statistics "
+        "WHERE table_schema = %s AND table_name = %s AND non_unique = 0 ORDER BY index_name <> 'PRIMARY', index_name",
+        [found.base, found.name],
+    ).fetchall()
+    indexes: dict[str, set[str]] = {}
+    for index, column, sub_part in rows:
+        indexes.setdefault(index, set()).add("" if column is None or sub_part is not None else column.lower())
+    wanted = {k.lower() for k in keys}
+    return next((index for index, columns in indexes.items() if columns == wanted), None)
+
+
+def table_columns(session: Session, found: Found) -> dict[str, ServerColumn]:
+    """Columns of a table by name. Raises MySQLError."""
+    rows = session.execute(
+        "SELECT column_name, data_type, column_type, character_set_name, collation_name, numeric_precision, "
+        "numeric_scale, datetime_precision, is_nullable = 'NO' AND column_default IS NULL, extra "
+        "FROM information_schema.columns WHERE table_schema = %s AND table_name = %s ORDER BY ordinal_position",
+        [found.base, found.name],
+    ).fetchall()
+    columns = {}
+    for name, kind, shown, charset, collation, precision, scale, digits, required, extra in rows:
+        decimal = kind == "decimal"
+        text = f"{shown} CHARACTER SET {charset} COLLATE {collation}" if charset else shown
+        columns[name] = ServerColumn(
+            kind=_kind(kind, shown, charset, scale, digits),
+            shown=text,
+            precision=int(precision) if decimal else None,
+            scale=int(scale) if decimal else None,
+            required=bool(required) and "auto_increment" not in extra.lower(),
+            computed=re.search(r"(VIRTUAL|STORED|PERSISTENT) GENERATED", extra, re.IGNORECASE) is not None,
+            made=text,
+            collation=collation,
+        )
+    return columns
+
+
+def _kind(kind: str, shown: str, charset: str | None, scale: Any, digits: Any) -> str:
+    """A name that `fitting` knows, if values stay as they are in such a column."""
+    if kind in ("float", "double") and scale is not None:
+        return shown  # rounds
+    if kind in ("datetime", "timestamp", "time") and digits != 6:
+        return shown
+    if charset is not None and charset not in CHARSETS:
+        return f"{kind} in {charset}"
+    return f"{kind} unsigned" if "unsigned" in shown else kind
+
+
+def _body(options: MysqlOptions, schema: pa.Schema) -> str:
+    keys = options.write.keys
+    columns = [
+        f"{quoted(f.name)} "
+        + (f"{TYPES.declared_key(f.type, len(keys))} NOT NULL" if f.name in keys else f"{TYPES.declared(f.type)} NULL")
+        for f in schema
+    ]
+    if keys:
+        columns.append(f"PRIMARY KEY ({', '.join(map(quoted, keys))})")
+    return ", ".join(columns)
+
+
+def _end(session: Session) -> str:
+    """Texts are compared byte by byte, spaces at their end included: two keys are one only if they are the same."""
+    collation = "utf8mb4_nopad_bin" if session.mariadb else "utf8mb4_0900_bin"
+    return f"ENGINE = {ENGINE} CHARACTER SET utf8mb4 COLLATE {collation}"
+
+
+def exact(collation: str | None) -> bool:
+    """Whether two texts of this collation are equal only if their bytes are."""
+    return collation is None or collation.endswith(("nopad_bin", "0900_bin"))
+
+
+def _remember(session: Session, options: MysqlOptions, found: Found, schema: pa.Schema) -> None:
+    known = stored_schema(session, options, found)
+    canonical = TYPES.canonical_schema(schema)
+    if known is None:
+        session.execute(
+            f"INSERT IGNORE INTO {quoted(options.ledger_schema)}.target (base, name, arrow_schema) VALUES (%s, %s, %s)",  # noqa: S608
+            [found.base, found.name, canonical.serialize().to_pybytes()],
+        )
+        known = stored_schema(session, options, found)
+    if known is not None:
+        way_out = (
+            "give the rows their former columns and types, or write to another table; to give up auditing what is in "  # noqa: S608
+            f"it: DELETE FROM {options.ledger_schema}.target WHERE base = '{found.base}' AND name = '{found.name}'"
+        )
+        check_unchanged(options.table_text, options.where, known, canonical, way_out)
+
+
+def stored_schema(session: Session, options: MysqlOptions, found: Found) -> pa.Schema | None:
+    """The Arrow schema, canonical, that the table was written with; None if it never was. Raises MySQLError."""
+    row = session.execute(
+        f"SELECT arrow_schema FROM {quoted(options.ledger_schema)}.target WHERE base = %s AND name = %s",  # noqa: S608
+        [found.base, found.name],
+    ).fetchone()
+    return None if row is None else pa.ipc.read_schema(pa.py_buffer(row[0]))
+
+
+def missing_table(options: MysqlOptions) -> UsageError:
+    way_out = 'create the table, mend the option dbtable, or write .option("ifNotExists", "true")'
+    return missing(options.table_text, options.where, way_out)

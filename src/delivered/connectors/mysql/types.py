@@ -1,0 +1,131 @@
+"""Arrow types as MySQL and MariaDB keep them, without loss.
+
+Arrow                     created as           also fits
+boolean                   tinyint(1)
+int8 .. int64             tinyint .. bigint    every wider one
+uint8 .. uint64           the same, unsigned   every wider one; signed ones that are wide enough
+float                     float                double
+double                    double
+decimal(p, s), s <= 30    decimal(p, s)        decimal(p', s) with p' >= p
+string                    longtext             mediumtext, text, tinytext, varchar, in utf8mb4, utf8mb3 or ascii
+binary                    longblob             mediumblob, blob, tinyblob, varbinary
+date                      date
+timestamp with time zone  datetime(6), in UTC  timestamp(6)
+timestamp without         datetime(6)
+time                      time(6)
+null                      -                    any
+list, struct, map, duration, others: refused
+
+What would change values in silence does not fit: fewer digits after the second than six, float(m, d), enum (it takes
+'2' for its second value), char and binary (they lose or gain characters at the end), texts in charsets that lack
+characters.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.model.errors import BadRecord
+from delivered.sql.types import ServerTypes
+from delivered.sql.values import because, outside_years
+
+SCALE_MAX = 30
+KEY_BYTES_MAX = 3_072
+"""Of one index, in InnoDB."""
+KEY_CHARACTERS = 255
+
+CHARSETS = ("utf8mb4", "utf8mb3", "utf8", "ascii")
+"""In which bytes of UTF-8 stand for what they mean, or are refused."""
+
+_INTEGERS = ("tinyint", "smallint", "mediumint", "int", "bigint")
+_WIDTHS = {8: 0, 16: 1, 32: 3, 64: 4}
+_SQL = {"datetime": "datetime(6)", "time": "time(6)"}
+
+
+class MysqlTypes(ServerTypes):
+    system = "MySQL"
+    columns_max = 1_017  # InnoDB's own limit
+    name_bytes_max = 64
+    folds_case = True
+
+    def declared(self, kind: pa.DataType) -> str | None:
+        fitting = self.fitting(kind)
+        if not fitting:
+            return None
+        if pa.types.is_boolean(kind):
+            return "tinyint(1)"
+        name = fitting[0]
+        return f"decimal({kind.precision},{kind.scale})" if name == "decimal" else _SQL.get(name, name)
+
+    def declared_key(self, kind: pa.DataType, keys: int) -> str | None:
+        """As `declared`, of a column of a key: an index takes no text without a bound.
+
+        Args:
+            keys: how many columns the key has.
+        """
+        characters = min(KEY_CHARACTERS, KEY_BYTES_MAX // 4 // keys)
+        if pa.types.is_string(kind):
+            return f"varchar({characters})"
+        return f"varbinary({characters})" if pa.types.is_binary(kind) else self.declared(kind)
+
+    def fitting(self, kind: pa.DataType) -> tuple[str, ...]:
+        t = pa.types
+        if t.is_boolean(kind):
+            return ("tinyint",)
+        if t.is_signed_integer(kind):
+            return _INTEGERS[_WIDTHS[kind.bit_width] :]
+        if t.is_unsigned_integer(kind):
+            at = _WIDTHS[kind.bit_width]
+            return (*(f"{n} unsigned" for n in _INTEGERS[at:]), *_INTEGERS[at + 1 :])
+        if t.is_float32(kind):
+            return ("float", "double")
+        if t.is_float64(kind):
+            return ("double",)
+        if t.is_decimal128(kind):
+            return ("decimal",) if 0 <= kind.scale <= min(kind.precision, SCALE_MAX) else ()
+        if t.is_string(kind):
+            return ("longtext", "mediumtext", "text", "tinytext", "varchar")
+        if t.is_binary(kind):
+            return ("longblob", "mediumblob", "blob", "tinyblob", "varbinary")
+        if t.is_date32(kind):
+            return ("date",)
+        if t.is_timestamp(kind):
+            return () if kind.unit == "ns" else ("datetime",) if kind.tz is None else ("datetime", "timestamp")
+        if t.is_time(kind):
+            return () if kind.unit == "ns" else ("time",)
+        return ()
+
+
+TYPES = MysqlTypes()
+
+
+def refused(batch: pa.RecordBatch) -> pa.Array | None:
+    """For each row why the server would refuse it whatever the table, null where it would not; None: it takes all.
+
+    Constraints of the table are the server's to tell: a row that breaks one stops the query.
+
+    Args:
+        batch: of plain types.
+    """
+    reasons = outside_years(batch)
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if pa.types.is_floating(field.type):
+            no_number = pc.invert(pc.is_finite(column))
+            reasons = because(reasons, no_number, f"column {field.name!r}: NaN or infinity")
+    return reasons
+
+
+def check_values(batch: pa.RecordBatch) -> None:
+    """
+    Raises:
+        BadRecord: a row has a value that no column of the server can hold.
+    """
+    reasons = refused(batch)
+    if reasons is not None:
+        first = reasons.drop_null()[0].as_py()
+        raise BadRecord(
+            "VALUE_UNKNOWN",
+            f"A row cannot be written, {first}: MySQL's numbers are finite, and its dates lie in the years 1 to 9999.",
+            next_step="filter or mend such rows; a column of text or of a whole number holds such values",
+        )

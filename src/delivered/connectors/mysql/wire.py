@@ -1,0 +1,115 @@
+"""A connection that loads rows from memory. The only module that imports the client's library.
+
+PyMySQL answers LOAD DATA LOCAL by sending the file that the *server* names: whoever plays the server would get any file
+of this machine. Here the server's file name is not looked at: what is sent is what the caller has, and a server that asks
+for a file in answer to any other statement gets an error.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pymysql
+from pymysql.constants import CLIENT, COMMAND, CR, SERVER_STATUS
+from pymysql.protocol import OKPacketWrapper
+
+from delivered.model.errors import InvariantBroken
+from delivered.model.limits import REQUEST_TIMEOUT_S
+
+ERRORS: type[Exception] = pymysql.MySQLError
+PACKET_BYTES = 1 << 17
+"""Of one packet of a load."""
+
+
+class Session(pymysql.connections.Connection):  # type: ignore[misc]
+    """One connection. Transactions are begun and ended by hand. Used by one thread.
+
+    Attributes:
+        nonce: of the named lock by which others tell whether this session lives; empty: it took none.
+    """
+
+    def __init__(self, connect_s: float, **given: Any) -> None:
+        self.nonce = ""
+        # Asked for without the client's own answer to it: `local_infile` stays off.
+        super().__init__(
+            **given,
+            autocommit=True,
+            charset="utf8mb4",
+            client_flag=CLIENT.LOCAL_FILES,
+            connect_timeout=connect_s,
+            read_timeout=connect_s,
+            write_timeout=connect_s,
+            program_name="delivered",
+        )
+
+    def connect(self, sock: Any = None) -> None:
+        """Called by the constructor. A server that accepts and says nothing is an error after `connect_s`."""
+        if sock is None:
+            try:
+                sock = socket.create_connection((self.host, self.port), self.connect_timeout)
+            except OSError as error:
+                raise pymysql.OperationalError(
+                    CR.CR_CONN_HOST_ERROR, f"Can't connect to {self.host}:{self.port}: {error}"
+                ) from None
+            _keep_alive(sock)
+        super().connect(sock)
+        # A statement may take long: moving a batch, waiting for a lock. A dead peer is told by the socket.
+        self._read_timeout = self._write_timeout = None
+
+    @property
+    def mariadb(self) -> bool:
+        return "mariadb" in str(self.server_version).lower()
+
+    @property
+    def idle(self) -> bool:
+        """Open, and outside of any transaction by what the server said last."""
+        return bool(self.open) and not self.server_status & SERVER_STATUS.SERVER_STATUS_IN_TRANS
+
+    def execute(self, statement: str, values: Any = None) -> Any:
+        """Run a statement; its cursor has all rows."""
+        cursor = self.cursor()
+        cursor.execute(statement, values)
+        return cursor
+
+    def stream(self, statement: str) -> Any:
+        """Run a query; its cursor gets rows as they come."""
+        cursor = self.cursor(pymysql.cursors.SSCursor)
+        cursor.execute(statement)
+        return cursor
+
+    def start(self, statement: bytes, data: memoryview | None = None) -> None:
+        """Send a statement, and with `data` what LOAD DATA LOCAL asks for; go on before the server is through.
+
+        Raises MySQLError: the server turned the statement away, or the connection broke.
+        """
+        self._execute_command(COMMAND.COM_QUERY, statement)
+        if data is None:
+            return
+        answer = self._read_packet()
+        if not answer.is_load_local_packet():
+            raise InvariantBroken("LOAD_NOT_ASKED_FOR", "The server did not ask for the rows of LOAD DATA LOCAL.")
+        for at in range(0, len(data), PACKET_BYTES):
+            self.write_packet(bytes(data[at : at + PACKET_BYTES]))
+        self.write_packet(b"")
+
+    def finish(self) -> tuple[int, int]:
+        """Wait for the end of what `start` sent. Returns rows that got in, and warnings.
+
+        Raises MySQLError: the server said no, or the connection broke.
+        """
+        answer = OKPacketWrapper(self._read_packet())
+        self.server_status = answer.server_status
+        return int(answer.affected_rows), int(answer.warning_count)
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """So that a server that vanished is noticed within a minute, also while nothing is sent."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", int(REQUEST_TIMEOUT_S * 1000)),
+    ):  # fmt: skip
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,180 @@
+"""A task's side: one shard, one transaction."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from delivered.connectors.mysql import sessions, stage, target, transactions
+from delivered.connectors.mysql.client import MysqlDatabase
+from delivered.connectors.mysql.load import Loading
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.types import TYPES, check_values
+from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Work
+from delivered.sql import warm
+from delivered.sql.database import quoted
+from delivered.sql.merge import check_rows
+from delivered.sql.names import new_nonce
+from delivered.sql.options import Mechanism
+from delivered.sql.stage import KEY as STAGED
+from delivered.sql.transactions import KEY as GID
+from delivered.sql.types import with_schema
+
+if TYPE_CHECKING:
+    from delivered.connectors.mysql.wire import Session
+
+
+class LoadWriter:
+    """See `delivered.contract.ShardWriter`.
+
+    exactly_once, two_phase: rows into the target and a marker, in an XA transaction that `prepare` leaves prepared. Its
+        session ends with it: MariaDB lets nobody commit a prepared transaction while the session lives.
+    exactly_once, one_transaction: rows into a staging table, which `prepare` commits.
+    mode upsert: rows into a staging table always; all but one_transaction merge it into the target in `prepare`.
+    at_least_once, at_most_once: rows into the target, which `prepare` commits; no row is ever sent again from here.
+
+    Nothing is sent, and nothing has to be given back, for a shard without rows.
+    """
+
+    def __init__(self, options: MysqlOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
+        self._options = options
+        self._server = MysqlDatabase(options)
+        self._staging = stage.MysqlStaging(options)
+        self._work = work
+        exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+        self._moved_later = exactly_once and options.mechanism is Mechanism.ONE_TRANSACTION
+        self._prepares = exactly_once and not self._moved_later
+        self._upserts = options.write.upserts
+        self._schema = TYPES.plain_schema(schema)
+        self._session: Session | None = None
+        self._target: target.Target | None = None
+        self._loading: Loading | None = None
+        self._staged = ""
+        self._gid = ""
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        batch = with_schema(batch, self._schema)
+        check_values(batch)
+        if self._upserts:
+            check_rows(self._options.write, batch)
+        if self._session is None:
+            self._session = warm.take(self._server)
+        with self._server.explaining():
+            if self._loading is None:
+                self._loading = self._begin(self._session)
+            self._loading.add(batch)
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        session, loading = self._session, self._loading
+        if session is None or loading is None:
+            return {}
+        with self._server.explaining():
+            loading.end()
+            if loading.rows != fingerprint.count:
+                raise InvariantBroken(
+                    "ROWS_DIFFER",
+                    f"Shard {self._work.shard} of batch {self._work.batch}: {loading.rows} rows were sent, the "
+                    f"fingerprint counts {fingerprint.count}.",
+                )
+            handle: dict[str, Any] = {}
+            if self._moved_later:
+                handle = {STAGED: self._staged, "target": self._ready.name, "columns": self._ready.columns}
+            if self._upserts:
+                merge = self._ready.merge
+                kept = self._staging.reduce(session, self._staged, merge, loading.rows)
+                if self._moved_later:
+                    handle |= {"kept": kept, "stored": list(merge.columns), stage.INDEX: merge.index}
+                else:
+                    self._merge(session)
+            if self._prepares:
+                handle = {GID: self._promise(session, fingerprint)}
+            else:
+                session.execute("COMMIT")
+        self._session = self._loading = None
+        staged, self._staged = self._staged, ""
+        if self._prepares:
+            self._server.discard(session)
+            return handle
+        if staged and not self._moved_later:
+            with contextlib.suppress(self._server.errors()):  # the rows are in; the next start sweeps what is left
+                stage.drop(session, self._options, staged)
+        warm.give(self._server, session)
+        return handle
+
+    def abort(self) -> None:
+        session, staged = self._session, self._staged
+        self._session = self._loading = None
+        self._staged = ""
+        # The server undoes what an ended session had open; not the making of a table.
+        self._server.discard(session)
+        if staged:
+            with contextlib.suppress(DeliveredError, self._server.errors()):
+                fresh = self._server.connect("task")
+                try:
+                    stage.drop(fresh, self._options, staged)
+                finally:
+                    self._server.discard(fresh)
+
+    @property
+    def _ready(self) -> target.Target:
+        if self._target is None:
+            raise InvariantBroken("NO_TARGET", "Rows are sent before the table was looked at.")
+        return self._target
+
+    def _begin(self, session: Session) -> Loading:
+        self._server.migrate(session)
+        if self._prepares:
+            transactions.check_allowed(session, self._options)  # told before the first row, not after the last
+            if self._upserts:
+                transactions.give_up_earlier(session, self._work, self._options)
+        self._target = ready = target.ready(session, self._options, self._schema)
+        if self._moved_later or self._upserts:
+            nonce = new_nonce()
+            names = transactions.names_of(self._work.scope, self._options.ledger_schema)
+            table = names.staging(self._work, nonce)
+            stage.create(session, self._options, table, ready)
+            self._staged = table
+            session.execute("START TRANSACTION")
+            return Loading(session, self._options, self._staging.full(table), ready.columns)
+        if self._prepares:
+            self._open_xa(session)
+        else:
+            session.execute("START TRANSACTION")
+        return Loading(session, self._options, ready.name, ready.columns)
+
+    def _open_xa(self, session: Session) -> None:
+        self._gid = transactions.new_id(self._work, self._options.ledger_schema)
+        sessions.register(session, transactions.nonce_of(self._gid))
+        session.execute(f"XA START {transactions.xid(self._gid)}")
+
+    def _merge(self, session: Session) -> None:
+        """Make reduced rows those of the target, in the task's own transaction."""
+        if self._prepares:
+            session.execute("COMMIT")  # of the staging table alone
+            self._open_xa(session)
+        merge = self._ready.merge
+        self._staging.add(session, self._staged, merge)
+        if self._options.write.delete is not None:
+            session.execute(merge.delete(self._staging.full(self._staged)))
+
+    def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
+        """The marker lies in the same transaction as the rows: seen later, it tells that they are in."""
+        work = self._work
+        session.execute(
+            f"INSERT INTO {quoted(self._options.ledger_schema)}.marker "  # noqa: S608
+            "(pipeline, sink, incarnation, batch, shard, gid, fingerprint) VALUES (%s, %s, %s, %s, %s, %s, %s)",
+            [
+                work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch, work.shard, self._gid,
+                str(fingerprint),
+            ],
+        )  # fmt: skip
+        session.execute(f"XA END {transactions.xid(self._gid)}")
+        session.execute(f"XA PREPARE {transactions.xid(self._gid)}")
+        return self._gid

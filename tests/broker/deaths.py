@@ -1,0 +1,298 @@
+"""Processes and servers that really die under a sink into a database server. The judge looks from outside, by plain SQL.
+
+A test file of one system takes these tests over and says what `server` and `new_server` are.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from tests.conformance.test_sinks import SCHEMA, SHARDS, Rig, offsets, rows
+from tests.crash.child import start_child
+from tests.crash.embedded_pipeline import PIPELINE
+
+from delivered.commit.decide import commit_batch
+from delivered.connectors.log import append
+from delivered.model.errors import DeliveredError, Unreachable
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Ok
+from delivered.model.work import Action, Decision
+from delivered.write.shard import write_shard
+
+if TYPE_CHECKING:
+    from tests.conftest import Mysql, Postgres
+
+    Server = Mysql | Postgres
+
+RECORDS = 1_000
+COLUMNS = {
+    "postgres": "id text, payload bytea, position bigint, at timestamptz",
+    "mysql": "id longtext, payload longblob, position bigint, at datetime(6)",
+}
+MECHANISMS = ["one_transaction", "two_phase"]
+POINTS = [
+    "recover.claim:before", "recover.claim:after", "recover.sweep:before", "write.stage:after#3@batch=0",
+    "write.prepare:before@batch=0", "write.prepare:after@batch=0@shard=0", "write.prepare:after@batch=0@shard=1",
+    "commit.decide:before@batch=1", "commit.decide:after@batch=1", "recover.apply:before", "recover.apply:after",
+    "commit.apply:before@batch=0", "commit.apply:after@batch=2@shard=0", "log:before@batch=2",
+]  # fmt: skip
+"""One death at each, in one life of a pipeline."""
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "events"
+    table = pa.table(
+        {"key": [f"id-{i}".encode() for i in range(RECORDS)], "value": [b"v" * (i % 7) for i in range(RECORDS)]}
+    )
+    append(str(path), table, partition_by=2)
+    return path
+
+
+@dataclass
+class World:
+    """One pipeline from a log to a table, in processes of its own."""
+
+    server: Server
+    log: Path
+    folder: Path
+    mechanism: str
+    guarantee: str = "exactly_once"
+    table: str = ""
+    runs: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.table = self.server.table(COLUMNS[self.server.system])
+
+    def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
+        self.runs += 1
+        options = {"url": self.server.url, "dbtable": self.table, "mechanism": self.mechanism}
+        spec = {
+            "log": str(self.log), self.server.system: options, "checkpoint": str(self.folder / "checkpoint"),
+            "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
+        }  # fmt: skip
+        return start_child(spec, self.folder, crash)
+
+    def run(self, crash: str = "") -> int:
+        process = self.start(crash)
+        _, error = process.communicate(timeout=120)
+        self.errors.append(error)
+        return process.returncode
+
+    def seen(self) -> Counter[str]:
+        return Counter(name for (name,) in self.server.execute(f"SELECT id FROM {self.table}"))
+
+    def decided(self) -> list[Decision]:
+        there = "SELECT 1 FROM information_schema.tables WHERE table_schema = 'delivered' AND table_name = 'decision'"
+        if not self.server.execute(there):
+            return []
+        found = self.server.execute(
+            "SELECT decision FROM delivered.decision WHERE sink = %s ORDER BY batch", self.table
+        )
+        return [Decision.from_json(text) for (text,) in found]
+
+    def left(self) -> list[Any]:
+        """What may not outlive a pipeline: prepared transactions and staging tables of its sink."""
+        sink = self.server.sink(self.table)
+        resource = sink.resource(Scope(PIPELINE, sink.name, "judge"))
+        found = resource.open_transactions()
+        tables = resource._ask(resource._staged)
+        resource.close()
+        return [*found, *tables]
+
+
+@pytest.fixture
+def world(server: Server, log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    return World(server, log, tmp_path, request.param)
+
+
+@pytest.mark.parametrize("world", MECHANISMS, indirect=True)
+def test_a_death_at_every_point_loses_and_repeats_nothing(world: World) -> None:
+    """F4, F6, P1, P5, P6: killed at each crash point of one pipeline's life, started again each time."""
+    crash = ",".join(f"{p}!kill" for p in POINTS)
+    deaths = 0
+    while (code := world.run(crash)) == -signal.SIGKILL:
+        deaths += 1
+        seen, decided = world.seen(), world.decided()
+        assert seen.total() == len(seen), "a record twice, right after a death"
+        whole = decided[-1].total.count if decided else 0
+        if world.mechanism == "one_transaction":
+            assert seen.total() == whole, "a torn batch, right after a death"
+        else:
+            # P27: between the decision and the last COMMIT PREPARED a batch may be seen in part, never more than it.
+            earlier = decided[-2].total.count if len(decided) > 1 else 0
+            assert earlier <= seen.total() <= whole
+        assert deaths <= len(POINTS)
+    assert code == 0, world.errors[-1]
+    hit = {p.name.partition("-")[0] for p in (world.folder / "crashes").glob("*.hit.json")}
+    assert len(hit) == deaths == len(POINTS)
+    assert world.seen() == Counter(f"id-{i}" for i in range(RECORDS))
+    assert world.decided()[-1].total.count == RECORDS
+    assert world.left() == []
+
+
+@pytest.mark.parametrize("world", ["two_phase"], indirect=True)
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+def test_the_weaker_guarantees_keep_their_word(world: World, guarantee: str) -> None:
+    world.guarantee = guarantee
+    assert world.run("write.flush:after@batch=1@shard=0!kill") == -signal.SIGKILL
+    assert world.run() == 0, world.errors[-1]
+    seen, last = world.seen(), world.decided()[-1]
+    assert set(seen) <= {f"id-{i}" for i in range(RECORDS)}
+    lost, repeats = RECORDS - len(seen), seen.total() - len(seen)
+    if guarantee == "at_least_once":
+        assert lost == 0
+        assert repeats > 0  # shard 0 was in, and came again
+        assert last.total.count == RECORDS
+    else:
+        assert repeats == 0
+        assert 0 < lost <= last.given_up.count == 400
+
+
+@pytest.mark.parametrize("world", MECHANISMS, indirect=True)
+def test_zombie_driver_inside_its_decision_is_fenced(world: World) -> None:
+    """F7: stopped while it holds the owner's row (or between two applies), then woken after another one finished."""
+    zombie = world.start(stop_at="commit.apply:before")
+    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), zombie.stderr and zombie.stderr.read()
+    began = time.monotonic()
+    assert world.run() == 0, world.errors[-1]
+    assert time.monotonic() - began < 30
+    done = world.seen()
+    assert done == Counter(f"id-{i}" for i in range(RECORDS))
+    zombie.send_signal(signal.SIGCONT)
+    _, error = zombie.communicate(timeout=120)
+    if world.mechanism == "one_transaction":  # its transaction was ended by the server
+        assert zombie.returncode == 3
+        assert any(x in error for x in ("FENCED", "ended the connection", "broke the connection")), error
+    else:  # its decision stood, and was finished by the other one: nothing is left for it to do
+        assert zombie.returncode == 0, error
+    assert world.seen() == done
+    assert world.left() == []
+
+
+@pytest.mark.parametrize("world", ["two_phase"], indirect=True)
+def test_zombie_that_prepares_after_the_sweep_changes_nothing(world: World) -> None:
+    """F7, P9: its transaction is prepared late, under an id that no decision names; the next start rolls it back."""
+    zombie = world.start(stop_at="write.prepare:before")
+    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    assert world.run() == 0, world.errors[-1]
+    done = world.seen()
+    zombie.send_signal(signal.SIGCONT)
+    _, error = zombie.communicate(timeout=120)
+    assert "FENCED" in error, error
+    assert world.seen() == done == Counter(f"id-{i}" for i in range(RECORDS))
+    assert len(world.left()) > 0
+    assert world.run() == 0  # nothing new to read: no batch, no recovery
+    sink = world.server.sink(world.table)
+    assert isinstance(sink.resource(Scope(PIPELINE, sink.name, "next")).sweep(()), Ok)
+    assert world.left() == []
+    assert world.seen() == done
+
+
+TASK = """
+import pickle, sys
+from delivered.testing.crash import install_from_environment
+from delivered.write.shard import write_shard
+install_from_environment()
+sink, plan, shard, batch, schema = pickle.load(open(sys.argv[1], "rb"))
+write_shard(sink, plan, shard, 0, iter([batch]), schema)
+"""
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("point", ["write.stage:after", "write.prepare:after"])
+def test_task_killed_and_run_again(server: Server, tmp_path: Path, mechanism: str, point: str) -> None:
+    """F6b: a task's process dies with its shard open, or after it promised; Spark's next attempt takes its place."""
+    rig = Rig(server.sink(mechanism=mechanism))
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    work = tmp_path / "work"
+    work.write_bytes(pickle.dumps((rig.sink, plan, 0, rows(0, 0), SCHEMA)))
+    env = {**os.environ, "DELIVERED_CRASH": f"{point}!kill", "DELIVERED_CRASH_DIR": str(tmp_path)}
+    died = subprocess.run(
+        [sys.executable, "-c", TASK, str(work)], env=env, capture_output=True, timeout=60, check=False
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    messages = [
+        write_shard(rig.sink, plan, shard, attempt, iter([rows(0, shard)]), SCHEMA)
+        for shard, attempt in ((0, 1), (1, 0))
+    ]
+    assert commit_batch(context, 0, offsets(0), messages) is not None
+    assert rig.visible() == rig.expected(0)
+    assert context.resource.sweep(()) == Ok(0), "the driver gave back what the dead attempt had promised"
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_server_killed_with_shards_prepared(new_server: Callable[..., Server], mechanism: str) -> None:
+    """F3, F4: kill -9 of the server between prepare and decide, then between decide and apply; nothing is forgotten."""
+    server = new_server()
+    rig = Rig(server.sink(mechanism=mechanism))
+    context = rig.context("first")
+    plan = rig.plan(context, 0)
+    messages = rig.write(plan)
+    server.broker.kill()
+    with pytest.raises(DeliveredError):
+        commit_batch(context, 0, offsets(0), messages)
+    server.broker.restart()
+    assert rig.visible() == Fingerprint()
+    # The promise outlived the server: the same messages can be decided now.
+    decision = commit_batch(context, 0, offsets(0), messages)
+    assert decision is not None
+    assert rig.visible() == rig.expected(0)
+
+    plan = rig.plan(context, 1, first=False)
+    prepared = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
+    total = decision.total + sum((p.fingerprint for p in prepared), Fingerprint())
+    second = Decision(rig.scope, "first", Guarantee.EXACTLY_ONCE, 1, plan.offsets, prepared, total, Fingerprint(), 1)
+    assert context.ledger.decide(second) == Ok(None)
+    server.broker.kill()
+    server.broker.restart()
+    again = rig.context("second")
+    assert rig.plan(again, 1).action is Action.SKIP
+    assert rig.visible() == rig.expected(0, 1)
+    assert all(again.resource.applied(Work(rig.scope, 1, s)) for s in range(SHARDS))
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_connection_lost_under_an_open_shard(new_server: Callable[..., Server], mechanism: str) -> None:
+    """The server dies under an open COPY or LOAD DATA: a clear error at once, nothing half-visible, the batch runs again."""
+    server = new_server()
+    rig = Rig(server.sink(mechanism=mechanism))
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    writer = rig.sink.shard_writer(Work(rig.scope, 0, 0), Guarantee.EXACTLY_ONCE, SCHEMA)
+    writer.stage(rows(0, 0))
+    server.broker.kill()
+    began = time.monotonic()
+    with pytest.raises(Unreachable) as caught:
+        writer.stage(rows(0, 0))
+        writer.prepare(Fingerprint(2 * rows(0, 0).num_rows))
+    assert time.monotonic() - began < 15
+    assert caught.value.next_step
+    writer.abort()
+    writer.abort()
+    began = time.monotonic()
+    with pytest.raises(Unreachable):
+        rig.write(plan)
+    assert time.monotonic() - began < 15
+    server.broker.restart()
+    assert rig.visible() == Fingerprint()
+    rig.run(0)
+    assert rig.visible() == rig.expected(0)

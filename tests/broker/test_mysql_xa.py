@@ -1,0 +1,260 @@
+"""mechanism two_phase of the MySQL sink: what is prepared, whose it is, and error 1397, which says two things."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.conformance.test_sinks import SCHEMA, Rig, offsets, rows
+
+from delivered.commit.decide import commit_batch
+from delivered.connectors.mysql import transactions
+from delivered.connectors.mysql.writer import LoadWriter
+from delivered.model.errors import UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.work import Decision, Prepared
+from delivered.write.shard import write_shard
+
+if TYPE_CHECKING:
+    from tests.conftest import Mysql
+
+EXACT = Guarantee.EXACTLY_ONCE
+
+
+@pytest.fixture
+def rig(mysql: Mysql) -> Rig:
+    return Rig(mysql.sink(mechanism="two_phase", lockTimeout="3"))
+
+
+def prepared_ids(mysql: Mysql) -> list[str]:
+    return [data.decode("ascii", "replace") for _, _, _, data in mysql.execute("XA RECOVER")]
+
+
+class Hanging(LoadWriter):
+    """A task that is paused right after its XA PREPARE: its session stays open."""
+
+    def hang(self) -> Prepared:
+        kept: list[Any] = []
+        self._server = _KeepsOpen(self._server.options, kept)  # type: ignore[attr-defined]
+        self.stage(rows(self._work.batch, self._work.shard))
+        handle = self.prepare(Fingerprint(rows(0, 0).num_rows))
+        self.session = kept[0]
+        return Prepared(self._work.shard, self._work.attempt, Fingerprint(), handle)
+
+
+def _KeepsOpen(options: Any, kept: list[Any]) -> Any:  # noqa: N802
+    from delivered.connectors.mysql.client import MysqlDatabase
+
+    class KeepsOpen(MysqlDatabase):
+        def discard(self, connection: Any) -> None:
+            kept.append(connection)
+
+    return KeepsOpen(options)
+
+
+def hanging(rig: Rig, batch: int = 0, shard: int = 0) -> tuple[Hanging, Prepared]:
+    rig.plan(rig.context(), batch)
+    writer = Hanging(rig.sink.options, Work(rig.scope, batch, shard), EXACT, SCHEMA)  # type: ignore[attr-defined]
+    return writer, writer.hang()
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) -> None:
+    """F7: its session lives, nobody else can end its transaction: the server is told to end the session."""
+    writer, prepared = hanging(rig)
+    resource = rig.context().resource
+    began = time.monotonic()
+    if commit:
+        assert resource.apply(Work(rig.scope, 0, 0), prepared) == Ok(None)
+        assert resource.apply(Work(rig.scope, 0, 0), prepared) == Ok(None), "P16: again, and it is done"
+    else:
+        assert resource.sweep(()) == Ok(1)
+    assert time.monotonic() - began < 8
+    assert rig.visible().count == 50 * commit
+    with pytest.raises(Exception, match="2013|2006|1927|4031"):
+        writer.session.execute("SELECT 1")
+
+
+def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
+    mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's session, say. The answer is Unknown, until the session is over: then the promise is kept."""
+    monkeypatch.setattr(transactions, "CLOSES_S", 0.1)
+    monkeypatch.setattr(transactions, "KILLED_S", 0.1)
+    monkeypatch.setattr("delivered.connectors.mysql.sessions.end", lambda session, nonce: None)
+    writer, prepared = hanging(rig)
+    resource, work = rig.context().resource, Work(rig.scope, 0, 0)
+    outcome = resource.apply(work, prepared)
+    assert isinstance(outcome, Unknown)
+    assert "1397" in outcome.reason
+    assert isinstance(resource.abort(prepared), Unknown)
+    assert isinstance(resource.sweep(()), Unknown)
+    assert not resource.applied(work)
+    writer.session.close()
+    assert resource.apply(work, prepared) == Ok(None)
+    assert resource.applied(work)
+    assert rig.visible().count == 50
+
+
+def test_1397_of_one_that_was_rolled_back_is_lost_and_of_one_that_is_in_is_done(mysql: Mysql, rig: Rig) -> None:
+    """The marker, which lies with the rows, tells them apart. P5, P7."""
+    context = rig.context()
+    prepared = [m.prepared for m in rig.write(rig.plan(context, 0)) if m.prepared is not None]
+    for p, verb in zip(prepared, ("ROLLBACK", "COMMIT"), strict=True):
+        mysql.execute(f"XA {verb} {transactions.xid(p.handle['gid'])}")
+    lost, done = prepared
+    assert isinstance(context.resource.apply(Work(rig.scope, 0, lost.shard), lost), Failed)
+    assert context.resource.apply(Work(rig.scope, 0, done.shard), done) == Ok(None)
+    assert not context.resource.applied(Work(rig.scope, 0, lost.shard))
+    assert context.resource.applied(Work(rig.scope, 0, done.shard))
+
+
+def test_p5_rolled_back_by_hand_is_written_again_alone(mysql: Mysql, rig: Rig) -> None:
+    context = rig.context("dies")
+    plan = rig.plan(context, 0)
+    prepared = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
+    total = sum((p.fingerprint for p in prepared), Fingerprint())
+    decision = Decision(rig.scope, "dies", EXACT, 0, plan.offsets, prepared, total, Fingerprint(), 1)
+    assert context.ledger.decide(decision) == Ok(None)
+    mysql.execute(f"XA ROLLBACK {transactions.xid(prepared[1].handle['gid'])}")
+    again = rig.context("second")
+    plan = rig.plan(again, 0)
+    assert set(plan.rewrite) == {1}
+    repaired = commit_batch(again, 0, offsets(0), rig.write(plan))
+    assert repaired is not None
+    assert repaired.revision == 1
+    assert rig.visible() == rig.expected(0)
+
+
+def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
+    mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P20: prepared transactions never expire. P13: names that begin alike, or are no names at all, are left alone."""
+    table = rig.sink.options.table  # type: ignore[attr-defined]
+    prefix = transactions.id_prefix(rig.scope, "delivered")
+    others = [
+        "'somebody-else'", "X'00ff80','b\\'q'", f"'{prefix}5.0'", f"'{prefix}x','0123456789a.0123456789abcdef.p.s'",
+        "'delivered.0123456789abcdef.5.0','0123456789a.0123456789abcdef.p.s'",
+    ]  # fmt: skip
+    for xid in others:
+        client = mysql.connect()
+        with client.cursor() as cursor:
+            for statement in (f"XA START {xid}", f"INSERT INTO {table} VALUES ('x', 'x')", f"XA END {xid}", f"XA PREPARE {xid}"):
+                cursor.execute(statement)
+        client.close()
+    rig.write(rig.plan(rig.context("dead"), 0))
+    resource = rig.context("next").resource
+    listed = resource.open_transactions()
+    assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]
+    assert all(0 <= t.age_s() < 60 for t in listed)
+    monkeypatch.setattr("delivered.connectors.mysql.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
+    assert ("PREPARED_TRANSACTION_OLD", False) in [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)]
+    before = len(prepared_ids(mysql))
+    assert resource.sweep(()) == Ok(2)
+    assert len(prepared_ids(mysql)) == before - 2
+    foreign = "delivered.0123456789abcdef.5.0:0123456789a.0123456789abcdef.p.s"
+    with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
+        resource.end_by_id(foreign, commit=False)
+    with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
+        resource.end_by_id(listed[0].transactional_id, commit=False)
+    for xid in others:
+        mysql.execute(f"XA ROLLBACK {xid}")  # each is there still
+    assert rig.visible() == Fingerprint()
+
+
+def test_longest_names_fit_a_transaction_id() -> None:
+    work = Work(Scope("p" * 64, "s" * 64, "i" * 64), 10**18, 9_999)
+    first, _, second = transactions.new_id(work, "delivered").partition(":")
+    assert len(first) <= transactions.PART_BYTES_MAX
+    assert len(second) == transactions.PART_BYTES_MAX
+    assert transactions.is_ours(work.scope, "delivered", f"{first}:{second}")
+    assert transactions.new_id(work, "delivered") != transactions.new_id(work, "delivered")
+    one, two = Scope("a", "b.c", "i"), Scope("a.b", "c", "i")
+    assert not transactions.is_ours(one, "delivered", transactions.new_id(Work(two, 0, 0), "delivered"))
+    assert not transactions.is_ours(one, "delivered", transactions.new_id(Work(one, 0, 0), "another_ledger"))
+    staging = transactions.names_of(work.scope, "delivered").staging(work, "0" * 16)
+    assert len(staging) <= 64
+
+
+def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql, rig: Rig) -> None:
+    """Its marker is a row that nobody else may touch. Later decisions forget markers around it."""
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    zombie = write_shard(rig.sink, plan, 0, 0, iter([rows(0, 0)]), SCHEMA).prepared
+    assert zombie is not None
+    messages = [write_shard(rig.sink, plan, s, 0, iter([rows(0, s)]), SCHEMA) for s in (0, 1)]
+    assert commit_batch(context, 0, offsets(0), messages) is not None
+    other = Rig(mysql.sink(mechanism="two_phase"))  # its ledger rows lie beside, and are open too
+    left_open = other.write(other.plan(other.context(), 0))
+    began = time.monotonic()
+    for batch in (1, 2):
+        messages = rig.write(rig.plan(context, batch, first=False))
+        assert commit_batch(context, batch, offsets(batch), messages) is not None
+    rig.context("second").ledger.claim(rig.context("second").owner)
+    assert time.monotonic() - began < 3, "nothing waited for a lock"
+    assert rig.visible() == rig.expected(0, 1, 2)
+    marked = "SELECT DISTINCT batch FROM delivered.marker WHERE pipeline = %s"
+    assert mysql.execute(marked, rig.pipeline) == [(2,)]
+    assert context.resource.abort(zombie) == Ok(None)
+    assert commit_batch(other.context(), 0, offsets(0), left_open) is not None
+
+
+def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig) -> None:
+    """F7: a driver that is paused in mid-decision. Ours is ended; somebody else's is told of."""
+    rig.run(0)
+    paused = rig.context("first").ledger
+    paused.claim(rig.context("first").owner)
+    session = paused._open()  # type: ignore[attr-defined]
+    paused._begin(session)  # type: ignore[attr-defined]
+    began = time.monotonic()
+    later = rig.context("later")
+    assert later.ledger.claim(later.owner).owner == later.owner
+    assert 0.9 < time.monotonic() - began < 8
+    with pytest.raises(Exception, match="2013|2006|1927|4031"):
+        session.execute("COMMIT")
+
+
+def test_a_strangers_lock_on_the_ledger_is_told(mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from delivered.sql import server_ledger
+
+    monkeypatch.setattr(server_ledger, "CONNECT_TIMEOUT_S", 1.5)
+    rig.run(0)
+    with closing(mysql.connect(autocommit=False)) as stranger:
+        stranger.cursor().execute("SELECT * FROM delivered.owner WHERE pipeline = %s FOR UPDATE", [rig.pipeline])
+        context = rig.context("later")
+        with pytest.raises(Exception, match="LEDGER_LOCKED") as caught:
+            context.ledger.claim(context.owner)
+        assert "innodb_trx" in str(caught.value)
+        assert stranger.open
+        stranger.cursor().execute("SELECT 1")
+
+
+def test_shards_of_one_batch_upsert_side_by_side(mysql: Mysql) -> None:
+    """Neighbours in the index, prepared at once: no lock lies between rows, and none is taken by a scan."""
+    import pyarrow as pa
+
+    table = mysql.table("id bigint PRIMARY KEY, other varchar(20), v bigint, UNIQUE (other)")
+    mysql.execute(f"INSERT INTO {table} SELECT seq, concat('o', seq), 0 FROM seq_0_to_19")
+    rig = Rig(mysql.sink(table, mechanism="two_phase", lockTimeout="2", mode="upsert", keyColumns="id", versionColumn="v"))
+    context = rig.context()
+    plan = rig.plan(context, 0)
+    said: list[Any] = [None] * 3
+
+    def run(shard: int) -> None:
+        ids = [i for i in range(30) if i % 3 == shard]
+        batch = pa.record_batch({"id": ids, "other": [f"o{i}" for i in ids], "v": [1] * len(ids)})
+        said[shard] = write_shard(rig.sink, plan, shard, 0, iter([batch]), batch.schema)
+
+    tasks = [threading.Thread(target=run, args=(s,)) for s in range(3)]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join(60)
+    assert commit_batch(context, 0, offsets(0), said) is not None
+    assert mysql.execute(f"SELECT count(*), min(v), max(v) FROM {table}") == [(30, 1, 1)]
