@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import stage, transactions
@@ -13,6 +14,8 @@ from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 from delivered.sql.resource import ServerResource
+from delivered.sql.stage import KEY as STAGED
+from delivered.sql.transactions import KEY as GID
 from delivered.sql.transactions import OpenTransaction
 
 if TYPE_CHECKING:
@@ -28,9 +31,21 @@ class MysqlResource(ServerResource["Session"]):
         self._options = options
 
     def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """Also drop what was staged and moved: the server drops no table inside of a transaction."""
+        """Also drop what was staged and got in: the server drops no table inside of a transaction."""
         outcome = super().apply(work, prepared)
         return self._drop_staged(prepared) if isinstance(outcome, Ok) else outcome
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        outcome = super().abort(prepared)
+        return self._drop_staged(prepared) if isinstance(outcome, Ok) else outcome
+
+    def _drop_staged(self, prepared: Prepared) -> Outcome[None]:
+        """Also what an upsert took its rows from before it was prepared."""
+        gid = prepared.handle.get(GID)
+        if gid is None or not self._options.write.upserts:
+            return super()._drop_staged(prepared)
+        table = transactions.staging_of(self._names, str(gid))
+        return super()._drop_staged(replace(prepared, handle={STAGED: table}))
 
     def _list(self, connection: Session) -> list[OpenTransaction]:
         return transactions.listed(connection, self._scope, self._options)

@@ -61,6 +61,13 @@ def nonce_of(gid: str) -> str:
     return gid.partition(":")[2].split(".")[1]
 
 
+def staging_of(names: Names, gid: str) -> str:
+    """The staging table from which an upsert's transaction took its rows."""
+    first, _, _ = gid.partition(":")
+    batch, shard = first.split(".")[2:4]
+    return names.staging(Work(names.scope, int(batch), int(shard)), nonce_of(gid))
+
+
 def xid(gid: str) -> str:
     """An id of ours as SQL writes it: it holds nothing that wants escaping."""
     first, _, second = gid.partition(":")

@@ -134,11 +134,14 @@ class LoadWriter:
             transactions.check_allowed(session, self._options)  # told before the first row, not after the last
             if self._upserts:
                 transactions.give_up_earlier(session, self._work, self._options)
+            self._gid = transactions.new_id(self._work, self._options.ledger_schema)
         self._target = ready = target.ready(session, self._options, self._schema)
         if self._moved_later or self._upserts:
-            nonce = new_nonce()
             names = transactions.names_of(self._work.scope, self._options.ledger_schema)
-            table = names.staging(self._work, nonce)
+            if self._prepares:
+                table = transactions.staging_of(names, self._gid)
+            else:
+                table = names.staging(self._work, new_nonce())
             stage.create(session, self._options, table, ready)
             self._staged = table
             session.execute("START TRANSACTION")
@@ -150,7 +153,6 @@ class LoadWriter:
         return Loading(session, self._options, ready.name, ready.columns)
 
     def _open_xa(self, session: Session) -> None:
-        self._gid = transactions.new_id(self._work, self._options.ledger_schema)
         sessions.register(session, transactions.nonce_of(self._gid))
         session.execute(f"XA START {transactions.xid(self._gid)}")
 
