@@ -1,4 +1,4 @@
-"""`python -m benchmarks.mysql`: our engine and sink against plain LOAD DATA and plain INSERT, in one run, without Spark.
+"""`python -m benchmarks.mysql`: our engine and sink against plain LOAD DATA and INSERT, in one run, without Spark.
 
 Every case writes the same record batches (1 million rows of 10 columns by default) into a fresh table of the same
 server, which shares the machine, from two processes. Cases take turns; compare their ratios, and CPU per row of client
@@ -148,7 +148,8 @@ def main() -> None:
     for name, runs in found.items():
         seconds = statistics.median(r["seconds"] for r in runs)
         cpu = statistics.median(r["cpu_seconds"] for r in runs)
-        console.print(f"{name}: {seconds:.1f} s, {given.rows / seconds:,.0f} rows/s, {1e6 * cpu / given.rows:.2f} us of CPU per row")
+        rate, each = given.rows / seconds, 1e6 * cpu / given.rows
+        console.print(f"{name}: {seconds:.1f} s, {rate:,.0f} rows/s, {each:.2f} us of CPU per row")
 
 
 def measure(url: str, server: int, count: int, repeat: int) -> dict[str, list[dict[str, float]]]:

@@ -196,11 +196,15 @@ class Mysql:
         return CONNECTOR.sink({"url": self.url, "dbtable": table or self.table(), **options})
 
 
+_NO_FSYNC = {"innodb_flush_method": "nosync", "debug_no_sync": "1"}
+"""What a killed server wrote, the system keeps: tests that pull no plug need no disk."""
+
+
 @pytest.fixture(scope="session")
 def mysql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mysql]:
     """One server for the whole session. Do not stop it: other tests use it."""
     folder = tmp_path_factory.mktemp("mysql")
-    broker = brokers.start("mysql", folder, dies_with_parent=True)
+    broker = brokers.start("mysql", folder, dies_with_parent=True, properties=_NO_FSYNC)
     yield Mysql(broker)
     broker.stop()
     shutil.rmtree(folder, ignore_errors=True)
@@ -213,7 +217,8 @@ def new_mysql(tmp_path: Path) -> Iterator[Callable[..., Mysql]]:
 
     def make(**settings: str) -> Mysql:
         folder = tmp_path / f"mysql{len(started)}"
-        started.append(brokers.start("mysql", folder, dies_with_parent=True, properties=settings))
+        given = {**_NO_FSYNC, **settings}
+        started.append(brokers.start("mysql", folder, dies_with_parent=True, properties=given))
         return Mysql(started[-1])
 
     yield make

@@ -1,4 +1,4 @@
-"""Processes and servers that really die under a sink into a database server. The judge looks from outside, by plain SQL.
+"""Processes and servers that really die under a sink into a database server. The judge looks by plain SQL.
 
 A test file of one system takes these tests over and says what `server` and `new_server` are.
 """
@@ -272,7 +272,7 @@ def test_server_killed_with_shards_prepared(new_server: Callable[..., Server], m
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_connection_lost_under_an_open_shard(new_server: Callable[..., Server], mechanism: str) -> None:
-    """The server dies under an open COPY or LOAD DATA: a clear error at once, nothing half-visible, the batch runs again."""
+    """The server dies under an open COPY or LOAD DATA: a clear error at once, nothing half-visible."""
     server = new_server()
     rig = Rig(server.sink(mechanism=mechanism))
     context = rig.context()

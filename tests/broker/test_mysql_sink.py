@@ -183,7 +183,10 @@ def test_types_without_a_home_are_refused_without_a_server() -> None:
         ("x bigint CHECK (x < 2)", pa.array([1, 2], pa.int64())),
         ("x text CHARACTER SET ascii", pa.array(["a", "ä"])),
         ("x text CHARACTER SET utf8mb3", pa.array(["ä", "\U0001f600"])),
-        ("x timestamp(6) NULL", pa.array([dt.datetime(2020, 1, 1), dt.datetime(1960, 1, 1)], pa.timestamp("us", "UTC"))),  # noqa: DTZ001
+        (
+            "x timestamp(6) NULL",
+            pa.array([1_577_836_800_000_000, -315_619_200_000_000], pa.timestamp("us", "UTC")),
+        ),
     ],
 )
 def test_a_row_that_would_be_changed_or_left_out_is_refused(
@@ -385,7 +388,9 @@ def test_login_password_and_rights(mysql: Mysql, monkeypatch: pytest.MonkeyPatch
     assert not right.preflight(EXACT)
     Rig(right).run(0)
     assert mysql.execute(f"SELECT count(*) FROM {table}") == [(100,)]
-    assert [f.code for f in sink("env:APP_PASSWORD", "elsewhere.t", ifNotExists="true").preflight(EXACT)] == ["PERMISSION"]
+    assert [f.code for f in sink("env:APP_PASSWORD", "elsewhere.t", ifNotExists="true").preflight(EXACT)] == [
+        "PERMISSION"
+    ]
     mysql.execute("GRANT ALL ON elsewhere.* TO app@'127.0.0.1'")
     missing = sink("env:APP_PASSWORD", "elsewhere.t", ifNotExists="true").preflight(EXACT)
     assert [f.code for f in missing if f.refuses] == ["SCHEMA_MISSING"]
@@ -494,7 +499,9 @@ def test_reading_back_in_slices_of_the_key_and_without_one(mysql: Mysql, monkeyp
     from delivered.connectors.mysql import read as reading
 
     monkeypatch.setattr(reading, "SLICE_KEYS", 700)
-    batch = pa.record_batch({"n": pa.array(range(-2_000, 8_000)), "t": pa.array(['x,"\n\\' * (i % 9) for i in range(10_000)])})
+    batch = pa.record_batch(
+        {"n": pa.array(range(-2_000, 8_000)), "t": pa.array(['x,"\n\\' * (i % 9) for i in range(10_000)])}
+    )
     for key, least in (("n bigint PRIMARY KEY", 11), ("n bigint", 1)):
         sink = mysql.sink(mysql.table(f"{key}, t text"))
         write(sink, [batch])
@@ -513,7 +520,9 @@ def test_idle_connection_that_the_server_closed_is_replaced(mysql: Mysql) -> Non
     rig.write(rig.plan(context, 0))
     with closing(mysql.connect()) as client:
         cursor = client.cursor()
-        cursor.execute("SELECT id FROM information_schema.processlist WHERE user = 'delivered' AND id <> connection_id()")
+        cursor.execute(
+            "SELECT id FROM information_schema.processlist WHERE user = 'delivered' AND id <> connection_id()"
+        )
         for (number,) in cursor.fetchall():
             cursor.execute(f"KILL {number}")
     messages = rig.write(rig.plan(context, 0))

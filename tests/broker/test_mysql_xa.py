@@ -77,7 +77,7 @@ def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) ->
         assert resource.sweep(()) == Ok(1)
     assert time.monotonic() - began < 8
     assert rig.visible().count == 50 * commit
-    with pytest.raises(Exception, match="2013|2006|1927|4031"):
+    with pytest.raises(Exception, match=r"2013|2006|1927|4031"):
         writer.session.execute("SELECT 1")
 
 
@@ -145,7 +145,12 @@ def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
     for xid in others:
         client = mysql.connect()
         with client.cursor() as cursor:
-            for statement in (f"XA START {xid}", f"INSERT INTO {table} VALUES ('x', 'x')", f"XA END {xid}", f"XA PREPARE {xid}"):
+            for statement in (
+                f"XA START {xid}",
+                f"INSERT INTO {table} VALUES ('x', 'x')",
+                f"XA END {xid}",
+                f"XA PREPARE {xid}",
+            ):
                 cursor.execute(statement)
         client.close()
     rig.write(rig.plan(rig.context("dead"), 0))
@@ -216,7 +221,7 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
     later = rig.context("later")
     assert later.ledger.claim(later.owner).owner == later.owner
     assert 0.9 < time.monotonic() - began < 8
-    with pytest.raises(Exception, match="2013|2006|1927|4031"):
+    with pytest.raises(Exception, match=r"2013|2006|1927|4031"):
         session.execute("COMMIT")
 
 
@@ -241,7 +246,9 @@ def test_shards_of_one_batch_upsert_side_by_side(mysql: Mysql) -> None:
 
     table = mysql.table("id bigint PRIMARY KEY, other varchar(20), v bigint, UNIQUE (other)")
     mysql.execute(f"INSERT INTO {table} SELECT seq, concat('o', seq), 0 FROM seq_0_to_19")
-    rig = Rig(mysql.sink(table, mechanism="two_phase", lockTimeout="2", mode="upsert", keyColumns="id", versionColumn="v"))
+    rig = Rig(
+        mysql.sink(table, mechanism="two_phase", lockTimeout="2", mode="upsert", keyColumns="id", versionColumn="v")
+    )
     context = rig.context()
     plan = rig.plan(context, 0)
     said: list[Any] = [None] * 3

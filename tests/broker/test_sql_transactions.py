@@ -30,7 +30,12 @@ def file(rig: Rig, tmp_path: Path) -> Path:
     checkpoint.mkdir()
     (checkpoint / "metadata").write_text(json.dumps({"id": rig.incarnation}))
     options = rig.sink.options  # type: ignore[attr-defined]
-    sink = {"format": rig.sink.capability().system, "url": options.url, "dbtable": options.table, "mechanism": "two_phase"}
+    sink = {
+        "format": rig.sink.capability().system,
+        "url": options.url,
+        "dbtable": options.table,
+        "mechanism": "two_phase",
+    }
     file = tmp_path / "pipeline.yaml"
     file.write_text(
         yaml.safe_dump(

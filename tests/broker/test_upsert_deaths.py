@@ -118,7 +118,9 @@ class World:
         try:
             return [Decision.from_json(text) for (text,) in self.execute(self.decisions)]
         except Exception as error:
-            assert any(x in str(error) for x in ("no such table", "does not exist", "doesn't exist"))  # before the first claim
+            assert any(
+                x in str(error) for x in ("no such table", "does not exist", "doesn't exist")
+            )  # before the first claim
             return []
 
     def expected(self, end: str | None) -> State:

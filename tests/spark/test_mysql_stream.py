@@ -25,7 +25,11 @@ def test_killed_between_two_xa_commits_then_it_audits_clean(mysql: Mysql, tmp_pa
     """P27: the decision stands and one shard is visible; the next start applies the other."""
     table = mysql.table(None)
     ids = [f"id-{i}".encode() for i in range(RECORDS)]
-    append(str(tmp_path / "events"), pa.table({"key": ids, "value": [b"v" * (i % 5) for i in range(RECORDS)]}), partition_by=2)
+    append(
+        str(tmp_path / "events"),
+        pa.table({"key": ids, "value": [b"v" * (i % 5) for i in range(RECORDS)]}),
+        partition_by=2,
+    )
     sink = {
         "format": "mysql", "url": mysql.url, "dbtable": table, "mechanism": "two_phase", "ifNotExists": "true",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""MariaDB, which stands for MySQL too, from Debian's packages: one user `delivered` without a password, a database `dev`.
+"""MariaDB, which stands for MySQL, from Debian's packages: a user `delivered` without a password, a database `dev`.
 
 It runs as whoever starts it, listens on 127.0.0.1 alone, and lets that user in from there alone.
 """
@@ -21,7 +21,7 @@ from delivered.model.errors import DeliveredError
 
 MYSQL = "MYSQL"
 USER, DATABASE = "delivered", "dev"
-PACKAGES = ("mariadb-server-core", "libaio1", "liburing2", "libsnappy1v5", "libpmem1", "libdaxctl1", "libndctl6")
+PACKAGES = ("mariadb-server-core", "libaio1", "libnuma1", "liburing2")
 _SETTINGS = {
     "bind_address": "127.0.0.1",
     "skip_name_resolve": "1",
@@ -52,9 +52,14 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say)
     root, data = unpacked("MariaDB", cache_folder() / "mariadb" / "debian", PACKAGES, "10 MB", say), folder / "data"
     start, users = folder / "my.cnf", folder / "users.sql"
     settings = {
-        **{"datadir": data, "basedir": root / "usr", "plugin_dir": root / "usr/lib/mysql/plugin"},
-        **{"lc_messages_dir": root / "usr/share/mysql", "character_sets_dir": root / "usr/share/mysql/charsets"},
-        **{"port": address.rpartition(":")[2], "tmpdir": folder / "tmp", "user": _user()},
+        "datadir": data,
+        "basedir": root / "usr",
+        "plugin_dir": root / "usr/lib/mysql/plugin",
+        "lc_messages_dir": root / "usr/share/mysql",
+        "character_sets_dir": root / "usr/share/mysql/charsets",
+        "port": address.rpartition(":")[2],
+        "tmpdir": folder / "tmp",
+        "user": _user(),
         **_SETTINGS,
         **properties,
     }

@@ -18,7 +18,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def batches(
-    more: Callable[[], bytes | memoryview], schema: pa.Schema, true: str, false: str
+    more: Callable[[], bytes | bytearray | memoryview], schema: pa.Schema, true: str, false: str
 ) -> Iterator[pa.RecordBatch]:
     """
     Args:
@@ -86,7 +86,7 @@ def _from_hex(column: pa.Array) -> pa.Array:
 class _Text(io.RawIOBase):
     """Pieces of a text as a file."""
 
-    def __init__(self, more: Callable[[], bytes | memoryview]) -> None:
+    def __init__(self, more: Callable[[], bytes | bytearray | memoryview]) -> None:
         self._more = more
         self._rest = memoryview(b"")
         self._fill()

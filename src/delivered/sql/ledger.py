@@ -51,13 +51,9 @@ class Dialect:
         nothing there."""
         return f"ON CONFLICT ({keys}) DO " + (f"UPDATE SET {column} = excluded.{column}" if column else "NOTHING")
 
-    def delete_from(self, table: str) -> str:
-        """How a DELETE starts, up to its WHERE."""
-        return f"DELETE FROM {{{table}}}"
-
-    def forget_markers(self, connection: Connection, where: str, values: Mapping[str, Any]) -> None:
-        """Delete committed markers. Inside an open transaction, or as one."""
-        connection.execute(self(f"{self.delete_from('marker')} WHERE {where}"), values)
+    def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
+        """Delete what others have committed, or this connection wrote. Inside an open transaction, or as one."""
+        connection.execute(self(f"DELETE FROM {{{table}}} WHERE {where}"), values)
 
 
 class SqlLedger(ABC, Generic[C]):
@@ -121,7 +117,7 @@ class SqlLedger(ABC, Generic[C]):
 
         def write(connection: C) -> None:
             # Not an update: what tells the newest row is set when a row is made.
-            connection.execute(self._sql(f"{self._sql.delete_from('begun')} WHERE {_SCOPE}"), self._key)
+            self._sql.delete(connection, "begun", _SCOPE, self._key)
             connection.execute(
                 self._sql(
                     "INSERT INTO {begun} (pipeline, sink, incarnation, batch, offsets) "
@@ -184,10 +180,8 @@ class SqlLedger(ABC, Generic[C]):
             ),
             {**self._key, "batch": batch, "decision": decision},
         )
-        connection.execute(
-            self._sql(f"{self._sql.delete_from('decision')} WHERE {_SCOPE} AND batch <= :horizon"),
-            {**self._key, "horizon": batch - LEDGER_HISTORY_BATCHES},
-        )
+        horizon = {**self._key, "horizon": batch - LEDGER_HISTORY_BATCHES}
+        self._sql.delete(connection, "decision", f"{_SCOPE} AND batch <= :horizon", horizon)
 
     def _take(self, connection: C, owner: Owner) -> LedgerState:
         """The claim itself, inside an open transaction that writes."""
@@ -316,22 +310,13 @@ class SqlLedger(ABC, Generic[C]):
 
         What a statement deletes from, it reads in a query of its own below: MySQL takes it no other way.
         """
-        connection.execute(
-            self._sql(
-                f"{self._sql.delete_from('decision')} WHERE {_OTHER} AND (incarnation, batch) NOT IN (SELECT i, b FROM "
-                f"(SELECT incarnation AS i, max(batch) AS b FROM {{decision}} WHERE {_OTHER} GROUP BY incarnation) "
-                "AS newest)"
-            ),
-            self._key,
-        )
+        newest = f"SELECT incarnation AS i, max(batch) AS b FROM {{decision}} WHERE {_OTHER} GROUP BY incarnation"
+        where = f"{_OTHER} AND (incarnation, batch) NOT IN (SELECT i, b FROM ({newest}) AS newest)"
+        self._sql.delete(connection, "decision", where, self._key)
         for table, written in self._sql.written.items():
-            connection.execute(
-                self._sql(
-                    f"{self._sql.delete_from(table)} WHERE {_OTHER} AND incarnation NOT IN (SELECT incarnation FROM "
-                    f"(SELECT incarnation FROM {{{table}}} WHERE {_OTHER} ORDER BY {written} DESC LIMIT :kept) AS kept)"
-                ),
-                {**self._key, "kept": LEDGER_INCARNATIONS},
-            )
+            kept = f"SELECT incarnation FROM {{{table}}} WHERE {_OTHER} ORDER BY {written} DESC LIMIT :kept"
+            where = f"{_OTHER} AND incarnation NOT IN (SELECT incarnation FROM ({kept}) AS kept)"
+            self._sql.delete(connection, table, where, {**self._key, "kept": LEDGER_INCARNATIONS})
 
     def _one(self, connection: Connection, statement: str, **values: Any) -> Any:
         return connection.execute(self._sql(statement), {**self._key, **values}).fetchone()

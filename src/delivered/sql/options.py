@@ -130,7 +130,9 @@ def parse_server(owner: str, options: Mapping[str, str]) -> dict[str, Any]:
     return {
         "user": options.get("user"),
         "password": options.get("password"),
-        "mechanism": Mechanism(choice(owner, "mechanism", options.get("mechanism", "one_transaction"), list(Mechanism))),
+        "mechanism": Mechanism(
+            choice(owner, "mechanism", options.get("mechanism", "one_transaction"), list(Mechanism))
+        ),
         "write": parse_mode(owner, options),
         "create": flag(owner, "ifNotExists", options.get("ifNotExists", "false")),
         "lock_timeout_s": whole_number(owner, "lockTimeout", lock_timeout, 1, 3600),

@@ -129,7 +129,7 @@ class ServerResource(ABC, Generic[C]):
     def forget(self, batch: int) -> None:
         """Markers of batches before this one, which a decision in this database would have forgotten."""
         values = {**self._key, "batch": batch}
-        self._ask(lambda c: self._sql.forget_markers(c, f"{_BATCHES} < :batch", values))
+        self._ask(lambda c: self._sql.delete(c, "marker", f"{_BATCHES} < :batch", values))
 
     def open_transactions(self) -> list[OpenTransaction]:
         """Every prepared transaction of this sink of this pipeline, of any incarnation, oldest first.

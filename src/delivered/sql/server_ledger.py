@@ -79,8 +79,9 @@ class ServerLedger(SqlLedger[C]):
     def record(self, connection: C, batch: int, decision: str) -> None:
         """Also forget markers of batches before it, which are all visible."""
         super().record(connection, batch, decision)
-        self._sql.forget_markers(
+        self._sql.delete(
             connection,
+            "marker",
             "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation AND batch < :batch",
             {**self._key, "batch": batch},
         )
@@ -112,8 +113,9 @@ class ServerLedger(SqlLedger[C]):
 
     def _forget_incarnations(self, connection: C) -> None:
         super()._forget_incarnations(connection)
-        self._sql.forget_markers(
+        self._sql.delete(
             connection,
+            "marker",
             "pipeline = :pipeline AND sink = :sink AND incarnation <> :incarnation AND (incarnation, batch) NOT IN "
             "(SELECT incarnation, batch FROM {decision} WHERE pipeline = :pipeline AND sink = :sink)",
             self._key,

@@ -1,4 +1,4 @@
-"""mechanism one_transaction: from staging tables, which tasks committed, into the target, by the driver's transaction."""
+"""mechanism one_transaction: what tasks committed into staging tables gets into the target, by the driver."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
         from delivered.connectors.mysql.wire import ERRORS, Session
     except ImportError:
         raise MissingExtra("mysql") from None
-    given = {"user": options.login, "password": options.password_resolved()}
+    password = options.password_resolved()
+    given = {"user": options.login, "password": None if password is None else password.encode()}
     tls = {k: v.lower() == "true" if k.startswith("ssl_verify") else v for k, v in options.tls.items()}
     try:
         session = Session(

@@ -1,8 +1,8 @@
 """Arrow record batches as text that the server reads: of LOAD DATA, or of INSERT. No Python object per value.
 
-Every column becomes an Arrow array of texts; one call of Arrow's `binary_join_element_wise` then puts each row together,
-and the data buffer of its result is the block. Bytes of texts and of binary columns go as they are, but for the few
-that mean something to the reader.
+Every column becomes an Arrow array of texts; one call of Arrow's `binary_join_element_wise` then puts each row
+together, and the data buffer of its result is the block. Bytes of texts and of binary columns go as they are, but for
+the few that mean something to the reader.
 """
 
 from __future__ import annotations

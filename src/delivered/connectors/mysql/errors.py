@@ -1,4 +1,4 @@
-"""The server's errors in plain words, each with the next step. Known by their numbers, which MySQL and MariaDB share."""
+"""The server's errors in plain words, with the next step. Known by their numbers, which MySQL and MariaDB share."""
 
 from __future__ import annotations
 
@@ -89,10 +89,12 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
         return UsageError(
             "PERMISSION",
             f"{where} said: {said} (error {number}).",
-            next_step=f"GRANT SELECT, INSERT ON {options.table_text}, and ALL ON {options.ledger_schema}.*, to the user",
+            next_step=f"GRANT SELECT, INSERT ON {options.table_text} and ALL ON {options.ledger_schema}.* to the user",
         )
     if number in _READ_ONLY:
-        return Unreachable("READ_ONLY", f"{where} said: {said} (error {number}).", "point the url at the primary server")
+        return Unreachable(
+            "READ_ONLY", f"{where} said: {said} (error {number}).", "point the url at the primary server"
+        )
     if number in _DISK or (number in _FILE and "space" in said.lower()):
         return DeliveredError(
             "DISK_FULL",

@@ -1,7 +1,7 @@
 """The ledger: decisions of one sink of one pipeline, on the server that holds the rows.
 
-A statement that deletes reads through an index named in it. Left to itself the server scans a short table, and waits
-there for rows that others have open: another pipeline's decision, or for ever a marker of a prepared transaction.
+A statement that deletes rows by a condition scans a short table, whatever indexes there are, and waits there for rows
+that others have open: another pipeline's decision, or for ever a marker of a prepared transaction. So nothing here does.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.mysql import errors, sessions, stage
 from delivered.connectors.mysql.client import MysqlDatabase
+from delivered.connectors.mysql.migrate import with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.transactions import names_of
 from delivered.model.identity import Scope
 from delivered.model.outcome import Outcome, Unknown
-from delivered.sql.database import Connection, quoted
+from delivered.sql.database import Connection
 from delivered.sql.ledger import Dialect
 from delivered.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
-
-_FORGOTTEN_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,16 @@ class MysqlDialect(Dialect):
         first = column or keys.partition(",")[0]
         return f"ON DUPLICATE KEY UPDATE {first} = VALUES({first})"
 
-    def delete_from(self, table: str) -> str:
-        return f"DELETE d FROM {{{table}}} AS d FORCE INDEX (PRIMARY)"
-
-    def forget_markers(self, connection: Connection, where: str, values: Mapping[str, Any]) -> None:
-        """One by one, and only what a look without locks sees: what is prepared still is not there yet."""
-        found = [n for (n,) in connection.execute(self(f"SELECT n FROM {{marker}} WHERE {where}"), values).fetchall()]
-        for at in range(0, len(found), _FORGOTTEN_AT_ONCE):
-            numbers = ", ".join(str(int(n)) for n in found[at : at + _FORGOTTEN_AT_ONCE])
-            connection.execute(self(f"{self.delete_from('marker')} WHERE n IN ({numbers})"), {})
+    def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
+        """Only what a look without locks sees: what is prepared still is not there yet. Each row by its own number,
+        which is the one form for which the server never scans."""
+        for (number,) in connection.execute(self(f"SELECT n FROM {{{table}}} WHERE {where}"), values).fetchall():
+            connection.execute(self(f"DELETE d FROM {{{table}}} AS d WHERE n = :n"), {"n": int(number)})
 
 
 def dialect(schema: str) -> MysqlDialect:
     """Of a ledger that lies in this database."""
-    s = quoted(schema).replace("%", "%%")
+    s = with_values(schema)
     return MysqlDialect(
         tables={name: f"{s}.{name}" for name in ("owner", "decision", "begun", "marker")},
         value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),

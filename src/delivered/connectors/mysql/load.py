@@ -43,7 +43,7 @@ class Loading:
             ).encode()
         else:
             self._form = encode.INSERT
-            self._statement = f"INSERT INTO {into} ({columns}) VALUES ".encode()  # noqa: S608
+            self._statement = f"INSERT INTO {into} ({columns}) VALUES ".encode()
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Args: batch: of plain types, with values that the server can hold."""

@@ -30,8 +30,10 @@ class MysqlMerge(Merge):
         by = f"{order} DESC"
         if self.mode.version is not None:
             by = f"{quoted(self.mode.version)} DESC, {order}"
-        ranked = f"SELECT {order} AS o, row_number() OVER (PARTITION BY {self._keys()} ORDER BY {by}) AS n FROM {staged}"  # noqa: S608
-        return f"DELETE s FROM {staged} AS s JOIN ({ranked}) AS r ON r.o = s.{order} WHERE r.n > 1"  # noqa: S608
+        ranked = (
+            f"SELECT {order} AS o, row_number() OVER (PARTITION BY {self._keys()} ORDER BY {by}) AS n FROM {staged}"
+        )
+        return f"DELETE s FROM {staged} AS s JOIN ({ranked}) AS r ON r.o = s.{order} WHERE r.n > 1"
 
     def before_upsert(self, staged: str) -> str | None:
         others = [quoted(c) for c in self.columns if c not in self.mode.keys]
@@ -47,13 +49,13 @@ class MysqlMerge(Merge):
         absent = f"t.{quoted(self.mode.keys[0])} IS NULL"
         where = " AND ".join(x for x in (absent, self._stays()) if x)
         return (
-            f"INSERT INTO {self.target} ({columns}) SELECT {rows} FROM {staged} AS s "  # noqa: S608
+            f"INSERT INTO {self.target} ({columns}) SELECT {rows} FROM {staged} AS s "
             f"LEFT JOIN {self._target} ON {self._same} WHERE {where}"
         )
 
     def delete(self, staged: str) -> str:
         gone = f"s.{quoted(str(self.mode.delete))} IS TRUE"
-        return f"DELETE t FROM {self._found(staged)} WHERE {gone}{self._if_newer('AND', 's')}"  # noqa: S608
+        return f"DELETE t FROM {self._found(staged)} WHERE {gone}{self._if_newer('AND', 's')}"
 
     def _found(self, staged: str) -> str:
         return f"{staged} AS s STRAIGHT_JOIN {self._target} ON {self._same}"

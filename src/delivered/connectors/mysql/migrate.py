@@ -50,10 +50,15 @@ ALONE_S = 30
 _LOCK = "delivered.tables"
 
 
+def with_values(schema: str) -> str:
+    """The ledger's database, quoted for a statement that the client puts values into."""
+    return quoted(schema).replace("%", "%%")
+
+
 def version_of(connection: Session, schema: str) -> int:
     """The version of the ledger's tables; 0: there are none. Raises MySQLError."""
     try:
-        row = connection.execute(f"SELECT coalesce(max(version), 0) FROM {quoted(schema)}.migration").fetchone()  # noqa: S608
+        row = connection.execute(f"SELECT coalesce(max(version), 0) FROM {quoted(schema)}.migration").fetchone()
     except Exception as error:
         if errors.number_of(error) in (errors.NO_TABLE, errors.NO_DATABASE):
             return 0
@@ -85,7 +90,9 @@ def migrate(connection: Session, schema: str) -> None:
         for version in range(version_of(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement.format(s=s))
-            connection.execute(f"INSERT IGNORE INTO {s}.migration (version) VALUES (%s)", [version + 1])  # noqa: S608
+            connection.execute(
+                f"INSERT IGNORE INTO {with_values(schema)}.migration (version) VALUES (%s)", [version + 1]
+            )
 
 
 @contextlib.contextmanager

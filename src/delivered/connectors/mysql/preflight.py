@@ -160,13 +160,13 @@ def _denied(session: Session, options: MysqlOptions, guarantee: Guarantee, found
     columns = target.table_columns(session, found)  # of a table without any right, there are none
     name, write = found.full, options.write
     one = quoted(next((n for n, c in columns.items() if not c.computed), "x"))
-    asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}  # noqa: S608
+    asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}
     if staged or write.upserts:
-        asked["SELECT"] = f"EXPLAIN SELECT {one} FROM {name} WHERE FALSE"  # noqa: S608
+        asked["SELECT"] = f"EXPLAIN SELECT {one} FROM {name} WHERE FALSE"
     if write.upserts:
-        asked["UPDATE"] = f"EXPLAIN UPDATE {name} SET {one} = NULL WHERE FALSE"  # noqa: S608
+        asked["UPDATE"] = f"EXPLAIN UPDATE {name} SET {one} = NULL WHERE FALSE"
     if write.delete is not None:
-        asked["DELETE"] = f"EXPLAIN DELETE FROM {name} WHERE FALSE"  # noqa: S608
+        asked["DELETE"] = f"EXPLAIN DELETE FROM {name} WHERE FALSE"
     denied = []
     for right, statement in asked.items():
         try:

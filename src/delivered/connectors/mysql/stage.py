@@ -38,7 +38,9 @@ def create(session: Session, options: MysqlOptions, table: str, target: Target) 
         columns.append(f"{quoted(write.delete)} tinyint(1) NULL")
     if write.upserts:
         columns.append(f"{quoted(ORDER)} bigint unsigned NOT NULL AUTO_INCREMENT PRIMARY KEY")
-    session.execute(f"CREATE TABLE {quoted(options.ledger_schema)}.{quoted(table)} ({', '.join(columns)}) ENGINE = InnoDB")
+    session.execute(
+        f"CREATE TABLE {quoted(options.ledger_schema)}.{quoted(table)} ({', '.join(columns)}) ENGINE = InnoDB"
+    )
 
 
 def listed(session: Session, names: Names) -> list[str]:

@@ -10,6 +10,7 @@ import pyarrow as pa
 from delivered.connectors.mysql import sessions, stage, target, transactions
 from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.load import Loading
+from delivered.connectors.mysql.migrate import with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES, check_values
 from delivered.model.errors import DeliveredError, InvariantBroken
@@ -17,7 +18,6 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.sql import warm
-from delivered.sql.database import quoted
 from delivered.sql.merge import check_rows
 from delivered.sql.names import new_nonce
 from delivered.sql.options import Mechanism
@@ -170,7 +170,7 @@ class LoadWriter:
         """The marker lies in the same transaction as the rows: seen later, it tells that they are in."""
         work = self._work
         session.execute(
-            f"INSERT INTO {quoted(self._options.ledger_schema)}.marker "  # noqa: S608
+            f"INSERT INTO {with_values(self._options.ledger_schema)}.marker "
             "(pipeline, sink, incarnation, batch, shard, gid, fingerprint) VALUES (%s, %s, %s, %s, %s, %s, %s)",
             [
                 work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch, work.shard, self._gid,

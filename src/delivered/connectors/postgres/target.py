@@ -86,7 +86,9 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
         if found is None:
             raise missing_table(options)
     relation, name = found
-    kinds = dict(zip(kept.names, compare(options, TYPES, kept, table_columns(connection, relation), _CHANGE), strict=True))
+    kinds = dict(
+        zip(kept.names, compare(options, TYPES, kept, table_columns(connection, relation), _CHANGE), strict=True)
+    )
     _remember(connection, options, relation, kept)
     return Target(
         name,
