@@ -219,7 +219,9 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
     paused._begin(session)  # type: ignore[attr-defined]
     began = time.monotonic()
     later = rig.context("later")
-    assert later.ledger.claim(later.owner).owner == later.owner
+    owner = later.ledger.claim(later.owner).owner
+    assert owner is not None
+    assert owner.id == "later"
     assert 0.9 < time.monotonic() - began < 8
     with pytest.raises(Exception, match=r"2013|2006|1927|4031"):
         session.execute("COMMIT")

@@ -89,7 +89,7 @@ def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
         return UsageError(
             "PERMISSION",
             f"{where} said: {said} (error {number}).",
-            next_step=f"GRANT SELECT, INSERT ON {options.table_text} and ALL ON {options.ledger_schema}.* to the user",
+            next_step=f"GRANT INSERT ON {options.table_text} and ALL ON {options.ledger_schema}.* to the user",
         )
     if number in _READ_ONLY:
         return Unreachable(

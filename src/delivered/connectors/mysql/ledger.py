@@ -1,7 +1,8 @@
 """The ledger: decisions of one sink of one pipeline, on the server that holds the rows.
 
-A statement that deletes rows by a condition scans a short table, whatever indexes there are, and waits there for rows
-that others have open: another pipeline's decision, or for ever a marker of a prepared transaction. So nothing here does.
+A statement that deletes rows by a condition scans a short table, whatever indexes it has, and waits there for rows
+that others have open: another pipeline's decision, or for ever a marker of a prepared transaction. So nothing here
+does.
 """
 
 from __future__ import annotations

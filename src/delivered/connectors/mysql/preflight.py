@@ -63,7 +63,7 @@ def _look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iter
                 'write .option("mechanism", "one_transaction")',
             )
     migrate(session, options.ledger_schema)
-    yield from _table(session, options, guarantee)
+    yield from _table(session, options)
 
 
 def _settings(session: Session) -> dict[str, str]:
@@ -110,7 +110,7 @@ def _prepared(session: Session, options: MysqlOptions) -> Iterator[Finding]:
         )
 
 
-def _table(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
+def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     found = target.find(session, options)
     if found is None:
         target.check_hidden(session, options)
@@ -128,7 +128,7 @@ def _table(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Ite
         return
     target.check_engine(options, found)
     write = options.write
-    denied = _denied(session, options, guarantee, found)
+    denied = _denied(session, options, found)
     if denied:
         user = session.execute("SELECT current_user()").fetchone()[0]
         yield Finding(
@@ -154,16 +154,14 @@ def _table(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Ite
             )
 
 
-def _denied(session: Session, options: MysqlOptions, guarantee: Guarantee, found: target.Found) -> list[str]:
+def _denied(session: Session, options: MysqlOptions, found: target.Found) -> list[str]:
     """Rights on the table that this user lacks: the server checks them also where it only explains."""
-    staged = guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.ONE_TRANSACTION
     columns = target.table_columns(session, found)  # of a table without any right, there are none
     name, write = found.full, options.write
     one = quoted(next((n for n, c in columns.items() if not c.computed), "x"))
     asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}
-    if staged or write.upserts:
-        asked["SELECT"] = f"EXPLAIN SELECT {one} FROM {name} WHERE FALSE"
     if write.upserts:
+        asked["SELECT"] = f"EXPLAIN SELECT {one} FROM {name} WHERE FALSE"
         asked["UPDATE"] = f"EXPLAIN UPDATE {name} SET {one} = NULL WHERE FALSE"
     if write.delete is not None:
         asked["DELETE"] = f"EXPLAIN DELETE FROM {name} WHERE FALSE"

@@ -166,7 +166,7 @@ def _selected(f: pa.Field) -> str:
     if t.is_binary(f.type):
         return f"concat('\"', lower(hex({name})), '\"')"
     if t.is_floating(f.type):
-        return f"{name} + 0e0"  # a float alone is shown with six digits
+        return f"{name} * 1e0"  # a float alone is shown with six digits
     if t.is_string(f.type):
         return f"concat('\"', replace(CONVERT({name} USING utf8mb4), '\"', '\"\"'), '\"')"
     return name

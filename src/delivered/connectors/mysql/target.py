@@ -217,7 +217,7 @@ def _kind(kind: str, shown: str, charset: str | None, scale: Any, digits: Any) -
     if kind in ("float", "double") and scale is not None:
         return shown  # rounds
     if kind in ("datetime", "timestamp", "time") and digits != 6:
-        return shown
+        return f"{kind}({digits})"
     if charset is not None and charset not in CHARSETS:
         return f"{kind} in {charset}"
     return f"{kind} unsigned" if "unsigned" in shown else kind

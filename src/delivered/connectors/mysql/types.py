@@ -7,7 +7,7 @@ uint8 .. uint64           the same, unsigned   every wider one; signed ones that
 float                     float                double
 double                    double
 decimal(p, s), s <= 30    decimal(p, s)        decimal(p', s) with p' >= p
-string                    longtext             mediumtext, text, tinytext, varchar, in utf8mb4, utf8mb3 or ascii
+string                    longtext             mediumtext, text, tinytext, varchar, in utf8mb4 or utf8mb3
 binary                    longblob             mediumblob, blob, tinyblob, varbinary
 date                      date
 timestamp with time zone  datetime(6), in UTC  timestamp(6)
@@ -16,9 +16,9 @@ time                      time(6)
 null                      -                    any
 list, struct, map, duration, others: refused
 
-What would change values in silence does not fit: fewer digits after the second than six, float(m, d), enum (it takes
-'2' for its second value), char and binary (they lose or gain characters at the end), texts in charsets that lack
-characters.
+-0.0 becomes 0.0, which fingerprints count as the same. What would change values in silence does not fit: fewer digits
+of the second than six, float(m, d), enum (it takes '2' for its second value), char and binary (they lose or gain
+characters at the end), texts in other charsets.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ KEY_BYTES_MAX = 3_072
 """Of one index, in InnoDB."""
 KEY_CHARACTERS = 255
 
-CHARSETS = ("utf8mb4", "utf8mb3", "utf8", "ascii")
-"""In which bytes of UTF-8 stand for what they mean, or are refused."""
+CHARSETS = ("utf8mb4", "utf8mb3", "utf8")
+"""In which bytes of UTF-8 stand for what they mean, or are refused. Of ascii the server does not look at the bytes."""
 
 _INTEGERS = ("tinyint", "smallint", "mediumint", "int", "bigint")
 _WIDTHS = {8: 0, 16: 1, 32: 3, 64: 4}
