@@ -51,6 +51,12 @@ SINKS = (
         "postgres",
         {"url": "postgresql://localhost/shop", "dbtable": "orders", "mechanism": "two_phase"},
     ),
+    Example("MySQL, MariaDB", "mysql", {"url": "mysql://localhost/shop", "dbtable": "orders"}),
+    Example(
+        'MySQL, MariaDB, `mechanism="two_phase"`',
+        "mysql",
+        {"url": "mysql://localhost/shop", "dbtable": "orders", "mechanism": "two_phase"},
+    ),
     Example("SQLite", "sqlite", {"path": "/data/out.db", "table": "orders"}),
     Example("Delta Lake", "delta", {"path": "/data/orders"}),
     Example("Iceberg", "iceberg", {"warehouse": "/data/lake", "table": "shop.orders"}),

@@ -15,6 +15,7 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import InvariantBroken, UsageError
+from delivered.source.whole import WholeDriver
 from delivered.sql import csv
 from delivered.sql.database import quoted
 from delivered.sql.table import TableSource, steps
@@ -99,24 +100,13 @@ class MysqlTable(TableSource):
         return self.database.ask(question)
 
 
-class MysqlTableDriver:
+class MysqlTableDriver(WholeDriver):
     """Offsets are `{"key": column, "at": n}`, the next value of the primary key; or `{"rows": n}`, 0 and 1, for a table
     that cannot be cut."""
 
     def __init__(self, table: MysqlTable) -> None:
+        super().__init__(f"table {table.options.table_text!r}")
         self._table = table
-
-    def initial(self) -> Offsets:
-        raise self._no_stream()
-
-    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:  # noqa: ARG002
-        raise self._no_stream()
-
-    def newest(self) -> Offsets | None:
-        return None
-
-    def freeze(self) -> None:
-        raise self._no_stream()
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         if "key" not in end:
@@ -130,17 +120,6 @@ class MysqlTableDriver:
             return {"rows": 0}, {"rows": 1}
         key, first, stop = found
         return {"key": key, "at": first}, {"key": key, "at": stop}
-
-    def acknowledge(self, end: Offsets) -> None:
-        """A table needs no telling."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _no_stream(self) -> UsageError:
-        return UsageError(
-            "NO_STREAM", f"Table {self._table.options.table_text!r} can be read as a whole, not as a stream."
-        )
 
 
 def _joined(rows: Sequence[tuple[bytes | None]]) -> bytes:

@@ -12,12 +12,13 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES, refused
 from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
 from delivered.model.capability import Commit, SinkCapability
+from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.sql.merge import without_key
 from delivered.sql.options import Mechanism
 from delivered.sql.sink import HISTORY, TableSink
-from delivered.sql.types import Types, with_schema
+from delivered.sql.types import Types
 
 _ASSUMED = (
     "the server is backed up and restored as one, with the ledger's database",
@@ -84,7 +85,7 @@ class MysqlSink(TableSink):
         return preflight(self.options, guarantee)
 
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
-        plain = with_schema(batch, TYPES.plain_schema(batch.schema))
+        plain = fitted(batch, TYPES.plain_schema(batch.schema))
         return without_key(self.options.write, batch, refused(plain))
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:

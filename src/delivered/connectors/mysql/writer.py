@@ -13,6 +13,7 @@ from delivered.connectors.mysql.load import Loading
 from delivered.connectors.mysql.migrate import with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES, check_values
+from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -23,7 +24,6 @@ from delivered.sql.names import new_nonce
 from delivered.sql.options import Mechanism
 from delivered.sql.stage import KEY as STAGED
 from delivered.sql.transactions import KEY as GID
-from delivered.sql.types import with_schema
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
@@ -60,7 +60,7 @@ class LoadWriter:
     def stage(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows == 0:
             return
-        batch = with_schema(batch, self._schema)
+        batch = fitted(batch, self._schema)
         check_values(batch)
         if self._upserts:
             check_rows(self._options.write, batch)
