@@ -67,10 +67,9 @@ class MysqlLedger(ServerLedger["Session"]):
 
     def _open(self) -> Session:
         if self._connection is None or not self._connection.open:
-            connection = self._database.connect(self._role)
+            self._connection = self._database.connect(self._role)
             with self._database.explaining():
-                sessions.register(connection)
-            self._connection = connection
+                sessions.register(self._connection)
         return self._connection
 
     def _begin(self, connection: Session) -> None:
