@@ -64,22 +64,14 @@ assert write_shard(sink, plan, 0, 0, iter(()), schema).prepared is not None
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
     "name", ["delta", "files", "iceberg", "kafka", "log", "mysql", "postgres", "rabbitmq", "sqlite", "memory"]
-=======
-    "name", ["delta", "files", "kafka", "log", "mysql", "postgres", "rabbitmq", "sqlite", "memory"]
->>>>>>> c1ca82a (MySQL: conformance passes)
 )
 def test_importing_a_connector_loads_no_client(name: str) -> None:
     if not (SOURCE / "connectors" / name / "__init__.py").exists():
         pytest.skip(f"there is no connector {name} yet")
     loaded = fresh(f"import delivered.connectors.{name} as c; c.CONNECTOR")
     assert loaded.isdisjoint(
-<<<<<<< HEAD
         {"confluent_kafka", "kafka", "deltalake", "pika", "psycopg", "pyiceberg", "pymysql", "sqlite3", "pyspark"}
-=======
-        {"confluent_kafka", "kafka", "deltalake", "pika", "psycopg", "pymysql", "sqlite3", "pyspark"}
->>>>>>> c1ca82a (MySQL: conformance passes)
     )
 
 
