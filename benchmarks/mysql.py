@@ -24,7 +24,7 @@ import psutil
 from rich.console import Console
 
 import delivered.brokers
-from benchmarks.postgres import rows
+from benchmarks.tables import rows
 from delivered.connectors.mysql import CONNECTOR
 from delivered.connectors.mysql.client import connect
 from delivered.connectors.mysql.load import Loading

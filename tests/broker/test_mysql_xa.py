@@ -210,6 +210,24 @@ def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql, rig: Rig
     assert commit_batch(other.context(), 0, offsets(0), left_open) is not None
 
 
+@pytest.mark.parametrize("options", [{}, {"mechanism": "two_phase", "mode": "upsert", "keyColumns": "key"}])
+def test_a_task_that_hangs_with_its_staging_table_open_holds_up_no_start(mysql: Mysql, options: dict[str, str]) -> None:
+    """F7: paused before its promise, it holds the table that a sweep drops. It is ended, and can promise no more."""
+    table = mysql.table("`key` varbinary(40), value longblob, UNIQUE (`key`)")
+    rig = Rig(mysql.sink(table, lockTimeout="3", **options))
+    rig.plan(rig.context(), 0)
+    full = rows(0, 0).filter(rows(0, 0).column("key").is_valid())
+    paused = rig.sink.shard_writer(Work(rig.scope, 0, 0), EXACT, SCHEMA)
+    paused.stage(full)
+    began = time.monotonic()
+    assert rig.context("later").resource.sweep(()) == Ok(1)
+    assert time.monotonic() - began < 3
+    with pytest.raises(Exception, match="MYSQL_UNREACHABLE"):
+        paused.prepare(Fingerprint(full.num_rows))
+    paused.abort()
+    assert mysql.execute(f"SELECT count(*) FROM {table}") == [(0,)]
+
+
 def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig) -> None:
     """F7: a driver that is paused in mid-decision. Ours is ended; somebody else's is told of."""
     rig.run(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import stage, transactions
+from delivered.connectors.mysql import sessions, stage, transactions
 from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.ledger import dialect
 from delivered.connectors.mysql.options import MysqlOptions
@@ -71,4 +71,9 @@ class MysqlResource(ServerResource["Session"]):
         return stage.listed(connection, self._names)
 
     def _drop(self, connection: Session, table: str) -> None:
+        """A task that hangs with rows of it open is ended: nobody could drop the table before."""
+        nonce = stage.nonce_of(table)
+        if not sessions.gone(connection, nonce, 0):
+            sessions.end(connection, nonce)
+            sessions.gone(connection, nonce, transactions.KILLED_S)
         stage.drop(connection, self._options, table)

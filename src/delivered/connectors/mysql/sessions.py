@@ -22,6 +22,12 @@ def register(session: Session, nonce: str | None = None) -> None:
     session.execute("SELECT GET_LOCK(%s, 0)", [_name(session.nonce)])
 
 
+def release(session: Session) -> None:
+    """Give the named lock back: nobody has to wait for this session any more. Raises MySQLError."""
+    session.execute("SELECT RELEASE_LOCK(%s)", [_name(session.nonce)])
+    session.nonce = ""
+
+
 def gone(session: Session, nonce: str, wait_s: float) -> bool:
     """Wait until the session of this nonce is over, its transaction with it. Raises MySQLError."""
     row = session.execute("SELECT GET_LOCK(%s, %s)", [_name(nonce), wait_s]).fetchone()

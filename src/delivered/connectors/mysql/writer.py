@@ -102,8 +102,10 @@ class LoadWriter:
         if self._prepares:
             self._server.discard(session)
             return handle
-        if staged and not self._moved_later:
-            with contextlib.suppress(self._server.errors()):  # the rows are in; the next start sweeps what is left
+        with contextlib.suppress(self._server.errors()):  # the promise is given; the next start sweeps what is left
+            if staged:
+                sessions.release(session)
+            if staged and not self._moved_later:
                 stage.drop(session, self._options, staged)
         warm.give(self._server, session)
         return handle
@@ -138,10 +140,9 @@ class LoadWriter:
         self._target = ready = target.ready(session, self._options, self._schema)
         if self._moved_later or self._upserts:
             names = transactions.names_of(self._work.scope, self._options.ledger_schema)
-            if self._prepares:
-                table = transactions.staging_of(names, self._gid)
-            else:
-                table = names.staging(self._work, new_nonce())
+            nonce = transactions.nonce_of(self._gid) if self._prepares else new_nonce()
+            table = names.staging(self._work, nonce)
+            sessions.register(session, nonce)
             stage.create(session, self._options, table, ready)
             self._staged = table
             session.execute("START TRANSACTION")
@@ -153,7 +154,8 @@ class LoadWriter:
         return Loading(session, self._options, ready.name, ready.columns)
 
     def _open_xa(self, session: Session) -> None:
-        sessions.register(session, transactions.nonce_of(self._gid))
+        if not session.nonce:
+            sessions.register(session, transactions.nonce_of(self._gid))
         session.execute(f"XA START {transactions.xid(self._gid)}")
 
     def _merge(self, session: Session) -> None:
