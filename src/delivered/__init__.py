@@ -33,7 +33,18 @@ if TYPE_CHECKING:
     )
     from delivered.model.guarantee import Guarantee
     from delivered.pipeline.dedup import dedup
-    from delivered.pipeline.endpoint import Endpoint, delta, endpoint, files, iceberg, kafka, log, mysql, postgres, sqlite
+    from delivered.pipeline.endpoint import (
+        Endpoint,
+        delta,
+        endpoint,
+        files,
+        iceberg,
+        kafka,
+        log,
+        mysql,
+        postgres,
+        sqlite,
+    )
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.plan.planner import Plan, Refusal
