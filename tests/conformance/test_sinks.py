@@ -45,6 +45,7 @@ class Rig:
     sink: Sink
     pipeline: str = field(default_factory=lambda: f"p{next(_names)}")
     incarnation: str = "i0"
+    schema: pa.Schema = field(default_factory=lambda: SCHEMA)
 
     @property
     def scope(self) -> Scope:
@@ -55,7 +56,7 @@ class Rig:
         return Context(self.scope, guarantee, Owner(owner), sink.ledger(self.scope), sink.resource(self.scope))
 
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
-        ready_target(self.sink, SCHEMA)
+        ready_target(self.sink, self.schema)
         view = CheckpointView(self.incarnation, batch, offsets(batch), batch - 1 if batch else None)
         return plan_batch(context, view, first=first)
 

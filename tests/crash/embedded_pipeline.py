@@ -100,7 +100,7 @@ def run(spec: dict[str, Any]) -> None:
             [(s["name"], find_sink(s["format"], s["options"]), ROUTES.get(s["format"])) for s in spec["sinks"]]
         )
     elif "delta" in spec:
-        sink = DELTA.sink(spec["delta"])
+        sink = DELTA.sink({**spec["delta"], **upsert})
     elif "iceberg" in spec:
         sink = ICEBERG.sink(spec["iceberg"])
     elif "files" in spec:

@@ -26,11 +26,13 @@ class WriteMode:
         keys: of an upsert; empty: rows are appended.
         version: column that tells which of two rows of one key is the newer.
         delete: boolean column whose rows delete their key.
+        replaces: columns; what the table has of the values that a batch holds in them, the batch replaces.
     """
 
     keys: tuple[str, ...] = ()
     version: str | None = None
     delete: str | None = None
+    replaces: tuple[str, ...] = ()
 
     @property
     def upserts(self) -> bool:

@@ -80,8 +80,8 @@ def _with(report: AuditReport, **changes: object) -> AuditReport:
 
 def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     mode = spec.sink.capability().write
+    check(mode)
     if mode.upserts:
-        check(mode)
         spec = replace(spec, id=id_sql(mode), key=None)
     say("reading checkpoint and ledger")
     incarnation = read_view(spec.checkpoint).incarnation

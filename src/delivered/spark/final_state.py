@@ -35,7 +35,15 @@ def check(mode: WriteMode) -> None:
     Raises:
         Refused: the final state does not follow from the source.
     """
-    if mode.version is None:
+    if mode.replaces:
+        raise Refused(
+            "AUDIT_ORDER",
+            f"Each batch replaces what the sink has of its values in {', '.join(mode.replaces)}. What is left of "
+            "earlier batches is known to the batches that ran, not to the source, so the table cannot be held against "
+            "it.",
+            next_step="compare the newest partitions with a query of your own",
+        )
+    if mode.upserts and mode.version is None:
         raise Refused(
             "AUDIT_ORDER",
             f"The sink keeps the last row of each key ({mode.keys_text}) by order of arrival. Which one came last is "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,9 @@ RETRIES_MAX = 100
 """Versions of other writers that a commit may have to go behind."""
 CHECKPOINT_VERSIONS = 100
 """A checkpoint of the log after so many versions, unless the table says otherwise: `delta.checkpointInterval`."""
-_CONFLICT = "Concurrent transaction failed"
+OVERTAKEN = "Failed to commit transaction: 0"
+"""Of an exact commit, behind a newer version."""
+_CONFLICTS = ("Concurrent transaction failed", OVERTAKEN)
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,16 @@ class Change:
     """What one commit does.
 
     Attributes:
+        removes: paths of files that go.
+        exact: it rests on the version of the table that it was made for: behind a newer one it fails.
         transactions: application id -> version. Two commits that name one id, and do not know of each other, conflict:
             the later one fails.
     """
 
     adds: Sequence[DataFile] = ()
     transactions: Mapping[str, int] = field(default_factory=dict)
+    removes: Sequence[str] = ()
+    exact: bool = False
 
 
 def commit(
@@ -83,19 +90,24 @@ def commit(
         Failed: not in, and the client does not send it any more. Unknown: it may still get in.
     """
     from deltalake import CommitProperties, PostCommitHookProperties, Transaction
-    from deltalake.transaction import AddAction
+    from deltalake.transaction import AddAction, RemoveAction
 
     deltalake = delta()
-    adds = [AddAction(f.path, f.size, dict(f.partition), f.modified_ms, True, f.statistics) for f in change.adds]
+    actions: list[Any] = [
+        AddAction(f.path, f.size, dict(f.partition), f.modified_ms, True, f.statistics) for f in change.adds
+    ]
+    now = time.time_ns() // 1_000_000
+    actions += [RemoveAction(path, True, now) for path in change.removes]
     before = table.version()
     try:
         table.create_write_transaction(
-            adds,
+            actions,
             "append",
             table.schema(),
             table.metadata().partition_columns,
             commit_properties=CommitProperties(
-                max_commit_retries=RETRIES_MAX,
+                # The client lets a commit that takes files away pass one that took them away already (1.6.6).
+                max_commit_retries=0 if change.exact else RETRIES_MAX,
                 app_transactions=[Transaction(name, version) for name, version in change.transactions.items()],
             ),
             # Checkpoints are written by `tidy`: an error there must not look like one of the commit.
@@ -142,7 +154,7 @@ def _look(options: DeltaOptions, there: Callable[[Any], bool], error: Exception)
     except (DeliveredError, OSError) as second:
         return Unknown(f"{str(error)[:300]}; then {str(second)[:300]}")
     # A conflict is found by the client before it writes. After anything else its request may still be on its way.
-    return Failed(str(error)[:500]) if _CONFLICT in str(error) else Unknown(str(error)[:500])
+    return Failed(str(error)[:500]) if any(c in str(error) for c in _CONFLICTS) else Unknown(str(error)[:500])
 
 
 def _all_there(change: Change) -> Callable[[Any], bool]:

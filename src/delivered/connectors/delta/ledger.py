@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,17 +19,27 @@ import pyarrow as pa
 
 from delivered.connectors.delta import types
 from delivered.connectors.delta.client import Store, explained, open_table, require_table, sync_versions
-from delivered.connectors.delta.commit import CHECKPOINT_VERSIONS, Change, DataFile, commit, tidy
+from delivered.connectors.delta.commit import (
+    CHECKPOINT_VERSIONS,
+    OVERTAKEN,
+    RETRIES_MAX,
+    Change,
+    DataFile,
+    commit,
+    tidy,
+)
+from delivered.connectors.delta.merge import NOTHING, Effect, effect
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Names, Record, Records, digest, ledger_key, next_claim
 from delivered.connectors.delta.target import required, same_columns, table_schema
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
+from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.sql.merge import stored as kept
 from delivered.storage import stage
 
 
@@ -134,8 +144,15 @@ class DeltaLedger:
                     "stays; nothing was added.",
                     next_step="stop every other driver on this checkpoint, then start the pipeline again",
                 )
-            files = self._staged(table, decision)
-            data = Record(text, previous).encode()
+            store = self._records.store
+            shards = self._staged(table, decision)
+            made = effect(self._options, table, store, Work(self._scope, decision.batch, 0), shards)
+            try:
+                required(self._options, table, made.adds)
+            except BaseException:
+                made.discard()
+                raise
+            data = Record(text, previous, made.writer).encode()
             mine = (decision.batch, digest(data))
             name = self._names.decided_file(incarnation, *mine)
             self._records.store.put(name, data)
@@ -147,15 +164,23 @@ class DeltaLedger:
                 with explained(self._options):
                     return any(at == mine for at in self._records.positions(now, incarnation, mine[0]))
 
-            outcome = self._commit(table, change, files, there)
+            outcome = self._commit(table, change, made, there)
             if isinstance(outcome, Failed):
                 self._take_away([name])
+                made.discard()
             if isinstance(outcome, Ok):
+                if made.writer:
+                    self._take_away([f.path for shard in shards for f in shard])
                 self._forget_old(incarnation, decision.batch)
                 tidy(self._options, table, before)
             return outcome
 
-        return self._as_owner(write)
+        for _ in range(RETRIES_MAX):
+            outcome = self._as_owner(write)
+            # Others were first, so it is not in and cannot get in: this is no repetition of a request (P19).
+            if not (isinstance(outcome, Failed) and OVERTAKEN in outcome.reason):
+                break
+        return outcome
 
     def history(self) -> Iterator[Decision]:
         table = open_table(self._options)
@@ -190,12 +215,12 @@ class DeltaLedger:
         self,
         table: Any,
         transactions: Mapping[str, int],
-        files: Sequence[DataFile] = (),
+        made: Effect = NOTHING,
         there: Callable[[Any], bool] | None = None,
     ) -> Outcome[None]:
         """One commit under this claim: in before any later claim, or not at all."""
         claim = self._claimed[1] if self._claimed else 0
-        change = Change(files, {**transactions, self._names.owner: claim})
+        change = Change(made.adds, {**transactions, self._names.owner: claim}, made.removes, made.exact)
 
         def newest(now: Any) -> bool:
             return all(now.transaction_version(name) == version for name, version in change.transactions.items())
@@ -217,8 +242,8 @@ class DeltaLedger:
             # `write` returns what it knows after its commit; what raises comes before.
             return Failed(str(error))
 
-    def _staged(self, table: Any, decision: Decision) -> list[DataFile]:
-        """The files of this sink's participants, after a check that they are there, whole, and fit the table.
+    def _staged(self, table: Any, decision: Decision) -> list[list[DataFile]]:
+        """The files of each of this sink's participants, after a check that they are there, whole, and fit the table.
 
         Raises:
             InvariantBroken: a file is gone, or is not what was prepared.
@@ -226,7 +251,7 @@ class DeltaLedger:
         participants = [p for p in decision.to_move if p.handle]
         if decision.guarantee is not Guarantee.EXACTLY_ONCE or not participants:
             return []
-        files: list[DataFile] = []
+        files: list[list[DataFile]] = []
         there = self._records.store.files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
         for prepared in participants:
             facts = {"batch": decision.batch, "shard": prepared.shard}
@@ -249,9 +274,8 @@ class DeltaLedger:
                     )
             if not files:
                 same_columns(self._options, table, self._staged_schema(table, staged[0]))
-            files += staged
+            files.append(staged)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
-        required(self._options, table, files)
         return files
 
     def _staged_schema(self, table: Any, file: DataFile) -> pa.Schema:
@@ -259,7 +283,7 @@ class DeltaLedger:
         import pyarrow.parquet as pq
 
         with self._records.store.fs.open_input_file(file.path) as source:
-            stored = types.canonical_schema(pq.read_schema(source))
+            stored = kept(self._options.write, types.canonical_schema(pq.read_schema(source)))
         known = table_schema(table)
         return pa.schema([*stored, *(known.field(name) for name in file.partition if name in known.names)])
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from delivered.model.capability import APPEND, WriteMode
 from delivered.model.errors import Refused, UsageError
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import Option, OptionTable, choice, flag, resolve_secret
+from delivered.sql.options import MODE_OPTIONS, parse_mode
 
 OWNER = "delivered_delta sink"
+MODES = ("append", "overwrite", "upsert")
 COMPRESSIONS = ("snappy", "zstd", "none")
 
 SINK_OPTIONS = OptionTable(
@@ -22,6 +25,13 @@ SINK_OPTIONS = OptionTable(
         Option("ifNotExists", "Whether a missing table is created from the rows' schema.", "true"),
         Option("partitionBy", "Columns, with commas between, by which a table that is created is partitioned."),
         Option("mergeSchema", "Whether columns that the table lacks are added to it before the first batch.", "false"),
+        Option(
+            "mode",
+            "append; overwrite: a batch replaces what the table has in its partitions; upsert: a row replaces the one "
+            "with the same key.",
+            "append",
+        ),
+        *MODE_OPTIONS[1:],
         Option("compression", "snappy, zstd or none: of the data files.", "snappy"),
     ),
     passthrough=("storage.",),
@@ -50,7 +60,13 @@ class DeltaOptions:
     partition_by: tuple[str, ...] | None = None
     merge_schema: bool = False
     compression: str = "snappy"
+    write: WriteMode = APPEND
     storage: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def appending(self) -> DeltaOptions:
+        """The same table, as files of it are written."""
+        return replace(self, write=APPEND)
 
     @property
     def local(self) -> bool:
@@ -95,8 +111,29 @@ def parse(given: Mapping[str, str]) -> DeltaOptions:
         partition_by=_columns(options.get("partitionBy")),
         merge_schema=flag(OWNER, "mergeSchema", options.get("mergeSchema", "false")),
         compression=choice(OWNER, "compression", options.get("compression", "snappy"), COMPRESSIONS),
+        write=_mode(options),
         storage=storage,
     )
+
+
+def _mode(options: Mapping[str, str]) -> WriteMode:
+    if options.get("mode", "append").lower() != "overwrite":
+        try:
+            return parse_mode(OWNER, options)
+        except UsageError as error:
+            if error.code == "DELIVERED_OPTION_VALUE" and "mode" in error.message:
+                choice(OWNER, "mode", options.get("mode", "append"), MODES)
+            raise
+    partitions = _columns(options.get("partitionBy"))
+    given = [n for n in ("keyColumns", "versionColumn", "deleteColumn") if n in options]
+    if partitions is None or given:
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{OWNER}: mode overwrite replaces whole partitions: it needs 'partitionBy'"
+            f"{f', and takes no {given[0]!r}' if given else ''}.",
+            next_step='write .option("partitionBy", ...), or .option("mode", "upsert") to replace rows by key',
+        )
+    return WriteMode(replaces=partitions)
 
 
 def _columns(text: str | None) -> tuple[str, ...] | None:

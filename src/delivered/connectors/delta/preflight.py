@@ -6,18 +6,31 @@ import uuid
 
 from delivered.connectors.delta.client import Store, explained, open_table, require_table
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.target import check_features
+from delivered.connectors.delta.target import check_features, check_removes
 from delivered.contract import Finding
+from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError
+from delivered.model.guarantee import Guarantee
 
 
-def preflight(options: DeltaOptions) -> list[Finding]:
+def preflight(options: DeltaOptions, guarantee: Guarantee) -> list[Finding]:
+    if options.write != APPEND and guarantee is not Guarantee.EXACTLY_ONCE:
+        return [
+            Finding(
+                "MODE_GUARANTEE",
+                f"Mode {'upsert' if options.write.upserts else 'overwrite'} takes files of the table away, and under "
+                f"{guarantee.value} each task would do so for itself: they would meet at the same files.",
+                True,
+                "choose exactly_once, where one commit does it for all shards",
+            )
+        ]
     try:
         table = open_table(options)
         if table is None and not options.create:
             require_table(options)
         if table is not None:
             check_features(options, table)
+            check_removes(options, table)
         with explained(options):
             store = Store(options)
             probe = f"_delivered/probe-{uuid.uuid4().hex}"

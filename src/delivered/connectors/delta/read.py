@@ -49,7 +49,7 @@ class DeltaRows(WholeSource):
             for file in piece.data["files"]:
                 with store.fs.open_input_file(file["path"]) as source:
                     for batch in pq.ParquetFile(source, pre_buffer=False).iter_batches(BATCH_ROWS, use_threads=False):
-                        yield _whole(batch, schema, file["partition"])
+                        yield whole(batch, schema, file["partition"])
 
     def files(self, version: int) -> list[dict[str, Any]]:
         """Path, size and partition of every file of a version.
@@ -57,24 +57,34 @@ class DeltaRows(WholeSource):
         Raises:
             UsageError: somebody deleted rows inside files: what is left cannot be read by files.
         """
-        table = require_table(self.options, version)
-        with explained(self.options):
-            if pa.table(table.deletion_vectors()).num_rows:
-                raise UsageError(
-                    "TABLE_HAS_DELETIONS",
-                    f"Rows of the table at {self.options.path!r} were deleted inside its files (deletion vectors).",
-                    next_step="run REORG TABLE ... APPLY (PURGE) on it, or audit an earlier version",
-                )
-            partitions = table.metadata().partition_columns
-            found = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-        return [
-            {
-                "path": unquote(row["path"]),
-                "size": int(row["size_bytes"]),
-                "partition": {name: row[f"partition.{name}"] for name in partitions},
-            }
-            for row in sorted(found, key=lambda row: str(row["path"]))
-        ]
+        return active_files(self.options, require_table(self.options, version))
+
+
+def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
+    """Path, size and partition of every file of the table as it was opened, with the bounds that its log has of them.
+
+    Raises:
+        UsageError: somebody deleted rows inside files: what is left cannot be read by files.
+    """
+    with explained(options):
+        if pa.table(table.deletion_vectors()).num_rows:
+            raise UsageError(
+                "TABLE_HAS_DELETIONS",
+                f"Rows of the table at {options.path!r} were deleted inside its files (deletion vectors).",
+                next_step="run REORG TABLE ... APPLY (PURGE) on it, or audit an earlier version",
+            )
+        partitions = table.metadata().partition_columns
+        found = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+    return [
+        {
+            "path": unquote(row["path"]),
+            "size": int(row["size_bytes"]),
+            "partition": {name: row[f"partition.{name}"] for name in partitions},
+            "min": {name.removeprefix("min."): v for name, v in row.items() if name.startswith("min.")},
+            "max": {name.removeprefix("max."): v for name, v in row.items() if name.startswith("max.")},
+        }
+        for row in sorted(found, key=lambda row: str(row["path"]))
+    ]
 
 
 class DeltaRowsDriver(WholeDriver):
@@ -98,7 +108,7 @@ class DeltaRowsDriver(WholeDriver):
         return {"version": -1}, {"version": require_table(self._rows.options).version()}
 
 
-def _whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
+def whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
     """A file's rows with the columns of the table: those that its writer did not know are NULL."""
     arrays = []
     for field in schema:

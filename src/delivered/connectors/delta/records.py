@@ -92,19 +92,23 @@ class Record:
     Attributes:
         text: the decision's own JSON.
         previous: (batch, hash) of the decision before, if there was one.
+        writer: of the files that the table took in, if these are not the staged ones.
     """
 
     text: str
     previous: tuple[int, int] | None
+    writer: str = ""
 
     def encode(self) -> bytes:
-        return json.dumps({"decision": self.text, "previous": self.previous}, separators=(",", ":")).encode()
+        data = {"decision": self.text, "previous": self.previous, **({"writer": self.writer} if self.writer else {})}
+        return json.dumps(data, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
         found = json.loads(data)
         previous = found["previous"]
-        return cls(found["decision"], None if previous is None else (int(previous[0]), int(previous[1])))
+        before = None if previous is None else (int(previous[0]), int(previous[1]))
+        return cls(found["decision"], before, found.get("writer", ""))
 
     @property
     def decision(self) -> Decision:

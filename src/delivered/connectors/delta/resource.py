@@ -79,7 +79,10 @@ class DeltaResource:
         newest = None if table is None else records.newest(table, incarnation)
         if newest is None:
             return None, set()
-        participants = records.decided(incarnation, newest).decision.participants
+        record = records.decided(incarnation, newest)
+        if self._options.write.upserts:  # staged rows are not what the table took in
+            return newest[0], {record.writer} - {""}
+        participants = record.decision.participants
         return newest[0], {writer for p in participants if not p.sink for writer in _writers(p)}
 
 

@@ -15,6 +15,21 @@ from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
+from delivered.sql.merge import check_columns, stored
+from delivered.sql.types import Types
+
+
+class _Ordered(Types):
+    """Which columns tell versions apart."""
+
+    system = "Delta"
+    columns_max = 1_000_000
+
+    def declared(self, kind: pa.DataType) -> str | None:
+        return str(kind)
+
+
+_ORDERED = _Ordered()
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,7 @@ class DeltaSink:
             apply="nothing left to do; the rows are visible since the decision",
             send="one commit of the log for each shard, visible when it ends",
             batch_atomic=True,
+            write=self.options.write,
             local=self.options.local,
             assumes=(
                 "the table's folder is backed up and restored as one, with _delivered in it",
@@ -54,16 +70,17 @@ class DeltaSink:
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         from delivered.connectors.delta.preflight import preflight
 
-        del guarantee
-        return preflight(self.options)
+        return preflight(self.options, guarantee)
 
     def check_schema(self, schema: pa.Schema) -> None:
         types.check(schema)
+        if self.options.write.upserts:
+            check_columns(self.options.write, schema, _ORDERED)
 
     def ready_target(self, schema: pa.Schema) -> None:
         from delivered.connectors.delta.target import ready
 
-        ready(self.options, schema)
+        ready(self.options, stored(self.options.write, schema))
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, types.canonical_schema(batch.schema))

@@ -12,6 +12,7 @@ from delivered.connectors.delta import types
 from delivered.connectors.delta.client import delta, explained, open_table, require_table, sync_versions
 from delivered.connectors.delta.commit import RETRIES_MAX, DataFile
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.model.capability import APPEND
 from delivered.model.errors import Refused, UsageError
 from delivered.storage import columns
 
@@ -36,6 +37,7 @@ def ready(options: DeltaOptions, schema: pa.Schema) -> None:
     if table is None:
         table = _create(options, schema)
     check_features(options, table)
+    check_removes(options, table)
     missing = compare(options, table, schema)
     if missing:
         _add_columns(options, table, missing)
@@ -48,6 +50,19 @@ def table_schema(table: Any) -> pa.Schema:
     for field in found:
         fields.append(pa.field(field.name, columns.canonical(field.type) or field.type, field.nullable))
     return pa.schema(fields)
+
+
+def check_removes(options: DeltaOptions, table: Any) -> None:
+    """
+    Raises:
+        Refused: rows are to be replaced, and the table is append-only.
+    """
+    if options.write != APPEND and dict(table.metadata().configuration).get("delta.appendOnly", "").lower() == "true":
+        raise Refused(
+            "TABLE_FEATURES",
+            f"The table at {options.path!r} has the property delta.appendOnly: nothing in it may be replaced.",
+            next_step='write .option("mode", "append"), or take the property off the table',
+        )
 
 
 def check_features(options: DeltaOptions, table: Any) -> None:

@@ -20,6 +20,7 @@ from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
+from delivered.sql.merge import check_rows
 from delivered.storage import stage
 from delivered.storage.parquet import PartFiles, split
 
@@ -35,10 +36,13 @@ class DeltaFiles:
     def __init__(self, options: DeltaOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
         self._options = options
         self._schema = types.canonical_schema(schema)
-        self._partitions = [name for name in options.partition_by or () if name in self._schema.names]
+        # Rows of an upsert are staged as they are: the driver makes files of the table of them.
+        partitions = () if options.write.upserts else options.partition_by or ()
+        self._partitions = [name for name in partitions if name in self._schema.names]
         self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])
+        self._place = stage.new_place(work, direct)
         self._files: PartFiles[_Part] = PartFiles(
-            lambda: Store(options), stage.new_place(work, direct), self._stored, {"compression": options.compression},
+            lambda: Store(options), self._place, self._stored, {"compression": options.compression},
             _folder,
         )  # fmt: skip
         self._done: list[DataFile] = []
@@ -46,12 +50,13 @@ class DeltaFiles:
 
     def write(self, batch: pa.RecordBatch) -> None:
         batch = fitted(batch, self._schema)
+        check_rows(self._options.write, batch)
         with _explained(self._options):
             if not self._partitions:
                 self._files.write((), batch)
                 return
             for values, rows in split(batch.select(self._partitions), batch.select(self._stored.names)):
-                part = tuple((n, _text(n, v)) for n, v in zip(self._partitions, values, strict=True))
+                part = tuple((n, text(n, v)) for n, v in zip(self._partitions, values, strict=True))
                 self._files.write(part, rows)
 
     def finish(self) -> int:
@@ -62,6 +67,16 @@ class DeltaFiles:
                 for f in self._files.finish()
             ]
         return sum(f.rows for f in self._done)
+
+    @property
+    def done(self) -> list[DataFile]:
+        """After `finish`."""
+        return self._done
+
+    @property
+    def stem(self) -> str:
+        """Of the names of its files."""
+        return self._place.stem
 
     def handle(self) -> dict[str, Any]:
         return {"files": [f.to_json() for f in self._done]} if self._done else {}
@@ -96,7 +111,7 @@ def _folder(part: _Part) -> str:
     return "".join(f"{quote(k, safe='')}={_NULL if v is None else quote(v, safe='')}/" for k, v in part)
 
 
-def _text(name: str, value: Any) -> str | None:
+def text(name: str, value: Any) -> str | None:
     """A partition's value as the log writes it."""
     if value is None:
         return None
@@ -104,12 +119,12 @@ def _text(name: str, value: Any) -> str | None:
         return "true" if value else "false"
     if isinstance(value, dt.date):
         return value.isoformat()
-    text = str(value)
-    if not text:
+    said = str(value)
+    if not said:
         raise BadRecord(
             "PARTITION_EMPTY",
             f"Column {name!r} partitions the table, and a row holds an empty text in it: Delta would read it back as "
             "NULL.",
             next_step=f"replace it, for instance: when({name} = '', 'none').otherwise({name})",
         )
-    return text
+    return said

@@ -1,0 +1,168 @@
+"""Modes of the Delta sink that take rows away: overwrite by partition, upsert by key (see conformance, too)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from tests.unit.test_delta import EXACT, SCOPE, claimed, decision, sink_at, staged
+
+from delivered.connectors.delta.options import parse
+from delivered.connectors.delta.resource import DeltaResource
+from delivered.model.errors import Refused, UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.outcome import Failed, Ok
+from delivered.model.work import Owner
+
+UPSERT = {"mode": "upsert", "keyColumns": "id", "versionColumn": "v"}
+OVERWRITE = {"mode": "overwrite", "partitionBy": "day,city"}
+
+
+def days(*rows: tuple[str, str | None, int]) -> pa.Table:
+    kinds = pa.schema([("day", pa.string()), ("city", pa.string()), ("id", pa.int64())])
+    return pa.Table.from_pylist([dict(zip(kinds.names, row, strict=True)) for row in rows], schema=kinds)
+
+
+def items(*rows: tuple[int, int, str]) -> pa.Table:
+    kinds = pa.schema([("id", pa.int64()), ("v", pa.int64()), ("part", pa.string())])
+    return pa.Table.from_pylist([dict(zip(kinds.names, row, strict=True)) for row in rows], schema=kinds)
+
+
+def found(path: Path) -> list[tuple[Any, ...]]:
+    rows = pa.table(DeltaTable(str(path / "t")).to_pyarrow_table()).to_pylist()
+    return sorted((tuple(row.values()) for row in rows), key=str)
+
+
+def files(path: Path) -> set[str]:
+    return {p.name for p in (path / "t" / "delivered").rglob("*.parquet")}
+
+
+def named(path: Path) -> set[str]:
+    return {uri.rpartition("/")[2] for uri in DeltaTable(str(path / "t")).file_uris()}
+
+
+def test_overwrite_replaces_the_partitions_of_the_batch_alone(tmp_path: Path) -> None:
+    sink = sink_at(tmp_path, **OVERWRITE)
+    first = days(("1", "a", 1), ("1", "c=d/é%", 2), ("1", None, 3), ("2", "a", 4), ("2", None, 5))
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, staged(sink, first))) == Ok(None)
+    second = decision(
+        1, staged(sink, days(("1", "c=d/é%", 20), ("2", None, 50)), 1), staged(sink, days(("2", None, 51)), 1, shard=1)
+    )
+    for _ in range(2):  # the second time it is known
+        assert mine.decide(second) == Ok(None)
+        assert {row[2]: row[:2] for row in found_by(tmp_path)} == {
+            1: ("1", "a"), 20: ("1", "c=d/é%"), 3: ("1", None), 4: ("2", "a"), 50: ("2", None), 51: ("2", None),
+        }  # fmt: skip
+    assert mine.decide(decision(2)) == Ok(None)  # a batch without rows replaces nothing
+    assert len(found_by(tmp_path)) == 6
+    assert DeltaResource(sink.options, SCOPE).sweep(()) == Ok(0)
+
+
+def found_by(path: Path) -> list[tuple[Any, ...]]:
+    table = pa.table(DeltaTable(str(path / "t")).to_pyarrow_table()).select(["day", "city", "id"])
+    return [tuple(row.values()) for row in table.to_pylist()]
+
+
+def test_a_mode_that_cannot_be_had_is_refused_before_the_start(tmp_path: Path) -> None:
+    for given in (
+        {"mode": "overwrite"},
+        {**OVERWRITE, "keyColumns": "id"},
+        {"mode": "merge"},
+        {"mode": "append", "keyColumns": "id"},
+    ):
+        with pytest.raises(UsageError, match="DELIVERED_OPTION_VALUE"):
+            parse({"path": "/t", **given})
+    for given in (UPSERT, OVERWRITE):
+        [refusal] = sink_at(tmp_path, **given).preflight(Guarantee.AT_LEAST_ONCE)
+        assert refusal.code == "MODE_GUARANTEE"
+    sink_at(tmp_path).ready_target(items().schema)
+    DeltaTable(str(tmp_path / "t")).alter.set_table_properties({"delta.appendOnly": "true"})
+    with pytest.raises(Refused, match="DELIVERED_TABLE_FEATURES"):
+        sink_at(tmp_path, **UPSERT).ready_target(items().schema)
+    assert [f.code for f in sink_at(tmp_path, **UPSERT).preflight(EXACT) if f.refuses] == ["TABLE_FEATURES"]
+
+
+def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path) -> None:
+    sink = sink_at(tmp_path, partitionBy="part", **UPSERT)
+    first = items((1, 1, "a"), (2, 1, "a"), (3, 1, "b"))
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, staged(sink, first))) == Ok(None)
+    before = named(tmp_path)
+    assert mine.decide(decision(1, staged(sink, items((1, 2, "c"), (2, 0, "late")), 1))) == Ok(None)  # 1 moves to c
+    assert found(tmp_path) == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
+    assert len(before & named(tmp_path)) == 1
+    assert files(tmp_path) == before | named(tmp_path)  # what tasks staged is gone
+    assert mine.decide(decision(2, staged(sink, items((2, 0, "later")), 2))) == Ok(None)
+    assert found(tmp_path) == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
+    assert DeltaResource(sink.options, SCOPE).sweep(()) == Ok(0)
+
+
+@pytest.fixture
+def in_commit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`in_commit(do)`: what happens just before the next decision's commit is written."""
+    real = DeltaTable.create_write_transaction
+
+    def at_next(do: Any) -> None:
+        def instead(self: DeltaTable, *given: Any, **more: Any) -> Any:
+            monkeypatch.setattr(DeltaTable, "create_write_transaction", real)
+            do()
+            return real(self, *given, **more)
+
+        monkeypatch.setattr(DeltaTable, "create_write_transaction", instead)
+
+    yield at_next
+
+
+def test_what_a_dead_driver_wrote_of_an_upsert_is_swept(tmp_path: Path, in_commit: Any) -> None:
+    sink = sink_at(tmp_path, **UPSERT)
+    first = items((1, 1, "a"), (2, 1, "a"))
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, staged(sink, first))) == Ok(None)
+    prepared = staged(sink, items((1, 2, "b"), (3, 1, "b")), 1)
+    before = files(tmp_path)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    in_commit(die)
+    with pytest.raises(KeyboardInterrupt):
+        mine.decide(decision(1, prepared))
+    assert len(files(tmp_path)) == len(before) + 1
+    mine.claim(Owner("o"))
+    assert DeltaResource(sink.options, SCOPE).sweep([prepared]) == Ok(1)
+    assert files(tmp_path) == before
+    assert found(tmp_path) == [(1, 1, "a"), (2, 1, "a")]
+    assert mine.decide(decision(1, prepared)) == Ok(None)
+    assert found(tmp_path) == [(1, 2, "b"), (2, 1, "a"), (3, 1, "b")]
+    mine.claim(Owner("o"))
+    assert DeltaResource(sink.options, SCOPE).sweep(()) == Ok(0)  # files that the upsert made are not taken for staged
+    assert found(tmp_path) == [(1, 2, "b"), (2, 1, "a"), (3, 1, "b")]
+
+
+def test_an_upsert_under_way_fails_behind_a_later_claim(tmp_path: Path, in_commit: Any) -> None:
+    sink = sink_at(tmp_path, **UPSERT)
+    first = items((1, 1, "a"))
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, staged(sink, first))) == Ok(None)
+    prepared, before = staged(sink, items((1, 2, "b")), 1), files(tmp_path)
+    in_commit(lambda: sink.ledger(SCOPE).claim(Owner("other")))
+    assert isinstance(mine.decide(decision(1, prepared)), Failed)
+    assert found(tmp_path) == [(1, 1, "a")]
+    assert files(tmp_path) == before
+
+
+def test_files_that_others_compacted_meanwhile_are_not_replaced_twice(tmp_path: Path, in_commit: Any) -> None:
+    sink = sink_at(tmp_path, **UPSERT)
+    first = items((1, 1, "a"))
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, staged(sink, first))) == Ok(None)
+    assert mine.decide(decision(1, staged(sink, items((2, 1, "a")), 1))) == Ok(None)
+    prepared = staged(sink, items((1, 2, "b")), 2)
+    in_commit(lambda: DeltaTable(str(tmp_path / "t")).optimize.compact())
+    assert mine.decide(decision(2, prepared)) == Ok(None)
+    assert found(tmp_path) == [(1, 2, "b"), (2, 1, "a")]
