@@ -209,7 +209,7 @@ def test_repeats_across_a_crash_are_known(tmp_path: Path, guarantee: str, kills:
     ids = [i + batch * per_batch // 2 for batch in range(3) for i in range(per_batch)]
     rows = {
         "key": [f"id-{i}".encode() for i in ids],
-        "value": [b"v" * 10_000] * RECORDS,  # more than Spark hands to a worker that does not read
+        "value": [b"v" * 10_000] * RECORDS,  # a task that skips its shard leaves 7 MB unread
         "timestamp": pa.array([BEGAN + timedelta(milliseconds=i) for i in ids], pa.timestamp("us", tz="UTC")),
     }
     append(str(tmp_path / "log"), pa.table(rows))

@@ -126,13 +126,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 "while the batch was planned. Nothing was written.",
                 next_step="check that no other driver uses this checkpoint, then start again",
             )
-        done = write_task(self._sink, plan, iterator, self._schema, self._direct)
-        if self._direct is None:
-            # A shard that is in already is not read. But operators with state before us save it when their last row
-            # is taken: left unread, a large one would have none at the next batch.
-            for _ in iterator:
-                pass
-        return done
+        return write_task(self._sink, plan, iterator, self._schema, self._direct)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         from delivered.commit.decide import commit_batch
