@@ -81,6 +81,17 @@ def test_every_type_comes_back_as_it_went_in(mysql: Mysql, how: str) -> None:
         check()
 
 
+@pytest.mark.parametrize("how", FORMS)
+def test_the_largest_float_gets_in(mysql: Mysql, how: str) -> None:
+    """Its shortest text, 3.4028235e+38, reads as a double above it, which the server refuses."""
+    largest = 3.4028234663852886e38
+    batch = pa.record_batch({"id": pa.array([1, 2]), "real": pa.array([largest, -largest], pa.float32())})
+    sink = mysql.sink(mysql.table(None), ifNotExists="true")
+    with form(mysql, how):
+        write(sink, [batch])
+    assert sorted(read(sink).column("real").to_pylist()) == [-largest, largest]
+
+
 def _as_client(row: dict[str, Any]) -> tuple[Any, ...]:
     def one(value: Any) -> Any:
         match value:

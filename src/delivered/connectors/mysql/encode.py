@@ -96,6 +96,8 @@ def _field(column: pa.Array, form: Form) -> pa.Array:
         return column.cast(pa.uint8()).cast(pa.string()).view(pa.binary())
     if t.is_timestamp(kind):
         column = column.view(pa.int64()).view(pa.timestamp(kind.unit))  # in UTC, without a Z at the end
+    if t.is_float32(kind):
+        column = column.cast(pa.float64())  # the shortest text of the largest float reads as a double above it
     text = column.cast(pa.string()).view(pa.binary())
     number = t.is_integer(kind) or t.is_floating(kind) or t.is_decimal(kind)
     return text if number else _quoted(text, form, b"")
