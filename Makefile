@@ -29,8 +29,13 @@ demo: setup ## flights through a pipeline that is killed nine times; no server n
 demo-kafka: setup ## the same over a real Kafka, which is fetched and started
 	$(BIN)/python -m examples.demo --kafka
 
-test: setup ## all tests, with real servers, two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: setup ## all tests, with real servers; those that start Spark run beside the others
+	@mkdir -p build
+	@$(BIN)/python -m pytest tests/spark tests/verify > build/test-spark.log 2>&1 & spark=$$!; \
+	$(BIN)/python -m pytest --ignore=tests/spark --ignore=tests/verify; others=$$?; \
+	echo "waiting for tests/spark and tests/verify: build/test-spark.log"; \
+	wait $$spark; spark=$$?; cat build/test-spark.log; \
+	test $$others -eq 0 && test $$spark -eq 0
 
 check: setup ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
