@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.sqlite import CONNECTOR
 from delivered.model.fingerprint import Fingerprint
@@ -36,6 +38,7 @@ def text_of(scope: Scope) -> str:
     return made.to_json()
 
 
+@pytest.mark.matrix
 def test_a_million_batches_and_two_thousand_restarts_in_sqlite(tmp_path: Path) -> None:
     batches, restarts, checkpoints = 1_000_000, 2_000, 400
     path = tmp_path / "sink.db"
