@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from delivered.verify.bench import HIT_TIMEOUT_S, Bench
 from delivered.verify.scripts import Script, waits
 
@@ -14,8 +16,12 @@ def _open(bench: Bench) -> list[str]:
     return bench.setting.drain.open_transactions(bench.setting.name)
 
 
-def expired(moment: str, deterministic: bool) -> Script:
-    """The broker aborts prepared transactions before, or after, their batch is decided."""
+def promise_lost(moment: str, deterministic: bool, lose: Callable[[Bench], None]) -> Script:
+    """What tasks prepared is lost before, or after, their batch is decided.
+
+    Args:
+        lose: sees to it, and notes it.
+    """
 
     def script(bench: Bench) -> None:
         bench.send()
@@ -23,10 +29,7 @@ def expired(moment: str, deterministic: bool) -> Script:
         hit = waits(bench, run)
         if hit is None:
             return
-        opened = _open(bench)
-        bench.wait(lambda: not _open(bench), "transactions expire", _EXPIRED_TIMEOUT_S)
-        if opened:
-            bench.fire("transactions expired", opened=opened)
+        lose(bench)
         if moment == "before":
             run.go_on(hit)
             bench.end(run)
@@ -39,6 +42,18 @@ def expired(moment: str, deterministic: bool) -> Script:
         bench.must_stop("REPLAY_DIFFERS", when="the batch runs again and gives other rows")
 
     return script
+
+
+def expired(moment: str, deterministic: bool) -> Script:
+    """The broker aborts prepared transactions before, or after, their batch is decided."""
+
+    def lose(bench: Bench) -> None:
+        opened = _open(bench)
+        bench.wait(lambda: not _open(bench), "transactions expire", _EXPIRED_TIMEOUT_S)
+        if opened:
+            bench.fire("transactions expired", opened=opened)
+
+    return promise_lost(moment, deterministic, lose)
 
 
 def paused_past_timeout(bench: Bench) -> None:

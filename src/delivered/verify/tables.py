@@ -6,6 +6,7 @@ from __future__ import annotations
 from delivered.verify.bench import Bench
 from delivered.verify.clients.base import Disturbed, Lockable, Prepares, ReadAtLength, Shared
 from delivered.verify.evidence import Stop
+from delivered.verify.expiry import promise_lost
 from delivered.verify.scripts import Script, after, point_of, waits
 from delivered.verify.services import Trouble
 
@@ -101,30 +102,15 @@ def table_altered(point: str) -> tuple[Script, tuple[str, ...]]:
 def rolled_back(moment: str, deterministic: bool) -> Script:
     """An operator ends prepared transactions by hand before, or after, their batch is decided."""
 
-    def script(bench: Bench) -> None:
+    def lose(bench: Bench) -> None:
         drain = bench.setting.drain
         if not isinstance(drain, Prepares):
             raise _cannot(bench, "prepare")
-        bench.send()
-        run = bench.start(f"commit.decide:{moment}!wait")
-        hit = waits(bench, run)
-        if hit is None:
-            return
         ended = drain.roll_back_prepared()
         if ended:
             bench.fire("prepared transactions rolled back", ended=ended)
-        if moment == "before":
-            run.go_on(hit)
-            bench.end(run)
-        else:
-            bench.kill(run)
-        if deterministic:
-            bench.drain()
-            return
-        bench.stays_down = True
-        bench.must_stop("REPLAY_DIFFERS", when="the batch runs again and gives other rows")
 
-    return script
+    return promise_lost(moment, deterministic, lose)
 
 
 def _cannot(bench: Bench, what: str) -> Trouble:

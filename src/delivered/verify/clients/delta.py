@@ -4,41 +4,22 @@ with deltalake, as anybody would."""
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from delivered.verify.clients.base import Disturbed, Look, Row, as_row
-from delivered.verify.clients.folders import ROWS_MAX, Order, parquet_rows
+from delivered.verify.clients.folders import ROWS_MAX, Folder, parquet_rows
 
 _POLL_S = 0.05
 _LANE = "table"
 
 
-class DeltaTable:
-    """
-    Args:
-        extra: more options of the sink in the pipeline file.
-    """
-
+class DeltaTable(Folder):
     system = "delta"
-    batch_atomic = True
-
-    def __init__(self, path: Path, extra: dict[str, Any] | None = None) -> None:
-        self.path = path
-        self._extra = extra or {}
-        self._order = Order()
-
-    def create(self) -> None:
-        """The pipeline makes the table."""
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def options(self) -> dict[str, Any]:
         return {"format": "delta", "path": str(self.path), **self._extra}
@@ -76,11 +57,6 @@ class DeltaTable:
             if last:
                 return
             stop.wait(_POLL_S)
-
-    def open_transactions(self, pipeline: str) -> list[str]:
-        """A table's log has nothing that a reader could wait for."""
-        del pipeline
-        return []
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from delivered.verify.clients.base import Disturbed, Look, Row
-from delivered.verify.clients.folders import Order, parquet_rows
+from delivered.verify.clients.folders import Folder, parquet_rows
 
 _POLL_S = 0.05
 _PATTERN = "batch=*/*.parquet"
 """What the sink's page tells readers to take."""
 
 
-class Files:
-    """
-    Args:
-        extra: more options of the sink in the pipeline file.
-    """
-
+class Files(Folder):
     system = "files"
-    batch_atomic = True
-
-    def __init__(self, path: Path, extra: dict[str, Any] | None = None) -> None:
-        self.path = path
-        self._extra = extra or {}
-        self._order = Order()
-
-    def create(self) -> None:
-        """The pipeline makes the folder."""
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def options(self) -> dict[str, Any]:
         return {"format": "files", "path": str(self.path), "fileFormat": "parquet", **self._extra}
@@ -55,11 +36,6 @@ class Files:
             if last:
                 return
             stop.wait(_POLL_S)
-
-    def open_transactions(self, pipeline: str) -> list[str]:
-        """A folder has nothing that a reader could wait for."""
-        del pipeline
-        return []
 
     @contextmanager
     def reading(self) -> Iterator[None]:

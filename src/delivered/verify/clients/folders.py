@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 from delivered.verify.clients.base import Row, as_row
 
@@ -21,6 +23,32 @@ class Order:
     def number(self, name: str) -> int:
         with self._lock:
             return self._numbers.setdefault(name, len(self._numbers))
+
+
+class Folder:
+    """What the readers of a sink that is a folder share.
+
+    Args:
+        extra: more options of the sink in the pipeline file.
+    """
+
+    batch_atomic = True
+
+    def __init__(self, path: Path, extra: dict[str, Any] | None = None) -> None:
+        self.path = path
+        self._extra = extra or {}
+        self._order = Order()
+
+    def create(self) -> None:
+        """The pipeline makes it."""
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def open_transactions(self, pipeline: str) -> list[str]:
+        """There is nothing that a reader could wait for."""
+        del pipeline
+        return []
 
 
 def parquet_rows(path: Path, lane: str, number: int) -> list[Row]:
