@@ -14,9 +14,10 @@ import pytest
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, prepared, rows, wait_for
 from tests.kafka_tools import read_committed
 
-from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka import transactions, warm
 from delivered.connectors.kafka.protocol import Wire
 from delivered.connectors.kafka.transactions import Handle
+from delivered.contract import ShardWriter
 from delivered.model import step
 from delivered.model.errors import Fenced, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
@@ -59,8 +60,6 @@ def test_a_task_may_die_after_prepare_and_another_process_applies(rig: Rig) -> N
 def test_a_writer_that_is_garbage_or_whose_process_ends_in_order_leaves_its_transaction_open(rig: Rig) -> None:
     context = rig.context()
     message = rig.write(rig.plan(context, 0), [0])[0]
-    from delivered.connectors.kafka import warm
-
     warm.close_all()
     assert [t.transactional_id for t in context.resource.open_transactions()] == [
         prepared(message).handle["transactional_id"]
@@ -147,6 +146,16 @@ def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: C
     assert rig.visible() == rig.expected([0, 1])
 
 
+def begun(rig: Rig, value: bytes) -> ShardWriter:
+    """A writer whose transaction holds rows: until its id is usable they wait in memory."""
+    work = rig.work(0)
+    writer = rig.sink.shard_writer(work, EXACT, SCHEMA)
+    writer.stage(rows([value]))
+    wait_for(lambda: warm.is_ready(rig.sink.options, work))
+    writer.stage(rows([value + b" too"]))
+    return writer
+
+
 def test_p9_every_batch_has_an_epoch_of_its_own_and_a_late_end_hits_nothing(rig: Rig) -> None:
     context = rig.context()
     message = rig.write(rig.plan(context, 0), [0])[0]
@@ -169,8 +178,7 @@ def test_p9_an_attempt_that_runs_again_takes_a_new_epoch_and_fences_the_sleeping
     """A zombie: the same batch, shard and attempt, in a task that slept while the batch ran again."""
     context = rig.context()
     plan = rig.plan(context, 0)
-    zombie = rig.sink.shard_writer(rig.work(0), EXACT, SCHEMA)
-    zombie.stage(rows([b"zombie"]))
+    zombie = begun(rig, b"zombie")
     awake = rig.write(plan, [0])
     with pytest.raises(Fenced, match="PRODUCER_FENCED"):
         zombie.stage(rows([b"zombie again"]))
@@ -178,6 +186,24 @@ def test_p9_an_attempt_that_runs_again_takes_a_new_epoch_and_fences_the_sleeping
     zombie.abort()
     rig.commit(context, 0, awake)
     assert rig.visible() == rig.expected([0], [0])
+
+
+def test_rows_that_waited_for_the_id_are_in_and_come_first(kafka: Any) -> None:
+    rig = Rig(kafka, kafka.topic(1))
+    context = rig.context()
+    rig.plan(context, 0)
+    work = rig.work(0)
+    assert not warm.is_ready(rig.sink.options, work)
+    values = [b"%04d" % n for n in range(60)]
+    writer = rig.sink.shard_writer(work, EXACT, SCHEMA)
+    writer.stage(rows(values[:20]))
+    assert context.resource.open_transactions() == []
+    wait_for(lambda: warm.is_ready(rig.sink.options, work))
+    writer.stage(rows(values[20:40]))
+    writer.stage(rows(values[40:]))
+    handle = writer.prepare(Fingerprint())
+    assert context.resource.apply(work, Prepared(0, 0, Fingerprint(), handle)) == Ok(None)
+    assert [m.value() for m in read_committed(kafka.bootstrap, rig.topic)] == values
 
 
 def test_p10_ids_are_bounded_over_batches_attempts_and_incarnations(rig: Rig) -> None:
@@ -236,8 +262,7 @@ def test_p11_a_person_may_abort_or_apply_what_is_open_and_nothing_else(rig: Rig)
 def test_a_zombie_that_was_swept_cannot_write_on(rig: Rig) -> None:
     context = rig.context()
     rig.plan(context, 0)
-    zombie = rig.sink.shard_writer(rig.work(0), EXACT, SCHEMA)
-    zombie.stage(rows([b"zombie"]))
+    zombie = begun(rig, b"zombie")
     wait_for(context.resource.open_transactions)
     assert context.resource.sweep(()) == Ok(1)
     with pytest.raises(Fenced):
@@ -292,8 +317,6 @@ def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
 
 def test_a_ready_producer_that_lost_its_id_is_not_used(rig: Rig) -> None:
     """The batch was run elsewhere in between: the producer that was made ready here is fenced, and nobody notices."""
-    from delivered.connectors.kafka import warm
-
     context = rig.context()
     rig.run(context, 0, first=True)
     ready = warm._ready[warm._key(rig.sink.options, rig.work(1))]
@@ -315,8 +338,6 @@ def test_p24_epochs_run_out_and_the_pipeline_goes_on(new_kafka: Callable[..., An
     rig.run(context, 0, first=True)
     rig.run(context, 1)
     from tests.broker.forged_epoch import force_epoch
-
-    from delivered.connectors.kafka import warm
 
     warm.close_all()
     names = [transactions.transactional_id(rig.work(b, s)) for b in (0, 1) for s in (0, 1)]

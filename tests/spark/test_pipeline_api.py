@@ -6,6 +6,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,16 @@ def test_each_kind_of_transform_delivers_and_audits_clean(
         assert connection.execute("SELECT min(key) FROM orders").fetchone() == (key,)
     report = made.audit(spark)
     assert (report.exit_code, report.counts.sent, report.counts.delivered) == (0, 70, 70)
+
+
+def test_it_starts_from_any_thread(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark looks for a sink's format in the session that is active in the thread, and in a new thread none is."""
+    produce(tmp_path / "in", 0, 10)
+    made = pipeline(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        query = pool.submit(made.start, spark).result()
+        assert pool.submit(query.awaitTermination, WAIT_S).result()
+    assert rows(tmp_path) == 10
 
 
 def test_latest_means_the_same_place_when_the_pipeline_is_started_again(spark: SparkSession, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from delivered.spark.batch_writer import BatchWriter
 from delivered.spark.direct import is_direct, read_direct, without_direct
 from delivered.spark.drain import drain_of, without_drain
 from delivered.spark.readers import BatchReader, StreamReader
+from delivered.spark.session import make_active
 from delivered.spark.settings import PipelineSettings, split_options
 from delivered.spark.sinks import FORMAT as SINKS_FORMAT
 from delivered.spark.sinks import unpacked
@@ -111,7 +112,9 @@ class SeveralSinks(DeliveredDataSource):
 
 
 def register(spark: SparkSession) -> None:
-    """Make every format of this package known to a session. May be called again.
+    """Make every format of this package known to a session, and the session active in this thread. May be called again.
+
+    A thread that did not make the session calls it before it starts a stream: Spark looks for the sink there.
 
     Args:
         spark: a classic session or one of Spark Connect.
@@ -127,3 +130,4 @@ def register(spark: SparkSession) -> None:
     several: dict[str, Any] = {"system": SINKS_FORMAT, "driver_id": driver_id}
     spark.dataSource.register(type(f"Delivered_{SINKS_FORMAT}", (SeveralSinks,), several))
     _registered.add(spark)
+    make_active(spark)

@@ -73,3 +73,16 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
     spark = builder.getOrCreate()
     register(spark)
     return spark
+
+
+def make_active(spark: SparkSession) -> None:
+    """Make a session the active one of this thread.
+
+    Every Python thread has a JVM thread of its own, and Spark looks for the data source of a stream's sink in the
+    active session of that thread alone, not in the session that the stream belongs to: on any thread but the one that
+    made the session it finds no `delivered_...` (DATA_SOURCE_NOT_FOUND). A session of Spark Connect has no such thread.
+    """
+    if not hasattr(spark, "_jvm"):
+        return
+    sessions = type(spark)._get_j_spark_session_class(spark._jvm)
+    sessions.setActiveSession(spark._jsparkSession)

@@ -34,7 +34,7 @@ from delivered.spark.facts import logged
 from delivered.spark.formats import is_registered, register
 from delivered.spark.frames import batches_fit_for
 from delivered.spark.messages import translated
-from delivered.spark.session import session
+from delivered.spark.session import make_active, session
 from delivered.spark.sinks import (
     COORDINATES,
     FORMAT,
@@ -79,12 +79,13 @@ def start(pipeline: Pipeline, given: SparkSession | None, takeover: bool) -> tup
 
 
 def ready(pipeline: Pipeline, given: SparkSession | None) -> SparkSession:
-    """The session given, or a new one, with every format registered."""
+    """The session given, or a new one, with every format registered, and active in this thread."""
     spark = given or SparkSession.getActiveSession()
     if spark is None:
         spark = new_session(pipeline)
     if not is_registered(spark):
         register(spark)
+    make_active(spark)
     return spark
 
 

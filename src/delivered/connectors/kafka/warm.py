@@ -91,6 +91,17 @@ def take(options: SinkOptions, work: Work) -> Taken:
     return _start(options, name)
 
 
+def is_ready(options: SinkOptions, work: Work) -> bool:
+    """Whether `take` would not have to wait. If it would, making the producer ready begins in the background."""
+    key = _key(options, work)
+    with _lock:
+        ready = _ready.get(key)
+    if ready is None:
+        make_ready(options, work)
+        return False
+    return ready.done.is_set()
+
+
 def _start(options: SinkOptions, name: str) -> Taken:
     producer = make_producer(producer_config(options, Guarantee.EXACTLY_ONCE, name))
     try:
@@ -128,8 +139,8 @@ def _key(options: SinkOptions, work: Work) -> tuple[str, ...]:
     return key_of(options.client, repr(options), repr(work))
 
 
-def prepare_next(options: SinkOptions, work: Work) -> None:
-    """Make the producer of a coming attempt ready in the background. Failing is no harm: it is made when needed."""
+def make_ready(options: SinkOptions, work: Work) -> None:
+    """Make the producer of an attempt ready in the background. Failing is no harm: it is made when needed."""
     key = _key(options, work)
     old: list[Ready] = []
     with _lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 180.0
 """Above the time after which a record counts as failed: then the failures tell why."""
+EARLY_BYTES_MAX = 16 << 20
+"""Of rows that wait for a transactional id to become usable; more of them block the task."""
 
 
 class _Sender:
@@ -108,14 +110,33 @@ class TransactionalWriter:
         self._id = transactions.transactional_id(work)
         self._sender = _Sender(options)
         self._taken: Taken | None = None
+        self._early: list[pa.RecordBatch] = []
 
     def stage(self, batch: pa.RecordBatch) -> None:
-        """Send rows inside the transaction; the first rows open it."""
+        """Send rows inside the transaction; the first rows open it.
+
+        Until the transactional id is usable a few batches wait here, so that whoever makes the rows goes on.
+        """
         if batch.num_rows == 0:
             return
+        if self._taken is None:
+            self._early.append(batch)
+            ready = warm.is_ready(self._options, self._work)
+            if not ready and sum(b.nbytes for b in self._early) < EARLY_BYTES_MAX:
+                return
+            self._send_early()
+        else:
+            self._send(self._taken.producer, [batch])
+
+    def _send_early(self) -> None:
+        early, self._early = self._early, []
+        if early:
+            self._send(self._begun(), early)
+
+    def _send(self, producer: Producer, batches: Sequence[pa.RecordBatch]) -> None:
         try:
-            producer = self._begun()
-            self._sender.send(producer, batch)
+            for batch in batches:
+                self._sender.send(producer, batch)
         except ProducerError as error:
             raise producer_error(error, self._options.topic, self._options) from None
         if producer.failures.count:
@@ -123,6 +144,7 @@ class TransactionalWriter:
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Every row and the marker are acknowledged; the transaction stays open. No rows: no transaction."""
+        self._send_early()
         taken = self._taken
         if taken is None:
             return {}
@@ -163,6 +185,7 @@ class TransactionalWriter:
 
     def abort(self) -> None:
         """Abort the transaction if it is still this task's. Once prepared it is left to the sweep."""
+        self._early = []
         taken, self._taken = self._taken, None
         if taken is not None:
             with suppress(ProducerError):
@@ -171,10 +194,13 @@ class TransactionalWriter:
 
     def _begun(self) -> Producer:
         if self._taken is None:
-            self._taken = warm.take(self._options, self._work)
-            self._taken.producer.begin()
+            try:
+                self._taken = warm.take(self._options, self._work)
+                self._taken.producer.begin()
+            except ProducerError as error:
+                raise producer_error(error, self._options.topic, self._options) from None
             # The other slot belonged to the batch before this one, which is over.
-            warm.prepare_next(self._options, replace(self._work, batch=self._work.batch + 1, attempt=0))
+            warm.make_ready(self._options, replace(self._work, batch=self._work.batch + 1, attempt=0))
         return self._taken.producer
 
 
