@@ -10,12 +10,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 from rich.table import Table
@@ -70,16 +71,25 @@ def count(bootstrap: str, topic: str) -> int:
             "group.id": uuid.uuid4().hex,
             "isolation.level": "read_committed",
             "enable.partition.eof": True,
+            "fetch.queue.backoff.ms": 20,  # the default waits a second whenever the queue is full
         }
     )
     consumer.assign([TopicPartition(topic, p, 0) for p in range(PARTITIONS)])
     found, open_partitions = 0, PARTITIONS
+    heard = time.monotonic()
     while open_partitions:
-        for message in consumer.consume(10_000, 30):
-            if message.error():
+        # Waits for as many as are asked for, also at the end, where fewer are left.
+        for message in consumer.consume(10_000, 0.2):
+            heard = time.monotonic()
+            error = message.error()
+            if error is None:
+                found += 1
+            elif error.code() == KafkaError._PARTITION_EOF:
                 open_partitions -= 1
             else:
-                found += 1
+                raise RuntimeError(f"reading {topic} back failed: {error}")
+        if time.monotonic() - heard > 60:
+            raise RuntimeError(f"nothing more of {topic} came for 60 s after {found:,} records")
     consumer.close()
     return found
 
