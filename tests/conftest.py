@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import shutil
 import socket
@@ -346,3 +347,113 @@ def new_rabbitmq(tmp_path: Path) -> Iterator[Callable[[], Rabbitmq]]:
     yield make
     for broker in started:
         broker.stop()
+
+
+class Pulsar:
+    """A real Pulsar and what tests do with it.
+
+    `pulsar.options` are what a source or sink needs, `pulsar.topic()` makes a fresh topic, `pulsar.send(...)` is a
+    client that is not ours. `pulsar.broker` can kill and restart it: do that only with one from the fixture
+    `new_pulsar`.
+    """
+
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        self.broker = broker
+        self._client: Any = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"url": self.broker.url, "adminUrl": f"http://{self.broker.listeners['HTTP']}"}
+
+    def admin(self, method: str, path: str, body: Any = None) -> Any:
+        """One request below /admin/v2/; the answer as JSON, or None."""
+        request = urllib.request.Request(
+            f"{self.options['adminUrl']}/admin/v2/{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+            method=method,
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            said = reply.read()
+        return json.loads(said) if said else None
+
+    def topic(self, partitions: int = 0) -> str:
+        """Name of a topic nobody else uses."""
+        name = f"t{next(self._names)}"
+        path = f"persistent/public/default/{name}"
+        self.admin("PUT", f"{path}/partitions", partitions) if partitions else self.admin("PUT", path, {})
+        return name
+
+    def client(self) -> Any:
+        import pulsar
+
+        if self._client is None:
+            self._client = pulsar.Client(self.broker.url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+        return self._client
+
+    def send(self, topic: str, values: Any, batch: int = 0, **settings: Any) -> None:
+        """Values, or dicts of what the client's `send` takes; all are in when this returns.
+
+        Args:
+            batch: messages in one entry; 0: each has its own.
+        """
+        import pulsar
+
+        if batch:
+            settings |= {
+                "batching_enabled": True,
+                "batching_max_messages": batch,
+                "batching_max_publish_delay_ms": 60_000,
+                "batching_max_allowed_size_in_bytes": 10_000_000,
+            }
+        mode = pulsar.PartitionsRoutingMode.UseSinglePartition
+        producer = self.client().create_producer(topic, message_routing_mode=mode, block_if_queue_full=True, **settings)
+        failed: list[Any] = []
+        for value in values:
+            given = value if isinstance(value, dict) else {"content": value}
+            producer.send_async(
+                callback=lambda result, _: None if result == pulsar.Result.Ok else failed.append(result), **given
+            )
+        producer.flush()
+        producer.close()
+        assert not failed, failed
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+_PULSAR_QUICK = {"journalSyncData": "false"}
+"""What a killed server wrote, the system keeps: tests that pull no plug need no disk."""
+
+
+@pytest.fixture(scope="session")
+def pulsar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pulsar]:
+    """One server for the whole session. Do not stop it: other tests use it."""
+    folder = tmp_path_factory.mktemp("pulsar")
+    broker = brokers.start("pulsar", folder, heap_mb=256, dies_with_parent=True, properties=_PULSAR_QUICK)
+    made = Pulsar(broker)
+    yield made
+    made.close()
+    broker.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_pulsar(tmp_path: Path) -> Iterator[Callable[..., Pulsar]]:
+    """`new_pulsar(brokerDeduplicationEnabled="false", ...)`: a server of this test's own, to be killed at will."""
+    started: list[Pulsar] = []
+
+    def make(**settings: str) -> Pulsar:
+        folder = tmp_path / f"pulsar{len(started)}"
+        given = {**_PULSAR_QUICK, **settings}
+        started.append(Pulsar(brokers.start("pulsar", folder, heap_mb=256, dies_with_parent=True, properties=given)))
+        return started[-1]
+
+    yield make
+    for made in started:
+        made.close()
+        made.broker.stop()

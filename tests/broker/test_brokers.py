@@ -20,17 +20,19 @@ from delivered.brokers import java, process
 from delivered.model.errors import DeliveredError, UsageError
 
 
-def test_listens_on_127_0_0_1_only_and_says_so(kafka: Any) -> None:
-    server = psutil.Process(kafka.broker.pid)
+@pytest.mark.parametrize("kind", ["kafka", "pulsar"])
+def test_listens_on_127_0_0_1_only_and_says_so(kind: str, request: pytest.FixtureRequest) -> None:
+    broker = request.getfixturevalue(kind).broker
+    server = psutil.Process(broker.pid)
     listening = {c.laddr for c in server.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     hosts = {a.ip.removeprefix("::ffff:") for a in listening}
     assert hosts == {"127.0.0.1"}
-    assert int(kafka.bootstrap.rpartition(":")[2]) in {a.port for a in listening}
-    status = brokers.status(kafka.broker.folder)
+    assert int(broker.bootstrap.rpartition(":")[2]) in {a.port for a in listening}
+    status = brokers.status(broker.folder)
     assert status.running
     assert status.answering
-    assert status.pid == kafka.broker.pid
-    assert status.bootstrap == kafka.bootstrap
+    assert status.pid == broker.pid
+    assert status.bootstrap == broker.bootstrap
 
 
 def test_killed_and_restarted_keeps_data_and_ports(new_kafka: Callable[..., Any], tmp_path: Path) -> None:

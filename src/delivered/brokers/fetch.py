@@ -1,4 +1,4 @@
-"""Fetches a server's JARs from Maven Central with the Ivy that pyspark ships, into a cache folder of the user."""
+"""Fetches servers from Maven Central with the Ivy that pyspark ships, into a cache folder of the user."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,39 +53,90 @@ def fetch_jars(
         DeliveredError: the download failed; the message ends with what Ivy said.
         MissingExtra: pyspark, which carries Ivy, is not installed.
     """
+    needs = "".join(
+        f"<dependency org={quoteattr(g)} name={quoteattr(a)} rev={quoteattr(v)} conf='default'"
+        f" transitive='{str(transitive).lower()}'/>"
+        for g, a, v in artifacts
+    )
+
+    def fetch(work: Path) -> Path:
+        _run_ivy(name, needs, ("jar", "bundle"), java, work, poms=True)  # some JARs are OSGi bundles
+        return work / "lib"
+
+    return _once(name, "lib", "", fetch, say)
+
+
+def fetch_archive(
+    name: str, artifact: tuple[str, str, str], folders: Sequence[str], size: str, java: Path, say: Say
+) -> Path:
+    """The folder with `folders` of an artifact that is a .tar.gz (classifier bin); fetched once.
+
+    Args:
+        name, artifact, java: as for `fetch_jars`.
+        folders: of the archive, below its one top folder; the rest is left out.
+        size: of the download, for a person.
+
+    Raises:
+        DeliveredError, MissingExtra: as `fetch_jars`.
+    """
+    group, module, version = artifact
+    need = (
+        f"<dependency org={quoteattr(group)} name={quoteattr(module)} rev={quoteattr(version)} conf='default'"
+        f" transitive='false'><artifact name={quoteattr(module)} type='tar.gz' ext='tar.gz' m:classifier='bin'/>"
+        "</dependency>"
+    )
+
+    def fetch(work: Path) -> Path:
+        _run_ivy(name, need, ("tar.gz",), java, work, poms=False)
+        made = work / "made"
+        (packed,) = (work / "lib").glob("*.tar.gz")
+        with tarfile.open(packed) as archive:
+            for member in archive:
+                _, _, inside = member.name.removeprefix("./").partition("/")
+                if inside.startswith(tuple(f"{f}/" for f in folders)):
+                    member.name = inside
+                    archive.extract(member, made, filter="data")
+        return made
+
+    return _once(name, "server", f" ({size})", fetch, say)
+
+
+def _once(name: str, what: str, size: str, fetch: Callable[[Path], Path], say: Say) -> Path:
+    """The folder that `fetch` made, in this call or an earlier one; whole or not there."""
     home = cache_folder() / name
-    ready = home / "lib"
+    ready = home / what
     if ready.is_dir():
         return ready
     home.mkdir(parents=True, exist_ok=True)
     with _lock(home / ".lock"):
         if ready.is_dir():  # another process fetched it while this one waited
             return ready
-        say(f"fetching {name} from Maven Central, once, into {home}")
+        say(f"fetching {name} from Maven Central, once{size}, into {home}")
         work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=home))
         try:
-            _run_ivy(name, artifacts, java, work, transitive)
-            (work / "lib").rename(ready)
+            fetch(work).rename(ready)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return ready
 
 
-def _run_ivy(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, work: Path, transitive: bool) -> None:
+def _run_ivy(name: str, needs: str, types: Sequence[str], java: Path, work: Path, poms: bool) -> None:
+    """Put what `needs` asks for, as Ivy writes dependencies, into `work`/lib.
+
+    Args:
+        poms: read the artefacts' descriptions, with what they need; False: that may be out of reach.
+    """
     settings, module = work / "settings.xml", work / "ivy.xml"
     settings.write_text(
         '<ivysettings><settings defaultResolver="central"/>'
         f"<caches defaultCacheDir={quoteattr(str(work / 'cache'))}/>"
-        '<resolvers><ibiblio name="central" m2compatible="true" usepoms="true"/></resolvers></ivysettings>\n',
+        '<resolvers><ibiblio name="central" m2compatible="true"'
+        f' usepoms="{str(poms).lower()}"/></resolvers></ivysettings>\n',
         encoding="utf-8",
     )
-    needs = "".join(
-        f"<dependency org={quoteattr(g)} name={quoteattr(a)} rev={quoteattr(v)} conf='default'"
-        f" transitive='{str(transitive).lower()}'/>"
-        for g, a, v in artifacts
-    )
     module.write_text(
-        '<ivy-module version="2.0"><info organisation="delivered" module="server"/>'
+        '<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">'
+        '<info organisation="delivered" module="server"/>'
         '<configurations><conf name="default"/></configurations>'
         f"<dependencies>{needs}</dependencies></ivy-module>\n",
         encoding="utf-8",
@@ -92,7 +144,7 @@ def _run_ivy(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, w
     pattern = str(work / "lib" / "[artifact]-[revision](-[classifier]).[ext]")
     command = [str(java), "-cp", str(_spark_jars() / "*"), "org.apache.ivy.Main"]
     command += ["-settings", str(settings), "-ivy", str(module), "-confs", "default"]
-    command += ["-retrieve", pattern, "-types", "jar", "bundle"]  # some JARs are OSGi bundles
+    command += ["-retrieve", pattern, "-types", *types]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
@@ -101,7 +153,7 @@ def _run_ivy(name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, w
     except subprocess.TimeoutExpired:
         failed, said = True, f"no end after {FETCH_TIMEOUT_S:.0f} s"
     # Ivy ends with 0 even when an artefact was not found.
-    if failed or "UNRESOLVED DEPENDENCIES" in said or not list(work.glob("lib/*.jar")):
+    if failed or "UNRESOLVED DEPENDENCIES" in said or not list(work.glob("lib/*.*")):
         lines = [x.strip() for x in said.splitlines() if x.strip(" \t:")]
         bad = [x for x in lines if any(w in x.lower() for w in ("not found", "error", "unresolved", "exception"))]
         raise DeliveredError(

@@ -209,7 +209,7 @@ def status(folder: Path | str) -> Status:
         kind=state.kind,
         folder=place,
         running=running,
-        answering=running and server.answers(bootstrap),
+        answering=running and server.answers(state.listeners),
         pid=state.identity.pid if running and state.identity else None,
         bootstrap=bootstrap,
         listeners={k: v for k, v in state.listeners.items() if k not in server.hidden},
@@ -229,7 +229,7 @@ def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
     started.save(folder)
     say(f"waiting for {state.kind} at {address}")
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not server.answers(address):
+    while not server.answers(state.listeners):
         dead = identity.find() is None
         if dead or time.monotonic() > deadline:
             end(identity, kill=True)

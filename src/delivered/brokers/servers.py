@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delivered.brokers import kafka, mysql, postgres, rabbitmq
+from delivered.brokers import kafka, mysql, postgres, pulsar, rabbitmq
 from delivered.brokers.fetch import Say
 from delivered.brokers.java import java_home
 from delivered.brokers.process import State
@@ -22,7 +22,7 @@ class Server:
         main: the listener without TLS and passwords.
         hidden: listeners that are not for clients.
         prepare: writes configuration and storage, unless they are there; returns the command to run.
-        answers: whether the server at an address takes requests.
+        answers: whether the server with these listeners takes requests.
         url: address -> what clients are given.
         stop: signal that asks it to end, whoever is connected.
     """
@@ -30,7 +30,7 @@ class Server:
     listeners: Callable[[Mapping[str, Any]], list[str]]
     main: str
     prepare: Callable[[Path, State, Say], list[str]]
-    answers: Callable[[str], bool]
+    answers: Callable[[Mapping[str, str]], bool]
     url: Callable[[str], str]
     hidden: frozenset[str] = frozenset()
     stop: signal.Signals = signal.SIGTERM
@@ -52,6 +52,11 @@ def _postgres(folder: Path, state: State, say: Say) -> list[str]:
     return postgres.command(folder, state.settings["dies_with_parent"])
 
 
+def _pulsar(folder: Path, state: State, say: Say) -> list[str]:
+    settings = state.settings
+    return pulsar.prepare(java_home(), folder, state.listeners, settings["heap_mb"], settings["properties"], say)
+
+
 def _rabbitmq(folder: Path, state: State, say: Say) -> list[str]:
     return rabbitmq.prepare(folder, state.listeners, state.settings["properties"], say)
 
@@ -62,30 +67,37 @@ SERVERS: Mapping[str, Server] = {
         main=kafka.PLAINTEXT,
         hidden=frozenset({kafka.CONTROLLER}),
         prepare=_kafka,
-        answers=kafka.answers,
+        answers=lambda at: kafka.answers(at[kafka.PLAINTEXT]),
         url=str,
     ),
     "mysql": Server(
         listeners=lambda _: [mysql.MYSQL],
         main=mysql.MYSQL,
         prepare=_mysql,
-        answers=mysql.answers,
+        answers=lambda at: mysql.answers(at[mysql.MYSQL]),
         url=mysql.url,
     ),
     "postgres": Server(
         listeners=lambda _: [postgres.POSTGRESQL],
         main=postgres.POSTGRESQL,
         prepare=_postgres,
-        answers=postgres.answers,
+        answers=lambda at: postgres.answers(at[postgres.POSTGRESQL]),
         url=postgres.url,
         stop=signal.SIGINT,  # SIGTERM would wait until every client has gone
+    ),
+    "pulsar": Server(
+        listeners=lambda _: [pulsar.PULSAR, pulsar.HTTP],
+        main=pulsar.PULSAR,
+        prepare=_pulsar,
+        answers=lambda at: pulsar.answers(at[pulsar.HTTP]),
+        url=pulsar.url,
     ),
     "rabbitmq": Server(
         listeners=lambda _: [rabbitmq.AMQP, rabbitmq.EPMD, rabbitmq.ERLANG],
         main=rabbitmq.AMQP,
         hidden=frozenset({rabbitmq.EPMD, rabbitmq.ERLANG}),
         prepare=_rabbitmq,
-        answers=rabbitmq.answers,
+        answers=lambda at: rabbitmq.answers(at[rabbitmq.AMQP]),
         url=rabbitmq.url,
     ),
 }

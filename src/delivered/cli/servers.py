@@ -21,12 +21,16 @@ FolderOption = Annotated[Path | None, typer.Option(help="Its data. Default: a fo
 def start(
     kind: KindArgument = "kafka",
     folder: FolderOption = None,
-    tls: Annotated[bool, typer.Option("--tls", help="Also listen with TLS.")] = False,
+    tls: Annotated[bool, typer.Option("--tls", help="Kafka: also listen with TLS.")] = False,
+    given: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A line of the server's configuration.")
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Start a server and wait until it answers; fetches it the first time."""
+    properties = _properties(given or [])
     with working(f"starting {kind}") as progress:
-        broker = brokers.start(kind, folder, tls=tls, say=progress)
+        broker = brokers.start(kind, folder, tls=tls, properties=properties, say=progress)
     _show(brokers.status(broker.folder), output)
 
 
@@ -51,6 +55,15 @@ def status(kind: KindArgument = "kafka", folder: FolderOption = None, output: Ou
         found = brokers.status(_place(kind, folder))
     _show(found, output)
     return 0 if found.answering else 1
+
+
+def _properties(given: list[str]) -> dict[str, str]:
+    from delivered.model.errors import UsageError
+
+    bad = next((x for x in given if not x.partition("=")[0] or "=" not in x), None)
+    if bad is not None:
+        raise UsageError("OPTION_VALUE", f"--set {bad!r} is not NAME=VALUE.")
+    return {name: value for name, _, value in (x.partition("=") for x in given)}
 
 
 def _place(kind: str, folder: Path | None) -> Path:

@@ -1,0 +1,128 @@
+"""Apache Pulsar standalone: broker, BookKeeper and metadata in one process, everything on 127.0.0.1.
+
+Without functions workers and stream storage. What is acknowledged stays (retention without bounds), topics nobody
+uses stay too, and the broker drops what a producer repeats (brokerDeduplicationEnabled), unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+
+from delivered.brokers.fetch import Say, fetch_archive
+
+VERSION = "4.0.4"
+ARTIFACT = ("org.apache.pulsar", "pulsar-server-distribution", VERSION)
+PULSAR, HTTP = "PULSAR", "HTTP"
+DIRECT_MB = 256
+_OPENS = (
+    *("java.base/java.io", "java.base/java.nio", "java.base/java.util.zip", "java.base/jdk.internal.misc"),
+    *("java.base/jdk.internal.platform", "java.base/sun.net", "java.management/sun.management"),
+)
+_METADATA = "org.apache.pulsar.metadata.bookkeeper.PulsarMetadata"
+_LOGGING = """\
+status = error
+appender.console.type = Console
+appender.console.name = console
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{ISO8601} %-5p %c{1} %m%n
+rootLogger.level = {level}
+rootLogger.appenderRef.console.ref = console
+"""
+
+
+def url(address: str) -> str:
+    return f"pulsar://{address}"
+
+
+def prepare(
+    home: Path, folder: Path, listeners: Mapping[str, str], heap_mb: int, properties: Mapping[str, str], say: Say
+) -> list[str]:
+    """Fetch the server if need be, write its configuration; returns the command to run.
+
+    Args:
+        home: of the Java runtime.
+    """
+    java = home / "bin" / "java"
+    root = fetch_archive(f"pulsar/{VERSION}", ARTIFACT, ("lib", "conf"), "239 MB", java, say)
+    config = {**_distributed(root / "conf" / "standalone.conf"), **_properties(listeners), **properties}
+    (folder / "standalone.conf").write_text("".join(f"{k}={v}\n" for k, v in config.items()), encoding="utf-8")
+    logging = folder / "log4j2.properties"
+    level = os.environ.get("DELIVERED_BROKER_LOG", "warn")
+    logging.write_text(_LOGGING.replace("{level}", level), encoding="utf-8")
+    return [
+        str(java),
+        f"-Xmx{heap_mb}m",
+        "-XX:+UseG1GC",
+        f"-XX:MaxDirectMemorySize={DIRECT_MB}m",
+        "-Djava.net.preferIPv4Stack=true",
+        "-Dio.netty.tryReflectionSetAccessible=true",
+        "-Dpulsar.allocator.exit_on_oom=true",
+        "-Dlog4j2.is.webapp=false",
+        "-Dlog4j.shutdownHookEnabled=false",
+        f"-Dlog4j.configurationFile={logging}",
+        f"-Dbookkeeper.metadata.bookie.drivers={_METADATA}BookieDriver",
+        f"-Dbookkeeper.metadata.client.drivers={_METADATA}ClientDriver",
+        *(f"--add-opens={package}=ALL-UNNAMED" for package in _OPENS),
+        "-cp",
+        str(root / "lib" / "*"),
+        "org.apache.pulsar.PulsarStandaloneStarter",
+        "--config",
+        str(folder / "standalone.conf"),
+        "--no-functions-worker",
+        "--no-stream-storage",
+        "--advertised-address",
+        "127.0.0.1",
+        "--metadata-dir",
+        str(folder / "data" / "metadata"),
+        "--bookkeeper-dir",
+        str(folder / "data" / "bookkeeper"),
+    ]
+
+
+def answers(address: str, timeout_s: float = 10.0) -> bool:
+    """Whether the broker whose HTTP listener is at `address` finds itself healthy: it writes and reads a message."""
+    with suppress(OSError, HTTPException):
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://{address}/admin/v2/brokers/health", timeout=timeout_s) as reply:
+            return bool(reply.read().strip() == b"ok")
+    return False
+
+
+def _distributed(file: Path) -> dict[str, str]:
+    """The configuration that comes with the server: what is not set there has other defaults, for clusters."""
+    lines = [x.strip() for x in file.read_text(encoding="utf-8").splitlines()]
+    pairs = [x.partition("=") for x in lines if x and not x.startswith("#")]
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _properties(listeners: Mapping[str, str]) -> dict[str, str]:
+    def port(name: str) -> str:
+        return listeners[name].rpartition(":")[2]
+
+    return {
+        "brokerServicePort": port(PULSAR),
+        "webServicePort": port(HTTP),
+        "bindAddress": "127.0.0.1",
+        "advertisedAddress": "127.0.0.1",
+        # Else BookKeeper listens on a public address.
+        "listeningInterface": "lo",
+        "allowLoopback": "true",
+        "webSocketServiceEnabled": "false",
+        "numIOThreads": "2",
+        "numHttpServerThreads": "8",
+        "brokerDeduplicationEnabled": "true",
+        "brokerDeleteInactiveTopicsEnabled": "false",
+        "defaultRetentionTimeInMinutes": "-1",
+        "defaultRetentionSizeInMB": "-1",
+        # A development machine is seldom empty; the default makes BookKeeper read-only at 95 %.
+        "diskUsageThreshold": "0.999",
+        "diskUsageWarnThreshold": "0.998",
+        "dbStorage_writeCacheMaxSizeMb": "32",
+        "dbStorage_readAheadCacheMaxSizeMb": "16",
+        "managedLedgerCacheSizeMB": "64",
+    }
