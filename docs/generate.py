@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs import support, verified
+from docs import benchmark, support, verified
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
@@ -40,6 +40,7 @@ def reference() -> str:
 def pages() -> dict[Path, str]:
     readme = DOCS.parent / "README.md"
     return {
+        DOCS / "benchmark.md": benchmark.page(),
         DOCS / "options.md": reference(),
         DOCS / "pipeline.schema.json": as_text(),
         DOCS / "support.md": support.page(),
