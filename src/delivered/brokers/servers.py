@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delivered.brokers import kafka, mysql, postgres, pulsar, rabbitmq
+from delivered.brokers import activemq, kafka, mysql, postgres, pulsar, rabbitmq
 from delivered.brokers.fetch import Say
 from delivered.brokers.java import java_home
 from delivered.brokers.process import State
@@ -34,6 +34,10 @@ class Server:
     url: Callable[[str], str]
     hidden: frozenset[str] = frozenset()
     stop: signal.Signals = signal.SIGTERM
+
+
+def _activemq(folder: Path, state: State, say: Say) -> list[str]:
+    return activemq.prepare(folder, state.listeners, state.settings["properties"], state.settings["heap_mb"], say)
 
 
 def _kafka(folder: Path, state: State, say: Say) -> list[str]:
@@ -62,6 +66,13 @@ def _rabbitmq(folder: Path, state: State, say: Say) -> list[str]:
 
 
 SERVERS: Mapping[str, Server] = {
+    "activemq": Server(
+        listeners=lambda _: [activemq.STOMP],
+        main=activemq.STOMP,
+        prepare=_activemq,
+        answers=lambda at: activemq.answers(at[activemq.STOMP]),
+        url=activemq.url,
+    ),
     "kafka": Server(
         listeners=lambda settings: kafka.listeners_wanted(settings["tls"], bool(settings["scram"])),
         main=kafka.PLAINTEXT,
