@@ -1,4 +1,5 @@
-"""The receiver against the same client without a log. `python -m benchmarks.receiver`: build/bench-receiver.json.
+"""The receiver against the same client without a log. `python -m benchmarks.receiver [rabbitmq | activemq]`:
+build/bench-receiver.json, build/bench-receiver-activemq.json.
 
 Both take the same messages out of one queue with the same prefetch, in one process; the rates are from the first
 message taken to the last one acknowledged. Rounds alternate, and medians are compared. Latency is from a message's
@@ -16,31 +17,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pika
-
 import delivered
+from benchmarks.queues import BODY, QUEUES, Bench
 from delivered import brokers
 
 MESSAGES = 40_000
 ROUNDS = 3
-BODY = b"x" * 200
-PREFETCH = 20_000
-QUEUE = "bench"
 
 
-def main() -> int:
-    folder = Path("build/bench-receiver").absolute()
+def main(system: str = "rabbitmq") -> int:
+    name = "bench-receiver" if system == "rabbitmq" else f"bench-receiver-{system}"
+    folder = Path("build", name).absolute()
     shutil.rmtree(folder, ignore_errors=True)
-    with brokers.start("rabbitmq", folder / "rabbitmq", dies_with_parent=True) as broker:
+    with brokers.start(system, folder / system, dies_with_parent=True) as broker:
+        queue = QUEUES[system](broker.url)
         plain, received = [], []
         for number in range(ROUNDS):
-            send(broker.url, MESSAGES, f"a{number}")
-            plain.append(MESSAGES / without_log(broker.url, MESSAGES))
-            send(broker.url, MESSAGES, f"b{number}")
-            received.append(MESSAGES / with_receiver(broker.url, MESSAGES, folder / f"log{number}"))
+            queue.send(MESSAGES, f"a{number}")
+            plain.append(MESSAGES / queue.without_log(MESSAGES))
+            queue.send(MESSAGES, f"b{number}")
+            received.append(MESSAGES / with_receiver(queue, MESSAGES, folder / f"log{number}"))
             print(f"round {number}: {plain[-1]:,.0f}/s without a log, {received[-1]:,.0f}/s received", flush=True)
         rate, bare = statistics.median(received), statistics.median(plain)
-        p50, p99 = latency(broker.url, folder / "log", max(500, int(rate / 10)))
+        p50, p99 = latency(queue, folder / "log", max(500, int(rate / 10)))
     result = {
         "messages": MESSAGES,
         "bytes": len(BODY),
@@ -50,58 +49,12 @@ def main() -> int:
         "latency_ms_p50": p50,
         "latency_ms_p99": p99,
     }
-    Path("build/bench-receiver.json").write_text(json.dumps(result, indent=2))
+    Path("build", f"{name}.json").write_text(json.dumps(result, indent=2))
     print(json.dumps(result))
     return 0
 
 
-def connect(url: str) -> Any:
-    connection = pika.BlockingConnection(pika.URLParameters(url))
-    channel = connection.channel()
-    channel.queue_declare(QUEUE, durable=True, arguments={"x-queue-type": "quorum"})
-    return connection, channel
-
-
-def send(url: str, count: int, name: str, per_s: float | None = None) -> None:
-    connection, channel = connect(url)
-    began = time.monotonic()
-    for n in range(count):
-        properties = pika.BasicProperties(message_id=f"{name}-{n:08d}-0123456789abcdef", delivery_mode=2)
-        channel.basic_publish("", QUEUE, BODY, properties)
-        if per_s is not None and n % 50 == 0:
-            connection.sleep(max(0.0, began + n / per_s - time.monotonic()))
-    while channel.queue_declare(QUEUE, passive=True).method.message_count < count and per_s is None:
-        connection.sleep(0.1)
-    connection.close()
-
-
-def without_log(url: str, count: int) -> float:
-    """The client alone: take, and acknowledge a thousand at a time."""
-    connection, channel = connect(url)
-    channel.basic_qos(prefetch_count=PREFETCH)
-    taken, began = 0, 0.0
-
-    def on_message(channel: Any, method: Any, properties: Any, body: bytes) -> None:
-        nonlocal taken, began
-        del properties, body
-        began = began or time.monotonic()
-        taken += 1
-        if taken % 1_000 == 0 or taken == count:
-            channel.basic_ack(method.delivery_tag, multiple=True)
-
-    channel.basic_consume(QUEUE, on_message)
-    while taken < count:
-        connection.process_data_events(1)
-    seconds = time.monotonic() - began
-    connection.close()
-    return seconds
-
-
-def source(url: str, log: Path, **options: Any) -> delivered.Endpoint:
-    return delivered.endpoint("rabbitmq", url=url, queue=QUEUE, log=str(log), prefetch=PREFETCH, **options)
-
-
-def with_receiver(url: str, count: int, log: Path) -> float:
+def with_receiver(queue: Bench, count: int, log: Path) -> float:
     times: list[float] = []
     done = threading.Event()
 
@@ -114,14 +67,14 @@ def with_receiver(url: str, count: int, log: Path) -> float:
             done.set()
 
     firsts: list[float] = []
-    delivered.receive(source(url, log), stop=done.is_set, report=report)
+    delivered.receive(queue.source(log), stop=done.is_set, report=report)
     return times[-1] - firsts[0]
 
 
-def latency(url: str, log: Path, per_s: float) -> tuple[float, float]:
+def latency(queue: Bench, log: Path, per_s: float) -> tuple[float, float]:
     seen: list[float] = []
     count = int(per_s * 10)
-    sender = threading.Thread(target=send, args=(url, count, "latency", per_s))
+    sender = threading.Thread(target=queue.send, args=(count, "latency", per_s))
     sender.start()
     done = threading.Event()
 
@@ -131,11 +84,11 @@ def latency(url: str, log: Path, per_s: float) -> tuple[float, float]:
         if counts.acknowledged >= count:
             done.set()
 
-    delivered.receive(source(url, log), stop=done.is_set, idle_s=20, report=report)
+    delivered.receive(queue.source(log), stop=done.is_set, idle_s=20, report=report)
     sender.join()
     ordered = sorted(seen)
     return round(1000 * ordered[len(ordered) // 2], 1), round(1000 * ordered[len(ordered) * 99 // 100], 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -29,6 +29,8 @@ class Example:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+_ACTIVEMQ = {"url": "stomp://localhost", "queue": "orders"}
+
 SOURCES = (
     Example("Kafka", "kafka", {"kafka.bootstrap.servers": "localhost:9092", "subscribe": "orders"}),
     Example("local log", "log", {"path": "/data/log"}),
@@ -42,6 +44,12 @@ SOURCES = (
         "rabbitmq",
         {"url": "amqp://localhost", "queue": "orders", "log": "/data/log", "messageId": "none"},
     ),
+    Example(
+        "ActiveMQ, through a [receiver](receiver.md)",
+        "activemq",
+        {**_ACTIVEMQ, "log": "/data/log", "idHeader": "_AMQ_DUPL_ID"},
+    ),
+    Example("ActiveMQ, whose senders set no id (`idHeader`)", "activemq", {**_ACTIVEMQ, "log": "/data/log"}),
 )
 SINKS = (
     Example("Kafka", "kafka", {"kafka.bootstrap.servers": "localhost:9092", "topic": "clean"}),
@@ -66,6 +74,7 @@ SINKS = (
         "rabbitmq",
         {"url": "amqp://localhost", "exchange": "orders", "routingKey": "clean", "ledger": "/data/ledger.db"},
     ),
+    Example("ActiveMQ", "activemq", {**_ACTIVEMQ, "ledger": "/data/ledger.db"}),
 )
 
 

@@ -21,6 +21,7 @@ from delivered import brokers
 
 # Tests kill servers, and this client says so many times a second: a failed test's output would be nothing else.
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
+logging.getLogger("stomp.py").setLevel(logging.CRITICAL)
 
 
 class Kafka:
@@ -457,3 +458,115 @@ def new_pulsar(tmp_path: Path) -> Iterator[Callable[..., Pulsar]]:
     for made in started:
         made.close()
         made.broker.stop()
+
+
+class Activemq:
+    """A real ActiveMQ Artemis and what tests do with it, as `Rabbitmq`."""
+
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        self.broker = broker
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def connect(self) -> tuple[Any, Any]:
+        """A client that is not ours, and a queue into which its frames come: (kind, frame)."""
+        import queue
+
+        import stomp
+
+        host, _, port = self.broker.bootstrap.rpartition(":")
+        connection = stomp.Connection12([(host, int(port))], auto_decode=False)
+        frames: Any = queue.Queue()
+
+        class Listener(stomp.ConnectionListener):
+            def on_message(self, frame: Any) -> None:
+                frames.put(("message", frame))
+
+            def on_receipt(self, frame: Any) -> None:
+                frames.put(("receipt", frame))
+
+            def on_error(self, frame: Any) -> None:
+                frames.put(("error", frame))
+
+        connection.set_listener("test", Listener())
+        connection.connect(wait=True)
+        return connection, frames
+
+    def ask(self, resource: str, operation: str = "", *parameters: Any, attribute: str = "") -> Any:
+        """A question to the broker's management."""
+        connection, frames = self.connect()
+        connection.auto_content_length = False
+        replies = f"tests.replies.{next(self._names)}"
+        connection.subscribe(replies, "r", headers={"subscription-type": "MULTICAST", "receipt": "r"})
+        assert frames.get(timeout=10)[0] == "receipt"
+        headers = {"_AMQ_ResourceName": resource, "reply-to": replies}
+        headers |= {"_AMQ_Attribute": attribute} if attribute else {"_AMQ_OperationName": operation}
+        connection.send("activemq.management", "" if attribute else json.dumps(parameters), headers=headers)
+        kind, frame = frames.get(timeout=10)
+        connection.disconnect()
+        assert kind == "message" and frame.headers["_AMQ_OperationSucceeded"] == "true", frame.body
+        return json.loads(frame.body)[0] if frame.body else None
+
+    def queue(self, kind: str = "ANYCAST", durable: bool = True, **settings: Any) -> str:
+        """Name of a queue nobody else uses; `settings` of its address, as Artemis names them in JSON."""
+        name = f"q{next(self._names)}"
+        if settings:
+            self.ask("broker", "addAddressSettings", name, json.dumps(settings))
+        made = {"name": name, "address": name, "routing-type": kind, "durable": durable, "auto-delete": False}
+        self.ask("broker", "createQueue", json.dumps(made))
+        return name
+
+    def send(self, queue: str, messages: Any, **headers: str) -> None:
+        """(id, body) pairs; all are in the queue when this returns."""
+        connection, frames = self.connect()
+        given = list(messages)
+        for message_id, body in given:
+            own = {"persistent": "true", "destination-type": "ANYCAST", "n": "1", **headers}
+            if message_id is not None:
+                own["id"] = message_id
+            connection.send(queue, body, headers=own, receipt="r")
+        kinds = [frames.get(timeout=30)[0] for _ in given]
+        connection.disconnect()
+        assert set(kinds) <= {"receipt"}
+
+    def left(self, queue: str) -> int:
+        """Messages that are ready for somebody."""
+        count, held = (self.ask(f"queue.{queue}", attribute=a) for a in ("messageCount", "deliveringCount"))
+        return int(count) - int(held)
+
+    def consumers(self, queue: str) -> int:
+        return int(self.ask(f"queue.{queue}", attribute="consumerCount"))
+
+
+_NO_DATASYNC = {"journalDatasync": "false"}
+"""What a killed server wrote, the system keeps: tests that pull no plug need no disk."""
+
+
+@pytest.fixture(scope="session")
+def activemq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Activemq]:
+    """One server for the whole session. Do not stop it: other tests use it."""
+    folder = tmp_path_factory.mktemp("activemq")
+    broker = brokers.start("activemq", folder, dies_with_parent=True, properties=_NO_DATASYNC, heap_mb=256)
+    yield Activemq(broker)
+    broker.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_activemq(tmp_path: Path) -> Iterator[Callable[..., Activemq]]:
+    """`new_activemq(IDCacheSize="100", ...)`: a server of this test's own, to be killed at will."""
+    started: list[brokers.Broker] = []
+
+    def make(**settings: str) -> Activemq:
+        folder = tmp_path / f"activemq{len(started)}"
+        properties = {**_NO_DATASYNC, **settings}
+        started.append(brokers.start("activemq", folder, dies_with_parent=True, properties=properties, heap_mb=256))
+        return Activemq(started[-1])
+
+    yield make
+    for broker in started:
+        broker.stop()

@@ -82,6 +82,15 @@ class Queue(Protocol):
     def receiver(self) -> Receiver: ...
 
 
+@runtime_checkable
+class NamesIds(Protocol):
+    """What a queue has besides when only an option tells where its senders put ids. Opt-in."""
+
+    @property
+    def without_ids(self) -> str | None:
+        """Why a message that comes again cannot be recognised, to follow "and"; None: it can."""
+
+
 @dataclass(frozen=True)
 class Entered:
     """What one append did.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.broker.receive_help import (
+    POINTS,
+    body,
+    each_once,
+    entered,
+    finish,
+    numbered,
+    pipeline_file,
+    receive,
+)
 from tests.conftest import Rabbitmq
 
 import delivered
@@ -25,66 +32,16 @@ from delivered.connectors.rabbitmq.client import connect
 from delivered.connectors.rabbitmq.options import parse
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
-from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
+from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
-from delivered.model.step import ROLE_OF_STEP, Moment, Role
-from delivered.testing.crash import CRASH, CRASH_DIR, hits
-
-MESSAGES = 3_000
-POINTS = [f"{s}:{m}" for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER for m in Moment]
-
-
-def body(n: int) -> bytes:
-    return b"message %d" % n
-
-
-def pipeline_file(folder: Path, url: str, queue: str, **options: Any) -> Path:
-    source = {"format": "rabbitmq", "url": url, "queue": queue, "log": str(folder / "log")}
-    text = {
-        "pipeline": "orders",
-        "guarantee": "exactly_once",
-        "checkpoint": str(folder / "checkpoint"),
-        "source": {**source, "receiveMessagesMax": 500, "receiveLingerMs": 20, **options},
-        "sinks": [{"format": "sqlite", "path": str(folder / "out.db"), "table": "orders"}],
-    }
-    file = folder / "orders.yaml"
-    file.write_text(json.dumps(text))
-    return file
-
-
-def receive(file: Path, *options: str, crash: str = "") -> subprocess.Popen[str]:
-    (file.parent / "hits").mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "delivered.cli.main", "receive", str(file), "-o", "json", *options]
-    environment = {**os.environ, CRASH: crash, CRASH_DIR: str(file.parent / "hits")}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
-
-
-def entered(log: Path) -> Counter[bytes]:
-    driver = (source := LOG.source({"path": str(log)})).driver()
-    pieces = driver.slices(*driver.batch())
-    return Counter(v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist())
-
-
-def each_once(count: int = MESSAGES) -> Counter[bytes]:
-    return Counter(body(n) for n in range(count))
-
-
-def numbered(count: int = MESSAGES) -> list[tuple[str, bytes]]:
-    return [(f"id{n}", body(n)) for n in range(count)]
+from delivered.testing.crash import hits
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p != "receive.take:before"])
 def test_killed_at_a_point_and_started_again(rabbitmq: Rabbitmq, tmp_path: Path, point: str) -> None:
     queue = rabbitmq.queue()
     rabbitmq.send(queue, numbered())
-    file = pipeline_file(tmp_path, rabbitmq.url, queue)
+    file = pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue)
     dies = receive(file, crash=f"{point}#3!kill")
     dies.communicate(timeout=60)
     assert dies.returncode == -signal.SIGKILL
@@ -99,7 +56,7 @@ def test_killed_at_a_point_and_started_again(rabbitmq: Rabbitmq, tmp_path: Path,
 def test_senders_that_send_again_and_receivers_that_are_killed(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     """Two receivers, restarted whenever one is killed; every third message is sent twice."""
     queue = rabbitmq.queue()
-    file = pipeline_file(tmp_path, rabbitmq.url, queue, receiveMessagesMax=100)
+    file = pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue, receiveMessagesMax=100)
     process = receive(file, "--processes", "2", "--idle-seconds", "6")
     sender = threading.Thread(target=rabbitmq.send, args=(queue, [*numbered(), *numbered()[::3]]))
     sender.start()
@@ -122,7 +79,7 @@ def test_the_broker_is_killed_and_comes_back(new_rabbitmq: Callable[[], Rabbitmq
     rabbitmq = new_rabbitmq()
     queue = rabbitmq.queue()
     rabbitmq.send(queue, numbered())
-    file = pipeline_file(tmp_path, rabbitmq.url, queue, receiveMessagesMax=50)
+    file = pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue, receiveMessagesMax=50)
     process = receive(file)
     while not (tmp_path / "log" / "_delta_log" / "00000000000000000003.json").exists():
         time.sleep(0.01)
@@ -141,7 +98,7 @@ def test_the_broker_is_killed_and_comes_back(new_rabbitmq: Callable[[], Rabbitmq
 def test_sigterm_persists_what_was_taken(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     queue = rabbitmq.queue()
     rabbitmq.send(queue, numbered(100))
-    process = receive(pipeline_file(tmp_path, rabbitmq.url, queue, receiveLingerMs=60_000))
+    process = receive(pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue, receiveLingerMs=60_000))
     while rabbitmq.left(queue):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
@@ -151,7 +108,7 @@ def test_sigterm_persists_what_was_taken(rabbitmq: Rabbitmq, tmp_path: Path) -> 
 
 def test_receivers_end_when_who_started_them_is_killed(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     queue = rabbitmq.queue()
-    process = receive(pipeline_file(tmp_path, rabbitmq.url, queue), "--processes", "2")
+    process = receive(pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue), "--processes", "2")
     deadline = time.monotonic() + 30
     while len(workers := psutil.Process(process.pid).children(recursive=True)) < 3:  # and what tracks their resources
         assert time.monotonic() < deadline
@@ -183,7 +140,7 @@ def test_receivers_beside_a_pipeline_share_its_life(rabbitmq: Rabbitmq, tmp_path
 def test_columns_of_a_message(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     queue = rabbitmq.queue()
     rabbitmq.send(queue, numbered(1))
-    finish(receive(pipeline_file(tmp_path, rabbitmq.url, queue), "--idle-seconds", "1"))
+    finish(receive(pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue), "--idle-seconds", "1"))
     driver = (source := LOG.source({"path": str(tmp_path / "log"), "includeHeaders": "true"})).driver()
     (batch,) = source.read(driver.slices(*driver.batch())[0])
     (row,) = batch.to_pylist()
@@ -222,6 +179,31 @@ def test_a_message_without_an_id_stops_or_is_set_aside(rabbitmq: Rabbitmq, tmp_p
     assert rabbitmq.left(queue) == 0
     assert entered(tmp_path / "log") == Counter([b"1"])
     assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333"])
+
+
+def test_poison_is_set_aside_and_the_rest_enters(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+    """A sender that gives AMQP's time in microseconds: no log can hold what comes of it."""
+    import pika
+
+    queue = rabbitmq.queue()
+    rabbitmq.send(queue, numbered(10))
+    connection = rabbitmq.connect()
+    wrong = pika.BasicProperties(message_id="wrong", delivery_mode=2, timestamp=1_700_000_000_000_000)
+    connection.channel().basic_publish("", queue, b"poison", wrong)
+    connection.close()
+    rabbitmq.send(queue, [("last", b"last")])
+    options = {"url": rabbitmq.url, "queue": queue, "log": str(tmp_path / "log")}
+    with pytest.raises(DeliveredError, match="badMessages=set_aside"):
+        delivered.receive(delivered.endpoint("rabbitmq", **options), idle_s=1)
+    while rabbitmq.left(queue) != 12:
+        time.sleep(0.05)
+    counts: list[Any] = []
+    aside = delivered.endpoint("rabbitmq", **options, badMessages="set_aside")
+    delivered.receive(aside, idle_s=1, report=lambda _, c: counts.append(c))
+    assert rabbitmq.left(queue) == 0
+    assert (counts[-1].entered, counts[-1].set_aside, counts[-1].acknowledged) == (11, 1, 12)
+    assert entered(tmp_path / "log") == each_once(10) + Counter([b"last"])
+    assert entered(tmp_path / "log.bad") == Counter([b"poison"])
 
 
 def test_a_full_log_stops_receiving_until_there_is_room(

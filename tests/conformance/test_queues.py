@@ -23,10 +23,15 @@ COUNT = 60
 
 @dataclass
 class Rig:
-    """A queue with nothing in it: how to send, and how to connect."""
+    """A queue with nothing in it: how to send, and how to connect.
+
+    Attributes:
+        gives_back_all: it has no way to hand one message back alone. STOMP: Artemis takes a NACK for an ACK.
+    """
 
     send: Callable[[list[tuple[str, bytes]]], None]
     connect: Callable[[], Receiver]
+    gives_back_all: bool = False
 
     def fill(self, count: int = COUNT) -> None:
         self.send([(f"id{n}", b"%d" % n) for n in range(count)])
@@ -50,7 +55,23 @@ def _rabbitmq(request: pytest.FixtureRequest) -> Rig:
     return Rig(lambda messages: server.send(name, messages), queue.receiver)
 
 
-QUEUES: dict[str, Callable[[pytest.FixtureRequest], Rig]] = {"spool": _spool, "rabbitmq": _rabbitmq}
+def _activemq(request: pytest.FixtureRequest) -> Rig:
+    from delivered.connectors.activemq import CONNECTOR
+
+    server: Any = request.getfixturevalue("activemq")
+    name = server.queue()
+    queue = CONNECTOR.queue({"url": server.url, "queue": name, "log": "/unused", "idHeader": "id"})
+    assert pickle.loads(pickle.dumps(queue)) == queue
+    assert queue.preflight() == []
+    assert queue.assumes()
+    return Rig(lambda messages: server.send(name, messages), queue.receiver, gives_back_all=True)
+
+
+QUEUES: dict[str, Callable[[pytest.FixtureRequest], Rig]] = {
+    "spool": _spool,
+    "rabbitmq": _rabbitmq,
+    "activemq": _activemq,
+}
 
 
 @pytest.fixture(params=list(QUEUES))
@@ -114,10 +135,13 @@ def test_nobody_else_gets_what_is_held(rig: Rig) -> None:
     holder.give_back(taken.handles[:4])
     again: list[str | None] = []
     deadline = time.monotonic() + 20
-    while len(again) < 4:  # to either of the two
+    expected = taken.ids if rig.gives_back_all else taken.ids[:4]
+    while len(again) < len(expected):  # to either of the two
         assert time.monotonic() < deadline
         again += [*other.receive(10, 0.1).ids, *holder.receive(10, 0.1).ids]
-    assert sorted(again, key=str) == taken.ids[:4]
+    assert sorted(again, key=str) == expected
+    # A handle of before cannot make the queue forget a message that was given back.
+    assert not isinstance(holder.acknowledge(taken.handles[:1]), Ok) or not rig.gives_back_all
     holder.close()
     other.close()
 

@@ -1,6 +1,6 @@
 """A receiver in a process of its own, over a queue in a SQLite file that forgets as a broker does.
 
-python -m tests.crash.receiver_process SPOOL LOG [--ack-first]
+python -m tests.crash.receiver_process SPOOL LOG [--ack-first] [--set-aside]
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from delivered.source.receive import ReceiveLimits, ReceiveLoop
 from delivered.testing.crash import install_from_environment
 
 PER_APPEND = 40
+POISON = b"poison"
+"""A body that starts with it comes with a time that no log can hold."""
 
 
 class Spool:
@@ -76,7 +78,7 @@ class SpoolReceiver:
             bunch.keys.append(None)
             bunch.values.append(body)
             bunch.headers.append([])
-            bunch.times_us.append(None)
+            bunch.times_us.append(1 << 80 if body.startswith(POISON) else None)
             bunch.handles.append(seq)
         if not found:
             time.sleep(min(wait_s, 0.02))
@@ -137,7 +139,8 @@ def main() -> None:
         receiver: Receiver = SpoolReceiver(spool)
         return AckFirst(receiver) if "--ack-first" in sys.argv else receiver
 
-    loop = ReceiveLoop(connect, LogJournal(sys.argv[2], {}, 10_000), limits)
+    aside = LogJournal(sys.argv[2] + ".bad", {}, 10_000) if "--set-aside" in sys.argv else None
+    loop = ReceiveLoop(connect, LogJournal(sys.argv[2], {}, 10_000), limits, aside)
     loop.run(lambda: spool.left() == 0 or os.getppid() == 1)
 
 

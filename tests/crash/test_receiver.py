@@ -18,8 +18,9 @@ from delivered.model.step import ROLE_OF_STEP, Moment, Role
 from delivered.testing.crash import CRASH, CRASH_DIR, hits, release
 
 MESSAGES = 400
-NEVER_REACHED = {"receive.take:before"}
-"""Before a message is taken there is nothing to lose."""
+ASIDE = [f"receive.aside:{m}" for m in Moment]
+NEVER_REACHED = {"receive.take:before", *ASIDE}
+"""Before a message is taken there is nothing to lose; and these are good messages."""
 POINTS = [f"{s}:{m}" for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER for m in Moment]
 
 
@@ -38,8 +39,8 @@ def start(spool: Spool, crash: str = "", *options: str) -> subprocess.Popen[byte
     return subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
 
 
-def entered(spool: Spool) -> Counter[bytes]:
-    source = CONNECTOR.source({"path": str(spool.path.parent / "log")})
+def entered(spool: Spool, log: str = "log") -> Counter[bytes]:
+    source = CONNECTOR.source({"path": str(spool.path.parent / log)})
     driver = source.driver()
     pieces = driver.slices(*driver.batch())
     return Counter(v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist())
@@ -67,6 +68,38 @@ def test_killed_at_a_point_and_started_again(spool: Spool, point: str, nth: int)
 def test_points_that_are_never_reached_are_not(spool: Spool) -> None:
     assert start(spool, ",".join(f"{p}!kill" for p in NEVER_REACHED)).wait(60) == 0
     assert hits(spool.path.parent / "hits") == []
+
+
+POISONED = [7, 50, 51, 399]
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> Spool:
+    """As `spool`; four of the messages no log can hold as they are."""
+    made = Spool(tmp_path / "spool.db")
+    bodies = [b"poison %d" % n if n in POISONED else b"message %d" % n for n in range(MESSAGES)]
+    made.send([(f"id{n}", body) for n, body in enumerate(bodies)])
+    return made
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("point", [*ASIDE, "receive.persist:before", "receive.persist:after", "receive.ack:after"])
+def test_poison_goes_to_the_dead_letters_whenever_it_is_killed(poisoned: Spool, point: str, nth: int) -> None:
+    """Each message is in one of the two logs, once, before the queue forgets it."""
+    crash = f"{point}#{nth}!kill"
+    assert start(poisoned, crash, "--set-aside").wait(60) == -signal.SIGKILL
+    held = len(entered(poisoned)) + len(entered(poisoned, "log.bad"))
+    assert held >= MESSAGES - poisoned.left(), "forgotten is only what is in one of the two"
+    assert start(poisoned, crash, "--set-aside").wait(60) == 0
+    assert poisoned.left() == 0
+    good = [b"message %d" % n for n in range(MESSAGES) if n not in POISONED]
+    assert entered(poisoned) == Counter(good)
+    assert entered(poisoned, "log.bad") == Counter(b"poison %d" % n for n in POISONED)
+
+
+def test_poison_ends_a_receiver_that_has_no_place_for_it(poisoned: Spool) -> None:
+    assert start(poisoned).wait(60) == 1
+    assert poisoned.left() == MESSAGES - len(entered(poisoned))
 
 
 def test_acknowledging_first_is_found_out(spool: Spool) -> None:

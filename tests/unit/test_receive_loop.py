@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from delivered.connectors.log.journal import rows_of
 from delivered.contract_queue import Bunch, Entered, JournalSize
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.source import receive
+from delivered.source import apart, receive
 from delivered.source.receive import ReceiveLimits, ReceiveLoop
 
 
@@ -185,6 +187,88 @@ def test_bad_messages_stop_it_or_are_set_aside(reason: str) -> None:
     assert (counts.set_aside, counts.entered) == (len(bad), 30 - len(bad) - forgotten)
     assert sorted(broker.forgotten) == list(range(30))
     assert aside.rows[0].headers[0][-1][0] == "delivered.reason"
+
+
+class Picky(Memory):
+    """Refuses some messages: by an outcome or, as code that meets what nobody thought of, by an exception."""
+
+    def __init__(self, refuses: set[str], raises: bool = False) -> None:
+        super().__init__()
+        self.refuses = refuses
+        self.raises = raises
+        self.refused: list[str | None] = []
+
+    def append(self, bunch: Bunch) -> Outcome[Entered]:
+        if bad := [i for i in bunch.ids if i in self.refuses]:
+            if len(bunch) == 1:
+                self.refused += bad
+            if self.raises:
+                raise OverflowError("too large for a time")
+            return Failed("too large for a time")
+        return super().append(bunch)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_the_log_refuses_alone_is_set_aside_after_so_many_times(
+    monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    monkeypatch.setattr(apart, "_PAUSE_S", 0.0)
+    broker, journal, aside = Broker(100), Picky({"id3", "id4", "id77"}, raises), Memory()
+    counts = run(broker, journal, aside=aside).counts
+    assert sorted(broker.forgotten) == list(range(100))
+    assert (counts.entered, counts.set_aside, counts.acknowledged) == (97, 3, 100)
+    assert aside.ids == ["id3", "id4", "id77"]
+    assert Counter(journal.refused) == {"id3": 3, "id4": 3, "id77": 3}
+    reason = dict(aside.rows[0].headers[0])["delivered.reason"] or b""
+    assert b"refused it alone, 3 times" in reason
+    assert b"too large for a time" in reason
+    assert [i for i in journal.ids if i] == [f"id{n}" for n in range(100) if n not in (3, 4, 77)], "their order stays"
+
+
+def test_a_store_that_refuses_everything_is_broken_and_no_message_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_PAUSE_S", 0.0)
+    broker, aside = Broker(9), Memory()
+    with pytest.raises(DeliveredError, match="given back: too large for a time"):
+        run(broker, Picky({f"id{n}" for n in range(9)}), aside=aside)
+    assert broker.forgotten == []
+    assert aside.ids == []
+    assert sorted(broker.ready) == list(range(9))
+
+
+def test_code_that_raises_at_everything_is_broken_after_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the messages fall into bunches."""
+    monkeypatch.setattr(apart, "_PAUSE_S", 0.0)
+    broker, aside = Broker(100), Memory()
+    with pytest.raises(DeliveredError, match="11 messages in a row"):
+        run(broker, Picky({f"id{n}" for n in range(100)}, raises=True), aside=aside)
+    assert len(broker.forgotten) == len(aside.ids) <= 10
+    assert sorted([*broker.ready, *broker.forgotten]) == list(range(100))
+
+
+def test_dead_letters_that_cannot_be_kept_are_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_PAUSE_S", 0.0)
+    broker = Broker(20)
+    with pytest.raises(DeliveredError, match="given back: disk full"):
+        run(broker, Picky({"id3"}), aside=Memory(Failed("disk full"), Failed("disk full")))
+    assert broker.forgotten == []
+
+
+def test_without_a_place_for_them_the_receiver_ends_and_says_so() -> None:
+    broker = Broker(20)
+    with pytest.raises(DeliveredError, match="OverflowError: too large for a time") as caught:
+        run(broker, Picky({"id3"}, raises=True))
+    assert "badMessages=set_aside" in str(caught.value)
+    assert broker.forgotten == []
+
+
+def test_dead_letters_are_written_readable_when_they_are_refused_as_they_are() -> None:
+    bad = Bunch(["a\ud800", None], [b"k", None], [b"v", b""], [[("h", b"x")], []], [1 << 80, None], [1, 2])
+    copy = apart.readable(bad)
+    assert copy.ids == ["'a\\ud800'", None]
+    assert copy.values == [b"v", b""]
+    assert dict(copy.headers[0])["delivered.time_us"] == str(1 << 80).encode()
+    assert dict(copy.headers[0])["delivered.headers"] == b"[('h', b'x')]"
+    assert len(rows_of(copy)) == 2
 
 
 def test_while_the_log_is_full_no_message_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,46 @@ def test_without_ids_what_cannot_be_had_is_refused(guarantee: str) -> None:
     assert isinstance(plan("at_least_once", messageId="none"), Plan)
 
 
+def activemq(guarantee: str, **options: Any) -> Plan | Refusal:
+    given = {"url": "stomp://broker", "queue": "orders", "log": "/data/log", **options}
+    return delivered.Pipeline(
+        name="orders",
+        guarantee=guarantee,
+        checkpoint="/nowhere",
+        source=delivered.endpoint("activemq", **given),
+        sinks=[delivered.sqlite("/nowhere/x.db", "orders")],
+    ).plan(offline=True)
+
+
+@pytest.mark.parametrize("guarantee", ["exactly_once", "at_most_once"])
+def test_without_the_header_for_ids_the_refusal_names_it(guarantee: str) -> None:
+    refused = activemq(guarantee)
+    assert isinstance(refused, Refusal)
+    assert "DELIVERED_SOURCE_REPEATS" in str(refused)
+    assert "idHeader" in str(refused)
+    assert isinstance(activemq("at_least_once"), Plan)
+    assert not received("activemq", {"url": "stomp://x", "queue": "q", "log": "/x"}).options.ids_required
+    text = str(activemq(guarantee, idHeader="id"))
+    assert "orders: " + guarantee in text
+    assert "under the same id" in text
+
+
+def test_what_the_broker_drops_by_itself_stands_in_the_plan_of_a_sink() -> None:
+    def said(**options: Any) -> str:
+        sink = delivered.endpoint("activemq", url="stomp://x", queue="q", ledger="/nowhere/l.db", **options)
+        made = delivered.Pipeline(
+            name="orders",
+            guarantee="at_least_once",
+            checkpoint="/nowhere",
+            source=delivered.log("/nowhere/log"),
+            sinks=[sink],
+        )
+        return " ".join(str(made.plan(offline=True)).split())
+
+    assert "id-cache-size, 20,000" in said()
+    assert "id-cache-size" not in said(idHeader="id")
+
+
 def test_a_log_that_is_not_there_says_to_start_the_receiver(tmp_path: Path) -> None:
     (finding,) = source(tmp_path / "none").source().preflight()
     assert finding.code == "LOG_MISSING"

@@ -64,14 +64,18 @@ assert write_shard(sink, plan, 0, 0, iter(()), schema).prepared is not None
 
 
 @pytest.mark.parametrize(
-    "name", ["delta", "files", "iceberg", "kafka", "log", "mysql", "postgres", "rabbitmq", "sqlite", "memory"]
+    "name",
+    ["activemq", "delta", "files", "iceberg", "kafka", "log", "mysql", "postgres", "rabbitmq", "sqlite", "memory"],
 )
 def test_importing_a_connector_loads_no_client(name: str) -> None:
     if not (SOURCE / "connectors" / name / "__init__.py").exists():
         pytest.skip(f"there is no connector {name} yet")
     loaded = fresh(f"import delivered.connectors.{name} as c; c.CONNECTOR")
     assert loaded.isdisjoint(
-        {"confluent_kafka", "kafka", "deltalake", "pika", "psycopg", "pyiceberg", "pymysql", "sqlite3", "pyspark"}
+        {
+            *("confluent_kafka", "kafka", "deltalake", "pika", "psycopg", "pyiceberg", "pymysql", "sqlite3", "stomp"),
+            "pyspark",
+        }
     )
 
 

@@ -84,6 +84,12 @@ MESSAGE_BYTES_MAX = 16 << 20
 RECEIVE_LINGER_S = 0.1
 """A receiver waits so long for more messages before it appends."""
 
+REFUSED_TIMES = 3
+"""A message that the log refuses alone so many times is bad."""
+
+REFUSED_IN_A_ROW_MAX = 10
+"""Messages refused one after another, with none between that gets in, before it is the log that is broken."""
+
 APPEND_ATTEMPTS_MAX = 30
 """Tries of one append against other receivers of the same log."""
 

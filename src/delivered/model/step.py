@@ -32,6 +32,7 @@ class StepId(StrEnum):
     LOG = "log"
     RECEIVE_TAKE = "receive.take"
     RECEIVE_PERSIST = "receive.persist"
+    RECEIVE_ASIDE = "receive.aside"
     RECEIVE_ACK = "receive.ack"
 
 
@@ -65,6 +66,7 @@ ROLE_OF_STEP: dict[StepId, Role] = {
     StepId.LOG: Role.DRIVER,
     StepId.RECEIVE_TAKE: Role.RECEIVER,
     StepId.RECEIVE_PERSIST: Role.RECEIVER,
+    StepId.RECEIVE_ASIDE: Role.RECEIVER,
     StepId.RECEIVE_ACK: Role.RECEIVER,
 }
 

@@ -264,10 +264,11 @@ def _process(system: str, options: Mapping[str, str], number: int, idle_s: float
 
 
 def quiet_client() -> None:
-    """For a process of its own: our warnings to standard error, and none of pika's, which shows a stack for every
-    connection that is refused."""
+    """For a process of its own: our warnings to standard error, and none of the clients', which show a stack for every
+    connection that is refused or lost."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("pika").setLevel(logging.CRITICAL)
+    for client in ("pika", "stomp.py"):
+        logging.getLogger(client).setLevel(logging.CRITICAL)
 
 
 def _never() -> bool:

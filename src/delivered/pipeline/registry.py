@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
     Raises:
         UsageError: no such connector, not a queue, or a bad option.
     """
-    from delivered.source.received import ReceivedSource, parse
+    from delivered.source.received import ReceivedSource, parse, without_ids
 
     found = connector(system)
     if not isinstance(found, QueueConnector):
@@ -75,7 +76,10 @@ def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
     given = found.queue_options.restore(options)
     receive = parse(found.queue_options.owner, given)
     log = find_source("log", {"path": receive.log, **receive.log_options, **receive.storage})
-    return ReceivedSource(found.name, found.queue(given), receive, log)
+    queue = found.queue(given)
+    if without_ids(queue):
+        receive = replace(receive, ids_required=False)
+    return ReceivedSource(found.name, queue, receive, log)
 
 
 def find_sink(system: str, options: Mapping[str, str]) -> Sink:

@@ -117,7 +117,8 @@ def source_recognises(request: Request) -> Reason | None:
         "SOURCE_REPEATS",
         f"{request.guarantee.value} needs a source that holds every message once, and {source.label} cannot say so: "
         f"{source.capability.repeats}.",
-        "let the senders set a message id and take messageId=none out, or choose at_least_once",
+        "let the senders set a message id, and take messageId=none out (or name its header: idHeader); or choose "
+        "at_least_once",
     )
 
 

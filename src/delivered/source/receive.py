@@ -2,6 +2,7 @@
 
     receive.take     messages arrive; the queue keeps them until they are acknowledged
     receive.persist  one atomic append to the log; a message whose id the log holds does not enter again
+    receive.aside    a bad message goes to the dead letters, as durable, before its bunch is acknowledged
     receive.ack      the queue may forget them
 
 A crash before receive.persist: the queue hands the messages out again. A crash between receive.persist and the end of
@@ -16,13 +17,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from delivered.contract_queue import Bunch, Entered, Journal, Receiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
-from delivered.model.limits import SOURCE_PATIENCE_S
+from delivered.model.limits import REFUSED_TIMES, SOURCE_PATIENCE_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
+from delivered.source.apart import append_apart, guarded, readable
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.02
@@ -43,6 +45,7 @@ class ReceiveLimits:
         message_bytes_max: a larger message is bad.
         log_bytes_max: of the log; above it nothing is received. None: no bound.
         ids_required: a message without an id is bad.
+        refused_times: one that the log refuses alone, so many times, is bad.
         maintain_s: between two times of upkeep; None: another process does it.
     """
 
@@ -52,6 +55,7 @@ class ReceiveLimits:
     message_bytes_max: int
     log_bytes_max: int | None = None
     ids_required: bool = True
+    refused_times: int = REFUSED_TIMES
     maintain_s: float | None = None
 
 
@@ -124,13 +128,14 @@ class ReceiveLoop:
         self._journal = journal
         self._aside = aside
         self._limits = limits
+        self._refused_in_a_row = 0
         self.counts = Counts()
 
     def run(self, stop: Callable[[], bool], report: Callable[[Counts], None] | None = None) -> Counts:
         """Receive until `stop()` is true; what was taken by then is persisted and acknowledged.
 
         Raises:
-            BadRecord: a message has no id or is too large, and there is nowhere to set it aside.
+            BadRecord: a message is bad, and there is nowhere to set it aside.
             DeliveredError: the log failed, or the queue did for too long. Nothing that is not in the log was
                 acknowledged.
         """
@@ -235,9 +240,24 @@ class ReceiveLoop:
             outcome = self._set_aside(bunch.pick(bad), reasons)
             if not isinstance(outcome, Ok):
                 return outcome
-        done = self._journal.append(bunch if not bad else bunch.pick(good))
+        rest = bunch if not bad else bunch.pick(good)
+        done = guarded(self._journal, rest)
+        if isinstance(done, Failed) and self._aside is not None:
+            done = self._append_apart(rest)
+        elif isinstance(done, Ok) and done.value.entered:
+            self._refused_in_a_row = 0
         reach(StepId.RECEIVE_PERSIST, Moment.AFTER, messages=len(bunch))
         return done
+
+    def _append_apart(self, bunch: Bunch) -> Outcome[Entered]:
+        """Each message gets in or is set aside, durable in one of the two before this says Ok."""
+        found = append_apart(self._journal, bunch, self._limits.refused_times, self._refused_in_a_row)
+        self._refused_in_a_row = found.in_a_row
+        if isinstance(found.outcome, Ok) and found.refused:
+            aside = self._set_aside(bunch.pick(found.refused), found.reasons)
+            if not isinstance(aside, Ok):
+                return aside
+        return found.outcome
 
     def _sorted(self, bunch: Bunch) -> tuple[list[int], list[int], list[str]]:
         limits = self._limits
@@ -264,8 +284,11 @@ class ReceiveLoop:
                 next_step="set badMessages=set_aside to keep such messages in a log of their own; messageId=none if no "
                 "sender sets ids (at_least_once then)",
             )
-        bad.headers = [[*h, ("delivered.reason", r.encode())] for h, r in zip(bad.headers, reasons, strict=True)]
-        outcome = self._aside.append(bad)
+        reach(StepId.RECEIVE_ASIDE, Moment.BEFORE, messages=len(bad))
+        outcome = guarded(self._aside, _with_reasons(bad, reasons))
+        if isinstance(outcome, Failed):  # it may refuse what the log refused
+            outcome = guarded(self._aside, _with_reasons(readable(bad), reasons))
+        reach(StepId.RECEIVE_ASIDE, Moment.AFTER, messages=len(bad))
         if isinstance(outcome, Ok):
             self.counts.set_aside += outcome.value.entered
             _LOG.warning("%d messages set aside, the first because %s", len(bad), reasons[0])
@@ -280,7 +303,8 @@ class ReceiveLoop:
                 raise DeliveredError(
                     "RECEIVE_NOT_PERSISTED",
                     f"{len(handles)} messages could not be appended to the log and were given back: {reason}",
-                    next_step="mend what the message names, and start `delivered receive` again",
+                    next_step="mend what the message names, and start `delivered receive` again; if it is one of the "
+                    "messages, badMessages=set_aside finds it and keeps it in a log of its own",
                 )
             case Unknown(reason):
                 raise OutcomeUnknown(
@@ -340,3 +364,10 @@ class ReceiveLoop:
             self._receiver = self._connect()
             _LOG.warning("there is room in the log; receiving goes on")
         return _Gathering()
+
+
+def _with_reasons(bad: Bunch, reasons: Sequence[str]) -> Bunch:
+    headers: list[Sequence[tuple[str, bytes | None]]] = [
+        [*h, ("delivered.reason", r.encode())] for h, r in zip(bad.headers, reasons, strict=True)
+    ]
+    return replace(bad, headers=headers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 
 from delivered.contract import Finding, Slice, Source, SourceDriver
-from delivered.contract_queue import Queue
+from delivered.contract_queue import NamesIds, Queue
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
 from delivered.model.options import Option, choice, whole_number
@@ -40,6 +40,11 @@ OPTIONS = (
     ),
     Option("messageBytesMax", "A larger message is bad.", str(limits.MESSAGE_BYTES_MAX)),
     Option("badMessages", "stop: a bad message ends the receiver; set_aside: it goes to the log <log>.bad.", "stop"),
+    Option(
+        "refusedTimes",
+        "With badMessages=set_aside: a message that the log refuses alone so many times is bad.",
+        str(limits.REFUSED_TIMES),
+    ),
     Option("logBytesMax", "While the log is larger, nothing is received; none: no bound."),
     Option(
         "logReaders", "Names of pipelines, with commas: what all of them have read is taken away; none: nothing is."
@@ -73,6 +78,7 @@ class ReceiveOptions:
     linger_s: float = limits.RECEIVE_LINGER_S
     message_bytes_max: int = limits.MESSAGE_BYTES_MAX
     set_aside: bool = False
+    refused_times: int = limits.REFUSED_TIMES
     log_bytes_max: int | None = None
     readers: tuple[str, ...] = ()
     keep_s: float = 3600.0
@@ -87,6 +93,7 @@ class ReceiveOptions:
             message_bytes_max=self.message_bytes_max,
             log_bytes_max=self.log_bytes_max,
             ids_required=self.ids_required,
+            refused_times=self.refused_times,
             maintain_s=limits.RECEIVE_UPKEEP_S,
         )
 
@@ -107,6 +114,7 @@ def parse(owner: str, options: Mapping[str, str]) -> ReceiveOptions:
         linger_s=number("receiveLingerMs", round(limits.RECEIVE_LINGER_S * 1000), 0, 60_000) / 1000,
         message_bytes_max=number("messageBytesMax", limits.MESSAGE_BYTES_MAX, 1, limits.RECEIVE_BYTES_MAX),
         set_aside=choice(owner, "badMessages", options.get("badMessages", BAD[0]), BAD) == BAD[1],
+        refused_times=number("refusedTimes", limits.REFUSED_TIMES, 1, 100),
         log_bytes_max=None if room is None else whole_number(owner, "logBytesMax", room, 1),
         readers=tuple(r.strip() for r in options.get("logReaders", "").split(",") if r.strip()),
         keep_s=number("logKeepSeconds", 3600, 0),
@@ -135,11 +143,14 @@ class ReceivedSource:
 
     def capability(self) -> SourceCapability:
         inner, options = self.log.capability(), self.options
+        lacks = without_ids(self.queue) or (
+            "" if options.ids_required else "with messageId=none it cannot be recognised"
+        )
         repeats = ""
-        if not options.ids_required:
+        if lacks:
             repeats = (
                 f"the queue {self.queue.name} hands a message out again when its receiver died before the "
-                "acknowledgement, and with messageId=none it cannot be recognised"
+                f"acknowledgement, and {lacks}"
             )
         known = f"a message that comes again after more than {options.window:,} others entered is taken for a new one"
         memory = f"; each receiver holds their ids, up to {_memory(options.window * options.partitions)}"
@@ -168,6 +179,11 @@ class ReceivedSource:
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         return self.log.read(piece)
+
+
+def without_ids(queue: Queue) -> str | None:
+    """Why no message of this queue has an id; None: its senders may set one."""
+    return queue.without_ids if isinstance(queue, NamesIds) else None
 
 
 def _start_receiver(finding: Finding) -> Finding:

@@ -1,0 +1,106 @@
+"""Messages in, acknowledgements out: one connection, one subscription, acknowledged one by one, a bounded window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from delivered.connectors.activemq.client import Session
+from delivered.connectors.activemq.options import ActivemqOptions
+from delivered.contract_queue import Bunch
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.outcome import Ok, Outcome, Unknown
+
+_SUBSCRIPTION = "delivered"
+_FRAME = frozenset(
+    {
+        *("subscription", "message-id", "ack", "destination", "content-length", "redelivered", "expires", "priority"),
+        *("persistent", "timestamp", "destination-type", "ingress-timestamp", "JMSXUserID", "receipt"),
+    }
+)
+"""Headers of the frame and of the broker, which are no part of the message."""
+
+
+class ActivemqReceiver:
+    """Handles are (number of the connection, what ACK names): they mean something on that connection alone."""
+
+    def __init__(self, options: ActivemqOptions) -> None:
+        self._options = options
+        self._number = 0
+        self._session = self._open()
+
+    def receive(self, count_max: int, wait_s: float) -> Bunch:
+        session = self._session
+        with session.changed:
+            session.changed.wait_for(lambda: session.failed is not None or bool(count_max and session.arrived), wait_s)
+            failed = session.failed
+            taken = [session.arrived.popleft() for _ in range(min(count_max, len(session.arrived)))]
+        if failed is not None:  # what arrived comes again, and could not be acknowledged here
+            if isinstance(failed, UsageError | Unreachable):
+                raise failed
+            raise Unreachable("ACTIVEMQ_UNREACHABLE", failed.message, failed.next_step)
+        return self._bunch(taken)
+
+    def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
+        """Ok: the broker said that it took the last acknowledgement, and it takes them in their order."""
+        session = self._session
+        mine = [name for number, name in handles if number == self._number]
+        try:
+            for name in mine[:-1]:
+                session.transmit(session.frames.ack, name)
+            if mine:
+                receipt = session.receipt()
+                session.transmit(session.frames.ack, mine[-1], receipt=receipt)
+                session.wait(lambda: receipt not in session.unconfirmed, REQUEST_TIMEOUT_S, "answer an acknowledgement")
+        except DeliveredError as error:
+            return Unknown(error.message)
+        if len(mine) < len(handles):
+            return Unknown(f"{len(handles) - len(mine)} messages were given back with the connection they came by")
+        return Ok(len(handles))
+
+    def give_back(self, handles: Sequence[Any]) -> None:
+        """All that this receiver holds, with the connection: to Artemis a NACK is an ACK, and the message is gone."""
+        if any(number == self._number for number, _ in handles):
+            self._session.close()
+            self._session = self._open()
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _open(self) -> Session:
+        options = self._options
+        session = Session(options)
+        self._number += 1
+        headers = {
+            "consumer-window-size": str(options.prefetch_bytes),
+            # An address that is made by this must be a queue, which keeps messages, and no topic.
+            **({} if "::" in options.queue else {"subscription-type": "ANYCAST"}),
+            "receipt": session.receipt(),
+        }
+        try:
+            subscribe = session.frames.subscribe
+            session.transmit(subscribe, options.queue, _SUBSCRIPTION, ack="client-individual", headers=headers)
+            session.settle("answer the subscription")
+        except DeliveredError:
+            session.close()
+            raise
+        return session
+
+    def _bunch(self, taken: Sequence[Any]) -> Bunch:
+        """Column by column: per message this is what a receiver's own time goes to."""
+        number, options = self._number, self._options
+        headers = [frame.headers for frame in taken]
+        id_header, key_header = options.id_header, options.key_header
+        return Bunch(
+            ids=[None if id_header is None else h.get(id_header) or None for h in headers],
+            keys=[None if key_header is None or (k := h.get(key_header)) is None else k.encode() for h in headers],
+            values=[frame.body for frame in taken],
+            headers=[[(n, v.encode()) for n, v in h.items() if n not in _FRAME] for h in headers],
+            times_us=[_time_us(h.get("timestamp")) for h in headers],
+            handles=[(number, h["ack"]) for h in headers],
+        )
+
+
+def _time_us(given: str | None) -> int | None:
+    return int(given) * 1_000 if given is not None and given.isdecimal() and given != "0" else None

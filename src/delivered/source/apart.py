@@ -1,0 +1,107 @@
+"""Which message of a bunch the log will not take, when it refused the bunch: told by appending ever smaller parts.
+
+One message that cannot be written (a time that is no time, say) must not keep all others from entering, nor come again
+for ever. A message that a full disk refuses is no such one: so what the store refuses counts as bad only if another
+message of the bunch got in. What the code that writes cannot make a record of is bad by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from delivered.contract_queue import Bunch, Entered, Journal
+from delivered.model.limits import REFUSED_IN_A_ROW_MAX
+from delivered.model.outcome import Failed, Ok, Outcome
+
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Raised(Failed):
+    """The code that writes failed, not the store."""
+
+
+def guarded(journal: Journal, bunch: Bunch) -> Outcome[Entered]:
+    """An append whose every failure is an outcome: what messages can make of code, nobody can list."""
+    try:
+        return journal.append(bunch)
+    except Exception as error:
+        return Raised(f"{type(error).__name__}: {error}"[:500])
+
+
+@dataclass
+class Apart:
+    """
+    Attributes:
+        outcome: of all that got in; or what ended it, and then nothing of this may be acknowledged.
+        refused: places of the messages that the log refused alone, every time; reasons: a sentence for each.
+        in_a_row: of them, since a message got in.
+    """
+
+    outcome: Outcome[Entered] = field(default_factory=lambda: Ok(Entered(0, 0, 0)))
+    refused: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    in_a_row: int = 0
+
+
+def append_apart(journal: Journal, bunch: Bunch, times: int, in_a_row: int = 0) -> Apart:
+    """Append what can be, in halves, and halves of these, down to one message.
+
+    Args:
+        times: so often a message is refused alone before it is taken for the cause.
+        in_a_row: messages refused before, since one got in. Above `REFUSED_IN_A_ROW_MAX` it is the log, and ends it.
+    """
+    found = Apart(in_a_row=in_a_row)
+    entered = repeated = tries = 0
+    by_store = ""
+    parts = [range(len(bunch))]
+    while parts:
+        part = parts.pop()
+        done = _tried(journal, bunch.pick(part), times if len(part) == 1 else 1)
+        match done:
+            case Ok(more):
+                entered, repeated, tries = entered + more.entered, repeated + more.repeated, tries + more.tries
+                found.in_a_row = 0 if more.entered else found.in_a_row
+            case Failed(reason) if len(part) > 1:
+                middle = len(part) // 2
+                parts += [part[middle:], part[:middle]]  # the first half is taken first: their order stays
+            case Failed(reason):
+                found.in_a_row += 1
+                if found.in_a_row > REFUSED_IN_A_ROW_MAX:
+                    found.outcome = Failed(f"{found.in_a_row} messages in a row, each alone; the last: {reason}")
+                    return found
+                by_store = by_store if isinstance(done, Raised) else reason
+                found.refused.append(part[0])
+                found.reasons.append(f"the log refused it alone, {times} times: {reason}")
+            case _:
+                found.outcome = done
+                return found
+    found.outcome = Failed(by_store) if by_store and not entered else Ok(Entered(entered, repeated, tries))
+    return found
+
+
+def _tried(journal: Journal, bunch: Bunch, times: int) -> Outcome[Entered]:
+    done = guarded(journal, bunch)
+    for _ in range(times - 1):
+        if not isinstance(done, Failed):
+            break
+        time.sleep(_PAUSE_S)
+        done = guarded(journal, bunch)
+    return done
+
+
+def readable(bunch: Bunch) -> Bunch:
+    """A copy that any log takes, where one refuses the messages as they are: all but id and body as text."""
+    headers = [
+        [("delivered.key", _text(key)), ("delivered.time_us", _text(at)), ("delivered.headers", _text(list(given)))]
+        for key, at, given in zip(bunch.keys, bunch.times_us, bunch.headers, strict=True)
+    ]
+    ids = [None if i is None else i if isinstance(i, str) and i.isprintable() else ascii(i) for i in bunch.ids]
+    values = [v if isinstance(v, bytes) else _text(v) for v in bunch.values]
+    count = len(bunch)
+    return Bunch(ids, [None] * count, values, list(headers), [None] * count, list(bunch.handles))
+
+
+def _text(value: object) -> bytes:
+    return ascii(value).encode()

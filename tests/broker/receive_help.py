@@ -1,0 +1,66 @@
+"""What tests of queues share: messages, a pipeline file, `delivered receive` as users run it, what is in the log."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from delivered.connectors.log import CONNECTOR as LOG
+from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
+from delivered.testing.crash import CRASH, CRASH_DIR
+
+MESSAGES = 3_000
+_STEPS = [s for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER and s is not StepId.RECEIVE_ASIDE]
+POINTS = [f"{s}:{m}" for s in _STEPS for m in Moment]
+"""That a receiver of good messages meets."""
+
+
+def body(n: int) -> bytes:
+    return b"message %d" % n
+
+
+def pipeline_file(folder: Path, system: str, url: str, queue: str, **options: Any) -> Path:
+    source = {"format": system, "url": url, "queue": queue, "log": str(folder / "log")}
+    text = {
+        "pipeline": "orders",
+        "guarantee": "exactly_once",
+        "checkpoint": str(folder / "checkpoint"),
+        "source": {**source, "receiveMessagesMax": 500, "receiveLingerMs": 20, **options},
+        "sinks": [{"format": "sqlite", "path": str(folder / "out.db"), "table": "orders"}],
+    }
+    file = folder / "orders.yaml"
+    file.write_text(json.dumps(text))
+    return file
+
+
+def receive(file: Path, *options: str, crash: str = "") -> subprocess.Popen[str]:
+    (file.parent / "hits").mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "delivered.cli.main", "receive", str(file), "-o", "json", *options]
+    environment = {**os.environ, CRASH: crash, CRASH_DIR: str(file.parent / "hits")}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def entered(log: Path) -> Counter[bytes]:
+    driver = (source := LOG.source({"path": str(log)})).driver()
+    pieces = driver.slices(*driver.batch())
+    return Counter(v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist())
+
+
+def each_once(count: int = MESSAGES) -> Counter[bytes]:
+    return Counter(body(n) for n in range(count))
+
+
+def numbered(count: int = MESSAGES) -> list[tuple[str, bytes]]:
+    return [(f"id{n}", body(n)) for n in range(count)]

@@ -1,0 +1,264 @@
+"""ActiveMQ Artemis through the receiver: `delivered receive` as users run it, killed; the broker killed; bad input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.broker.receive_help import POINTS, each_once, entered, finish, numbered, pipeline_file, receive
+from tests.conftest import Activemq
+
+import delivered
+from delivered import brokers
+from delivered.connectors.activemq.client import Session
+from delivered.connectors.activemq.options import parse
+from delivered.connectors.activemq.queue import ActivemqQueue
+from delivered.connectors.activemq.receiver import ActivemqReceiver
+from delivered.connectors.log import CONNECTOR as LOG
+from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
+from delivered.model.outcome import Ok
+from delivered.testing.crash import hits, release
+
+
+def made_file(folder: Path, activemq: Activemq, queue: str, **options: Any) -> Path:
+    return pipeline_file(folder, "activemq", activemq.url, queue, **{"idHeader": "id", **options})
+
+
+def given(activemq: Activemq, queue: str, **options: str) -> dict[str, str]:
+    return {"url": activemq.url, "queue": queue, "log": "/x", "idHeader": "id", **options}
+
+
+def rows(log: Path) -> list[dict[str, Any]]:
+    driver = (source := LOG.source({"path": str(log), "includeHeaders": "true"})).driver()
+    return [r for p in driver.slices(*driver.batch()) for b in source.read(p) for r in b.to_pylist()]
+
+
+SWEEP = pytest.mark.matrix
+QUICK = ("receive.persist:before", "receive.ack:before")
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=() if p in QUICK else SWEEP) for p in POINTS if p != "receive.take:before"]
+)
+def test_killed_at_a_point_and_started_again(activemq: Activemq, tmp_path: Path, point: str) -> None:
+    queue = activemq.queue()
+    activemq.send(queue, numbered())
+    file = made_file(tmp_path, activemq, queue)
+    dies = receive(file, crash=f"{point}#3!kill")
+    dies.communicate(timeout=60)
+    assert dies.returncode == -signal.SIGKILL
+    assert len(hits(tmp_path / "hits")) == 1
+    said = finish(receive(file, "--idle-seconds", "1.5"))
+    assert entered(tmp_path / "log") == each_once()
+    assert activemq.left(queue) == 0
+    assert said["repeated"] > 0 or point not in ("receive.persist:after", "receive.ack:before")
+
+
+def test_the_broker_is_killed_between_take_and_acknowledgement(
+    new_activemq: Callable[..., Activemq], tmp_path: Path
+) -> None:
+    """What was taken by then cannot be acknowledged any more; it comes again, and enters once."""
+    activemq = new_activemq()
+    queue = activemq.queue()
+    activemq.send(queue, numbered())
+    file = made_file(tmp_path, activemq, queue, receiveMessagesMax=50)
+    process = receive(file, crash="receive.ack:before#3!wait")
+    deadline = time.monotonic() + 60
+    while not (found := hits(tmp_path / "hits")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    activemq.broker.kill()
+    release(found[0][0])
+    activemq.broker.restart()
+    while entered(tmp_path / "log") != each_once():
+        assert time.monotonic() < deadline + 60
+        time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    said = finish(process)
+    assert said["reconnected"] >= 1
+    assert said["unacknowledged"] >= 50
+    assert said["repeated"] >= 50
+    assert activemq.left(queue) == 0
+
+
+def test_two_receivers_and_a_sender_that_sends_again(activemq: Activemq, tmp_path: Path) -> None:
+    queue = activemq.queue()
+    activemq.send(queue, [*numbered(), *numbered()[::3]])
+    file = made_file(tmp_path, activemq, queue, receiveMessagesMax=100, prefetchBytes=100_000)
+    process = receive(file, "--processes", "2", "--idle-seconds", "4")
+    killed = False
+    deadline = time.monotonic() + 30
+    while not killed and time.monotonic() < deadline:
+        time.sleep(1.5)
+        for worker in psutil.Process(process.pid).children():
+            if not killed and "spawn_main" in " ".join(worker.cmdline()):
+                worker.kill()
+                killed = True
+    finish(process)
+    assert killed
+    assert entered(tmp_path / "log") == each_once()
+    assert activemq.left(queue) == 0
+
+
+@SWEEP
+def test_a_receiver_that_is_silent_is_taken_for_gone_and_wakes_up(activemq: Activemq, tmp_path: Path) -> None:
+    """F7: paused past the heart-beats; the broker hands its messages to another one; then it goes on."""
+    queue = activemq.queue()
+    activemq.send(queue, numbered(100))
+    zombie = receive(made_file(tmp_path, activemq, queue, receiveLingerMs=3_000))
+    deadline = time.monotonic() + 60
+    while activemq.left(queue):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    zombie.send_signal(signal.SIGSTOP)
+    while activemq.left(queue) < 100:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    finish(receive(made_file(tmp_path, activemq, queue), "--idle-seconds", "1"))
+    assert entered(tmp_path / "log") == each_once(100)
+    zombie.send_signal(signal.SIGCONT)
+    time.sleep(4)
+    zombie.send_signal(signal.SIGTERM)
+    finish(zombie)
+    assert entered(tmp_path / "log") == each_once(100)
+
+
+def test_bodies_headers_and_ids_come_as_they_were_sent(activemq: Activemq, tmp_path: Path) -> None:
+    queue = activemq.queue()
+    strange = "a:b\\n\n\r é世 \\c"
+    bodies = [
+        b"",
+        b"\x00",
+        b"\x00\xff\n\n\x00",
+        "é世\N{PILE OF POO}".encode(),
+        b"MESSAGE\nid:x\n\n\x00",
+        os.urandom(2_000_000),
+    ]
+    activemq.send(
+        queue, [(f"{strange}{n}", b) for n, b in enumerate(bodies)], **{"käy": strange, "content-type": "x/y"}
+    )
+    finish(receive(made_file(tmp_path, activemq, queue, keyHeader="käy"), "--idle-seconds", "1"))
+    found = rows(tmp_path / "log")
+    assert [r["value"] for r in found] == bodies
+    assert {r["key"] for r in found} == {strange.encode()}
+    assert [r["headers"][0] for r in found] == [
+        {"key": "delivered.id", "value": f"{strange}{n}".encode()} for n in range(len(bodies))
+    ]
+    assert {h["key"] for h in found[0]["headers"]} == {"delivered.id", "id", "n", "käy", "content-type"}
+    assert abs(found[0]["timestamp"].timestamp() - time.time()) < 120
+
+
+def test_no_more_than_the_window_is_held(activemq: Activemq) -> None:
+    queue = activemq.queue()
+    activemq.send(queue, [(str(n), b"x" * 1_000) for n in range(50)])
+    receiver = ActivemqReceiver(parse(given(activemq, queue, prefetchBytes="20000")))
+    handles = [h for _ in range(5) for h in receiver.receive(100, 0.2).handles]
+    assert 10 <= len(handles) <= 20
+    assert receiver.acknowledge(handles[:5]) == Ok(5)
+    more = sum(len(receiver.receive(100, 0.2)) for _ in range(5))
+    assert more == 5
+    receiver.close()
+    assert activemq.left(queue) == 45
+
+
+def test_the_flag_redelivered_lies_and_the_id_does_not(activemq: Activemq) -> None:
+    """Messages that were handed out before come again as if for the first time; the broker's own ids change."""
+    queue = activemq.queue()
+    activemq.send(queue, numbered(10))
+    seen: list[dict[str, tuple[str, str]]] = []
+    for count in (10, 8):
+        session = Session(parse(given(activemq, queue)))
+        headers = {"subscription-type": "ANYCAST"}
+        session.transmit(session.frames.subscribe, queue, "s", ack="client-individual", headers=headers)
+        session.wait(lambda s=session, n=count: len(s.arrived) == n, 10, "send its messages")  # type: ignore[misc]
+        came = [f.headers for f in session.arrived]
+        seen.append({h["id"]: (h["redelivered"], h["message-id"]) for h in came})
+        for headers in came[:2] if count == 10 else ():
+            session.transmit(session.frames.ack, headers["ack"], receipt=session.receipt())
+        session.settle("answer the acknowledgements")
+        session.close()
+    first, again = seen
+    assert set(again) == {f"id{n}" for n in range(2, 10)}
+    assert "false" in {flag for flag, _ in again.values()}
+    assert all(first[i][1] != again[i][1] for i in again)
+
+
+def test_a_message_without_an_id_or_too_large_stops_or_is_set_aside(activemq: Activemq, tmp_path: Path) -> None:
+    queue = activemq.queue()
+    activemq.send(queue, [("a", b"1"), (None, b"2"), ("c", b"333333")])
+    options = given(activemq, queue, log=str(tmp_path / "log"))
+    with pytest.raises(BadRecord, match="set no message id"):
+        delivered.receive(delivered.endpoint("activemq", **options), idle_s=1)
+    deadline = time.monotonic() + 20
+    while activemq.left(queue) != 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    delivered.receive(delivered.endpoint("activemq", **options, badMessages="set_aside", messageBytesMax=5), idle_s=1)
+    assert activemq.left(queue) == 0
+    assert entered(tmp_path / "log") == Counter([b"1"])
+    assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333"])
+
+
+def test_without_a_header_for_ids_all_enter(activemq: Activemq, tmp_path: Path) -> None:
+    queue = activemq.queue()
+    activemq.send(queue, [("a", b"1"), ("a", b"1"), (None, b"2")])
+    options = {k: v for k, v in given(activemq, queue, log=str(tmp_path / "log")).items() if k != "idHeader"}
+    delivered.receive(delivered.endpoint("activemq", **options), idle_s=1)
+    assert entered(tmp_path / "log") == Counter([b"1", b"1", b"2"])
+
+
+def test_bad_input_is_told_clearly(activemq: Activemq, tmp_path: Path) -> None:
+    good = given(activemq, activemq.queue(), log=str(tmp_path / "log"))
+
+    def findings(**other: str) -> dict[str, bool]:
+        return {f.code: f.refuses for f in ActivemqQueue(parse({**good, **other})).preflight()}
+
+    user = activemq.url.replace("//", "//delivered@")
+    assert findings() == {}
+    assert findings(url=user, password="delivered") == {}
+    assert findings(queue="nowhere") == {"QUEUE_NOT_YET": False}
+    assert findings(queue=activemq.queue(durable=False)) == {"QUEUE_NOT_DURABLE": False}
+    assert findings(queue=activemq.queue("MULTICAST")) == {"QUEUE_IS_TOPIC": True}
+    assert findings(queue=activemq.queue(deadLetterAddress="")) == {"QUEUE_DROPS": True}
+    assert findings(queue=activemq.queue(deadLetterAddress="", maxDeliveryAttempts=-1)) == {}
+    assert findings(url=user, password="wrong") == {"ACTIVEMQ_CREDENTIALS": True}
+    assert findings(url="stomp://127.0.0.1:9/") == {"ACTIVEMQ_UNREACHABLE": True}
+    with pytest.raises(UsageError, match="is a topic"):
+        delivered.receive(delivered.endpoint("activemq", **{**good, "queue": activemq.queue("MULTICAST")}))
+    with pytest.raises(Refused, match="turned the user or the password away"):
+        Session(parse({**good, "url": user, "password": "wrong"}))
+    with pytest.raises(Unreachable):
+        Session(parse({**good, "url": "stomp://127.0.0.1:9/"}))
+
+
+def test_a_queue_that_is_deleted_ends_the_receiver(activemq: Activemq) -> None:
+    queue = activemq.queue()
+    receiver = ActivemqReceiver(parse(given(activemq, queue)))
+    activemq.ask("broker", "destroyQueue", queue, True)
+    with pytest.raises(UsageError, match="was deleted"):
+        for _ in range(50):
+            receiver.receive(10, 0.2)
+    receiver.close()
+
+
+def test_the_server_listens_on_the_loopback_alone_and_keeps_its_data(tmp_path: Path) -> None:
+    broker = brokers.start("activemq", tmp_path / "a", dies_with_parent=True, heap_mb=256)
+    server = psutil.Process(broker.pid)
+    listening = {c.laddr.ip for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+    assert server.children() == []
+    made = Activemq(broker)
+    queue = made.queue()
+    made.send(queue, numbered(10))
+    broker.kill()
+    broker.restart()
+    assert made.left(queue) == 10
+    broker.stop()
+    assert not psutil.pid_exists(broker.pid)
