@@ -50,6 +50,11 @@ SOURCES = (
         {**_ACTIVEMQ, "log": "/data/log", "idHeader": "_AMQ_DUPL_ID"},
     ),
     Example("ActiveMQ, whose senders set no id (`idHeader`)", "activemq", {**_ACTIVEMQ, "log": "/data/log"}),
+    Example(
+        "Pulsar",
+        "pulsar",
+        {"url": "pulsar://localhost:6650", "adminUrl": "http://localhost:8080", "topics": "orders"},
+    ),
 )
 SINKS = (
     Example("Kafka", "kafka", {"kafka.bootstrap.servers": "localhost:9092", "topic": "clean"}),
@@ -75,6 +80,16 @@ SINKS = (
         {"url": "amqp://localhost", "exchange": "orders", "routingKey": "clean", "ledger": "/data/ledger.db"},
     ),
     Example("ActiveMQ", "activemq", {**_ACTIVEMQ, "ledger": "/data/ledger.db"}),
+    Example(
+        "Pulsar",
+        "pulsar",
+        {
+            "url": "pulsar://localhost:6650",
+            "adminUrl": "http://localhost:8080",
+            "topic": "clean",
+            "ledger": "/data/ledger.db",
+        },
+    ),
 )
 
 

@@ -380,11 +380,19 @@ class Pulsar:
             said = reply.read()
         return json.loads(said) if said else None
 
-    def topic(self, partitions: int = 0) -> str:
-        """Name of a topic nobody else uses."""
+    def topic(self, partitions: int = 0, namespace: str = "public/default") -> str:
+        """Name of a topic nobody else uses; short in public/default, else full."""
         name = f"t{next(self._names)}"
-        path = f"persistent/public/default/{name}"
+        path = f"persistent/{namespace}/{name}"
         self.admin("PUT", f"{path}/partitions", partitions) if partitions else self.admin("PUT", path, {})
+        return name if namespace == "public/default" else f"persistent://{namespace}/{name}"
+
+    def namespace(self, **policies: Any) -> str:
+        """A fresh namespace with these policies, each as its path below the namespace."""
+        name = f"public/n{next(self._names)}"
+        self.admin("PUT", f"namespaces/{name}", {})
+        for policy, value in policies.items():
+            self.admin("POST", f"namespaces/{name}/{policy}", value)
         return name
 
     def client(self) -> Any:

@@ -65,7 +65,20 @@ assert write_shard(sink, plan, 0, 0, iter(()), schema).prepared is not None
 
 @pytest.mark.parametrize(
     "name",
-    ["activemq", "delta", "files", "iceberg", "kafka", "log", "mysql", "postgres", "rabbitmq", "sqlite", "memory"],
+    [
+        "activemq",
+        "delta",
+        "files",
+        "iceberg",
+        "kafka",
+        "log",
+        "mysql",
+        "postgres",
+        "pulsar",
+        "rabbitmq",
+        "sqlite",
+        "memory",
+    ],
 )
 def test_importing_a_connector_loads_no_client(name: str) -> None:
     if not (SOURCE / "connectors" / name / "__init__.py").exists():
@@ -73,7 +86,18 @@ def test_importing_a_connector_loads_no_client(name: str) -> None:
     loaded = fresh(f"import delivered.connectors.{name} as c; c.CONNECTOR")
     assert loaded.isdisjoint(
         {
-            *("confluent_kafka", "kafka", "deltalake", "pika", "psycopg", "pyiceberg", "pymysql", "sqlite3", "stomp"),
+            *(
+                "confluent_kafka",
+                "kafka",
+                "deltalake",
+                "pika",
+                "psycopg",
+                "pulsar",
+                "pyiceberg",
+                "pymysql",
+                "sqlite3",
+                "stomp",
+            ),
             "pyspark",
         }
     )

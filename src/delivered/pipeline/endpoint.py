@@ -16,7 +16,7 @@ from delivered.pipeline.registry import PREFIX, find_sink, find_source
 SPARK_OWN = "spark:"
 """A format with this prefix is a source of Spark's own, or of a JAR on the session: "spark:kafka"."""
 
-_SHOWN = ("subscribe", "subscribepattern", "assign", "topic", "queue", "exchange", "routingkey", "path")
+_SHOWN = ("subscribe", "subscribepattern", "assign", "topic", "topics", "queue", "exchange", "routingkey", "path")
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,221 @@
+"""Questions to the brokers' HTTP service: which partitions there are, what each has, which messages lie in an entry."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from delivered.connectors.pulsar.options import Place, short_name
+from delivered.connectors.pulsar.positions import Position
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
+
+_PAUSE_S = 0.3
+_REDIRECTS_MAX = 5
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a topic without partitions, or one partition, has.
+
+    Attributes:
+        ledgers: (id, count of entries) of those that are kept, oldest first.
+        last: the last entry that a reader gets.
+        cursors: subscription -> the last entry that it has behind it.
+    """
+
+    ledgers: tuple[tuple[int, int], ...]
+    last: Position
+    cursors: Mapping[str, Position]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """
+    Attributes:
+        messages: in it, as the producer put them there.
+        chunk: number of the chunk that it is, from 0; None: it is none.
+        chunks: of the message.
+        chunked: tells the message from others.
+        hidden: no reader gets it: a marker of the broker, or of a transaction that was aborted.
+    """
+
+    messages: int
+    chunk: int | None
+    chunks: int
+    chunked: str
+    hidden: bool
+
+
+class Missing(Exception):
+    """What was asked for is not there."""
+
+
+class Admin:
+    """Holds no connection. Used by one thread."""
+
+    def __init__(self, options: Place, patient: bool = False) -> None:
+        """
+        Args:
+            patient: the brokers answered before: wait for their restart.
+        """
+        self._options = options
+        self._patient = patient
+        context = ssl.create_default_context(cafile=options.trusted) if options.admin_url.startswith("https") else None
+        handlers = [] if context is None else [urllib.request.HTTPSHandler(context=context)]
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay(), *handlers)
+
+    def partitions(self, topic: str) -> int:
+        """How many the topic has; 0: it is one without partitions, or none."""
+        try:
+            told = self._json("GET", self._path(topic) + "/partitions?checkAllowAutoCreation=false")
+        except Missing:
+            return 0
+        return int(told["partitions"])
+
+    def bounds(self, physical: str) -> Bounds:
+        """Raises UsageError if the topic is not there. It is not made, as asking the client for it would."""
+        try:
+            told = self._json("GET", self._path(physical) + "/internalStats")
+            newest = self._json("GET", self._path(physical) + "/lastMessageId")
+        except Missing:
+            raise self._missing(physical) from None
+        ledgers = [(int(x["ledgerId"]), int(x["entries"])) for x in told["ledgers"]]
+        confirmed = Position.from_text(told["lastConfirmedEntry"])
+        if ledgers:  # the count of the one that is being written is told apart
+            ledgers[-1] = (ledgers[-1][0], max(ledgers[-1][1], int(told["currentLedgerEntries"])))
+        dispatchable = Position(int(newest["ledgerId"]), int(newest["entryId"]))
+        if dispatchable.entry >= 0 and dispatchable.order < confirmed.order:
+            confirmed = dispatchable
+        cursors = {n: Position.from_text(c["markDeletePosition"]) for n, c in told["cursors"].items()}
+        return Bounds(tuple(ledgers), confirmed, cursors)
+
+    def entry(self, physical: str, ledger: int, entry: int) -> Entry | None:
+        """What an entry holds; None: it is gone."""
+        try:
+            headers = self._ask("GET", f"{self._path(physical)}/ledger/{ledger}/entry/{entry}")[0]
+        except Missing:
+            return None
+        chunks = int(headers.get("X-Pulsar-PROPERTY-TOTAL-CHUNKS", 0))
+        return Entry(
+            messages=int(headers.get("X-Pulsar-num-batch-message", 1)),
+            chunk=int(headers["X-Pulsar-PROPERTY-CHUNK-ID"]) if chunks > 1 else None,
+            chunks=chunks,
+            chunked=headers.get("X-Pulsar-uuid", ""),
+            hidden="X-Pulsar-marker-type" in headers or headers.get("X-Pulsar-txn-aborted", "").lower() == "true",
+        )
+
+    def before(self, physical: str, ms: int) -> Position:
+        """The last entry published before a time."""
+        told = self._json("GET", f"{self._path(physical)}/messageid/{ms}")
+        return Position(int(told["ledgerId"]), int(told["entryId"]) - 1)
+
+    def deduplicates(self, physical: str) -> bool | None:
+        """Whether brokers drop what a producer repeats on this topic; None: it cannot be told."""
+        try:
+            told = self._json("GET", self._path(physical) + "/stats").get("deduplicationStatus")
+        except Missing:
+            raise self._missing(physical) from None
+        return None if told is None else told == "Enabled"
+
+    def consumers(self, physical: str, subscription: str) -> int:
+        """How many are connected now."""
+        told = self._json("GET", self._path(physical) + "/stats")["subscriptions"].get(subscription, {})
+        return len(told.get("consumers", ()))
+
+    def move(self, physical: str, subscription: str, to: Position, exists: bool) -> None:
+        """Let a subscription have behind it what is up to `to`; make it if it does not exist."""
+        path = f"{self._path(physical)}/subscription/{quote(subscription, safe='')}"
+        body = {"ledgerId": to.ledger, "entryId": to.entry, "partitionIndex": -1}
+        if exists:
+            self._ask("POST", f"{path}/resetcursor", {**body, "excluded": True})
+        else:
+            self._ask("PUT", path, {**body, "excluded": True})
+
+    def _path(self, topic: str) -> str:
+        domain, _, rest = topic.partition("://")
+        return "/admin/v2/" + domain + "/" + "/".join(quote(part, safe="") for part in rest.split("/"))
+
+    def _missing(self, topic: str) -> UsageError:
+        return UsageError(
+            "TOPIC_MISSING",
+            f"There is no topic {short_name(topic)!r} at {self._options.admin_url}.",
+            next_step="make the topic, or correct its name",
+        )
+
+    def _json(self, method: str, path: str) -> Any:
+        return json.loads(self._ask(method, path)[1])
+
+    def _ask(self, method: str, path: str, body: Any = None) -> tuple[Mapping[str, str], bytes]:
+        deadline = time.monotonic() + (SOURCE_PATIENCE_S if self._patient else 0)
+        while True:
+            try:
+                answer = self._once(method, self._options.admin_url + path, body)
+            except Unreachable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+            else:
+                self._patient = True
+                return answer
+
+    def _once(self, method: str, url: str, body: Any) -> tuple[Mapping[str, str], bytes]:
+        headers = {"Content-Type": "application/json"}
+        if (token := self._options.secret()) is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        data = None if body is None else json.dumps(body).encode()
+        for _ in range(_REDIRECTS_MAX):
+            request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310 - checked: http
+            try:
+                with self._opener.open(request, timeout=CONNECT_TIMEOUT_S) as reply:
+                    return reply.headers, reply.read()
+            except urllib.error.HTTPError as error:
+                with error:
+                    if error.code in (307, 308) and _is_http(error.headers.get("Location", "")):
+                        url = error.headers["Location"]  # the broker that has the topic
+                        continue
+                    raise self._explained(error.code, url, error.read()) from None
+            except (OSError, HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                raise self._unreachable(str(reason) or type(error).__name__) from None
+        raise self._unreachable(f"it sent {_REDIRECTS_MAX} redirections for {url}")
+
+    def _explained(self, code: int, url: str, answer: bytes) -> Exception:
+        said = answer.decode(errors="replace")[:200]
+        if code == 404:
+            return Missing(url)
+        if code in (401, 403):
+            return UsageError(
+                "NOT_PERMITTED",
+                f"{self._options.admin_url} does not permit {urlsplit(url).path} ({code}): {said}",
+                next_step="check the option token; its role needs get_stats and consume (or produce) on the namespace",
+            )
+        if code >= 500:
+            return self._unreachable(f"{code} {said}")
+        return DeliveredError("PULSAR_ADMIN", f"{self._options.admin_url} answered {code} to {url}: {said}")
+
+    def _unreachable(self, said: str) -> Unreachable:
+        return Unreachable(
+            "PULSAR_UNREACHABLE",
+            f"The HTTP service of Pulsar at {self._options.admin_url} did not answer: {said}",
+            next_step="check adminUrl, and that the brokers run and can be reached from here",
+        )
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Redirections are followed by hand: the library would not for all methods."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _is_http(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https")

@@ -1,0 +1,81 @@
+"""Clients, warm in each process, and what the library said as errors of ours."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from delivered.connectors.pulsar.options import Place
+from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S
+
+_warm: dict[tuple[int, str], Any] = {}
+
+
+def pulsar() -> Any:
+    """The client library, imported where it is used. Raises MissingExtra."""
+    try:
+        import pulsar
+    except ImportError:
+        raise MissingExtra("pulsar") from None
+    return pulsar
+
+
+def warm_client(options: Place) -> Any:
+    """A client with these options, connected already if one was asked for before in this process."""
+    name = (os.getpid(), repr((options.url, options.token, options.trusted)))
+    if name not in _warm:
+        _warm[name] = _new_client(options)
+    return _warm[name]
+
+
+def _new_client(options: Place) -> Any:
+    library = pulsar()
+    token = options.secret()
+    try:
+        return library.Client(
+            options.url,
+            authentication=None if token is None else library.AuthenticationToken(token),
+            operation_timeout_seconds=int(CONNECT_TIMEOUT_S),
+            connection_timeout_ms=int(CONNECT_TIMEOUT_S * 1000),
+            tls_trust_certs_file_path=options.trusted,
+            tls_validate_hostname=True,
+            # By itself it reports every try to connect on the standard output.
+            logger=library.ConsoleLogger(library.LoggerLevel.Error),
+        )
+    except library.PulsarException as error:
+        raise explained(error, options, options.url) from None
+
+
+def explained(error: Exception, options: Place, what: str) -> DeliveredError:
+    """What went wrong, in plain words.
+
+    Args:
+        what: the topic that was asked for.
+    """
+    library = pulsar()
+    said = str(error) or type(error).__name__
+    match error:
+        case library.TopicNotFound():
+            return UsageError(
+                "TOPIC_MISSING",
+                f"There is no topic {what!r} at {options.url}: {said}",
+                next_step="make the topic, or correct its name",
+            )
+        case library.AuthenticationError() | library.AuthorizationError():
+            return UsageError(
+                "NOT_PERMITTED",
+                f"{options.url} does not let this client use {what!r}: {said}",
+                next_step="check the option token, and the permissions consume and produce of its role",
+            )
+        case library.MessageTooBig():
+            return BadRecord(
+                "RECORD_TOO_LARGE",
+                f"{what} at {options.url} does not take a message of that size: {said}",
+                next_step="lower the option messageBytesMax, or set chunking to true",
+            )
+    return Unreachable(
+        "PULSAR_UNREACHABLE",
+        f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {said}",
+        next_step="check the option url, and that the brokers run and can be reached from here",
+    )

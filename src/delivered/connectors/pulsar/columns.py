@@ -1,0 +1,118 @@
+"""Columns of the source: those of Kafka, and what is Pulsar's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
+HEADERS = pa.field("headers", pa.list_(HEADER))
+NATIVE = pa.struct(
+    [
+        pa.field("ledger_id", pa.int64()),
+        pa.field("entry_id", pa.int64()),
+        pa.field("batch_index", pa.int32()),
+        pa.field("producer_name", pa.string()),
+        pa.field("event_time", pa.timestamp("us", tz="UTC")),
+    ]
+)
+COLUMNS = pa.schema(
+    [
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+        pa.field("topic", pa.string()),
+        pa.field("partition", pa.int32()),
+        pa.field("offset", pa.int64()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        pa.field("timestampType", pa.int32()),
+        pa.field("native", NATIVE),
+    ]
+)
+_ENTRY_BITS = 28
+_OFFSET_MAX = (1 << 63) - 1
+
+
+class Rows:
+    """Messages of one partition on their way into a batch: lists by column."""
+
+    def __init__(self, topic: str, number: int, headers: bool) -> None:
+        self._topic = topic
+        self._number = max(number, 0)
+        self._with_headers = headers
+        self.bytes = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.bytes = 0
+        self._keys: list[bytes | None] = []
+        self._values: list[bytes | None] = []
+        self._times: list[int] = []
+        self._ids: list[tuple[int, int, int]] = []
+        self._producers: list[str] = []
+        self._events: list[int | None] = []
+        self._headers: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, message: Any, place: tuple[int, int, int]) -> None:
+        """
+        Args:
+            message: of the client library.
+            place: ledger, entry, index in the batch.
+        """
+        value = None if message.has_null_value() else message.data()
+        self.bytes += 64 + (0 if value is None else len(value))
+        key = message.partition_key()
+        self._keys.append(key.encode() if key else None)
+        self._values.append(value)
+        self._times.append(message.publish_timestamp() * 1000)
+        self._ids.append(place)
+        self._producers.append(message.producer_name())
+        event = message.event_timestamp()
+        self._events.append(event * 1000 if event else None)
+        if self._with_headers:
+            properties = message.properties()
+            self._headers.append([(k, v.encode()) for k, v in properties.items()] if properties else None)
+
+    def take(self) -> pa.RecordBatch:
+        """All rows since the last call."""
+        n = len(self)
+        ledgers, entries, indexes = ([i[at] for i in self._ids] for at in range(3))
+        time = pa.timestamp("us", tz="UTC")
+        native = pa.StructArray.from_arrays(
+            [
+                pa.array(ledgers, pa.int64()),
+                pa.array(entries, pa.int64()),
+                pa.array(indexes, pa.int32()),
+                pa.array(self._producers, pa.string()),
+                pa.array(self._events, pa.int64()).cast(time),
+            ],
+            fields=list(NATIVE),
+        )
+        columns = [
+            pa.array(self._keys, pa.binary()),
+            pa.array(self._values, pa.binary()),
+            pa.array([self._topic] * n, pa.string()),
+            pa.array([self._number] * n, pa.int32()),
+            pa.array(_offsets(self._ids), pa.int64()),
+            pa.array(self._times, pa.int64()).cast(time),
+            pa.array([0] * n, pa.int32()),
+            native,
+        ]
+        schema = COLUMNS
+        if self._with_headers:
+            columns.append(pa.array(self._headers, HEADERS.type))
+            schema = schema.append(HEADERS)
+        self._clear()
+        return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _offsets(ids: Sequence[tuple[int, int, int]]) -> list[int | None]:
+    """Ledger and entry in one number, which grows along a partition; messages of one entry share it. Null where it
+    has no room."""
+    found = [(ledger << _ENTRY_BITS) + entry for ledger, entry, _ in ids]
+    return [n if n <= _OFFSET_MAX and entry < 1 << _ENTRY_BITS else None
+            for n, (_, entry, _) in zip(found, ids, strict=True)]  # fmt: skip

@@ -1,0 +1,216 @@
+"""Where a stream stands in the partitions of Pulsar's topics: as options say it, and as it is kept in a checkpoint.
+
+A position is the message that was read last, by the entry that holds it. An entry is what a producer sent at once: one
+message, a batch of them, or a chunk of one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from delivered.contract import Offsets
+from delivered.model.errors import InvariantBroken, UsageError
+
+Partition = tuple[str, int]
+"""Full name of a topic, and the number; -1: the topic has no partitions."""
+
+_TEXT = re.compile(r"(-1|\d+):(-1|\d+)(?::(\d+))?(?:>(\d+))?")
+
+
+def physical(partition: Partition) -> str:
+    """The topic that holds the messages."""
+    topic, number = partition
+    return topic if number < 0 else f"{topic}-partition-{number}"
+
+
+@dataclass(frozen=True)
+class Position:
+    """
+    Attributes:
+        index: of the message in its batch; None: the whole entry was read.
+        follower: the ledger that comes next, known only where `ledger` was closed and read to its end.
+    """
+
+    ledger: int
+    entry: int
+    index: int | None = None
+    follower: int | None = None
+
+    @property
+    def order(self) -> tuple[int, int, float]:
+        return (self.ledger, self.entry, math.inf if self.index is None else self.index)
+
+    def __str__(self) -> str:
+        index = "" if self.index is None else f":{self.index}"
+        follower = "" if self.follower is None else f">{self.follower}"
+        return f"{self.ledger}:{self.entry}{index}{follower}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """Raise ValueError for a text that is no position."""
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise ValueError(text)
+        index, follower = (None if x is None else int(x) for x in found.group(3, 4))
+        return cls(int(found[1]), int(found[2]), index, follower)
+
+
+START = Position(-1, -1)
+"""Before the first message that there is."""
+
+
+@dataclass(frozen=True)
+class Timestamp:
+    """The first message published at or after a time.
+
+    Attributes:
+        ms: since 1970.
+    """
+
+    ms: int
+
+
+EARLIEST, LATEST = "earliest", "latest"
+Spot = Position | Timestamp | str
+"""A position, a time, EARLIEST or LATEST."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where to start or to end.
+
+    Attributes:
+        everywhere: for all partitions; None: each has its own.
+        option: that said so, for errors.
+        stored: what a driver's `initial` gave once: exactly these, whatever Pulsar has now.
+    """
+
+    option: str
+    everywhere: Spot | None = None
+    each: Mapping[Partition, Spot] = field(default_factory=dict)
+    stored: bool = False
+
+    def spot(self, partition: Partition) -> Spot | None:
+        """None: nothing was said about this partition."""
+        return self.each.get(partition) if self.everywhere is None else self.everywhere
+
+
+_MARK = "#positions"
+# No topic's full name begins so.
+
+
+def to_json(at: Mapping[Partition, Position]) -> Offsets:
+    """`{"persistent://public/default/orders": {"0": "12:34"}, "#positions": 1}`."""
+    told: Offsets = {_MARK: 1}
+    for (topic, number), position in sorted(at.items()):
+        told.setdefault(topic, {})[str(number)] = str(position)
+    return told
+
+
+def from_json(told: Offsets) -> dict[Partition, Position]:
+    """Raise InvariantBroken if a checkpoint holds something else."""
+    try:
+        return {
+            (topic, int(n)): Position.from_text(text)
+            for topic, partitions in told.items()
+            if topic != _MARK
+            for n, text in partitions.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise InvariantBroken(
+            "CHECKPOINT_OFFSETS",
+            f"The checkpoint holds offsets that are not of a Pulsar source: {json.dumps(told)[:200]}.",
+            next_step="start from the checkpoint that belongs to this source, or from a new one",
+        ) from None
+
+
+def parse_offsets(owner: str, option: str, text: str) -> Where:
+    """Read "earliest", "latest", JSON like {"orders": {"0": "12:34"}}, or what a driver's `initial` gave."""
+    from delivered.connectors.pulsar.options import full_name
+
+    word = text.strip().lower()
+    if word in (EARLIEST, LATEST):
+        return Where(option, word)
+    wrong = UsageError(
+        "OPTION_VALUE",
+        f'{owner}: option {option!r} is {text[:200]!r}; it must be "earliest", "latest" or '
+        '{"topic": {"0": "ledger:entry"}}.',
+        next_step="name every partition; a message id in base64 is taken too, and earliest and latest",
+    )
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or not data:
+            raise wrong
+        each = {
+            (full_name(owner, topic), int(number)): _spot(said)
+            for topic, partitions in data.items()
+            if topic != _MARK
+            for number, said in partitions.items()
+        }
+    except (ValueError, AttributeError, TypeError, binascii.Error):
+        raise wrong from None
+    if not each:
+        raise wrong
+    return Where(option, each=each, stored=_MARK in data)
+
+
+def parse_timestamp(owner: str, option: str, text: str) -> Where:
+    """Read milliseconds since 1970, for all partitions."""
+    if not re.fullmatch(r"\d{1,16}", text.strip()):
+        raise UsageError("OPTION_VALUE", f"{owner}: option {option!r} is {text!r}; it must be milliseconds since 1970.")
+    return Where(option, Timestamp(int(text)))
+
+
+def _spot(said: Any) -> Spot:
+    if not isinstance(said, str):
+        raise TypeError(said)
+    if said.lower() in (EARLIEST, LATEST):
+        return said.lower()
+    if _TEXT.fullmatch(said):
+        return Position.from_text(said)
+    found = fields(base64.b64decode(said, validate=True))
+    if 1 not in found or 2 not in found:
+        raise ValueError(said)
+    return Position(found[1], found[2], found.get(4) if found.get(4, -1) >= 0 else None)
+
+
+def fields(serialized: bytes) -> dict[int, int]:
+    """The whole numbers in a serialized message id: 1 ledger, 2 entry, 3 partition, 4 index in batch, 6 size of batch.
+
+    Raises:
+        ValueError: that is no message id.
+    """
+    found: dict[int, int] = {}
+    at = 0
+    try:
+        while at < len(serialized):
+            tag, at = _varint(serialized, at)
+            if tag & 7 == 0:
+                value, at = _varint(serialized, at)
+                found[tag >> 3] = value - (1 << 64) if value >> 63 else value
+            elif tag & 7 == 2:  # the id of a first chunk
+                size, at = _varint(serialized, at)
+                at += size
+            else:
+                raise ValueError("no message id")
+    except IndexError:
+        raise ValueError("no message id") from None
+    return found
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, at

@@ -1,0 +1,266 @@
+"""Reads one slice on an executor: the messages of a range of entries of one partition.
+
+Every entry of the range is accounted for: its messages were handed out, or Pulsar says that it holds none of their own
+(a chunk before a message's last one, what no reader gets), or it is gone, which is an error. A message in chunks
+belongs to the slice that holds its last chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.pulsar.admin import Admin
+from delivered.connectors.pulsar.client import explained, pulsar, warm_client
+from delivered.connectors.pulsar.columns import Rows
+from delivered.connectors.pulsar.entries import gone, ranges
+from delivered.connectors.pulsar.options import OWNER, SourceOptions, short_name
+from delivered.connectors.pulsar.positions import Partition, Position, fields, physical
+from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
+
+log = logging.getLogger("delivered.pulsar")
+
+_POLL_MS = 500
+_BATCH_BYTES = 16 << 20
+_QUEUE = 2_000
+_CHUNK_BACK_MAX = 10_000
+"""Entries before a slice that are looked through for the first chunk of a message."""
+
+Place = tuple[int, int, int]
+"""Ledger, entry, index in the batch (-1: no batch)."""
+
+
+def check_connection(options: SourceOptions, topic: str) -> None:
+    """Raise Unreachable or UsageError if the topic cannot be read. The topic must be there: this would make it."""
+    with _reader(options, topic, pulsar().MessageId.latest, inclusive=False):
+        pass
+
+
+def read_slice(
+    options: SourceOptions, partition: Partition, start: Position, end: Position
+) -> Iterator[pa.RecordBatch]:
+    """Messages after `start`, up to all of the entry of `end` (or up to its index there), in their order.
+
+    Bounded memory: what the client holds ready, and one batch. An empty range asks nothing (P17).
+
+    Raises:
+        InvariantBroken: messages of the range are gone, and `failOnDataLoss` is true.
+        Unreachable: the brokers did not answer for two minutes.
+        UsageError: reading is not permitted.
+    """
+    if start.order >= end.order:
+        return
+    yield from _Reading(options, partition, start, end).batches()
+
+
+class _Reading:
+    def __init__(self, options: SourceOptions, partition: Partition, start: Position, end: Position) -> None:
+        self._options = options
+        self._topic = physical(partition)
+        self._name = short_name(self._topic)
+        self._start = start
+        self._end = end
+        self._admin = Admin(options, patient=True)
+        self._rows = Rows(partition[0], partition[1], options.headers)
+        bounds = self._admin.bounds(self._topic)
+        if gone(start, bounds):
+            self._lost(f"messages after {start} of {self._name} are gone before they were read")
+        self._ledgers = bounds.ledgers
+        self._pieces = ranges(start, end, bounds.ledgers)
+        if end.ledger not in {ledger for ledger, _ in bounds.ledgers}:
+            self._lost(f"messages up to {end} of {self._name} are gone before they were read")
+        self._at = 0  # of _pieces
+        self._next = self._pieces[0][1] if self._pieces else 0  # entry that is owed next
+        self._seen: Place = (-1, -1, -1)  # the last message that was handed out
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        rows = self._rows
+        for message, place in self._messages():
+            rows.add(message, place)
+            if len(rows) >= SOURCE_BATCH_RECORDS_MAX or rows.bytes >= _BATCH_BYTES:
+                yield rows.take()
+        if len(rows):
+            yield rows.take()
+
+    def _messages(self) -> Iterator[tuple[Any, Place]]:
+        if not self._pieces:
+            return
+        ledger, entry = self._pieces[0][:2]
+        first = _id(ledger, entry)
+        stop_index = self._end.index
+        waited_s = 0.0
+        with _reader(self._options, self._topic, first, inclusive=True) as reader:
+            while True:
+                asked = time.monotonic()
+                found = _next(reader)
+                if found is None:
+                    waited_s += time.monotonic() - asked
+                    yield from self._account((self._end.ledger, self._end.entry + 1))
+                    if self._done():
+                        return
+                    if waited_s > SOURCE_PATIENCE_S:
+                        raise self._stalled()
+                    continue
+                waited_s = 0.0
+                told = found.message_id()
+                place = (told.ledger_id(), told.entry_id(), told.batch_index())
+                if place <= self._seen:
+                    continue  # the connection was lost, and the broker began again
+                yield from self._account(place[:2])
+                if place[:2] > (self._end.ledger, self._end.entry) or (
+                    stop_index is not None
+                    and place[:2] == (self._end.ledger, self._end.entry)
+                    and place[2] > stop_index
+                ):
+                    return
+                self._seen = place
+                if not self._skipped(place):
+                    yield found, place
+                self._pass(place, told)
+                if self._done():
+                    return
+
+    def _skipped(self, place: Place) -> bool:
+        """Read by the batch before: the range begins within this entry."""
+        start = self._start
+        return start.index is not None and place[:2] == (start.ledger, start.entry) and place[2] <= start.index
+
+    def _pass(self, place: Place, told: Any) -> None:
+        """A message was handed out: its entry is done with the last one of the batch."""
+        size = fields(told.serialize()).get(6, 0) if place[2] >= 0 else 0
+        at_end = self._end.index is not None and place[:2] == (self._end.ledger, self._end.entry)
+        whole = place[2] < 0 or place[2] == size - 1 or (at_end and place[2] == self._end.index)
+        self._go_to(place[0], place[1] + (1 if whole else 0))
+
+    def _go_to(self, ledger: int, entry: int) -> None:
+        while self._at < len(self._pieces) and self._pieces[self._at][0] < ledger:
+            self._step()
+        if self._at < len(self._pieces) and self._pieces[self._at][0] == ledger:
+            self._next = max(self._next, entry)
+            if self._next >= self._pieces[self._at][2]:
+                self._step()
+
+    def _step(self) -> None:
+        self._at += 1
+        self._next = self._pieces[self._at][1] if self._at < len(self._pieces) else 0
+
+    def _done(self) -> bool:
+        return self._at >= len(self._pieces)
+
+    def _account(self, until: tuple[int, int]) -> Iterator[tuple[Any, Place]]:
+        """Entries that are owed and lie before `until`: why did nothing come of them?
+
+        Yields messages in chunks that began before the slice: no client puts these together that starts in it.
+        """
+        while not self._done():
+            ledger, _, _ = self._pieces[self._at]
+            entry = self._next
+            if (ledger, entry) >= until:
+                return
+            held = self._admin.entry(self._topic, ledger, entry)
+            if held is None:
+                self._lost(f"entry {ledger}:{entry} of {self._name} is gone before it was read")
+            elif held.chunk is None and not held.hidden:
+                seen = self._seen[2] + 1 if self._seen[:2] == (ledger, entry) else 0
+                if seen >= held.messages:  # a client that does not tell the size of a batch
+                    self._go_to(ledger, entry + 1)
+                    continue
+                if until == (self._end.ledger, self._end.entry + 1):
+                    return  # it is there, and will come
+                raise InvariantBroken(
+                    "SOURCE_SKIPPED",
+                    f"{OWNER}: the client handed out messages after entry {ledger}:{entry} of {self._name}, and not "
+                    "that one.",
+                    next_step="run the batch again; report it if it happens again",
+                )
+            elif held.chunk is not None and held.chunk == held.chunks - 1:
+                found = self._chunked(held.chunked, ledger, entry)
+                if found is not None:
+                    self._seen = (ledger, entry, -1)
+                    yield found, self._seen
+            self._go_to(ledger, entry + 1)
+
+    def _chunked(self, which: str, ledger: int, entry: int) -> Any:
+        """The message whose last chunk is this entry, read from its first one; None: that is gone."""
+        first = None
+        for place in islice(self._backwards(ledger, entry), _CHUNK_BACK_MAX):
+            held = self._admin.entry(self._topic, *place)
+            if held is not None and held.chunked == which and held.chunk == 0:
+                first = place
+                break
+        if first is None:
+            self._lost(f"the first chunk of the message that ends at {ledger}:{entry} of {self._name} is gone")
+            return None
+        deadline = time.monotonic() + SOURCE_PATIENCE_S
+        with _reader(self._options, self._topic, _id(*first), inclusive=True) as reader:
+            while time.monotonic() < deadline:
+                found = _next(reader)
+                if found is None:
+                    continue
+                told = found.message_id()
+                if (told.ledger_id(), told.entry_id()) == (ledger, entry):
+                    return found
+                if (told.ledger_id(), told.entry_id()) > (ledger, entry):
+                    break
+        raise self._stalled()
+
+    def _backwards(self, ledger: int, entry: int) -> Iterator[tuple[int, int]]:
+        for kept, count in reversed(self._ledgers):
+            if kept <= ledger:
+                for at in range(entry if kept == ledger else count - 1, -1, -1):
+                    yield kept, at
+
+    def _lost(self, what: str) -> None:
+        if self._options.fail_on_data_loss:
+            raise InvariantBroken(
+                "DATA_LOST",
+                f"{OWNER}: {what}: deleted by retention or by somebody, or the topic was deleted and made again.",
+                next_step='find out why; to go on without them, restart with .option("failOnDataLoss", "false")',
+            )
+        log.warning("%s, and failOnDataLoss is false", what, extra={"topic": self._topic})
+
+    def _stalled(self) -> Unreachable:
+        owed = f"{self._pieces[self._at][0]}:{self._next}" if not self._done() else str(self._end)
+        return Unreachable(
+            "PULSAR_STALLED",
+            f"{OWNER}: nothing came from {self._name} at {self._options.url} for {SOURCE_PATIENCE_S:.0f} s; the slice "
+            f"waits for entry {owed}, and ends with {self._end}.",
+            next_step="look at the brokers; the batch will be read again",
+        )
+
+
+@contextmanager
+def _reader(options: SourceOptions, topic: str, start: Any, inclusive: bool) -> Iterator[Any]:
+    library = pulsar()
+    client = warm_client(options)
+    try:
+        made = client.create_reader(topic, start, receiver_queue_size=_QUEUE, start_message_id_inclusive=inclusive)
+    except library.PulsarException as error:
+        raise explained(error, options, short_name(topic)) from None
+    try:
+        yield made
+    finally:
+        try:
+            made.close()
+        except library.PulsarException as error:
+            log.debug("a reader did not close: %s", error)
+
+
+def _id(ledger: int, entry: int) -> Any:
+    library = pulsar()
+    return library.MessageId.deserialize(library.MessageId(-1, ledger, entry, -1).serialize())
+
+
+def _next(reader: Any) -> Any:
+    """A message, or None: nothing came for a while."""
+    try:
+        return reader.read_next(_POLL_MS)
+    except pulsar().Timeout:
+        return None

@@ -1,0 +1,176 @@
+"""The sink: at_least_once and at_most_once. Its ledger lies elsewhere: the Python client has no transactions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.connectors.pulsar.admin import Admin
+from delivered.connectors.pulsar.columns import HEADERS
+from delivered.connectors.pulsar.options import SourceOptions
+from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
+from delivered.connectors.pulsar.sink_options import OWNER, PulsarSinkOptions
+from delivered.contract import Finding, Ledger, Resource, ShardWriter, Sink, Source
+from delivered.model.capability import Commit, SinkCapability
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Failed, Ok, Outcome
+from delivered.model.work import Prepared
+
+_COLUMNS = ("key", "value", "headers", "event_time")
+
+
+@dataclass(frozen=True)
+class PulsarSink:
+    """
+    Attributes:
+        keeper: the sink whose ledger holds what this one's driver records.
+    """
+
+    options: PulsarSinkOptions
+    keeper: Sink
+
+    @property
+    def name(self) -> str:
+        return self.options.default_name
+
+    def capability(self) -> SinkCapability:
+        return SinkCapability(
+            system="pulsar",
+            commit=Commit.NONE,
+            mechanism="acknowledged by the broker",
+            stage="not possible",
+            prepare="not possible",
+            decide="not possible",
+            apply="not possible",
+            send=f"pulsar {self.options.label}: every message acknowledged by the broker",
+            batch_atomic=False,
+            assumes=(f"the ledger {self.options.ledger} is kept as long as the checkpoint",),
+            limits=(
+                "the property delivered.id is the same when a batch runs again with the same rows in the same order: "
+                "who reads can tell a repeat",
+            ),
+        )
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        from delivered.connectors.pulsar.writer import check_connection
+
+        options = self.options
+        admin = Admin(options)
+        try:
+            count = admin.partitions(options.topic)
+            topics = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
+            known = [admin.deduplicates(topic) for topic in topics]
+            check_connection(options)
+        except DeliveredError as error:
+            return [Finding.refusal(error)]
+        if guarantee is Guarantee.AT_MOST_ONCE and not all(known):
+            return [
+                Finding(
+                    "DEDUPLICATION_OFF",
+                    f"The brokers do not drop repeats on {options.label}. The client sends by itself again what was "
+                    "not acknowledged when a connection is lost, so a message could appear twice.",
+                    True,
+                    "pulsar-admin namespaces set-deduplication --enable (or brokerDeduplicationEnabled=true), or "
+                    "guarantee at_least_once",
+                    only=Guarantee.AT_MOST_ONCE,
+                )
+            ]
+        return []
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        names = set(schema.names)
+        if not {"value"} <= names <= set(_COLUMNS):
+            raise UsageError(
+                "COLUMNS",
+                f"{OWNER} writes the column value, and optionally {', '.join(c for c in _COLUMNS if c != 'value')}; "
+                f"it was given {', '.join(schema.names) or 'none'}.",
+                next_step="select these columns, for instance selectExpr('key', 'to_json(struct(*)) AS value')",
+            )
+        for field in schema:
+            wanted = _wanted(field)
+            if wanted is not None:
+                raise UsageError("COLUMN_TYPE", f"{OWNER}: column {field.name!r} is {field.type}; it must be {wanted}.")
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """key and value. Properties and event time are not compared: a message has properties of ours too."""
+        n = batch.num_rows
+        columns = [
+            batch.column(c).cast(pa.binary()) if c in batch.schema.names else pa.nulls(n, pa.binary())
+            for c in ("key", "value")
+        ]
+        # An empty key is none: a reader cannot tell them apart.
+        columns[0] = pc.if_else(pc.equal(pc.binary_length(columns[0]), 0), pa.scalar(None, pa.binary()), columns[0])
+        return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
+
+    def shard_writer(
+        self,
+        work: Work,
+        guarantee: Guarantee,
+        schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
+    ) -> ShardWriter:
+        from delivered.connectors.pulsar.writer import SendingWriter
+
+        return SendingWriter(self.options, work, gives_up=guarantee is Guarantee.AT_MOST_ONCE)
+
+    def read_back(self) -> Source:
+        from delivered.connectors.pulsar.source import PulsarSource
+
+        options = self.options
+        return PulsarSource(
+            SourceOptions(
+                url=options.url,
+                admin_url=options.admin_url,
+                token=options.token,
+                trusted=options.trusted,
+                topics=(options.topic,),
+                starting=Where("startingOffsets", EARLIEST),
+                ending=Where("endingOffsets", LATEST),
+            )
+        )
+
+    def ledger(self, scope: Scope) -> Ledger:
+        return self.keeper.ledger(scope)
+
+    def resource(self, scope: Scope) -> Resource:
+        del scope
+        return _Nothing()
+
+
+def _wanted(field: pa.Field) -> str | None:
+    """What the column must be, if it is not."""
+    kind = field.type
+    match field.name:
+        case "key" | "value":
+            tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string)
+            return None if any(fits(kind) for fits in (*tests, pa.types.is_null)) else "text or binary"
+        case "headers":
+            return None if kind.equals(HEADERS.type) else "array<struct<key: string, value: binary>>"
+    return None if pa.types.is_timestamp(kind) else "timestamp"
+
+
+class _Nothing:
+    """There is never a participant: what is sent is visible."""
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        del prepared
+        return Failed(f"shard {work.shard} was sent, and cannot be held back")
+
+    def applied(self, work: Work) -> bool:
+        del work
+        return False
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        del prepared
+        return Ok(None)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        del keep
+        return Ok(0)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,290 @@
+"""The Pulsar source: which messages a batch takes, and whether those that it wanted are still there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from delivered.connectors.pulsar.admin import Admin, Bounds, Missing
+from delivered.connectors.pulsar.columns import COLUMNS, HEADERS
+from delivered.connectors.pulsar.entries import cut, gone, rest
+from delivered.connectors.pulsar.options import OWNER, SourceOptions, refuse_latest_start, short_name
+from delivered.connectors.pulsar.positions import (
+    EARLIEST,
+    LATEST,
+    START,
+    Partition,
+    Position,
+    Timestamp,
+    Where,
+    from_json,
+    physical,
+    to_json,
+)
+from delivered.contract import Finding, Offsets, Slice
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.source.ranges import admit
+
+log = logging.getLogger("delivered.pulsar")
+
+_Look = Mapping[Partition, Bounds]
+
+
+@dataclass(frozen=True)
+class PulsarSource:
+    """`delivered_pulsar` as a source. Holds options, no connection."""
+
+    options: SourceOptions
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        return self.options.rows_max
+
+    def capability(self) -> SourceCapability:
+        kept = "by its subscription or by retention" if self.options.subscription else "by retention, or a subscription"
+        assumes = [f"Pulsar keeps the messages of {self.options.what} until their batch is logged ({kept})"]
+        if not self.options.fail_on_data_loss:
+            assumes.append(
+                "failOnDataLoss is false: messages that Pulsar deletes before they are read are lost, with a warning"
+            )
+        return SourceCapability(system="pulsar", replayable=True, assumes=tuple(assumes))
+
+    def preflight(self) -> Sequence[Finding]:
+        from delivered.connectors.pulsar.reader import check_connection
+
+        admin, options = Admin(self.options), self.options
+        try:
+            look = _look(admin, options)
+            check_connection(options, physical(next(iter(look))))
+            subscription = options.subscription
+            if subscription is not None:
+                used = [physical(p) for p in look if admin.consumers(physical(p), subscription)]
+                if used:
+                    return [
+                        Finding(
+                            "SUBSCRIPTION_IN_USE",
+                            f"The subscription {subscription!r} of {short_name(used[0])} has consumers; what they read "
+                            "and acknowledge would be mixed with the pipeline's progress.",
+                            True,
+                            "name a subscription that nobody uses",
+                        )
+                    ]
+        except DeliveredError as error:
+            return [Finding.refusal(error)]
+        return []
+
+    def schema(self) -> pa.Schema:
+        return COLUMNS.append(HEADERS) if self.options.headers else COLUMNS
+
+    def driver(self) -> PulsarDriver:
+        return PulsarDriver(self.options)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        from delivered.connectors.pulsar.reader import read_slice
+
+        topic, number, start, end = piece.data
+        return read_slice(self.options, (topic, number), Position.from_text(start), Position.from_text(end))
+
+
+class PulsarDriver:
+    """The driver's hand on the source."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._admin = Admin(options)
+        self._frozen: _Look | None = None
+        self._told: dict[Partition, Position] = {}
+
+    def initial(self) -> Offsets:
+        options = self._options
+        if options.ending is not None:
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{OWNER}: option 'endingOffsets' is for a batch read; a stream has no end.",
+                next_step="take it out, or use spark.read",
+            )
+        where = options.starting or Where("startingOffsets", LATEST)
+        if where.stored:
+            at = {p: s for p, s in where.each.items() if isinstance(s, Position)}
+        else:
+            at = self._resolve(where, self._frozen or self._look())
+        self._hold(at)
+        return to_json(at)
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
+        before = from_json(start)
+        look = self._frozen or self._look()
+        at = self._begin(before, look)
+        sizes = {p: rest(at[p], look[p].last, look[p].ledgers) for p in look}
+        # In proportion to the entries that wait; the limit counts messages, of which an entry may hold many.
+        shares = admit({p: n * (rows_max or 1) for p, n in sizes.items()}, rows_max)
+        ends: dict[Partition, Position] = {}
+        for p, bounds in look.items():
+            if sizes[p] == 0:
+                ends[p] = at[p] if p in before else bounds.last
+            elif rows_max is None:
+                ends[p] = bounds.last
+            else:
+                ends[p] = cut(self._admin, physical(p), at[p], bounds, shares[p])
+            ends[p] = _with_follower(ends[p], bounds)
+        if ends == before:
+            return start
+        return to_json(ends)
+
+    def newest(self) -> Offsets | None:
+        return to_json({p: b.last for p, b in self._look().items()})
+
+    def freeze(self) -> None:
+        self._frozen = self._look()
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        first, last = from_json(start), from_json(end)
+        pieces = []
+        for partition, stop in sorted(last.items()):
+            begin = first.get(partition, START)
+            if begin.order < stop.order and stop.entry >= 0:
+                lane = short_name(physical(partition))
+                pieces.append(Slice((*partition, str(begin), str(stop)), lane=lane))
+        return pieces
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        starting = self._options.starting or Where("startingOffsets", EARLIEST)
+        refuse_latest_start(starting)
+        look = self._look()
+        start = self._resolve(starting, look)
+        end = self._resolve(self._options.ending or Where("endingOffsets", LATEST), look)
+        for partition, position in start.items():
+            if position.order > end[partition].order and end[partition].entry >= 0:
+                raise UsageError(
+                    "OPTION_VALUE",
+                    f"{OWNER}: {short_name(physical(partition))} would be read from {position} to {end[partition]}, "
+                    "which is before its start.",
+                    next_step="correct the starting and ending offsets",
+                )
+        return to_json(start), to_json(end)
+
+    def acknowledge(self, end: Offsets) -> None:
+        if self._options.subscription is None:
+            return
+        try:
+            self._hold(from_json(end))
+        except DeliveredError as error:
+            # The checkpoint is what counts. The next batch tells it again.
+            log.warning("the subscription %r was not moved: %s", self._options.subscription, error)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _hold(self, at: Mapping[Partition, Position]) -> None:
+        """Move the subscription, so that what is after these positions is kept."""
+        name = self._options.subscription
+        if name is None:
+            return
+        for partition, position in at.items():
+            if self._told.get(partition) == position:
+                continue
+            topic = physical(partition)
+            bounds = self._admin.bounds(topic)
+            behind = bounds.cursors.get(name)
+            # Of a batch that is read in part, the whole is kept.
+            wanted = position if position.index is None else Position(position.ledger, position.entry - 1)
+            if behind is None or behind.order < wanted.order:
+                self._admin.move(topic, name, wanted, exists=behind is not None)
+            self._told[partition] = position
+
+    def _look(self) -> _Look:
+        return _look(self._admin, self._options)
+
+    def _resolve(self, where: Where, look: _Look) -> dict[Partition, Position]:
+        silent = [p for p in look if where.spot(p) is None]
+        foreign = [p for p in where.each if p not in look]
+        if silent or foreign:
+            found = short_name(physical((silent or foreign)[0]))
+            problem = f"says nothing of {found}" if silent else f"names {found}, not read here"
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{OWNER}: option {where.option!r} {problem}; it must name every partition that is read, and no other.",
+                next_step="name them all; earliest and latest can stand for a position",
+            )
+        found_at: dict[Partition, Position] = {}
+        for partition, bounds in look.items():
+            match where.spot(partition):
+                case Position() as position:
+                    found_at[partition] = self._existing(where, partition, position, bounds)
+                case Timestamp(ms):
+                    found_at[partition] = self._at_time(partition, ms, bounds)
+                case str() as word:
+                    found_at[partition] = START if word == EARLIEST else bounds.last
+        return found_at
+
+    def _existing(self, where: Where, partition: Partition, position: Position, bounds: Bounds) -> Position:
+        """A position that the user named must exist."""
+        beyond = position.order[:2] > bounds.last.order[:2]
+        if self._options.fail_on_data_loss and (beyond or gone(position, bounds)):
+            first = bounds.ledgers[0][0] if bounds.ledgers else "none"
+            raise UsageError(
+                "OFFSET_OUT_OF_RANGE",
+                f"{OWNER}: option {where.option!r} names {position} of {short_name(physical(partition))}, which has "
+                f"ledgers from {first}, and ends at {bounds.last}.",
+                next_step='name a position that exists, or .option("failOnDataLoss", "false")',
+            )
+        return bounds.last if beyond else position
+
+    def _at_time(self, partition: Partition, ms: int, bounds: Bounds) -> Position:
+        try:
+            found = self._admin.before(physical(partition), ms)
+        except Missing:
+            return bounds.last
+        # Never beyond the end of the look: a message may have come since.
+        return min(found, bounds.last, key=lambda p: p.order)
+
+    def _begin(self, before: Mapping[Partition, Position], look: _Look) -> dict[Partition, Position]:
+        """Where each partition's batch begins."""
+        at: dict[Partition, Position] = {}
+        for partition, position in before.items():
+            name = short_name(physical(partition))
+            if partition not in look:
+                self._lost(f"{name} is not there any more, or not read any more")
+            elif gone(position, look[partition]):
+                first = look[partition].ledgers[0][0] if look[partition].ledgers else "none"
+                self._lost(
+                    f"{name} has ledgers from {first}; what came after {position}, where this stream stands, was "
+                    "deleted, or the topic was"
+                )
+            elif position.order[:2] > look[partition].last.order[:2] and position.entry >= 0:
+                self._lost(f"{name} ends at {look[partition].last}, before {position}, where this stream stands")
+        for partition in look:
+            at[partition] = before.get(partition, START)
+        return at
+
+    def _lost(self, what: str) -> None:
+        if self._options.fail_on_data_loss:
+            raise InvariantBroken(
+                "DATA_LOST",
+                f"{OWNER}: {what}; messages may be lost.",
+                next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
+            )
+        log.warning("%s; messages may be lost, and failOnDataLoss is false", what)
+
+
+def _look(admin: Admin, options: SourceOptions) -> _Look:
+    """What Pulsar has at one moment."""
+    found: dict[Partition, Bounds] = {}
+    for topic in options.topics:
+        count = admin.partitions(topic)
+        for number in range(count) if count else (-1,):
+            found[topic, number] = admin.bounds(physical((topic, number)))
+    return found
+
+
+def _with_follower(position: Position, bounds: Bounds) -> Position:
+    """Note which ledger comes next where one was read to its end: it alone can tell later that nothing was between."""
+    ids = [ledger for ledger, _ in bounds.ledgers]
+    if position.index is not None or position.ledger not in ids[:-1]:
+        return replace(position, follower=position.follower)
+    at = ids.index(position.ledger)
+    return replace(position, follower=ids[at + 1]) if position.entry + 1 >= bounds.ledgers[at][1] else position

@@ -1,0 +1,238 @@
+"""Pulsar as a sink: what arrives after a kill, under the two guarantees it can give; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.conftest import Pulsar
+
+import delivered
+from delivered.connectors.log import append
+from delivered.connectors.pulsar.columns import HEADERS
+from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.pipeline.registry import find_sink, find_source
+from delivered.plan import Plan, Refusal
+from delivered.testing.supervisor import run
+
+ROWS = 4_000
+SCHEMA = pa.schema([("value", pa.binary())])
+
+
+def rows(count: int, first: int = 0) -> pa.RecordBatch:
+    return pa.record_batch([pa.array([b"row %d" % n for n in range(first, first + count)])], schema=SCHEMA)
+
+
+def sink(folder: Path, pulsar: Pulsar, topic: str, **options: str) -> Any:
+    return find_sink("pulsar", {**pulsar.options, "topic": topic, "ledger": str(folder / "ledger.db"), **options})
+
+
+def writer(made: Any, guarantee: Guarantee = Guarantee.AT_LEAST_ONCE, batch: int = 0) -> Any:
+    return made.shard_writer(Work(Scope("p", "s", "i"), batch, 0), guarantee, SCHEMA)
+
+
+def taken(pulsar: Pulsar, topic: str) -> list[dict[str, Any]]:
+    """All that is in the topic."""
+    source = find_source("pulsar", {**pulsar.options, "topics": topic, "includeHeaders": "true"})
+    driver = source.driver()
+    return [r for piece in driver.slices(*driver.batch()) for b in source.read(piece) for r in b.to_pylist()]
+
+
+def ids(found: list[dict[str, Any]]) -> list[str]:
+    return [h["value"].decode() for r in found for h in r["headers"] if h["key"] == "delivered.id"]
+
+
+@pytest.mark.parametrize("partitions", [0, 3])
+def test_all_rows_arrive_with_ids_that_a_replay_repeats(pulsar: Pulsar, tmp_path: Path, partitions: int) -> None:
+    topic = pulsar.topic(partitions)
+    made = sink(tmp_path, pulsar, topic)
+    assert [f for g in Guarantee for f in made.preflight(g)] == []
+    for _ in range(2):
+        task = writer(made)
+        task.stage(rows(2_500))
+        task.stage(rows(1_500, 2_500))
+        assert task.prepare(Fingerprint()) == {}
+    found = taken(pulsar, topic)
+    assert Counter(r["value"] for r in found) == Counter({b"row %d" % n: 2 for n in range(ROWS)})
+    assert len(set(ids(found))) == ROWS
+    assert {r["value"] for r, i in zip(found, ids(found), strict=True) if i == "p.s.i.0.0.17"} == {b"row 17"}
+    assert {r["partition"] for r in found} == set(range(max(1, partitions)))
+
+
+def test_columns_become_what_a_message_has(pulsar: Pulsar, tmp_path: Path) -> None:
+    topic, at = pulsar.topic(4), datetime.fromtimestamp(1_700_000_000.5, UTC)
+    batch = pa.record_batch(
+        [
+            pa.array(["hello", "", None, "hello"]),
+            pa.array([b"a", b"", None, b"d"]),
+            pa.array([[{"key": "h", "value": b"x"}], None, [], None], HEADERS.type),
+            pa.array([at, None, None, None], pa.timestamp("us", tz="UTC")),
+        ],
+        names=["key", "value", "headers", "event_time"],
+    )
+    made = sink(tmp_path, pulsar, topic)
+    made.check_schema(batch.schema)
+    task = writer(made)
+    task.stage(batch)
+    task.prepare(Fingerprint())
+    found = {r["value"]: r for r in taken(pulsar, topic)}
+    assert set(found) == {b"a", b"", None, b"d"}
+    assert [found[v]["key"] for v in (b"a", b"", None, b"d")] == [b"hello", None, None, b"hello"]
+    assert found[b"a"]["partition"] == found[b"d"]["partition"] == 99162322 % 4, "not where Java's client puts the key"
+    assert [h for h in found[b"a"]["headers"] if h["key"] == "h"] == [{"key": "h", "value": b"x"}]
+    assert found[b"a"]["native"]["event_time"] == at
+    driver = made.read_back().driver()
+    back = [b for piece in driver.slices(*driver.batch()) for b in made.read_back().read(piece)]
+    table = pa.Table.from_batches(back).select(["key", "value"])
+    seen, sent = (Counter(map(str, t.to_pylist())) for t in (table, made.records(batch)))
+    assert seen == sent
+    for wrong in (
+        pa.schema([("key", pa.binary())]),
+        pa.schema([("value", pa.int64())]),
+        SCHEMA.append(pa.field("x", pa.int8())),
+    ):
+        with pytest.raises(UsageError):
+            made.check_schema(wrong)
+
+
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "write.flush:after",
+        "log:before",
+        pytest.param("write.send:after", marks=pytest.mark.matrix),
+        pytest.param("commit.record:before", marks=pytest.mark.matrix),
+    ],
+)
+def test_killed_and_started_again(pulsar: Pulsar, tmp_path: Path, guarantee: str, point: str) -> None:
+    topic = pulsar.topic()
+    append(str(tmp_path / "log"), pa.Table.from_batches([rows(ROWS)]))
+    file = tmp_path / "p.yaml"
+    pipeline = {
+        "pipeline": "p",
+        "guarantee": guarantee,
+        "checkpoint": str(tmp_path / "checkpoint"),
+        "source": {"format": "log", "path": str(tmp_path / "log"), "maxOffsetsPerTrigger": 1_000},
+        "transform": {"select": ["value"]},
+        "sinks": [{"format": "pulsar", **pulsar.options, "topic": topic, "ledger": str(tmp_path / "ledger.db")}],
+    }
+    file.write_text(json.dumps(pipeline))
+    command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
+    done = run(command, f"{point}@batch=1", tmp_path / "hits", timeout_s=50)
+    assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
+    found = Counter(r["value"] for r in taken(pulsar, topic))
+    if guarantee == "at_least_once":
+        assert set(found) == {b"row %d" % n for n in range(ROWS)}
+        # Before the flush, what was staged may have left or not.
+        twice = {"log:before": {1}, "write.send:after": {1, 2}}.get(point, {2})
+        assert max(found.values()) in twice
+    else:
+        assert max(found.values()) == 1
+        told = subprocess.run(
+            [sys.executable, "-m", "delivered.verify.loop", str(file), "--accounts"], capture_output=True, check=True
+        )
+        accounts = json.loads(told.stdout)
+        assert ROWS - len(found) <= accounts["given_up"] <= 1_000
+        assert (accounts["given_up"] == 0) == (point == "log:before")
+
+
+def test_exactly_once_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    def plan(guarantee: str) -> Plan | Refusal:
+        at = {"url": "pulsar://x:1", "adminUrl": "http://x:1", "topic": "t", "ledger": str(tmp_path / "l.db")}
+        return delivered.Pipeline(
+            name="p",
+            guarantee=guarantee,
+            checkpoint="/nowhere",
+            source=delivered.log("/nowhere/log"),
+            sinks=[delivered.endpoint("pulsar", **at)],
+        ).plan(offline=True)
+
+    refused = plan("exactly_once")
+    assert isinstance(refused, Refusal)
+    assert "DELIVERED_SINK_CANNOT_COMMIT" in str(refused)
+    assert "at_least_once" in str(refused)
+    for guarantee in ("at_least_once", "at_most_once"):
+        assert f"p: {guarantee} by" in str(plan(guarantee))
+
+
+def test_a_topic_that_is_missing_or_takes_no_such_message_is_an_error(pulsar: Pulsar, tmp_path: Path) -> None:
+    (finding,) = sink(tmp_path, pulsar, "nobody").preflight(Guarantee.AT_LEAST_ONCE)
+    assert (finding.code, finding.refuses) == ("TOPIC_MISSING", True)
+    topic, long = pulsar.topic(), bytes(6 << 20)
+    task = writer(sink(tmp_path, pulsar, topic))
+    with pytest.raises(BadRecord, match=r"RECORD_TOO_LARGE.*chunking"):
+        task.stage(pa.record_batch([pa.array([b"a", long, b"b"])], schema=SCHEMA))
+        task.prepare(Fingerprint())
+    task.abort()
+    task = writer(sink(tmp_path, pulsar, topic, messageBytesMax=str(10 << 20)))  # above the broker's limit
+    with pytest.raises(BadRecord, match=r"RECORD_TOO_LARGE.*messageBytesMax"):
+        task.stage(pa.record_batch([pa.array([b"a", long, b"b"])], schema=SCHEMA))
+        task.prepare(Fingerprint())
+    task.abort()
+    task = writer(sink(tmp_path, pulsar, topic, chunking="true"))
+    task.stage(pa.record_batch([pa.array([long])], schema=SCHEMA))
+    assert task.prepare(Fingerprint()) == {}
+    assert taken(pulsar, topic)[-1]["value"] == long
+    task = writer(sink(tmp_path, pulsar, topic))
+    with pytest.raises(BadRecord, match="UTF-8"):
+        task.stage(pa.record_batch([pa.array([b"\xff"]), pa.array([b"v"])], names=["key", "value"]))
+    task.abort()
+
+
+def test_a_namespace_without_deduplication_is_refused_for_at_most_once(pulsar: Pulsar, tmp_path: Path) -> None:
+    made = sink(tmp_path, pulsar, pulsar.topic(2, namespace=pulsar.namespace(deduplication=False)))
+    assert made.preflight(Guarantee.AT_LEAST_ONCE) == []
+    (finding,) = made.preflight(Guarantee.AT_MOST_ONCE)
+    assert (finding.code, finding.refuses, finding.only) == ("DEDUPLICATION_OFF", True, Guarantee.AT_MOST_ONCE)
+    assert "set-deduplication" in (finding.next_step or "")
+
+
+def test_a_broker_killed_under_a_task(
+    new_pulsar: Callable[..., Pulsar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: the client sends again what was not acknowledged; the broker's deduplication drops what it has already. A
+    broker that stays away leaves it unknown."""
+    pulsar = new_pulsar()
+    topic = pulsar.topic()
+    made = sink(tmp_path, pulsar, topic)
+    task = writer(made, Guarantee.AT_MOST_ONCE)
+    again: threading.Timer | None = None
+    for n in range(40):
+        task.stage(rows(1_000, 1_000 * n))
+        if n == 20:
+            pulsar.broker.kill()
+            again = threading.Timer(0.1, pulsar.broker.restart)
+            again.start()
+    assert task.prepare(Fingerprint()) == {}
+    assert again is not None
+    again.join()
+    assert Counter(r["value"] for r in taken(pulsar, topic)) == Counter(b"row %d" % n for n in range(40_000))
+
+    monkeypatch.setattr("delivered.connectors.pulsar.writer.REQUEST_TIMEOUT_S", 5.0)
+    sure, once = writer(made), writer(made, Guarantee.AT_MOST_ONCE)
+    for task in (sure, once):
+        task.stage(rows(100))
+    os.kill(pulsar.broker.pid, signal.SIGSTOP)
+    for task in (sure, once):
+        task.stage(rows(100, 100))
+    pulsar.broker.kill()
+    with pytest.raises(OutcomeUnknown, match="did not acknowledge"):
+        sure.prepare(Fingerprint())
+    assert 0 < once.prepare(Fingerprint())["given_up"] <= 200
+    for task in (sure, once):
+        task.abort()
