@@ -543,8 +543,11 @@ class Activemq:
 
     def left(self, queue: str) -> int:
         """Messages that are ready for somebody."""
-        count, held = (self.ask(f"queue.{queue}", attribute=a) for a in ("messageCount", "deliveringCount"))
-        return int(count) - int(held)
+        return self.kept(queue) - int(self.ask(f"queue.{queue}", attribute="deliveringCount"))
+
+    def kept(self, queue: str) -> int:
+        """Messages that the broker holds, those that somebody was handed included."""
+        return int(self.ask(f"queue.{queue}", attribute="messageCount"))
 
     def consumers(self, queue: str) -> int:
         return int(self.ask(f"queue.{queue}", attribute="consumerCount"))

@@ -56,8 +56,12 @@ def test_killed_at_a_point_and_started_again(activemq: Activemq, tmp_path: Path,
     assert dies.returncode == -signal.SIGKILL
     assert len(hits(tmp_path / "hits")) == 1
     said = finish(receive(file, "--idle-seconds", "1.5"))
+    # On a busy machine the broker may take longer than that to take back what the dead one held.
+    deadline = time.monotonic() + 60
+    while activemq.kept(queue) and time.monotonic() < deadline:
+        finish(receive(file, "--idle-seconds", "1.5"))
+    assert activemq.kept(queue) == 0
     assert entered(tmp_path / "log") == each_once()
-    assert activemq.left(queue) == 0
     assert said["repeated"] > 0 or point not in ("receive.persist:after", "receive.ack:before")
 
 
