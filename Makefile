@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# About half of the time that all tests take; Spark's stay together, in their order.
+BESIDE := tests/crash tests/spark tests/verify
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-kafka test check format bench bench-postgres bench-delta peers verify soak docs lock clean
 
@@ -29,13 +32,13 @@ demo: setup ## flights through a pipeline that is killed nine times; no server n
 demo-kafka: setup ## the same over a real Kafka, which is fetched and started
 	$(BIN)/python -m examples.demo --kafka
 
-test: setup ## all tests, with real servers; those that start Spark run beside the others
+test: setup ## all tests, with real servers, in two processes: half an hour on two cores
 	@mkdir -p build
-	@$(BIN)/python -m pytest tests/spark tests/verify > build/test-spark.log 2>&1 & spark=$$!; \
-	$(BIN)/python -m pytest --ignore=tests/spark --ignore=tests/verify; others=$$?; \
-	echo "waiting for tests/spark and tests/verify: build/test-spark.log"; \
-	wait $$spark; spark=$$?; cat build/test-spark.log; \
-	test $$others -eq 0 && test $$spark -eq 0
+	@$(BIN)/python -m pytest $(BESIDE) > build/test-beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); others=$$?; \
+	echo "waiting for $(BESIDE): build/test-beside.log"; \
+	wait $$beside; beside=$$?; cat build/test-beside.log; \
+	test $$others -eq 0 && test $$beside -eq 0
 
 check: setup ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
