@@ -93,6 +93,8 @@ class Session:
             call(*arguments, **named)
         except (stomp().exception.StompException, OSError) as error:
             with self.changed:
+                # The broker says why before it closes the connection, and its word may be on its way still.
+                self.changed.wait_for(lambda: self.failed is not None, _CLOSE_S)
                 self.failed = self.failed or self._unreachable(str(error) or type(error).__name__)
             raise self.failed from error
 

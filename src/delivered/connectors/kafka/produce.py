@@ -57,9 +57,13 @@ class ProducerId:
     epoch: int
 
 
+_CONSEQUENCES = frozenset({"_PURGE_QUEUE", "_PURGE_INFLIGHT"})
+"""What the client tells records that it dropped because of another one's failure."""
+
+
 @dataclass
 class Failures:
-    """Records that could not be delivered: how many, and what the first was told.
+    """Records that could not be delivered: how many, and what the first was told that failed by itself.
 
     Attributes:
         largest: bytes of key and value of the largest of them.
@@ -76,7 +80,7 @@ class Failures:
     by_name: dict[str, int] = field(default_factory=dict)
 
     def add(self, code: int, name: str, size: int) -> None:
-        if self.count == 0:
+        if self.count == 0 or self.name in _CONSEQUENCES:
             self.code, self.name = code, name
         self.count += 1
         self.largest = max(self.largest, size)
