@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -52,6 +55,35 @@ def test_clients_are_led_back_to_the_proxy_and_lost_replies_are_sent_again(
     assert sorted(f.rule for f in fired) == ["lose_reply:produce"] * 2 + ["lose_request:produce"][: len(fired) - 2]
     assert proxy.frames["produce"] > 2
     assert sorted(r.value for r in topic.read()) == sorted(r.value for r in sent)
+
+
+@pytest.mark.parametrize("api", [Api.METADATA, Api.FIND_COORDINATOR, Api.DESCRIBE_CLUSTER, Api.PRODUCE, Api.FETCH])
+def test_no_reply_names_the_broker_itself(api: Api) -> None:
+    """A broker that is not yet the leader answers Produce and Fetch with the leader's address; it does so for a moment
+    after a topic was made, too short to wait for it, so the frames are written here."""
+    with socket.create_server(("127.0.0.1", 0)) as broker:
+        port = int(broker.getsockname()[1])
+
+        def answer() -> None:
+            connection, _ = broker.accept()
+            with connection:
+                request = connection.recv(1024)
+                named = request[8:12] + b"\x0a127.0.0.1" + struct.pack(">i", port) + b"\x00"
+                connection.sendall(struct.pack(">i", len(named)) + named)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        proxy = Proxy(f"127.0.0.1:{port}")
+        try:
+            mine = int(proxy.bootstrap.rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", mine), 10) as client:
+                frame = struct.pack(">hhih", api, 12, 7, 1) + b"c"
+                client.sendall(struct.pack(">i", len(frame)) + frame)
+                reply = client.makefile("rb").read(4 + 4 + 10 + 4 + 1)
+        finally:
+            proxy.close()
+            answering.join()
+    assert reply[8:-1] == b"\x0a127.0.0.1" + struct.pack(">i", mine)
 
 
 def test_a_lost_reply_means_that_the_broker_did_the_work(proxy: Proxy, topic: Topic, fired: list[Fired]) -> None:

@@ -37,7 +37,9 @@ class Api(IntEnum):
     DESCRIBE_CLUSTER = 60
 
 
-_NAMES_BROKERS = frozenset({Api.METADATA, Api.FIND_COORDINATOR, Api.DESCRIBE_CLUSTER})
+# Produce and Fetch name the partition's leader when the broker that was asked is not, or not yet, the leader (KIP-951):
+# a client that reads this goes there at once, without asking for metadata.
+_NAMES_BROKERS = frozenset({Api.METADATA, Api.FIND_COORDINATOR, Api.DESCRIBE_CLUSTER, Api.PRODUCE, Api.FETCH})
 
 
 @dataclass
