@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,36 +12,22 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.conftest import Activemq
 
-import delivered
 from delivered.connectors.activemq.options import DUPLICATE_ID, parse
 from delivered.connectors.activemq.receiver import ActivemqReceiver
-from delivered.connectors.log import append
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
 from delivered.pipeline.registry import find_sink
-from delivered.plan import Plan, Refusal
-from delivered.testing.supervisor import run
 
-ROWS = 4_000
 QUICK = {("at_least_once", "write.flush:after"), ("at_most_once", "write.send:after")}
-SCHEMA = pa.schema([("value", pa.binary())])
-
-
-def rows(count: int, first: int = 0) -> pa.RecordBatch:
-    return pa.record_batch([pa.array([b"row %d" % n for n in range(first, first + count)])], schema=SCHEMA)
 
 
 def sink(folder: Path, url: str, queue: str, **options: str) -> Any:
     ledger = str(folder / "ledger.db")
     return find_sink("activemq", {"url": url, "queue": queue, "ledger": ledger, **options})
-
-
-def writer(made: Any, guarantee: Guarantee = Guarantee.AT_LEAST_ONCE, batch: int = 0) -> Any:
-    return made.shard_writer(Work(Scope("p", "s", "i"), batch, 0), guarantee, SCHEMA)
 
 
 def taken(activemq: Activemq, queue: str, id_header: str = DUPLICATE_ID) -> list[tuple[str | None, bytes]]:
@@ -102,65 +86,22 @@ def test_the_broker_drops_a_repeat_within_its_cache_and_not_beyond(
     [
         pytest.param(g, p, marks=() if (g, p) in QUICK else pytest.mark.matrix)
         for g in ("at_least_once", "at_most_once")
-        for p in ("write.send:after", "write.flush:after", "commit.record:before", "log:before")
+        for p in POINTS
     ],
 )
 def test_killed_and_started_again(activemq: Activemq, tmp_path: Path, guarantee: str, point: str) -> None:
     queue = activemq.queue()
-    append(str(tmp_path / "log"), pa.Table.from_batches([rows(ROWS)]))
-    file = tmp_path / "p.yaml"
-    pipeline = {
-        "pipeline": "p",
-        "guarantee": guarantee,
-        "checkpoint": str(tmp_path / "checkpoint"),
-        "source": {"format": "log", "path": str(tmp_path / "log"), "maxOffsetsPerTrigger": 1_000},
-        "transform": {"select": ["value"]},
-        "sinks": [
-            {
-                "format": "activemq",
-                "url": activemq.url,
-                "queue": queue,
-                "ledger": str(tmp_path / "ledger.db"),
-                "idHeader": "id",  # by another one the broker drops nothing
-            }
-        ],
-    }
-    file.write_text(json.dumps(pipeline))
-    command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
-    done = run(command, f"{point}@batch=1", tmp_path / "hits", timeout_s=50)
-    assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
-    found = Counter(v for _, v in taken(activemq, queue))
-    if guarantee == "at_least_once":
-        assert set(found) == {b"row %d" % n for n in range(ROWS)}
-        # Before the flush, what was staged may have left or not.
-        twice = {"log:before": {1}, "write.send:after": {1, 2}}.get(point, {2})
-        assert max(found.values()) in twice
-    else:
-        assert max(found.values()) == 1
-        told = subprocess.run(
-            [sys.executable, "-m", "delivered.verify.loop", str(file), "--accounts"], capture_output=True, check=True
-        )
-        accounts = json.loads(told.stdout)
-        assert ROWS - len(found) <= accounts["given_up"] <= 1_000
-        assert (accounts["given_up"] == 0) == (point == "log:before")
+    sink = {
+        "format": "activemq",
+        "url": activemq.url,
+        "queue": queue,
+        "idHeader": "id",
+    }  # by it the broker drops nothing
+    killed_and_started_again(tmp_path, sink, guarantee, point, lambda: (v for _, v in taken(activemq, queue)))
 
 
 def test_exactly_once_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    def plan(guarantee: str) -> Plan | Refusal:
-        return delivered.Pipeline(
-            name="p",
-            guarantee=guarantee,
-            checkpoint="/nowhere",
-            source=delivered.log("/nowhere/log"),
-            sinks=[delivered.endpoint("activemq", url="stomp://x/", queue="q", ledger=str(tmp_path / "l.db"))],
-        ).plan(offline=True)
-
-    refused = plan("exactly_once")
-    assert isinstance(refused, Refusal)
-    assert "DELIVERED_SINK_CANNOT_COMMIT" in str(refused)
-    assert "at_least_once" in str(refused)
-    for guarantee in ("at_least_once", "at_most_once"):
-        assert f"p: {guarantee} by" in str(plan(guarantee))
+    exactly_once_is_refused(tmp_path, "activemq", url="stomp://x/", queue="q")
 
 
 def test_a_queue_that_is_not_there_and_not_made_is_an_error(activemq: Activemq, tmp_path: Path) -> None:

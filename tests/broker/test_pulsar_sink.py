@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,33 +13,18 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.broker.send_help import ROWS, SCHEMA, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.conftest import Pulsar
 
-import delivered
-from delivered.connectors.log import append
 from delivered.connectors.pulsar.columns import HEADERS
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
 from delivered.pipeline.registry import find_sink, find_source
-from delivered.plan import Plan, Refusal
-from delivered.testing.supervisor import run
-
-ROWS = 4_000
-SCHEMA = pa.schema([("value", pa.binary())])
-
-
-def rows(count: int, first: int = 0) -> pa.RecordBatch:
-    return pa.record_batch([pa.array([b"row %d" % n for n in range(first, first + count)])], schema=SCHEMA)
 
 
 def sink(folder: Path, pulsar: Pulsar, topic: str, **options: str) -> Any:
     return find_sink("pulsar", {**pulsar.options, "topic": topic, "ledger": str(folder / "ledger.db"), **options})
-
-
-def writer(made: Any, guarantee: Guarantee = Guarantee.AT_LEAST_ONCE, batch: int = 0) -> Any:
-    return made.shard_writer(Work(Scope("p", "s", "i"), batch, 0), guarantee, SCHEMA)
 
 
 def taken(pulsar: Pulsar, topic: str) -> list[dict[str, Any]]:
@@ -121,53 +103,12 @@ def test_columns_become_what_a_message_has(pulsar: Pulsar, tmp_path: Path) -> No
 )
 def test_killed_and_started_again(pulsar: Pulsar, tmp_path: Path, guarantee: str, point: str) -> None:
     topic = pulsar.topic()
-    append(str(tmp_path / "log"), pa.Table.from_batches([rows(ROWS)]))
-    file = tmp_path / "p.yaml"
-    pipeline = {
-        "pipeline": "p",
-        "guarantee": guarantee,
-        "checkpoint": str(tmp_path / "checkpoint"),
-        "source": {"format": "log", "path": str(tmp_path / "log"), "maxOffsetsPerTrigger": 1_000},
-        "transform": {"select": ["value"]},
-        "sinks": [{"format": "pulsar", **pulsar.options, "topic": topic, "ledger": str(tmp_path / "ledger.db")}],
-    }
-    file.write_text(json.dumps(pipeline))
-    command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
-    done = run(command, f"{point}@batch=1", tmp_path / "hits", timeout_s=50)
-    assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
-    found = Counter(r["value"] for r in taken(pulsar, topic))
-    if guarantee == "at_least_once":
-        assert set(found) == {b"row %d" % n for n in range(ROWS)}
-        # Before the flush, what was staged may have left or not.
-        twice = {"log:before": {1}, "write.send:after": {1, 2}}.get(point, {2})
-        assert max(found.values()) in twice
-    else:
-        assert max(found.values()) == 1
-        told = subprocess.run(
-            [sys.executable, "-m", "delivered.verify.loop", str(file), "--accounts"], capture_output=True, check=True
-        )
-        accounts = json.loads(told.stdout)
-        assert ROWS - len(found) <= accounts["given_up"] <= 1_000
-        assert (accounts["given_up"] == 0) == (point == "log:before")
+    sink = {"format": "pulsar", **pulsar.options, "topic": topic}
+    killed_and_started_again(tmp_path, sink, guarantee, point, lambda: (r["value"] for r in taken(pulsar, topic)))
 
 
 def test_exactly_once_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    def plan(guarantee: str) -> Plan | Refusal:
-        at = {"url": "pulsar://x:1", "adminUrl": "http://x:1", "topic": "t", "ledger": str(tmp_path / "l.db")}
-        return delivered.Pipeline(
-            name="p",
-            guarantee=guarantee,
-            checkpoint="/nowhere",
-            source=delivered.log("/nowhere/log"),
-            sinks=[delivered.endpoint("pulsar", **at)],
-        ).plan(offline=True)
-
-    refused = plan("exactly_once")
-    assert isinstance(refused, Refusal)
-    assert "DELIVERED_SINK_CANNOT_COMMIT" in str(refused)
-    assert "at_least_once" in str(refused)
-    for guarantee in ("at_least_once", "at_most_once"):
-        assert f"p: {guarantee} by" in str(plan(guarantee))
+    exactly_once_is_refused(tmp_path, "pulsar", url="pulsar://x:1", adminUrl="http://x:1", topic="t")
 
 
 def test_a_topic_that_is_missing_or_takes_no_such_message_is_an_error(pulsar: Pulsar, tmp_path: Path) -> None:
@@ -223,7 +164,7 @@ def test_a_broker_killed_under_a_task(
     again.join()
     assert Counter(r["value"] for r in taken(pulsar, topic)) == Counter(b"row %d" % n for n in range(40_000))
 
-    monkeypatch.setattr("delivered.connectors.pulsar.writer.REQUEST_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("delivered.connectors.pulsar.publish.REQUEST_TIMEOUT_S", 5.0)
     sure, once = writer(made), writer(made, Guarantee.AT_MOST_ONCE)
     for task in (sure, once):
         task.stage(rows(100))

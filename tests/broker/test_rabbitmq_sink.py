@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
+from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.conftest import Rabbitmq
 
-import delivered
-from delivered.connectors.log import append
 from delivered.connectors.rabbitmq.options import parse
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
 from delivered.pipeline.registry import find_sink
-from delivered.plan import Plan, Refusal
-from delivered.testing.supervisor import run
-
-ROWS = 4_000
-SCHEMA = pa.schema([("value", pa.binary())])
-
-
-def rows(count: int, first: int = 0) -> pa.RecordBatch:
-    return pa.record_batch([pa.array([b"row %d" % n for n in range(first, first + count)])], schema=SCHEMA)
 
 
 def sink(folder: Path, url: str, queue: str, **options: str) -> Any:
     ledger = str(folder / "ledger.db")
     return find_sink("rabbitmq", {"url": url, "routingKey": queue, "ledger": ledger, **options})
-
-
-def writer(made: Any, guarantee: Guarantee = Guarantee.AT_LEAST_ONCE, batch: int = 0) -> Any:
-    return made.shard_writer(Work(Scope("p", "s", "i"), batch, 0), guarantee, SCHEMA)
 
 
 def taken(rabbitmq: Rabbitmq, queue: str) -> list[tuple[str | None, bytes]]:
@@ -72,57 +53,15 @@ def test_all_rows_arrive_confirmed_with_ids_that_a_replay_repeats(rabbitmq: Rabb
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
-@pytest.mark.parametrize("point", ["write.send:after", "write.flush:after", "commit.record:before", "log:before"])
+@pytest.mark.parametrize("point", POINTS)
 def test_killed_and_started_again(rabbitmq: Rabbitmq, tmp_path: Path, guarantee: str, point: str) -> None:
     queue = rabbitmq.queue()
-    append(str(tmp_path / "log"), pa.Table.from_batches([rows(ROWS)]))
-    file = tmp_path / "p.yaml"
-    pipeline = {
-        "pipeline": "p",
-        "guarantee": guarantee,
-        "checkpoint": str(tmp_path / "checkpoint"),
-        "source": {"format": "log", "path": str(tmp_path / "log"), "maxOffsetsPerTrigger": 1_000},
-        "transform": {"select": ["value"]},
-        "sinks": [
-            {"format": "rabbitmq", "url": rabbitmq.url, "routingKey": queue, "ledger": str(tmp_path / "ledger.db")}
-        ],
-    }
-    file.write_text(json.dumps(pipeline))
-    command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
-    done = run(command, f"{point}@batch=1", tmp_path / "hits", timeout_s=50)
-    assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
-    found = Counter(v for _, v in taken(rabbitmq, queue))
-    if guarantee == "at_least_once":
-        assert set(found) == {b"row %d" % n for n in range(ROWS)}
-        # Before the flush, what was staged may have left or not.
-        twice = {"log:before": {1}, "write.send:after": {1, 2}}.get(point, {2})
-        assert max(found.values()) in twice
-    else:
-        assert max(found.values()) == 1
-        told = subprocess.run(
-            [sys.executable, "-m", "delivered.verify.loop", str(file), "--accounts"], capture_output=True, check=True
-        )
-        accounts = json.loads(told.stdout)
-        assert ROWS - len(found) <= accounts["given_up"] <= 1_000
-        assert (accounts["given_up"] == 0) == (point == "log:before")
+    sink = {"format": "rabbitmq", "url": rabbitmq.url, "routingKey": queue}
+    killed_and_started_again(tmp_path, sink, guarantee, point, lambda: (v for _, v in taken(rabbitmq, queue)))
 
 
 def test_exactly_once_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    def plan(guarantee: str) -> Plan | Refusal:
-        return delivered.Pipeline(
-            name="p",
-            guarantee=guarantee,
-            checkpoint="/nowhere",
-            source=delivered.log("/nowhere/log"),
-            sinks=[delivered.endpoint("rabbitmq", url="amqp://x/", routingKey="q", ledger=str(tmp_path / "l.db"))],
-        ).plan(offline=True)
-
-    refused = plan("exactly_once")
-    assert isinstance(refused, Refusal)
-    assert "DELIVERED_SINK_CANNOT_COMMIT" in str(refused)
-    assert "at_least_once" in str(refused)
-    for guarantee in ("at_least_once", "at_most_once"):
-        assert f"p: {guarantee} by" in str(plan(guarantee))
+    exactly_once_is_refused(tmp_path, "rabbitmq", url="amqp://x/", routingKey="q")
 
 
 def test_a_message_that_no_queue_takes_is_an_error(rabbitmq: Rabbitmq, tmp_path: Path) -> None:

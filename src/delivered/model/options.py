@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from delivered.model.errors import UsageError
 
@@ -111,6 +112,29 @@ def whole_number(owner: str, name: str, value: str, low: int, high: int | None =
 def flag(owner: str, name: str, value: str) -> bool:
     """Read a true/false option."""
     return choice(owner, name, value, ["true", "false"]) == "true"
+
+
+def server_url(owner: str, url: str, schemes: Sequence[str], example: str, known_password: str | None = None) -> str:
+    """Check the option url of a message broker: one of these schemes, a host, no password in it.
+
+    Args:
+        known_password: one that is no secret.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in schemes and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        shown = url.rpartition("@")[2]
+        raise UsageError("OPTION_VALUE", f"{owner}: option 'url' ends with {shown!r}; it must be like {example}.")
+    if parts.password not in (None, known_password):
+        raise UsageError(
+            "PASSWORD_IN_URL",
+            f"{owner}: the url holds a password; it would appear in plans and logs.",
+            next_step="take it out, and set the option password to env:NAME or file:PATH",
+        )
+    return url
 
 
 def resolve_secret(name: str, value: str) -> str:

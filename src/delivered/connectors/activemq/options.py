@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from delivered.model.errors import UsageError
-from delivered.model.options import Option, OptionTable, whole_number
+from delivered.model.options import Option, OptionTable, server_url, whole_number
 from delivered.source.received import OPTIONS
 
 DUPLICATE_ID = "_AMQ_DUPL_ID"
@@ -16,6 +15,9 @@ DUPLICATE_ID = "_AMQ_DUPL_ID"
 PREFETCH_BYTES = 16 << 20
 PREFETCH_BYTES_MAX = 64 << 20
 PORT = 61613
+
+_SCHEMES = ("stomp",)
+_EXAMPLE = "stomp://user@host:61613"
 
 _PLACE = (
     Option("url", "stomp://user@host:61613; no password in it.", required=True),
@@ -116,7 +118,7 @@ def parse(options: Mapping[str, str]) -> ActivemqOptions:
     owner = SOURCE_OPTIONS.owner
     size = options.get("prefetchBytes", str(PREFETCH_BYTES))
     return ActivemqOptions(
-        url=_checked_url(owner, options["url"]),
+        url=server_url(owner, options["url"], _SCHEMES, _EXAMPLE),
         password=options.get("password"),
         queue=options["queue"],
         key_header=options.get("keyHeader") or None,
@@ -129,30 +131,10 @@ def parse_sink(options: Mapping[str, str]) -> ActivemqSinkOptions:
     """As `parse`."""
     options = SINK_OPTIONS.restore(options)
     return ActivemqSinkOptions(
-        url=_checked_url(SINK_OPTIONS.owner, options["url"]),
+        url=server_url(SINK_OPTIONS.owner, options["url"], _SCHEMES, _EXAMPLE),
         password=options.get("password"),
         queue=options["queue"],
         key_header=options.get("keyHeader") or None,
         id_header=options.get("idHeader") or DUPLICATE_ID,
         ledger=options["ledger"],
     )
-
-
-def _checked_url(owner: str, url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme == "stomp" and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        usable = False
-    if not usable:
-        shown = url.rpartition("@")[2]
-        raise UsageError(
-            "OPTION_VALUE", f"{owner}: option 'url' ends with {shown!r}; it must be like stomp://user@host:61613."
-        )
-    if parts.password is not None:
-        raise UsageError(
-            "PASSWORD_IN_URL",
-            f"{owner}: the url holds a password; it would appear in plans and logs.",
-            next_step="take it out, and set the option password to env:NAME or file:PATH",
-        )
-    return url

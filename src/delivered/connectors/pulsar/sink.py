@@ -13,24 +13,18 @@ from delivered.connectors.pulsar.columns import HEADERS
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.connectors.pulsar.sink_options import OWNER, PulsarSinkOptions
-from delivered.contract import Finding, Ledger, Resource, ShardWriter, Sink, Source
-from delivered.model.capability import Commit, SinkCapability
+from delivered.contract import Finding, ShardWriter, Sink, Source
+from delivered.model.capability import SinkCapability
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
-from delivered.model.outcome import Failed, Ok, Outcome
-from delivered.model.work import Prepared
+from delivered.model.identity import Work
+from delivered.sending.sink import SendingSink, sends
 
 _COLUMNS = ("key", "value", "headers", "event_time")
 
 
 @dataclass(frozen=True)
-class PulsarSink:
-    """
-    Attributes:
-        keeper: the sink whose ledger holds what this one's driver records.
-    """
-
+class PulsarSink(SendingSink):
     options: PulsarSinkOptions
     keeper: Sink
 
@@ -39,16 +33,10 @@ class PulsarSink:
         return self.options.default_name
 
     def capability(self) -> SinkCapability:
-        return SinkCapability(
-            system="pulsar",
-            commit=Commit.NONE,
+        return sends(
+            "pulsar",
             mechanism="acknowledged by the broker",
-            stage="not possible",
-            prepare="not possible",
-            decide="not possible",
-            apply="not possible",
             send=f"pulsar {self.options.label}: every message acknowledged by the broker",
-            batch_atomic=False,
             assumes=(f"the ledger {self.options.ledger} is kept as long as the checkpoint",),
             limits=(
                 "the property delivered.id is the same when a batch runs again with the same rows in the same order: "
@@ -57,7 +45,7 @@ class PulsarSink:
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        from delivered.connectors.pulsar.writer import check_connection
+        from delivered.connectors.pulsar.publish import check_connection
 
         options = self.options
         admin = Admin(options)
@@ -113,9 +101,9 @@ class PulsarSink:
         guarantee: Guarantee,
         schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
     ) -> ShardWriter:
-        from delivered.connectors.pulsar.writer import SendingWriter
+        from delivered.connectors.pulsar.writer import PulsarWriter
 
-        return SendingWriter(self.options, work, gives_up=guarantee is Guarantee.AT_MOST_ONCE)
+        return PulsarWriter(self.options, work, gives_up=guarantee is Guarantee.AT_MOST_ONCE)
 
     def read_back(self) -> Source:
         from delivered.connectors.pulsar.source import PulsarSource
@@ -133,13 +121,6 @@ class PulsarSink:
             )
         )
 
-    def ledger(self, scope: Scope) -> Ledger:
-        return self.keeper.ledger(scope)
-
-    def resource(self, scope: Scope) -> Resource:
-        del scope
-        return _Nothing()
-
 
 def _wanted(field: pa.Field) -> str | None:
     """What the column must be, if it is not."""
@@ -151,26 +132,3 @@ def _wanted(field: pa.Field) -> str | None:
         case "headers":
             return None if kind.equals(HEADERS.type) else "array<struct<key: string, value: binary>>"
     return None if pa.types.is_timestamp(kind) else "timestamp"
-
-
-class _Nothing:
-    """There is never a participant: what is sent is visible."""
-
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        del prepared
-        return Failed(f"shard {work.shard} was sent, and cannot be held back")
-
-    def applied(self, work: Work) -> bool:
-        del work
-        return False
-
-    def abort(self, prepared: Prepared) -> Outcome[None]:
-        del prepared
-        return Ok(None)
-
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        del keep
-        return Ok(0)
-
-    def close(self) -> None:
-        """Nothing is open."""

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from delivered.model.errors import UsageError
-from delivered.model.options import Option, OptionTable, whole_number
+from delivered.model.options import Option, OptionTable, server_url, whole_number
 from delivered.source.received import OPTIONS
 
 PREFETCH = 20_000
 PREFETCH_MAX = 65_535
 """AMQP's field for it has 16 bits."""
+
+_SCHEMES = ("amqp", "amqps")
+_EXAMPLE = "amqp://user@host:5672/vhost"
+_KNOWN_PASSWORD = "guest"  # noqa: S105 - RabbitMQ's default, for localhost alone
 
 SOURCE_OPTIONS = OptionTable(
     "delivered_rabbitmq source",
@@ -105,7 +108,7 @@ def parse(options: Mapping[str, str]) -> RabbitmqOptions:
     options = SOURCE_OPTIONS.restore(options)
     owner = SOURCE_OPTIONS.owner
     return RabbitmqOptions(
-        url=_checked_url(owner, options["url"]),
+        url=server_url(owner, options["url"], _SCHEMES, _EXAMPLE, _KNOWN_PASSWORD),
         password=options.get("password"),
         queue=options["queue"],
         prefetch=whole_number(owner, "prefetch", options.get("prefetch", str(PREFETCH)), 1, PREFETCH_MAX),
@@ -116,29 +119,9 @@ def parse_sink(options: Mapping[str, str]) -> RabbitmqSinkOptions:
     """As `parse`."""
     options = SINK_OPTIONS.restore(options)
     return RabbitmqSinkOptions(
-        url=_checked_url(SINK_OPTIONS.owner, options["url"]),
+        url=server_url(SINK_OPTIONS.owner, options["url"], _SCHEMES, _EXAMPLE, _KNOWN_PASSWORD),
         password=options.get("password"),
         exchange=options.get("exchange", ""),
         routing_key=options.get("routingKey"),
         ledger=options["ledger"],
     )
-
-
-def _checked_url(owner: str, url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("amqp", "amqps") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        usable = False
-    if not usable:
-        shown = url.rpartition("@")[2]
-        raise UsageError(
-            "OPTION_VALUE", f"{owner}: option 'url' ends with {shown!r}; it must be like amqp://user@host:5672/vhost."
-        )
-    if parts.password is not None and parts.password != "guest":  # noqa: S105 - RabbitMQ's default, for localhost alone
-        raise UsageError(
-            "PASSWORD_IN_URL",
-            f"{owner}: the url holds a password; it would appear in plans and logs.",
-            next_step="take it out, and set the option password to env:NAME or file:PATH",
-        )
-    return url

@@ -1,72 +1,33 @@
-"""A task's side: what is staged is visible. Ids are the same when a batch runs again, so receivers can tell repeats."""
+"""A task's side: how rows become messages."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pyarrow as pa
 
 from delivered.connectors.rabbitmq.client import pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.publish import Message, Publisher
-from delivered.model.errors import OutcomeUnknown, Unreachable
-from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
+from delivered.sending.columns import body, column
+from delivered.sending.writer import SendingWriter
 
-_ROWS = 1_000
 
-
-class SendingWriter:
-    """
-    Args:
-        gives_up: at_most_once: a message whose confirm is lost is counted and not sent again.
-    """
-
+class RabbitmqWriter(SendingWriter[Message]):
     def __init__(self, options: RabbitmqSinkOptions, work: Work, gives_up: bool) -> None:
+        super().__init__(work, gives_up)
         self._options = options
-        self._gives_up = gives_up
-        scope = work.scope
-        self._id = f"{scope.pipeline}.{scope.sink}.{scope.incarnation}.{work.batch}.{work.shard}"
-        self._rows = 0
-        self._publisher: Publisher | None = None
 
-    def stage(self, batch: pa.RecordBatch) -> None:
-        if self._publisher is None:
-            self._publisher = Publisher(self._options)
-        for at in range(0, batch.num_rows, _ROWS):
-            self._publisher.send(self._messages(batch.slice(at, _ROWS)))
-
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        del fingerprint
-        publisher = self._publisher
-        if publisher is None:
-            return {}
-        try:
-            publisher.flush()
-        except (OutcomeUnknown, Unreachable):
-            if not self._gives_up:
-                raise
-            return {"given_up": publisher.unconfirmed}
-        finally:
-            publisher.close()
-        return {}
-
-    def abort(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+    def _connect(self) -> Publisher:
+        return Publisher(self._options)
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
         make = pika().BasicProperties
         fixed = self._options.routing_key
-        names = rows.schema.names
-        values = rows.column("value").to_pylist()
-        keys = rows.column("key").to_pylist() if fixed is None else [fixed] * len(values)
-        ids = rows.column("message_id").to_pylist() if "message_id" in names else [None] * len(values)
+        keys = column(rows, "key") if fixed is None else [fixed] * rows.num_rows
         messages = []
-        for key, value, given in zip(keys, values, ids, strict=True):
-            message_id = given if given is not None else f"{self._id}.{self._rows}"
-            self._rows += 1
+        for key, value, given in zip(keys, column(rows, "value"), column(rows, "message_id"), strict=True):
+            own = self._next_id()
+            message_id = own if given is None else given
             routing_key = "" if key is None else key if isinstance(key, str) else key.decode()
-            body = b"" if value is None else value.encode() if isinstance(value, str) else value
-            messages.append(Message(routing_key, body, make(message_id=message_id, delivery_mode=2)))
+            messages.append(Message(routing_key, body(value), make(message_id=message_id, delivery_mode=2)))
         return messages

@@ -1,0 +1,1 @@
+"""What connectors share whose system cannot hold a message back: what is sent is visible."""
