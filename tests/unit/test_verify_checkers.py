@@ -99,6 +99,12 @@ def test_a_batch_seen_in_part_is_torn_only_where_the_sink_claims_atomic_batches(
     assert judge(replace(good, batches=None)).verdict is Verdict.UNKNOWN
 
 
+def test_a_record_of_two_batches_does_not_tell_which_of_them_was_seen() -> None:
+    both = evidence(batches={0: frozenset("ab"), 1: frozenset("bcd")}, batch_atomic=True)
+    assert judge(replace(both, snapshots=[(1.0, frozenset("ab"))])).verdict is Verdict.HELD
+    assert judge(replace(both, snapshots=[(1.0, frozenset("abc"))])).verdict is Verdict.BROKEN
+
+
 def test_the_oracle_belongs_to_the_guarantee() -> None:
     twice, missing = ("a", "b", "b", "c"), ("a", "c")
     assert judge(evidence(*twice, guarantee=AT_LEAST)).verdict is Verdict.HELD

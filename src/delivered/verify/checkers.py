@@ -86,17 +86,22 @@ def aborted_read(evidence: Evidence) -> Finding:
 
 
 def torn_batch(evidence: Evidence) -> Finding:
-    """A reader saw a part of a batch, where the sink claims that a batch is visible whole or not at all."""
+    """A reader saw a part of a batch, where the sink claims that a batch is visible whole or not at all.
+
+    An effect that several batches have in common does not tell which of them was seen.
+    """
     if not evidence.batch_atomic:
         return Finding("torn_batch", Verdict.HELD, note="the sink does not claim it")
     if evidence.batches is None:
         return Finding("torn_batch", Verdict.UNKNOWN, note="which records make a batch is not known")
     if not evidence.snapshots:
         return Finding("torn_batch", Verdict.UNKNOWN, note="nobody saw the whole sink at once")
+    batches_of = Counter(effect for batch in evidence.batches.values() for effect in batch)
+    own = {number: {e for e in batch if batches_of[e] == 1} for number, batch in evidence.batches.items()}
     torn = [
         f"batch {number} at {at_s:.2f} s: {len(batch & visible)} of {len(batch)}"
         for at_s, visible in evidence.snapshots
-        for number, batch in evidence.batches.items()
+        for number, batch in own.items()
         if batch & visible and not batch <= visible
     ]
     return _found("torn_batch", torn, f"{len(evidence.snapshots)} snapshots, {len(evidence.batches)} batches")

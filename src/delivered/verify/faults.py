@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import attempts, expiry, scripts, tables
+from delivered.verify import attempts, expiry, scripts, tables, zombies
 from delivered.verify.fault import (
     AT_LEAST,
     AT_MOST,
@@ -196,7 +196,7 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
             f"zombie-{step}",
             "F7",
             f"a driver is paused before {scripts.point(guarantee, step)}, another takes over, the first wakes up",
-            scripts.zombie(step),
+            zombies.zombie(step, kind.locked),
             ("paused", "woken up"),
             quick=guarantee is EXACTLY and kind.name == SQLITE and step == "decide",
         )
@@ -204,7 +204,7 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
         "second-driver",
         "F7",
         "a second driver starts on the checkpoint of a living one",
-        scripts.second_driver,
+        zombies.second_driver,
         ("second driver",),
     )
     if guarantee is EXACTLY and kind.name == KAFKA:

@@ -236,47 +236,6 @@ def disk_full(bench: Bench) -> None:
     bench.drain()
 
 
-# -- F7: zombies -----------------------------------------------------------------------------------------
-
-
-def zombie(step: str) -> Script:
-    """A driver is paused before a step; another takes over and finishes; the first one wakes up and goes on."""
-
-    def script(bench: Bench) -> None:
-        bench.send()
-        first = bench.start(f"{point_of(bench, step)}:before@batch=1!wait")
-        hit = waits(bench, first)
-        if hit is None:
-            return
-        first.pause()
-        bench.fire("paused", processes=len(first.workers()))
-        code = bench.end(bench.start("", "--takeover"))
-        bench.stops.append(Stop((), code, "the second driver, which takes over"))
-        first.go_on(hit)
-        first.resume()
-        bench.fire("woken up")
-        code = bench.end(first)
-        bench.stops.append(Stop((code or "an error",), code, "the zombie"))
-        bench.drain()
-
-    return script
-
-
-def second_driver(bench: Bench) -> None:
-    """A second driver starts while the first one is in the middle of a batch; nobody asked it to take over."""
-    bench.send()
-    first = bench.start(f"{point_of(bench, 'decide')}:before@batch=1!wait")
-    hit = waits(bench, first)
-    if hit is None:
-        return
-    code = bench.must_stop("CHECKPOINT_OWNED", when="the second driver")
-    bench.fire("second driver", code=code)
-    first.go_on(hit)
-    code = bench.end(first)
-    bench.stops.append(Stop((), code, "the first driver, which nobody may disturb"))
-    bench.drain()
-
-
 # -- F8: state put back ----------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ class SinkKind:
         source: what feeds its pipelines unless a workload or a fault needs topics.
         two_phase: under exactly_once, shards stay open between their promise and the decision's being applied.
         locks: another program can hold what a writer must wait for.
+        locked: how others are turned away while one writer holds all of the sink; None: nobody can hold it.
         absent: failure point -> why nothing can be done to this sink there.
     """
 
@@ -27,13 +28,14 @@ class SinkKind:
     source: str = LOG
     two_phase: bool = False
     locks: bool = False
+    locked: str | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
 SINK_KINDS = {
     s.name: s
     for s in (
-        SinkKind(SQLITE, SQLITE, locks=True),
+        SinkKind(SQLITE, SQLITE, locks=True, locked="DATABASE_LOCKED"),
         SinkKind(KAFKA, KAFKA, server=KAFKA, source=KAFKA, two_phase=True),
         SinkKind(POSTGRES, POSTGRES, server=POSTGRES, locks=True),
         SinkKind(POSTGRES_2PC, POSTGRES, server=POSTGRES, two_phase=True, locks=True),
