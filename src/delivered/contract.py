@@ -93,7 +93,10 @@ class Resource(Protocol):
         """
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        """Give a participant back that was not decided. Idempotent."""
+        """Give a participant back that was not decided. Idempotent.
+
+        Runs in a task, too: of one of several sinks when another one could not promise.
+        """
 
     def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Abort every open participant of this pipeline and sink, of any incarnation, that `keep` does not name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from delivered.commit.context import Context
 from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
 from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.connectors.memory.world import ROWS, make_world
+from delivered.connectors.memory.world import ROWS, State, make_world, world
 from delivered.group import Columns, SinkGroup
 from delivered.model import step
-from delivered.model.errors import UsageError
+from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -62,6 +63,22 @@ def run(sink: SinkGroup, batch: int, on: Context) -> Decision | None:
     plan = plan_batch(on, CheckpointView("i", batch, f"o{batch}", batch - 1 if batch else None), first=True)
     rows = pa.record_batch([[b"k"] * 3, [b"v%d" % i for i in range(3)]], schema=ROWS)
     return commit_batch(on, batch, f"o{batch}", [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
+
+
+def test_what_one_sink_promised_goes_back_when_another_cannot() -> None:
+    """A task that failed tells nobody of its promise; if the pipeline stays down, readers of a broker wait."""
+    sink = group("half", "two_phase", "two_phase")
+    on = context(sink)
+    plan = plan_batch(on, CheckpointView("i", 0, "o0", None), first=True)
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield pa.record_batch([[b"k"], [b"v"]], schema=ROWS)
+        for participant in world("half-1").participants.values():
+            participant.state = State.ABORTED
+
+    with pytest.raises(PromiseBroken):
+        write_shard(sink, plan, 0, 0, rows(), ROWS)
+    assert [p.state for p in world("half-0").participants.values()] == [State.ABORTED]
 
 
 def test_a_file_names_rows_and_columns_of_each_sink(tmp_path: Path) -> None:

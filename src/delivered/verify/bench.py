@@ -10,57 +10,27 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from delivered import brokers
-from delivered.model.guarantee import Guarantee
-from delivered.verify.clients.base import Drain, Feed, Look, Row
+from delivered.verify.clients.base import Look, Row
+from delivered.verify.clients.several import at_sink, names_of, sinks_of
 from delivered.verify.evidence import Evidence, Seen, Stop
 from delivered.verify.history import End, History, fired, sends
 from delivered.verify.producing import Producer
-from delivered.verify.services import SERVICES, SPARK, Run, Service, Trouble, last_words, start, wait_for
-from delivered.verify.template import Template, whole
-from delivered.verify.wire import Fired, Wire
-from delivered.verify.workloads import Record, Workload, records, source_id
+from delivered.verify.services import Run, Trouble, last_words, start, wait_for
+from delivered.verify.setting import Setting
+from delivered.verify.template import whole
+from delivered.verify.wire import Fired
+from delivered.verify.workloads import Record, records, source_id
 
 HIT_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 420.0
-_DRAIN_RUNS_MAX = 4
 _SETTLE_S = 15.0
-
-
-@dataclass
-class Setting:
-    """What a bench is given.
-
-    Attributes:
-        checkpoint: its folder.
-        extra: more keys of the pipeline file.
-        proxy, broker: None without a server.
-        plain_s: time to the first effect of a plain restart; None: not known.
-        environment: of the pipeline's processes.
-        template: a pipeline of the user's to take in place of the verifier's own.
-    """
-
-    name: str
-    folder: Path
-    guarantee: Guarantee
-    workload: Workload
-    seed: int
-    feed: Feed
-    drain: Drain
-    checkpoint: Path
-    extra: dict[str, Any] = field(default_factory=dict)
-    proxy: Wire[Any] | None = None
-    broker: brokers.Broker | None = None
-    plain_s: float | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    service: Service = SERVICES[SPARK]
-    template: Template | None = None
 
 
 class Bench:
@@ -156,7 +126,7 @@ class Bench:
             "checkpoint": str(self.checkpoint),
             "source": source,
             "transform": self._transform(),
-            "sinks": [s.drain.options() | self.extra.get("sink", {})],
+            "sinks": [sink | self.extra.get("sink", {}) for sink in sinks_of(s.drain)],
             "trigger": self.extra.get("trigger", "available_now"),
             "master": self.extra.get("master", "local[2]"),
         }
@@ -215,10 +185,10 @@ class Bench:
         self.stops.append(Stop(codes, code, when))
         return code
 
-    def drain(self) -> None:
-        """Start the pipeline without a fault until it ends well, at most four times; then everything is through."""
+    def drain(self, most: int = 4) -> None:
+        """Start the pipeline without a fault until it ends well, at most so often; then everything is through."""
         code: str | None = "?"
-        for _ in range(_DRAIN_RUNS_MAX):
+        for _ in range(most):
             code = self.end(self.start())
             if code is None:
                 break
@@ -357,11 +327,13 @@ class Bench:
 
     def _effects(self, row: Row) -> list[str]:
         workload = self.setting.workload
-        return [workload.told_by(row.key, v).id for v in workload.effects(row.value)]
+        found = [workload.told_by(row.key, v).id for v in workload.effects(row.value)]
+        return [at_sink(sink, effect) for sink in names_of(self.setting.drain) for effect in found]
 
     def _as_seen(self, row: Row) -> Seen:
         effect = self.setting.workload.told_by(row.key, row.value)
-        return Seen(effect.id, row.lane, row.position, effect.key, effect.number, self.history.now_s)
+        lane = at_sink(row.sink, row.lane)
+        return Seen(at_sink(row.sink, effect.id), lane, row.position, effect.key, effect.number, self.history.now_s)
 
     def _read_all_along(self) -> None:
         def seen(look: Look) -> None:

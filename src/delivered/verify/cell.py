@@ -15,12 +15,13 @@ from typing import Any
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.verify import scripts
-from delivered.verify.bench import Bench, Setting, empty
+from delivered.verify.bench import Bench, empty
 from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
 from delivered.verify.ground import Ground, settle
 from delivered.verify.history import fired
 from delivered.verify.oracle import Judgement, judge
 from delivered.verify.services import SERVICES, SPARK
+from delivered.verify.setting import Setting
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 

@@ -31,12 +31,12 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
     found = [
         Fault("none", "none", "an undisturbed run", scripts.nothing),
         *_producer(),
-        *(kafka_network(guarantee) if sink == KAFKA else others(kind)),
+        *(kafka_network(guarantee) if kind.server == KAFKA else others(kind)),
         *(sql_network(guarantee, kind) if kind.server == POSTGRES else ()),
         *(table_log(guarantee) if sink == DELTA else ()),
         *_server(guarantee, kind),
         *_memory(guarantee),
-        *_reader(sink),
+        *_reader(kind),
         *_consumer(guarantee, kind),
         *_zombies(guarantee, kind),
         *_state(guarantee, sink),
@@ -103,8 +103,8 @@ def _memory(guarantee: Guarantee) -> Iterator[Fault]:
     )
 
 
-def _reader(sink: str) -> Iterator[Fault]:
-    if sink != KAFKA:
+def _reader(kind: SinkKind) -> Iterator[Fault]:
+    if kind.server != KAFKA:
         text = "a reader is in the middle of its read for 3 s while a batch commits"
         yield Fault("slow-reader", "F5", text, tables.slow_reader, ("reader slow",))
         return
@@ -274,6 +274,8 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
 
 
 SOAK_KILLS, SOAK_FRAMES = 20, 12
+SOAK_STARTS_MAX = 30
+"""A decision whose request was lost ends a start; every start meets some of those."""
 _SMALL_BATCHES = {"rows_per_batch": 20}
 
 
@@ -289,6 +291,7 @@ def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         *(Rule(a, Mischief.LOSE_REPLY, skip=3, times=SOAK_FRAMES, every=11) for a in apis),
         *(Rule(a, Mischief.LOSE_REQUEST, skip=8, times=SOAK_FRAMES, every=11) for a in apis),
         Rule(Api.FETCH, Mischief.LOSE_REPLY, skip=5, times=SOAK_FRAMES, every=9),
+        most=SOAK_STARTS_MAX,
     )
     text = "every so many requests one, or its reply, never arrives"
     needs = frozenset({PROXY})

@@ -17,6 +17,7 @@ from delivered.verify.clients.files import Files
 from delivered.verify.clients.kafka import Topic
 from delivered.verify.clients.log import Log
 from delivered.verify.clients.postgres import PgTable
+from delivered.verify.clients.several import Several
 from delivered.verify.clients.sqlite import Table
 from delivered.verify.proxy import Proxy
 from delivered.verify.proxy_sql import SqlProxy
@@ -102,7 +103,7 @@ class Ends(NamedTuple):
 def settle(
     ground: Ground,
     name: str,
-    sink: str,
+    whole: str,
     workload: Workload,
     folder: Path,
     disk: Path,
@@ -115,12 +116,13 @@ def settle(
     """Source and sink of a cell.
 
     Args:
+        whole: the sink, or several that share every batch.
         disk: where checkpoint and files of the sink go; small_disk: it is one of its own, and soon full.
         topics: the source must be one.
         on_fire: what a proxy tells of each request that it hit; None: the pipeline reaches its server directly.
         stack: closes the proxy.
     """
-    kind, options = SINK_KINDS[sink], ground.sink_options
+    kind, options = SINK_KINDS[whole], ground.sink_options
     source = ground.template.source if ground.template is not None else kind.source
     if topics or workload.topics > 1:
         source = KAFKA
@@ -137,25 +139,30 @@ def settle(
         given = proxy.bootstrap if proxy is not None and kind.server == KAFKA else kafka.bootstrap
         feed = Topic(kafka.bootstrap, f"{name}-in", given, topics=workload.topics).as_feed()
         server = server or kafka
-    drain: Drain
-    if sink == SQLITE:
-        drain = Table(disk / "effects.db", extra=options)
-    elif sink == FILES:
-        drain = Files(disk / "effects", extra=options)
-    elif sink == DELTA:
-        drain = DeltaTable(disk / "effects", extra=options)
-    elif kind.server == KAFKA:
-        kafka, big = ground.server(KAFKA), _BIG_RECORDS if workload.name == "big" else {}
-        given = proxy.bootstrap if proxy is not None else kafka.bootstrap
-        drain = Topic(kafka.bootstrap, f"{name}-out", given, extra=big | options, topics=workload.topics)
-    else:
-        drain = PgTable(
+
+    def drain_of(sink: str) -> Drain:
+        """Of a member, too: the network is that of the server that the whole sink is named after."""
+        kind = SINK_KINDS[sink]
+        given = proxy.bootstrap if proxy is not None and kind.server == SINK_KINDS[whole].server else None
+        if sink == SQLITE:
+            return Table(disk / "effects.db", extra=options)
+        if sink == FILES:
+            return Files(disk / "effects", extra=options)
+        if sink == DELTA:
+            return DeltaTable(disk / "effects", extra=options)
+        if kind.server == KAFKA:
+            bootstrap, big = ground.server(KAFKA).bootstrap, _BIG_RECORDS if workload.name == "big" else {}
+            return Topic(bootstrap, f"{name}-out", given, extra=big | options, topics=workload.topics)
+        return PgTable(
             ground.server(POSTGRES),
             name,
-            proxy.bootstrap if proxy is not None else None,
+            given,
             workload.kinds if ground.template is None else None,
             two_phase=kind.two_phase,
-            disk=disk if small_disk else None,
+            disk=disk if small_disk and sink == whole else None,
             extra=options,
         )
+
+    members = kind.members
+    drain = Several({m: drain_of(m) for m in members}) if members else drain_of(whole)
     return Ends(feed, drain, server, proxy)

@@ -31,11 +31,11 @@ import psutil
 from delivered.commit.context import Context
 from delivered.commit.decide import abort_batch, commit_batch
 from delivered.commit.recover import plan_batch
-from delivered.contract import Sink, Slice, ready_target
+from delivered.contract import Several, Sink, Slice, ready_target
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
+from delivered.model.work import Account, BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
 from delivered.testing.crash import install_from_environment
 from delivered.write.direct import ArrowTransform, Direct, pack
 from delivered.write.shard import write_shard
@@ -78,7 +78,7 @@ class Checkpoint:
         draft.rename(path)
 
 
-def task(sink: Sink, direct: Direct, plan: BatchPlan, shard: int, attempt: int, piece: Slice) -> ShardMessage:
+def task(sink: Sink | Several, direct: Direct, plan: BatchPlan, shard: int, attempt: int, piece: Slice) -> ShardMessage:
     """One attempt of a task of a batch, in a worker process."""
     install_from_environment()
     return write_shard(sink, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema())
@@ -99,20 +99,19 @@ class Loop:
 
     def __init__(self, file: Path) -> None:
         from delivered.spark.pipeline import Pipeline
+        from delivered.spark.sinks import opened
 
         self.pipeline = Pipeline.from_file(file)
         transform = self.pipeline.transform
         if transform.kind not in ("none", "arrow"):
             raise DeliveredError("LOOP_TRANSFORM", f"A loop without Spark cannot run a transform in {transform.kind}.")
-        if len(self.pipeline.sinks) > 1 or not self.pipeline.sinks[0].projection.is_all:
-            raise DeliveredError("LOOP_SINKS", "A loop without Spark runs one sink, without select and where.")
-        endpoint = self.pipeline.sinks[0]
-        self.sink = endpoint.sink()
+        if not all(s.projection.is_all for s in self.pipeline.sinks):
+            raise DeliveredError("LOOP_SINKS", "A loop without Spark runs sinks without select and where.")
+        self.sink_name, self.sink = opened(self.pipeline)
         self.source = self.pipeline.source.source()
         self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
         if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may want it
             sys.meta_path.insert(0, NoPandas())
-        self.sink_name = endpoint.name or self.sink.name
         failures = re.fullmatch(r"local\[\w+,(\d+)\]", self.pipeline.master or "")
         self.attempts_max = int(failures[1]) if failures else 1
 
@@ -121,16 +120,15 @@ class Loop:
         own = psutil.Process()
         owner = Owner(uuid.uuid4().hex, os.uname().nodename, own.pid, int(own.create_time() * 1000))
         tolerance = Tolerance(new_checkpoint=self.pipeline.new_checkpoint, missing_ledger=self.pipeline.missing_ledger)
-        guarantee = self.pipeline.guarantee
-        return Context(scope, guarantee, owner, self.sink.ledger(scope), self.sink.resource(scope), tolerance)
+        guarantee, sink = self.pipeline.guarantee, self.sink
+        others = sink.others if isinstance(sink, Several) else frozenset()
+        return Context(scope, guarantee, owner, sink.ledger(scope), sink.resource(scope), tolerance, others)
 
     def accounts(self) -> dict[str, int]:
         context = self.context(Checkpoint(Path(self.pipeline.checkpoint)))
         last = context.ledger.look().last
-        return {
-            "decided": last.total.count if last is not None else 0,
-            "given_up": last.given_up.count if last is not None else 0,
-        }
+        told = [] if last is None else [Account(last.total, last.given_up), *last.others.values()]
+        return {"decided": sum(a.total.count for a in told), "given_up": sum(a.given_up.count for a in told)}
 
     def run(self, takeover: bool) -> int:
         """Until everything is delivered that was there at the start. Returns how many batches were run."""
@@ -143,8 +141,9 @@ class Loop:
 
     def _workers(self) -> ProcessPoolExecutor:
         """Forked when all that they need is imported: a start of a cell would spend most of its time on that, twice."""
-        system = self.pipeline.sinks[0].system
-        for module in (f"delivered.connectors.{system}.writer", *_CLIENTS.get(system, ())):
+        systems = [s.system for s in self.pipeline.sinks]
+        wanted = [m for s in systems for m in (f"delivered.connectors.{s}.writer", *_CLIENTS.get(s, ()))]
+        for module in wanted:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
         pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("fork"))

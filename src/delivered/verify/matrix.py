@@ -75,7 +75,9 @@ def cells(choice: Choice) -> list[Cell]:
                         named = [DEFAULT_WORKLOAD]
                     else:
                         named = [
-                            w.name for w in WORKLOADS.values() if fault.name in w.faults and w.name != DEFAULT_WORKLOAD
+                            w.name
+                            for w in WORKLOADS.values()
+                            if fault.name in w.faults and w.name != DEFAULT_WORKLOAD and not SINK_KINDS[sink].members
                         ]
                     found += [Cell(sink, guarantee, w, fault, choice.seed, choice.service) for w in named]
     if choice.quick:

@@ -115,15 +115,15 @@ def producer_killed_at(*moments: str) -> tuple[Script, tuple[str, ...]]:
 # -- F2 and F5: the network ------------------------------------------------------------------------------
 
 
-def network(*rules: AnyRule) -> tuple[Script, tuple[str, ...]]:
-    """Rules of the proxy, while one start goes through all batches."""
+def network(*rules: AnyRule, most: int = 4) -> tuple[Script, tuple[str, ...]]:
+    """Rules of the proxy, while one start goes through all batches, or as many as it takes, and at most `most`."""
     names = tuple(r.name for r in rules for _ in range(r.times))
 
     def script(bench: Bench) -> None:
         assert bench.setting.proxy is not None  # noqa: S101 - the cell gave it one
         bench.send()
         bench.setting.proxy.add(*(copy(r) for r in rules))
-        bench.drain()
+        bench.drain(most)
         bench.setting.proxy.clear()
 
     return script, names

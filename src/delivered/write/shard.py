@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from delivered.model.limits import SHARDS_MAX
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, BatchPlan, Prepared, ShardMessage
 from delivered.write.letters import letters, screened
+
+log = logging.getLogger(__name__)
 
 
 def fingerprint_seed(scope: Scope) -> int:
@@ -67,12 +70,16 @@ def write_shard(
             if line.wanted:
                 line.open(plan, shard, attempt, schema)
                 undo.callback(line.abort)
-        participants = _stage_and_prepare(lines, plan, shard, attempt, batches)
+        _stage(lines, plan, shard, attempt, batches)
+        participants: list[Prepared] = []
+        for line, prepared in _prepare(lines, plan, shard, attempt):
+            participants.append(prepared)
+            undo.callback(line.give_back, prepared)
         undo.pop_all()
     # Records of a shard that was written, which the sink gave up without an answer: a count, for nobody knows which.
     dropped = {n.member.id: n.dropped for n in lines}
     unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) + dropped[p.sink] for p in participants}
-    return ShardMessage(plan, shard, attempt, Action.WRITE, participants, unanswered)
+    return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered)
 
 
 @dataclass
@@ -111,6 +118,21 @@ class _Line:
         if self.writer is not None:
             self.writer.abort()
 
+    def give_back(self, prepared: Prepared) -> None:
+        """What this sink promised when another one of the batch then could not: no message will tell of it, so no
+        decision can name it, and a promise that nobody ends holds up readers. What cannot be reached now, the next
+        recovery sweeps."""
+        if not prepared.holds:
+            return
+        try:
+            resource = self.member.sink.resource(self.scope)
+            try:
+                resource.abort(prepared)
+            finally:
+                resource.close()
+        except Exception as error:
+            log.warning("shard %d at %r is left to the next start: %s", prepared.shard, self.scope.sink, error)
+
 
 def _lines(sink: Sink | Several, plan: BatchPlan, shard: int) -> list[_Line]:
     """One for each sink that this shard is written to; and, if its letters are, for those that refuse rows."""
@@ -147,12 +169,10 @@ def _shared(
             yield line, line.count(line.routed(written))
 
 
-def _stage_and_prepare(
+def _stage(
     lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int, batches: Iterator[pa.RecordBatch]
-) -> tuple[Prepared, ...]:
-    exactly_once = plan.guarantee is Guarantee.EXACTLY_ONCE
-    write = StepId.WRITE_STAGE if exactly_once else StepId.WRITE_SEND
-    promise = StepId.WRITE_PREPARE if exactly_once else StepId.WRITE_FLUSH
+) -> None:
+    write = StepId.WRITE_STAGE if plan.guarantee is Guarantee.EXACTLY_ONCE else StepId.WRITE_SEND
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     reach(write, Moment.BEFORE, **facts)
     for batch in batches:
@@ -160,12 +180,15 @@ def _stage_and_prepare(
             if line.writer is not None:
                 line.writer.stage(rows)
                 reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)
-    prepared = []
+
+
+def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) -> Iterator[tuple[_Line, Prepared]]:
+    promise = StepId.WRITE_PREPARE if plan.guarantee is Guarantee.EXACTLY_ONCE else StepId.WRITE_FLUSH
+    facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     for line in lines:
         if line.writer is not None:
             reach(promise, Moment.BEFORE, sink=line.scope.sink, **facts)
             # The writer learns the fingerprint only now: sinks that keep it beside the rows write it last.
-            handle = line.writer.prepare(line.total)
+            prepared = Prepared(shard, attempt, line.total, line.writer.prepare(line.total), line.member.id)
+            yield line, prepared
             reach(promise, Moment.AFTER, sink=line.scope.sink, **facts)
-            prepared.append(Prepared(shard, attempt, line.total, handle, line.member.id))
-    return tuple(prepared)

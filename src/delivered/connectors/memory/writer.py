@@ -39,8 +39,9 @@ class StagingWriter:
         return {"id": self._participant.id, "rows": fingerprint.count}
 
     def abort(self) -> None:
+        """What is promised is not this writer's any more, as with a transaction that the driver ends."""
         self._world.gate()
-        if self._participant.state in (State.OPEN, State.PREPARED):
+        if self._participant.state is State.OPEN:
             self._participant.state = State.ABORTED
 
 

@@ -18,12 +18,14 @@ class Row:
 
     Attributes:
         lane: partition or table; position: grows within it.
+        sink: which of several sinks of one batch holds it; empty: there is one.
     """
 
     lane: str
     position: int
     key: str | None
     value: str
+    sink: str = ""
 
 
 @dataclass(frozen=True)

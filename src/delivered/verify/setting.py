@@ -1,0 +1,45 @@
+"""What one cell is given: its place, its records, source and sink, and what stands between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from delivered import brokers
+from delivered.model.guarantee import Guarantee
+from delivered.verify.clients.base import Drain, Feed
+from delivered.verify.services import SERVICES, SPARK, Service
+from delivered.verify.template import Template
+from delivered.verify.wire import Wire
+from delivered.verify.workloads import Workload
+
+
+@dataclass
+class Setting:
+    """See the module.
+
+    Attributes:
+        checkpoint: its folder.
+        extra: more keys of the pipeline file.
+        proxy, broker: None without a server.
+        plain_s: time to the first effect of a plain restart; None: not known.
+        environment: of the pipeline's processes.
+        template: a pipeline of the user's to take in place of the verifier's own.
+    """
+
+    name: str
+    folder: Path
+    guarantee: Guarantee
+    workload: Workload
+    seed: int
+    feed: Feed
+    drain: Drain
+    checkpoint: Path
+    extra: dict[str, Any] = field(default_factory=dict)
+    proxy: Wire[Any] | None = None
+    broker: brokers.Broker | None = None
+    plain_s: float | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    service: Service = SERVICES[SPARK]
+    template: Template | None = None
