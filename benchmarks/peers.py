@@ -1,7 +1,8 @@
 """The same workload, kills and judges for `delivered` and for what a user would take instead.
 
-    python -m benchmarks.peers                     all of them, three seeds, into build/peers.json and docs/peers.md
+    python -m benchmarks.peers                     all of them, three seeds, into docs/peers.json and docs/peers.md
     python -m benchmarks.peers --peer quix-alo     one of them; results of the others are kept
+    python -m benchmarks.peers --again             also what has a result already
 
 Peers that are no part of our own environment are installed into build/peers-env and build/flink-env, once. Each peer is
 judged by what it states itself; what was seen is reported either way.
@@ -36,6 +37,8 @@ from delivered.verify.sinks import KAFKA
 
 BUILD = Path("build")
 PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
+STORED = PAGE.with_suffix(".json")
+_NOT_STORED = ("findings", "faults", "stops", "folder", "again")
 APPS = Path(__file__).parent / "peer_apps"
 PACKAGES = ("quixstreams==3.28.1", "bytewax[kafka]==0.21.1", "pyyaml")
 FLINK_PACKAGES = ("apache-flink==2.3.0", "confluent-kafka", "pyyaml", "setuptools<81")
@@ -213,9 +216,10 @@ def _service(peer: Peer) -> str:
     return peer.name
 
 
-def run(peers: list[str], seeds: int, out: Path, minutes: float) -> None:
-    """Every fault with every seed; what is there already is not run again."""
-    kept: dict[str, dict[str, Any]] = json.loads(out.read_text()) if out.exists() else {}
+def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
+    """Every fault with every seed; what is stored already is run again only if that is asked for."""
+    kept: dict[str, dict[str, Any]] = json.loads(STORED.read_text()) if STORED.exists() else {}
+    stored = frozenset() if again else frozenset(kept)
     ground = Ground((BUILD / "peers").resolve(), print)
     ends = time.monotonic() + 60 * minutes
     try:
@@ -223,13 +227,14 @@ def run(peers: list[str], seeds: int, out: Path, minutes: float) -> None:
             for peer in (PEERS[name] for name in peers):
                 for fault in FAULTS:
                     key = f"{peer.name}/{fault.name}/{seed}"
-                    if key in kept or time.monotonic() > ends:
+                    if key in stored or time.monotonic() > ends:
                         continue
                     cell = Cell(KAFKA, peer.states, "keyed", fault, seed, _service(peer))
                     found = run_cell(cell, ground)
-                    kept[key] = {**found.to_json(), "blocked_s": _blocked_s.get(cell.name)}
-                    out.parent.mkdir(exist_ok=True)
-                    out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+                    told = {k: v for k, v in found.to_json().items() if k not in _NOT_STORED}
+                    kept[key] = {**told, "blocked_s": _blocked_s.get(cell.name)}
+                    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(kept[k])}" for k in sorted(kept))
+                    STORED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
                     say = f"{key}: {found.verdict}, {found.fired} faults, {found.lost} lost, {found.duplicated} doubled"
                     print(f"{say}, {found.seconds:.0f} s {'; '.join(found.reasons)}", flush=True)
     finally:
@@ -288,7 +293,7 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
         f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())};",
         f"{', '.join((*PACKAGES, *FLINK_PACKAGES))}; Kafka {KAFKA_VERSION} as the broker.",
         f"Seeds {', '.join(map(str, seeds))}. Again: `make peers`, or one with `python -m benchmarks.peers --peer",
-        "quix-eo`; results that are in `build/peers.json` are not run again.",
+        "quix-eo`; what has a result in `docs/peers.json` is not run again without `--again`.",
         "",
     ]
     return "\n".join(lines)
@@ -325,9 +330,9 @@ def main() -> None:
     parser.add_argument("--peer", action="append", choices=list(PEERS), default=None)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--out", type=Path, default=BUILD / "peers.json")
+    parser.add_argument("--again", action="store_true")
     told = parser.parse_args()
-    run(told.peer or list(PEERS), told.seeds, told.out, told.minutes)
+    run(told.peer or list(PEERS), told.seeds, told.minutes, told.again)
 
 
 if __name__ == "__main__":
