@@ -3,6 +3,7 @@
     python embedded_pipeline.py '{"log": ..., "database": ..., "checkpoint": ..., "guarantee": ..., "owner": ...}'
 
 Before a batch its offsets are written, after it a file in `commits/`. Crash points come from DELIVERED_CRASH. With
+"dedup" (microseconds) it drops repeats of a key by a table. With
 "stop_at" the process stops itself (SIGSTOP) at that point, once: a zombie to be.
 """
 
@@ -156,11 +157,28 @@ def run(spec: dict[str, Any]) -> None:
                 for at in range(0, read.num_rows, 64):
                     yield made(read.slice(at, 64))
 
-        messages = [write_shard(sink, plan, i, 0, rows(piece), schema) for i, piece in enumerate(pieces)]
+        shards = [rows(piece) for piece in pieces]
+        if "dedup" in spec:
+            shards = _once(spec["dedup"], sink, scope, batch, [b for piece in pieces for b in source.read(piece)], made)
+        messages = [write_shard(sink, plan, i, 0, shard, schema) for i, shard in enumerate(shards)]
         commit_batch(committing, batch, text, messages)
         reach(StepId.LOG, Moment.BEFORE, batch=batch)
         write(checkpoint.folder / "commits" / str(batch), "{}")
         reach(StepId.LOG, Moment.AFTER, batch=batch)
+
+
+def _once(
+    within_us: int, sink: Any, scope: Scope, batch: int, read: list[pa.RecordBatch], made: Any
+) -> list[Iterator[pa.RecordBatch]]:
+    """Shards without the repeats that a table of keys knows."""
+    from tests.crash.dedup_help import by_key, once, with_helpers
+
+    parts: list[list[pa.RecordBatch]] = [[], []]
+    for rows in read:
+        times = rows.column("timestamp").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_pylist()
+        for part, mine in zip(parts, by_key(with_helpers(rows, rows.column("key").to_pylist(), times), 2), strict=True):
+            part += [mine.slice(at, 64) for at in range(0, mine.num_rows, 64)]
+    return [(made(b) for b in once(sink, scope, batch, within_us, part)) for part in parts]
 
 
 def stop_once(at: str) -> None:

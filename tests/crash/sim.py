@@ -491,8 +491,9 @@ def role(point: str) -> Role:
 
 
 def points() -> list[str]:
-    """Every crash point of a pipeline; a receiver's have tests of their own."""
-    return [f"{s}:{m}" for s in StepId if ROLE_OF_STEP[s] is not Role.RECEIVER for m in Moment]
+    """Every crash point of a pipeline; a receiver's, and those of a table of keys, have tests of their own."""
+    own = {s for s, r in ROLE_OF_STEP.items() if r is Role.RECEIVER} | {StepId.DEDUP_NOTE, StepId.DEDUP_KEEP}
+    return [f"{s}:{m}" for s in StepId if s not in own for m in Moment]
 
 
 __all__ = ["END", "HOWS", "Answer", "Checkpoint", "Crash", "Driver", "Failure", "Sim", "points", "role"]

@@ -158,6 +158,37 @@ def test_another_dedup_on_the_same_checkpoint_is_refused_and_changes_nothing(spa
     assert files() == before
 
 
+def test_a_table_of_keys_loses_no_late_record(spark: SparkSession, tmp_path: Path) -> None:
+    """The same records: what is late gets in. The audit knows what was dropped; damage is found; a repeat that comes
+    after a restart is known."""
+    produce(tmp_path / "log", told())
+    dedup = delivered.dedup(ID, within=WITHIN, memory="table")
+    made = pipeline(tmp_path, 30, WITHIN, dedup=dedup)
+    plan = made.plan(spark)
+    assert isinstance(plan, delivered.Plan)
+    assert [s.id for s in plan.steps[:2]] == ["source.read", "dedup.note"]
+    assert made.start(spark).awaitTermination(WAIT_S)
+    ids = Counter(i for i, _ in sink(tmp_path).elements())
+    assert ids == Counter({None: 2, **{str(i): 1 for i in range(120)}, str(LATE): 1, str(FAR): 2})
+    assert (sink(tmp_path)[("20", "first")], sink(tmp_path)[("20", "other")]) == (1, 0), "the earliest of the copies"
+    report = made.audit(spark)
+    assert report.verdict is Verdict.HELD, (report.breaches, report.unknowns)
+    judged = 119 + 2 + 1
+    assert report.dedup == DedupCounts(len(told()), deduplicated=3, judged=judged, unclear=1, late=0, unlike=1)
+
+    produce(tmp_path / "log", [(119, "first", 121), (LATE, "late", 20), (300, "new", 122)])
+    assert pipeline(tmp_path, 30, WITHIN, dedup=dedup).start(spark).awaitTermination(WAIT_S)
+    later = Counter(i for i, _ in sink(tmp_path).elements())
+    assert later - ids == Counter({"300": 1, str(LATE): 1}), "the late one was over when it came, and is forgotten"
+    change(tmp_path, "DELETE FROM rows WHERE id = '119'", "INSERT INTO rows VALUES ('10', 'first')")
+    report = made.audit(spark)
+    assert report.verdict is Verdict.BROKEN
+    assert (report.counts.lost, report.counts.duplicated) == (1, 1)
+    assert {s.id for s in report.samples} == {"119", "10"}
+    with pytest.raises(delivered.Refused, match="DEDUP_CHANGED"):
+        pipeline(tmp_path, 30, WITHIN).start(spark)
+
+
 def test_what_the_audit_is_sure_of_is_so_whatever_the_order(spark: SparkSession, tmp_path: Path) -> None:
     """Hundreds of keys in disorder over two partitions: none is said to be lost or doubled that is not; and of a few
     that are taken out or put in, each is told."""
@@ -194,16 +225,24 @@ SWEEP = pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
-    ("guarantee", "kills"),
+    ("guarantee", "kills", "memory"),
     [
         # After the decision the batch is not written again, but its state must be there for the next one.
-        ("exactly_once", "commit.decide:after@batch=1"),
-        pytest.param("exactly_once", "write.prepare:after@batch=1,log:before@batch=1", marks=SWEEP),
-        pytest.param("at_least_once", "write.flush:after@batch=1,commit.record:after@batch=1", marks=SWEEP),
-        pytest.param("at_most_once", "write.send:after@batch=1,commit.record:after@batch=2", marks=SWEEP),
+        ("exactly_once", "commit.decide:after@batch=1", {"late": "drop"}),
+        pytest.param("exactly_once", "write.prepare:after@batch=1,log:before@batch=1", {"late": "drop"}, marks=SWEEP),
+        pytest.param(
+            "at_least_once", "write.flush:after@batch=1,commit.record:after@batch=1", {"late": "drop"}, marks=SWEEP
+        ),
+        pytest.param(
+            "at_most_once", "write.send:after@batch=1,commit.record:after@batch=2", {"late": "drop"}, marks=SWEEP
+        ),
+        ("exactly_once", "dedup.note:after@batch=1,dedup.keep:after@batch=1", {"memory": "table"}),
+        pytest.param(
+            "at_most_once", "dedup.keep:before@batch=1,commit.record:after@batch=2", {"memory": "table"}, marks=SWEEP
+        ),
     ],
 )
-def test_repeats_across_a_crash_are_known(tmp_path: Path, guarantee: str, kills: str) -> None:
+def test_repeats_across_a_crash_are_known(tmp_path: Path, guarantee: str, kills: str, memory: dict[str, str]) -> None:
     """Each batch holds the ids of the one before again. The transform alone would be a direct stream, past Spark."""
     per_batch = RECORDS // 3
     ids = [i + batch * per_batch // 2 for batch in range(3) for i in range(per_batch)]
@@ -216,7 +255,7 @@ def test_repeats_across_a_crash_are_known(tmp_path: Path, guarantee: str, kills:
     said = {
         "pipeline": "once", "guarantee": guarantee, "checkpoint": "checkpoint", "trigger": "available_now",
         "source": {"format": "log", "path": "log", "maxOffsetsPerTrigger": per_batch},
-        "dedup": {"by": ["key"], "within": "1 hour", "late": "drop"},
+        "dedup": {"by": ["key"], "within": "1 hour", **memory},
         "transform": {"select": ["key", "value"]},
         "sinks": [{"format": "sqlite", "path": "sink.db", "table": "rows"}],
         "audit": {"id": "CAST(key AS STRING)"}, "master": "local[2]",

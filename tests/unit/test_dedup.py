@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import delivered
-from delivered.model.dedup import Dedup
+from delivered.model.dedup import TABLE, Dedup
 from delivered.model.errors import InvariantBroken, Refused, UsageError
 from delivered.pipeline.load import load_text
 from delivered.spark import dedup_kept
@@ -69,7 +69,7 @@ def test_in_a_file() -> None:
     made = Pipeline.from_spec(load_text(TEXT, overrides={"dedup.within": "2 hours"}), Path())
     assert made.dedup is not None
     assert made.dedup.within == "2 hours"
-    with pytest.raises(UsageError, match=r"line 5: unknown key 'dedup.withn'; known: by, within, time, late"):
+    with pytest.raises(UsageError, match=r"line 5: unknown key 'dedup.withn'; known: by, within, time, late, memory"):
         load_text(TEXT.replace("within", "withn"))
     with pytest.raises(UsageError, match="DEDUP_VALUE"):
         Pipeline.from_spec(load_text(TEXT), Path()).__class__(
@@ -135,3 +135,20 @@ def test_a_range_is_cut_where_batches_ended() -> None:
     assert all(s.several for s in many)
     assert (many[0].start, many[-1].end) == (at(0), at(3 * STRETCHES_MAX))
     assert all(a.end == b.start for a, b in pairwise(many))
+
+
+def test_a_table_in_a_file() -> None:
+    made = Pipeline.from_spec(load_text(TEXT.replace("late: drop", "memory: table")), Path())
+    assert made.dedup == Dedup(("key",), 3_600_000, "timestamp", kind=TABLE)
+    with pytest.raises(UsageError, match="DEDUP_LATE_TABLE"):
+        delivered.dedup("key", within="1 hour", late="drop", memory="table")
+
+
+def test_a_table_is_told_from_state_and_from_a_table_elsewhere(tmp_path: Path) -> None:
+    table = delivered.dedup("key", within="1 hour", memory="table")
+    dedup_kept.keep(str(tmp_path), table, fresh=True, sink="orders")
+    assert dedup_kept.kept(str(tmp_path)) == table
+    assert dedup_kept.changed(str(tmp_path), table, "orders") is None
+    assert "sink 'orders'" in str(dedup_kept.changed(str(tmp_path), table, "copies"))
+    assert dedup_kept.changed(str(tmp_path), HOUR, "orders") is not None
+    assert dedup_kept.changed(str(tmp_path), None, "orders") is not None

@@ -15,7 +15,7 @@ import pytest
 from delivered.contract import Finding
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
-from delivered.model.dedup import Dedup
+from delivered.model.dedup import TABLE, Dedup
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
 from delivered.plan import (
@@ -146,6 +146,11 @@ PLANS = {
         letters="refused",
     ),
     "dedup": replace(ASKED, dedup=Dedup(("order_id",), 3_600_000, drops_late=True)),
+    "dedup_table": replace(
+        ASKED,
+        sinks=(replace(TO_SQLITE, capability=replace(TO_SQLITE.capability, remembers=True)),),
+        dedup=Dedup(("order_id",), 3_600_000, kind=TABLE),
+    ),
     "kafka_nondeterministic": replace(
         ASKED,
         transform=TransformFacts("python", "orders:clean", stateful=True, deterministic=False),
@@ -168,6 +173,11 @@ REFUSALS = {
         ASKED,
         dedup=Dedup(("order_id",), 3_600_000, drops_late=True),
         checkpoint=replace(USED, other_dedup="dedup by key within 1 hour of timestamp"),
+    ),
+    "refused_dedup_table": replace(
+        ASKED,
+        sinks=(TO_KAFKA, replace(TO_POSTGRES, capability=replace(TO_POSTGRES.capability, remembers=True))),
+        dedup=Dedup(("order_id",), 3_600_000, kind=TABLE),
     ),
     "refused_new_checkpoint": replace(
         ASKED,

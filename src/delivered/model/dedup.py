@@ -8,6 +8,9 @@ from typing import Any
 KIND = "watermark"
 """What remembers: Spark's state, bounded by a watermark. A memory of another kind is told from it by this word."""
 
+TABLE = "table"
+"""What remembers: a table in the database of the sink that decides, changed in the transaction of the decision."""
+
 _UNITS = (("day", 86_400_000), ("hour", 3_600_000), ("minute", 60_000), ("second", 1_000))
 
 
@@ -21,12 +24,19 @@ class Dedup:
         time: SQL over the source's columns, a timestamp.
         drops_late: the user knows that a record whose time is older than the newest one's by more than `within_ms` is
             dropped, a repeat or not.
+        kind: what remembers: `KIND` or `TABLE`.
     """
 
     by: tuple[str, ...]
     within_ms: int
     time: str = "timestamp"
     drops_late: bool = False
+    kind: str = KIND
+
+    @property
+    def in_table(self) -> bool:
+        """A table remembers, and not Spark's state."""
+        return self.kind == TABLE
 
     @property
     def by_text(self) -> str:
@@ -47,18 +57,18 @@ class Dedup:
     @property
     def says(self) -> str:
         """For people, on one line."""
-        return f"by {self.by_text} within {self.within} of {self.time}"
+        return f"by {self.by_text} within {self.within} of {self.time}" + ", in a table" * self.in_table
 
     def to_json(self) -> dict[str, Any]:
         """What decides over the state; `drops_late` changes nothing in it."""
-        return {"kind": KIND, "by": list(self.by), "within_ms": self.within_ms, "time": self.time}
+        return {"kind": self.kind, "by": list(self.by), "within_ms": self.within_ms, "time": self.time}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Dedup:
         """Raises KeyError, TypeError or ValueError if it is not what `to_json` made."""
-        if data["kind"] != KIND:
+        if data["kind"] not in (KIND, TABLE):
             raise ValueError(f"kind {data['kind']!r}")
-        return cls(tuple(str(b) for b in data["by"]), int(data["within_ms"]), str(data["time"]))
+        return cls(tuple(str(b) for b in data["by"]), int(data["within_ms"]), str(data["time"]), kind=data["kind"])
 
     def remembers_as(self, other: Dedup | None) -> bool:
         """Whether the state of the other one can be gone on with."""

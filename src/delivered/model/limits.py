@@ -72,6 +72,12 @@ DEDUP_BYTES_PER_ID = 130
 STATE_BYTES_PER_KEY = 460
 """Memory of one key of 36 characters in Spark's state on an executor, in the two versions that it keeps; measured."""
 
+KEY_TABLE_BYTES = {"sqlite": 89, "postgres": 198, "mysql": 231}
+"""On disk, one remembered key of a table of dedup with its index, whatever the key's length; measured."""
+
+KEY_MEMORIES_KEPT = 2
+"""Earlier checkpoints of one pipeline and sink whose table of keys is kept."""
+
 RECEIVE_MESSAGES_MAX = 10_000
 """Messages that a receiver appends in one commit."""
 

@@ -17,6 +17,7 @@ class StepId(StrEnum):
     """In the order in which a batch meets them; `receive.*` is a receiver's, beside the batches."""
 
     SOURCE_READ = "source.read"
+    DEDUP_NOTE = "dedup.note"
     RECOVER_CLAIM = "recover.claim"
     RECOVER_CHECK = "recover.check"
     RECOVER_APPLY = "recover.apply"
@@ -26,6 +27,7 @@ class StepId(StrEnum):
     WRITE_SEND = "write.send"
     WRITE_PREPARE = "write.prepare"
     WRITE_FLUSH = "write.flush"
+    DEDUP_KEEP = "dedup.keep"
     COMMIT_DECIDE = "commit.decide"
     COMMIT_APPLY = "commit.apply"
     COMMIT_RECORD = "commit.record"
@@ -51,6 +53,7 @@ class Role(StrEnum):
 
 ROLE_OF_STEP: dict[StepId, Role] = {
     StepId.SOURCE_READ: Role.TASK,
+    StepId.DEDUP_NOTE: Role.TASK,
     StepId.RECOVER_CLAIM: Role.DRIVER,
     StepId.RECOVER_CHECK: Role.DRIVER,
     StepId.RECOVER_APPLY: Role.DRIVER,
@@ -60,6 +63,7 @@ ROLE_OF_STEP: dict[StepId, Role] = {
     StepId.WRITE_SEND: Role.TASK,
     StepId.WRITE_PREPARE: Role.TASK,
     StepId.WRITE_FLUSH: Role.TASK,
+    StepId.DEDUP_KEEP: Role.DRIVER,
     StepId.COMMIT_DECIDE: Role.DRIVER,
     StepId.COMMIT_APPLY: Role.DRIVER,
     StepId.COMMIT_RECORD: Role.DRIVER,

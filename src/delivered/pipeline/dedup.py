@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from delivered.model.dedup import Dedup
+from delivered.model.dedup import KIND, TABLE, Dedup
 from delivered.model.errors import UsageError
 from delivered.model.options import choice
 from delivered.pipeline.transform import changes_between_runs
@@ -14,7 +14,7 @@ _CLOCK = re.compile(r"\b(now|current_timestamp|current_date|curdate|localtimesta
 _PART = re.compile(rf"\s*(\d+)\s*({'|'.join(_MS)})s?\b", re.IGNORECASE)
 
 
-def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse") -> Dedup:
+def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", memory: str = "state") -> Dedup:
     """Drop repeats that the source holds, under every guarantee, before the transform.
 
     Args:
@@ -23,7 +23,10 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse") 
         within: "1 hour", "90 seconds": a repeat whose time is at most so long after the first one's is dropped.
         time: SQL over the source's columns, a timestamp.
         late: "drop": it is known and wanted that a record older than the newest one by more than `within` is dropped
-            even if it is the first of its key. "refuse": the pipeline is refused then, with the reason.
+            even if it is the first of its key. "refuse": the pipeline is refused then, with the reason. Not with a
+            table, which drops no record but repeats.
+        memory: what remembers keys. "state": Spark's, in the checkpoint. "table": a table in the database of the sink,
+            PostgreSQL, MySQL or SQLite, which changes in the transaction of the batch's decision.
 
     Raises:
         UsageError: no expression, one that gives other values when it runs again, or no such duration.
@@ -43,7 +46,14 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse") 
                 next_step="name records, and their time, by what they hold",
             )
     drops = choice("delivered.dedup", "late", late, ["refuse", "drop"]) == "drop"
-    return Dedup(tuple(b.strip() for b in by), _ms(within), time.strip(), drops)
+    kind = TABLE if choice("delivered.dedup", "memory", memory, ["state", "table"]) == "table" else KIND
+    if drops and kind == TABLE:
+        raise UsageError(
+            "DEDUP_LATE_TABLE",
+            "dedup names late: drop together with memory: table. A table drops no record for being late.",
+            next_step="take late out",
+        )
+    return Dedup(tuple(b.strip() for b in by), _ms(within), time.strip(), drops, kind)
 
 
 def _ms(text: str) -> int:

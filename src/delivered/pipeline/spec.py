@@ -68,6 +68,11 @@ class DedupSpec(BaseModel):
         description="drop: it is known that a record older than the newest one by more than `within` is dropped, even "
         "if it is the first of its key. refuse: the pipeline is refused then, with the reason.",
     )
+    memory: Literal["state", "table"] = Field(
+        "state",
+        description="What remembers keys. state: Spark's, in the checkpoint. table: a table in the database of the "
+        "sink (postgres, mysql, sqlite), in the transaction of the decision; no record is dropped as late.",
+    )
 
 
 class TransformSpec(BaseModel):

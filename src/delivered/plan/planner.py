@@ -91,13 +91,13 @@ def make_plan(request: Request) -> Plan | Refusal:
         pipeline=request.pipeline,
         guarantee=request.guarantee,
         mechanism=mechanism(request),
-        steps=batch_steps(request),
+        steps=repeats.with_steps(request.dedup, batch_steps(request)),
         recovery=recovery_steps(request),
         assumptions=tuple(_assumptions(request)),
         limits=tuple(_limits(request)),
         warnings=tuple(f.message for f in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]),
         order=several.order(request) if request.several else (),
-        dedup=repeats.says(request.dedup) if request.dedup is not None else (),
+        dedup=repeats.says(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
     )
 
 
@@ -124,7 +124,7 @@ def _assumptions(request: Request) -> list[str]:
                     "after lost shuffle files the query stops: spark.stage.maxConsecutiveAttempts=1 (sessions made "
                     "here have it)"
                 )
-    if request.transform.stateful or request.dedup is not None:
+    if request.transform.stateful or (request.dedup is not None and not request.dedup.in_table):
         found.append("the state lives in Spark's checkpoint and is restored together with the offsets")
     return found
 
@@ -139,7 +139,7 @@ def _same_rows(request: Request) -> list[str]:
     if not promises:
         return []
     span = seconds(min(promises))
-    if request.dedup is not None:
+    if request.dedup is not None and not request.dedup.in_table:
         found = [f"copies of one record in one batch are alike (only if a transaction expired: {span})"]
         return found + _same_transform(request, span)
     return _same_transform(request, span)

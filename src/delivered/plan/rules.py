@@ -124,7 +124,7 @@ def source_recognises(request: Request) -> Reason | None:
 
 def late_records_known(request: Request) -> Reason | None:
     dedup = request.dedup
-    if dedup is None or dedup.drops_late:
+    if dedup is None or dedup.drops_late or dedup.in_table:
         return None
     promise = {
         Guarantee.AT_MOST_ONCE: "at_most_once counts what it gives up, and nothing counts these",
@@ -139,6 +139,21 @@ def late_records_known(request: Request) -> Reason | None:
         "future, is enough.",
         "choose `within` longer than the source's partitions drift apart, and say that you know: late: drop "
         '(delivered.dedup(..., late="drop"))',
+    )
+
+
+def keys_beside_the_ledger(request: Request) -> Reason | None:
+    dedup = request.dedup
+    if dedup is None or not dedup.in_table or request.decider.capability.remembers:
+        return None
+    able = [s.name for s in request.sinks if s.capability.remembers]
+    among = f"; {' and '.join(able)} could, and {'does' if len(able) == 1 else 'do'} not decide" if able else ""
+    return Reason(
+        "DEDUP_MEMORY",
+        f"dedup names memory: table. Keys must change in the transaction that decides a batch, and "
+        f"{request.decider.label}, which decides, keeps no table of keys{among}.",
+        "let a sink decide that is postgres, mysql or sqlite (with mechanism one_transaction it decides wherever it "
+        "stands, else as the first), or let Spark's state remember: memory: state",
     )
 
 
@@ -288,6 +303,7 @@ RULES: tuple[Rule, ...] = (
     source_replays,
     source_recognises,
     late_records_known,
+    keys_beside_the_ledger,
     dedup_in_batches,
     sink_commits,
     one_last_resource,

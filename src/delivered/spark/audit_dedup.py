@@ -6,6 +6,9 @@ batch ended, from the ledger. So it judges what is certain, whatever the order w
     a key whose records lie within `within` of each other, one of them surely not late: in the sink exactly once
     every other key: its records may be there, and need not
 
+A table of keys drops no late record, but forgets: with one, a key is judged if all its records lie within `within`, and
+none of them was over by the newest time of the batches before its last one.
+
 A record is surely not late if it is newer than the newest record of the batches before its own, minus `within`: Spark's
 watermark never stands higher. Which of several copies got in cannot be told either. So a copy stands for all of them if
 the transform makes the same of them; else the sink must hold one of them, under the id that they share; and where they
@@ -35,8 +38,8 @@ STRETCHES_MAX = 200
 """Parts of the source range that are told apart. With more batches than that, several are taken together."""
 
 _OWN = "__delivered_once_"
-_STRETCH, _AT, _LATE, _COPIES, _RANK, _JUDGED, _ALIKE = (
-    f"{_OWN}{n}" for n in ("stretch", "at", "late", "copies", "rank", "judged", "alike")
+_STRETCH, _AT, _LATE, _COPIES, _RANK, _JUDGED, _ALIKE, _UNTIL = (
+    f"{_OWN}{n}" for n in ("stretch", "at", "late", "copies", "rank", "judged", "alike", "until")
 )
 _COORDINATES = ("topic", "partition", "offset", "timestamp", "timestampType")
 """Columns in which the copies of a record differ, though it is the same record."""
@@ -169,11 +172,14 @@ def _judged(placed: DataFrame, late_until: Sequence[int], dedup: Dedup, columns:
     limits = F.element_at(F.array(*map(F.lit, late_until)), F.col(_STRETCH) + 1) if late_until else F.lit(0)
     content = [_quoted(c) for c in columns if c not in _COORDINATES]
     content_hash = F.xxhash64(*content) if content else F.lit(0).cast("long")
-    marked = placed.withColumn(_LATE, F.coalesce(F.col(TIME) <= limits, F.lit(False))).withColumn(_ALIKE, content_hash)
+    late = F.lit(False) if dedup.in_table else F.coalesce(F.col(TIME) <= limits, F.lit(False))
+    marked = placed.withColumn(_LATE, late).withColumn(_ALIKE, content_hash).withColumn(_UNTIL, limits.cast("long"))
     same = Window.partitionBy(*key_columns(dedup))
     first, last = F.min(TIME).over(same), F.max(TIME).over(same)
     timeless = F.max(F.col(TIME).isNull()).over(same)
     near = ~timeless & (last - first <= F.lit(dedup.within_ms * 1_000))
+    if dedup.in_table:  # none of the key's records was forgotten before its last one came
+        near = near & ((F.count(F.lit(1)).over(same) == 1) | (first >= F.max(_UNTIL).over(same)))
     all_late = F.min(_LATE).over(same)
     return marked.select(
         *map(_quoted, columns),
@@ -291,7 +297,12 @@ def of_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditRep
         f"{counts.deduplicated:,} repeat another one and must not be in the sink beside it; source partitions "
         "and order are not told",
     ]
-    if counts.unclear:
+    if counts.unclear and dedup.in_table:
+        notes.append(
+            f"{counts.unclear:,} keys may be in the sink as often as in the source, or less often: their records lie "
+            f"further apart than {dedup.within}, or the first ones were over before the last came"
+        )
+    elif counts.unclear:
         notes.append(
             f"{counts.unclear:,} keys may be in the sink as often as in the source, or less often, or not at all: "
             f"{counts.late:,} of them may have been dropped as late, the others' records lie further apart than "

@@ -33,6 +33,11 @@ def helper_columns(dedup: Dedup) -> list[str]:
     return [*key_columns(dedup), TIME]
 
 
+def is_placed(frame: DataFrame) -> bool:
+    """Whether each record tells its place in the source."""
+    return all(c in frame.columns for c in _COORDINATES)
+
+
 def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
     """The frame with the columns `helper_columns`. No row is added or moved.
 
@@ -42,7 +47,7 @@ def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
     Raises:
         UsageError: an expression is no SQL over one row of the source, or the time is no timestamp.
     """
-    placed = all(c in frame.columns for c in _COORDINATES)
+    placed = is_placed(frame)
     missing = " OR ".join(f"{c} IS NULL" for c in key_columns(dedup)[:-1])
     own = "concat_ws('-', `topic`, `partition`, `offset`)" if placed else f"CAST(raise_error('{_KEY_NULL}') AS STRING)"
     # Within CASE: nothing that gives more rows, or one for many.

@@ -37,26 +37,41 @@ def kept(location: str) -> Dedup | None:
         ) from error
 
 
-def changed(location: str, dedup: Dedup | None) -> str | None:
-    """What a checkpoint began with, for people, if the pipeline names another dedup now; else None."""
+def changed(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
+    """What a checkpoint began with, for people, if the pipeline names another dedup now; else None.
+
+    Args:
+        sink: that decides; a table of keys lies in its database.
+    """
     before = kept(location)
-    same = before is None if dedup is None else dedup.remembers_as(before)
-    return None if same else ("no dedup" if before is None else f"dedup {before.says}")
+    if before is None:
+        return None if dedup is None else "no dedup"
+    at = _sink(location) if before.in_table else sink
+    if dedup is not None and dedup.remembers_as(before) and at == sink:
+        return None
+    return f"dedup {before.says}" + f" of the database of sink {at!r}" * before.in_table
 
 
-def keep(location: str, dedup: Dedup | None, *, fresh: bool) -> None:
+def _sink(location: str) -> str:
+    """In whose database the table lies."""
+    return str(json.loads(beside.read(location, FILE) or "{}").get("sink", ""))
+
+
+def keep(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "") -> None:
     """Write down what the state is made by, before there is any.
 
     Args:
+        sink: that decides.
         fresh: no query ran on this checkpoint yet; what a start that failed left there is replaced.
 
     Raises:
         Refused: the checkpoint began with another one. The plan says so before; here nothing can get past it.
     """
-    before = changed(location, dedup)
+    before = changed(location, dedup, sink)
     if before is None:
         return
     if not fresh:
         raise Refused("DEDUP_CHANGED", f"The checkpoint {location!r} began with {before}.", "name it again")
-    data = json.dumps({"dedup": dedup.to_json() if dedup is not None else None}, separators=(",", ":"))
+    place = {"sink": sink} if dedup is not None and dedup.in_table else {}
+    data = json.dumps({"dedup": dedup.to_json() if dedup is not None else None, **place}, separators=(",", ":"))
     beside.write(location, FILE, data.encode(), first=False)

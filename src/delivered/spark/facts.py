@@ -155,7 +155,7 @@ def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFac
         takeover=takeover,
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
-        other_dedup=changed(pipeline.checkpoint, pipeline.dedup) if incarnation is not None else None,
+        other_dedup=changed(pipeline.checkpoint, pipeline.dedup, sink_name) if incarnation is not None else None,
     )
 
 

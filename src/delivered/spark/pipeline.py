@@ -281,7 +281,11 @@ def _from_spec(spec: SourceSpec | SinkSpec, folder: Path) -> Endpoint:
 
 
 def _dedup_from_spec(spec: DedupSpec | None) -> Dedup | None:
-    return make_dedup(*spec.by, within=spec.within, time=spec.time, late=spec.late) if spec is not None else None
+    return (
+        make_dedup(*spec.by, within=spec.within, time=spec.time, late=spec.late, memory=spec.memory)
+        if spec is not None
+        else None
+    )
 
 
 def _transform(spec: TransformSpec | None, folder: Path) -> Transform:

@@ -18,6 +18,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from delivered.audit.report import AuditReport
 from delivered.contract import Several, Source
 from delivered.model.bad_row import OnBadRow
+from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.endpoint import Endpoint
@@ -27,6 +28,7 @@ from delivered.spark import dedup_kept, first_offsets
 from delivered.spark.audit import audit as run_audit
 from delivered.spark.audit_spec import AuditSpec
 from delivered.spark.dedup import without_repeats
+from delivered.spark.dedup_table import without_seen_repeats
 from delivered.spark.direct import mark_sink, mark_source
 from delivered.spark.drain import OPTION as DRAIN
 from delivered.spark.drain import new_drain
@@ -89,6 +91,22 @@ def ready(pipeline: Pipeline, given: SparkSession | None) -> SparkSession:
     return spark
 
 
+def _once(pipeline: Pipeline, spark: SparkSession, frame: DataFrame, dedup: Dedup) -> DataFrame:
+    """The stream without its repeats, by what the pipeline lets remember them."""
+    if not dedup.in_table:
+        return without_repeats(frame, dedup)
+    name, sinks = opened(pipeline)
+    sink = next(m.sink for m in sinks.members if not m.id) if isinstance(sinks, Several) else sinks
+    shards = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
+    return without_seen_repeats(frame, dedup, sink, pipeline.name, name, shards)
+
+
+def _keep_dedup(pipeline: Pipeline) -> None:
+    name, _ = opened(pipeline)
+    fresh = logged(pipeline.checkpoint)[0] is None
+    dedup_kept.keep(pipeline.checkpoint, pipeline.dedup, fresh=fresh, sink=name)
+
+
 def new_session(pipeline: Pipeline) -> SparkSession:
     """A session fit for a pipeline's guarantee, with its own configuration on top."""
     conf = pipeline.conf
@@ -118,7 +136,7 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
     frame = reader.load()
     if direct is None:
         if pipeline.dedup is not None:
-            frame = without_repeats(frame, pipeline.dedup)
+            frame = _once(pipeline, spark, frame, pipeline.dedup)
         frame = apply_transform(pipeline.transform, spark, opened)(frame)
         if not frame.isStreaming:
             raise UsageError(
@@ -135,7 +153,7 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         writer = writer.option("missingLedger", "accept")
     if direct is not None:
         writer = mark_sink(writer, direct)
-    dedup_kept.keep(pipeline.checkpoint, pipeline.dedup, fresh=logged(pipeline.checkpoint)[0] is None)
+    _keep_dedup(pipeline)
     with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
         return writer.trigger(**pipeline.trigger.for_spark()).start()
 

@@ -1,14 +1,13 @@
 """Owner and decisions in tables of the user's database: a batch's rows and its decision get in by one transaction.
 
-Statements are written once, with `:name` for values and `{table}` for our tables; a `Dialect` puts them into the form
-that the client wants.
+Keys that a dedup remembers get in by the same transaction: see `delivered.sql.keys`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
@@ -17,43 +16,14 @@ from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, 
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 from delivered.sql.database import C, Connection, Database
+from delivered.sql.dialect import Dialect
+from delivered.sql.keys import keep, open_memory
 
 T = TypeVar("T")
 _SINK = "pipeline = :pipeline AND sink = :sink"
 _SCOPE = f"{_SINK} AND incarnation = :incarnation"
 _OTHER = f"{_SINK} AND incarnation <> :incarnation"
 _SAME = "n.pipeline = d.pipeline AND n.sink = d.sink AND n.incarnation = d.incarnation"
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """
-    Attributes:
-        tables: our names of tables -> theirs, quoted for SQL.
-        value: ":name" as the client writes it.
-        written: table -> column that grows with the time at which a row was written.
-        hold: what a SELECT ends in that keeps the row from others until the transaction's end.
-        pack, unpack: a list of names as the client takes and gives it.
-    """
-
-    tables: dict[str, str]
-    value: Callable[[str], str]
-    written: dict[str, str]
-    hold: str
-    pack: Callable[[Sequence[str]], Any]
-    unpack: Callable[[Any], Sequence[str]]
-
-    def __call__(self, statement: str) -> str:
-        return self.value(statement).format(**self.tables)
-
-    def known(self, keys: str, column: str | None) -> str:
-        """What an INSERT ends in that gives `column` its new value where the keys are there already; None: that does
-        nothing there."""
-        return f"ON CONFLICT ({keys}) DO " + (f"UPDATE SET {column} = excluded.{column}" if column else "NOTHING")
-
-    def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
-        """Delete what others have committed, or this connection wrote. Inside an open transaction, or as one."""
-        connection.execute(self(f"DELETE FROM {{{table}}} WHERE {where}"), values)
 
 
 class SqlLedger(ABC, Generic[C]):
@@ -134,8 +104,9 @@ class SqlLedger(ABC, Generic[C]):
         1  look whether this very decision is in already
         2  hold the owner's row; check that this claim is the newest
         3  make the rows of this sink's participants that staged them visible   <- crash points of commit.apply
-        4  write the decision, forget old ones
-        5  COMMIT                                                               <- from here on the batch counts
+        4  dedup.keep: the keys that the batch let in count
+        5  write the decision, forget old ones
+        6  COMMIT                                                               <- from here on the batch counts
         """
         text = decision.to_json()
 
@@ -154,6 +125,7 @@ class SqlLedger(ABC, Generic[C]):
                     next_step="stop every other driver on this checkpoint, then start the pipeline again",
                 )
             self._add_rows(connection, decision)
+            keep(self._sql, connection, decision, self._claimed[1] if self._claimed else 0)
             self.record(connection, decision.batch, text)
 
         return self._one_transaction(write, there)
@@ -211,7 +183,9 @@ class SqlLedger(ABC, Generic[C]):
             },
         )  # fmt: skip
         self._forget_incarnations(connection)
-        return self._state(connection)
+        state = self._state(connection)
+        open_memory(self._sql, connection, self._scope, fresh=state.last is None)
+        return state
 
     def _one_transaction(self, write: Callable[[C], None], there: Callable[[C], bool]) -> Outcome[None]:
         """Run `write` under this claim, unless `there` says that its work is in. Never runs it twice (P19)."""

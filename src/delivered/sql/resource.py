@@ -14,7 +14,7 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Decision, Prepared
 from delivered.sql import stage, transactions
 from delivered.sql.database import C
-from delivered.sql.ledger import Dialect
+from delivered.sql.dialect import Dialect
 from delivered.sql.names import Names
 from delivered.sql.server import Server
 from delivered.sql.transactions import OpenTransaction

@@ -14,7 +14,8 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, LedgerState, Owner
 from delivered.sql import stage
 from delivered.sql.database import C
-from delivered.sql.ledger import Dialect, SqlLedger
+from delivered.sql.dialect import Dialect
+from delivered.sql.ledger import SqlLedger
 from delivered.sql.names import Names
 from delivered.sql.server import Server
 

@@ -43,6 +43,19 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             base varchar(64) NOT NULL, name varchar(64) NOT NULL, arrow_schema longblob NOT NULL,
             PRIMARY KEY (base, name)) {_MADE}""",
     ),
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.memory (
+            pipeline {_NAME}, sink {_NAME}, incarnation {_NAME}, number bigint NOT NULL,
+            batch bigint NOT NULL, newest_us bigint NOT NULL, former_us bigint NOT NULL, made_ms bigint NOT NULL,
+            PRIMARY KEY (pipeline, sink, incarnation), UNIQUE KEY of_number (number)) {_MADE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.noted (
+            number bigint NOT NULL, epoch bigint NOT NULL, batch bigint NOT NULL, hash binary(16) NOT NULL,
+            at_us bigint NOT NULL, until_us bigint NOT NULL,
+            PRIMARY KEY (number, epoch, batch, hash, at_us)) {_MADE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.seen (
+            number bigint NOT NULL, hash binary(16) NOT NULL, until_us bigint NOT NULL, batch bigint NOT NULL,
+            PRIMARY KEY (number, hash, until_us), KEY of_time (number, until_us)) {_MADE}""",
+    ),
 )
 """Statements that lead from version n to n + 1. Only ever appended to."""
 

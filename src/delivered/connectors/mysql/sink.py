@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow as pa
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES, refused
 from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.contract_memory import KeyMemory
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
@@ -51,6 +53,7 @@ class MysqlSink(TableSink):
                 apply="XA COMMIT for each shard, from the driver",
                 send=f"LOAD DATA into {table}, one transaction for each shard, visible when it ends",
                 batch_atomic=False,
+                remembers=True,
                 write=self.options.write,
                 assumes=(
                     *_ASSUMED,
@@ -74,6 +77,7 @@ class MysqlSink(TableSink):
             apply="the staging tables are dropped; the rows are visible since the decision",
             send=f"LOAD DATA into {table}, one transaction for each shard, visible when it ends",
             batch_atomic=True,
+            remembers=True,
             write=self.options.write,
             assumes=(*_ASSUMED, *self._assumed),
             limits=("rows are written twice: once staged, once moved", HISTORY, *self._bounds),
@@ -107,3 +111,10 @@ class MysqlSink(TableSink):
         from delivered.connectors.mysql.resource import MysqlResource
 
         return MysqlResource(self.options, scope)
+
+    def key_memory(self, scope: Scope) -> KeyMemory:
+        from delivered.connectors.mysql.client import MysqlDatabase
+        from delivered.connectors.mysql.ledger import dialect
+        from delivered.sql.keys import KeyTable, from_warm
+
+        return KeyTable(dialect(self.options.ledger_schema), scope, partial(from_warm, MysqlDatabase(self.options)))

@@ -14,7 +14,7 @@ from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Outcome, Unknown
 from delivered.model.work import Decision
 from delivered.sql.database import quoted
-from delivered.sql.ledger import Dialect
+from delivered.sql.dialect import Dialect
 from delivered.sql.names import Names
 from delivered.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
 from delivered.sql.stage import KEY, Staging
@@ -27,12 +27,13 @@ def dialect(schema: str) -> Dialect:
     """Of a ledger that lies in this schema."""
     s = quoted(schema).replace("%", "%%")
     return Dialect(
-        tables={name: f"{s}.{name}" for name in ("owner", "decision", "begun", "marker")},
+        tables={name: f"{s}.{name}" for name in ("owner", "decision", "begun", "marker", "memory", "noted", "seen")},
         value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
         written={"decision": "decided_at", "begun": "begun_at"},
         hold=" FOR UPDATE",
         pack=list,
         unpack=_unpacked,
+        hash=lambda value: f"decode('{value.hex()}', 'hex')",
     )
 
 

@@ -31,6 +31,19 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX marker_of_shard ON {s}.marker (pipeline, sink, incarnation, batch, shard)",
         "CREATE TABLE {s}.target (relation oid PRIMARY KEY, name text NOT NULL, arrow_schema bytea NOT NULL)",
     ),
+    (
+        """CREATE TABLE {s}.memory (
+            pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, number bigint NOT NULL UNIQUE,
+            batch bigint NOT NULL, newest_us bigint NOT NULL, former_us bigint NOT NULL, made_ms bigint NOT NULL,
+            PRIMARY KEY (pipeline, sink, incarnation))""",
+        """CREATE TABLE {s}.noted (
+            number bigint NOT NULL, epoch bigint NOT NULL, batch bigint NOT NULL, hash bytea NOT NULL,
+            at_us bigint NOT NULL, until_us bigint NOT NULL, PRIMARY KEY (number, epoch, batch, hash, at_us))""",
+        """CREATE TABLE {s}.seen (
+            number bigint NOT NULL, hash bytea NOT NULL, until_us bigint NOT NULL, batch bigint NOT NULL,
+            PRIMARY KEY (number, hash, until_us))""",
+        "CREATE INDEX seen_of_time ON {s}.seen (number, until_us)",
+    ),
 )
 """Statements that lead from version n to n + 1. Only ever appended to."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow as pa
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES, refused
 from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.contract_memory import KeyMemory
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -47,6 +49,7 @@ class PostgresSink(TableSink):
                 apply="COMMIT PREPARED for each shard, from the driver",
                 send=f"COPY into {table}, one transaction for each shard, visible when it ends",
                 batch_atomic=False,
+                remembers=True,
                 write=self.options.write,
                 assumes=(
                     _BACKUP,
@@ -71,6 +74,7 @@ class PostgresSink(TableSink):
             apply="nothing left to do; the rows are visible since the decision",
             send=f"COPY into {table}, one transaction for each shard, visible when it ends",
             batch_atomic=True,
+            remembers=True,
             write=self.options.write,
             assumes=(_BACKUP, *self._assumed),
             limits=("rows are written twice: once staged, once moved", HISTORY, *self._bounds),
@@ -103,3 +107,10 @@ class PostgresSink(TableSink):
         from delivered.connectors.postgres.resource import PostgresResource
 
         return PostgresResource(self.options, scope)
+
+    def key_memory(self, scope: Scope) -> KeyMemory:
+        from delivered.connectors.postgres.client import PostgresDatabase
+        from delivered.connectors.postgres.ledger import dialect
+        from delivered.sql.keys import KeyTable, from_warm
+
+        return KeyTable(dialect(self.options.ledger_schema), scope, partial(from_warm, PostgresDatabase(self.options)))

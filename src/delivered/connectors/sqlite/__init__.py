@@ -8,6 +8,7 @@ target.py    the user's table: create, check, insert
 merge.py     upserts
 stage.py     files in which tasks leave their shards
 writer.py    a task's side
+keys.py      keys that a dedup remembers, over `delivered.sql.keys`
 ledger.py    the driver's side: owner, decisions, over `delivered.sql.ledger`, where the line that decides is
 resource.py  staged files of decided and undecided shards
 read.py      the table as a source, for the audit

@@ -22,17 +22,19 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, LedgerState, Owner, Prepared
 from delivered.sql.database import quoted
-from delivered.sql.ledger import Dialect, SqlLedger
+from delivered.sql.dialect import Dialect
+from delivered.sql.ledger import SqlLedger
 
 T = TypeVar("T")
 
 DIALECT = Dialect(
-    tables={name: f"_delivered_{name}" for name in ("owner", "decision", "begun")},
+    tables={name: f"_delivered_{name}" for name in ("owner", "decision", "begun", "memory", "noted", "seen")},
     value=lambda statement: statement,
     written={"decision": "rowid", "begun": "rowid"},
     hold="",  # a transaction that writes is the only one
     pack=lambda names: json.dumps(list(names)),
     unpack=json.loads,
+    hash=lambda value: f"x'{value.hex()}'",
 )
 
 

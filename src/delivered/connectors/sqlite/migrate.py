@@ -25,6 +25,20 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (pipeline, sink, incarnation))""",
         "CREATE TABLE _delivered_table (name TEXT PRIMARY KEY, arrow_schema BLOB NOT NULL)",
     ),
+    (
+        """CREATE TABLE _delivered_memory (
+            pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, number INTEGER NOT NULL UNIQUE,
+            batch INTEGER NOT NULL, newest_us INTEGER NOT NULL, former_us INTEGER NOT NULL, made_ms INTEGER NOT NULL,
+            PRIMARY KEY (pipeline, sink, incarnation))""",
+        """CREATE TABLE _delivered_noted (
+            number INTEGER NOT NULL, epoch INTEGER NOT NULL, batch INTEGER NOT NULL, hash BLOB NOT NULL,
+            at_us INTEGER NOT NULL, until_us INTEGER NOT NULL,
+            PRIMARY KEY (number, epoch, batch, hash, at_us)) WITHOUT ROWID""",
+        """CREATE TABLE _delivered_seen (
+            number INTEGER NOT NULL, hash BLOB NOT NULL, until_us INTEGER NOT NULL, batch INTEGER NOT NULL,
+            PRIMARY KEY (number, hash, until_us)) WITHOUT ROWID""",
+        "CREATE INDEX _delivered_seen_of_time ON _delivered_seen (number, until_us)",
+    ),
 )
 """Statements that lead from version n to n + 1. Only ever appended to."""
 

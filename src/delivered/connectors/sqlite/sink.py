@@ -19,6 +19,7 @@ from delivered.connectors.sqlite.resource import SqliteResource
 from delivered.connectors.sqlite.types import TYPES, refused
 from delivered.connectors.sqlite.writer import DirectWriter, StagingWriter
 from delivered.contract import Finding
+from delivered.contract_memory import KeyMemory
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError
@@ -54,6 +55,7 @@ class SqliteSink(TableSink):
             apply="staged files deleted; the rows are visible since the decision",
             send=f"short transactions into {table}, visible at once",
             batch_atomic=True,
+            remembers=True,
             local=True,
             write=self.options.write,
             assumes=("the database file and its ledger tables are backed up and restored as one", *self._assumed),
@@ -118,6 +120,11 @@ class SqliteSink(TableSink):
 
     def resource(self, scope: Scope) -> SqliteResource:
         return SqliteResource(self.options, scope)
+
+    def key_memory(self, scope: Scope) -> KeyMemory:
+        from delivered.connectors.sqlite.keys import key_table
+
+        return key_table(self.options, scope)
 
 
 def _wal_race(path: str) -> Finding:
