@@ -29,6 +29,7 @@ class Example:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+_ROCKETMQ = {"endpoints": "localhost:8081", "topic": "orders"}
 _ACTIVEMQ = {"url": "stomp://localhost", "queue": "orders"}
 
 SOURCES = (
@@ -54,6 +55,9 @@ SOURCES = (
         "Pulsar",
         "pulsar",
         {"url": "pulsar://localhost:6650", "adminUrl": "http://localhost:8080", "topics": "orders"},
+    ),
+    Example(
+        "RocketMQ, through a [receiver](receiver.md)", "rocketmq", {**_ROCKETMQ, "group": "lake", "log": "/data/log"}
     ),
 )
 SINKS = (
@@ -90,6 +94,7 @@ SINKS = (
             "ledger": "/data/ledger.db",
         },
     ),
+    Example("RocketMQ", "rocketmq", {**_ROCKETMQ, "ledger": "/data/ledger.db"}),
 )
 
 

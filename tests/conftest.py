@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from delivered import brokers
+from delivered.brokers import rocketmq as rocketmq_server
 
 # Tests kill servers, and this client says so many times a second: a failed test's output would be nothing else.
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
 logging.getLogger("stomp.py").setLevel(logging.CRITICAL)
+logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
 
 
 class Kafka:
@@ -581,3 +583,119 @@ def new_activemq(tmp_path: Path) -> Iterator[Callable[..., Activemq]]:
     yield make
     for broker in started:
         broker.stop()
+
+
+class Rocketmq:
+    """A real RocketMQ and what tests do with it.
+
+    `topic()` and `group()` make fresh ones; `send` and `rest` are clients that are not ours.
+    """
+
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        self.broker = broker
+        self._producers: dict[str, Any] = {}
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def topic(self, kind: str = "NORMAL", queues: int = 4) -> str:
+        name = f"t{next(self._names)}"
+        rocketmq_server.make_topic(self.broker.listeners["BROKER"], name, kind, queues)
+        return name
+
+    def group(self, ordered: bool = False, attempts: int = 16) -> str:
+        name = f"g{next(self._names)}"
+        rocketmq_server.make_group(self.broker.listeners["BROKER"], name, ordered, attempts)
+        return name
+
+    def configuration(self) -> Any:
+        from delivered.connectors.rocketmq.client import library
+
+        client = library()  # keeps the client's log files away from the user's home
+        return client.ClientConfiguration(self.url, client.Credentials())
+
+    def producer(self, topic: str) -> Any:
+        from rocketmq import Producer
+
+        if topic not in self._producers:
+            made = Producer(self.configuration(), [topic])
+            made.startup()
+            self._producers[topic] = made
+        return self._producers[topic]
+
+    def send(self, topic: str, messages: Any, group: str = "", **properties: str) -> None:
+        """(id, body) pairs, ids of our choice; all are in the topic when this returns, those of a group in order."""
+        configuration, producer = self.configuration(), self.producer(topic)
+        from rocketmq.grpc_protocol import Encoding, MessageType, SendMessageRequest
+
+        given, endpoints = list(messages), configuration.rpc_endpoints
+        together = 1 if group else 100  # several in one request go into any queue
+        for at in range(0, len(given), together):
+            request = SendMessageRequest()
+            for message_id, body in given[at : at + together]:
+                message = request.messages.add(body=body, user_properties=properties)
+                message.topic.name = topic
+                system = message.system_properties
+                system.message_id, system.message_group = message_id, group
+                system.message_type = MessageType.FIFO if group else MessageType.NORMAL
+                system.body_encoding, system.born_host = Encoding.IDENTITY, "here"
+                system.born_timestamp.GetCurrentTime()
+            answer = producer.rpc_client.send_message_async(endpoints, request, producer.sign(), timeout=10).result()
+            assert answer.status.message == "OK", answer
+
+    def rest(self, topic: str, group: str) -> list[Any]:
+        """What the group has not acknowledged and nobody holds, as the library reads it; taken away. Waits 5 s."""
+        configuration = self.configuration()
+        from rocketmq import FilterExpression, SimpleConsumer
+
+        consumer = SimpleConsumer(configuration, group, {topic: FilterExpression()}, await_duration=5)
+        consumer.startup()
+        time.sleep(0.2)
+        found: list[Any] = []
+        while more := consumer.receive(32, 60):
+            for message in more:
+                consumer.ack(message)
+            found += more
+        consumer.shutdown()
+        return found
+
+    def close(self) -> None:
+        for producer in self._producers.values():
+            producer.shutdown()
+        self._producers.clear()
+
+
+_SHORT_TIMES = {"proxy.minInvisibleTimeMillsForRecv": "1000"}
+"""Else nothing that a killed receiver held comes again before ten seconds."""
+
+
+@pytest.fixture(scope="session")
+def rocketmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rocketmq]:
+    """One server for the whole session. Do not stop it: other tests use it."""
+    folder = tmp_path_factory.mktemp("rocketmq")
+    broker = brokers.start("rocketmq", folder, dies_with_parent=True, properties=_SHORT_TIMES)
+    made = Rocketmq(broker)
+    yield made
+    made.close()
+    broker.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_rocketmq(tmp_path: Path) -> Iterator[Callable[..., Rocketmq]]:
+    """`new_rocketmq(**{"proxy.maxMessageSize": "1000"})`: a server of this test's own, to be killed at will."""
+    started: list[Rocketmq] = []
+
+    def make(**settings: str) -> Rocketmq:
+        folder = tmp_path / f"rocketmq{len(started)}"
+        properties = {**_SHORT_TIMES, **settings}
+        started.append(Rocketmq(brokers.start("rocketmq", folder, dies_with_parent=True, properties=properties)))
+        return started[-1]
+
+    yield make
+    for made in started:
+        made.broker.kill()
+        made.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delivered.brokers import activemq, kafka, mysql, postgres, pulsar, rabbitmq
+from delivered.brokers import activemq, kafka, mysql, postgres, pulsar, rabbitmq, rocketmq
 from delivered.brokers.fetch import Say
 from delivered.brokers.java import java_home
 from delivered.brokers.process import State
@@ -65,6 +65,10 @@ def _rabbitmq(folder: Path, state: State, say: Say) -> list[str]:
     return rabbitmq.prepare(folder, state.listeners, state.settings["properties"], say)
 
 
+def _rocketmq(folder: Path, state: State, say: Say) -> list[str]:
+    return rocketmq.prepare(folder, state.listeners, state.settings["properties"], state.settings["heap_mb"], say)
+
+
 SERVERS: Mapping[str, Server] = {
     "activemq": Server(
         listeners=lambda _: [activemq.STOMP],
@@ -110,5 +114,12 @@ SERVERS: Mapping[str, Server] = {
         prepare=_rabbitmq,
         answers=lambda at: rabbitmq.answers(at[rabbitmq.AMQP]),
         url=rabbitmq.url,
+    ),
+    "rocketmq": Server(
+        listeners=lambda _: [rocketmq.GRPC, rocketmq.NAMESRV, rocketmq.BROKER],
+        main=rocketmq.GRPC,
+        prepare=_rocketmq,
+        answers=rocketmq.answers,
+        url=rocketmq.url,
     ),
 }

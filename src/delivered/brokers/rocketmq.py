@@ -1,0 +1,240 @@
+"""Apache RocketMQ 5: a name server, and a broker with its proxy in one process, which speaks gRPC.
+
+Its proxy and its replication listen on every address, and no setting changes that, so all of it runs in a network
+namespace (`enclosed.py`); three ports of 127.0.0.1 lead into it. Topics and groups are made before they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from delivered.brokers.enclosed import Enclosed
+from delivered.brokers.fetch import Say, fetch_jars
+from delivered.brokers.java import java_home
+from delivered.model.errors import DeliveredError
+
+VERSION = "5.5.0"
+ARTIFACTS = [("org.apache.rocketmq", f"rocketmq-{part}", VERSION) for part in ("namesrv", "proxy", "tools")]
+GRPC, NAMESRV, BROKER = "GRPC", "NAMESRV", "BROKER"
+KINDS = ("NORMAL", "FIFO", "DELAY", "TRANSACTION")
+PROXY = "proxy."
+"""Before the name of a setting: it belongs to the proxy, and not to the broker."""
+DIRECT_MB = 256
+_INNER = {"haListenPort": "10912"}
+_REMOTING_PORT = 8080
+_UPDATE_TOPIC, _CLUSTER_INFO, _UPDATE_GROUP = 17, 106, 200
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+_OPENS = (
+    *("java.base/java.nio", "java.base/sun.nio.ch", "java.base/java.lang", "java.base/java.util"),
+    *("java.base/java.lang.reflect", "java.base/jdk.internal.ref"),
+)
+
+
+def url(address: str) -> str:
+    return address
+
+
+def prepare(
+    folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], heap_mb: int, say: Say
+) -> list[str]:
+    """Fetch the server if need be, write its configuration; returns the command to run.
+
+    Args:
+        properties: of broker.conf; with `proxy.` before the name, of rmq-proxy.json.
+
+    Raises:
+        DeliveredError: no Java, the download failed, or the system makes no network namespace.
+    """
+    java = java_home() / "bin" / "java"
+    jars = fetch_jars(f"rocketmq/{VERSION}", ARTIFACTS, java, say)
+    ports = {name: int(address.rpartition(":")[2]) for name, address in listeners.items()}
+    for name in ("conf", "logs"):
+        (folder / name).mkdir(exist_ok=True)
+    name_server = f"127.0.0.1:{ports[NAMESRV]}"
+    of_broker = {k: v for k, v in properties.items() if not k.startswith(PROXY)}
+    of_proxy = {k.removeprefix(PROXY): _value(v) for k, v in properties.items() if k.startswith(PROXY)}
+    broker = {**_broker(folder, ports[BROKER], name_server), **of_broker}
+    proxy = {**_proxy(ports[GRPC], name_server), **of_proxy}
+    files = {
+        "namesrv.conf": _lines({"listenPort": str(ports[NAMESRV]), "bindAddress": "127.0.0.1"}),
+        "broker.conf": _lines(broker),
+        "rmq-proxy.json": json.dumps(proxy),
+        "logback.xml": _LOGBACK.replace("{level}", os.environ.get("DELIVERED_BROKER_LOG", "warn")),
+    }
+    for name, text in files.items():
+        (folder / "conf" / name).write_text(text, encoding="utf-8")
+    conf = str(folder / "conf")
+
+    def run(main: str, heap: int, *arguments: str) -> list[str]:
+        return [
+            str(java),
+            f"-Xmx{heap}m",
+            "-XX:+UseSerialGC",
+            "-XX:MaxMetaspaceSize=192m",
+            f"-XX:MaxDirectMemorySize={DIRECT_MB}m",
+            "-Djava.net.preferIPv4Stack=true",
+            f"-Duser.home={folder}",  # logs go below it
+            f"-Drocketmq.home.dir={folder}",
+            "-Dtls.server.mode=disabled",  # it would need a library of the machine's own kind
+            f"-Drmq.logback.configurationFile={conf}/logback.xml",
+            *(f"--add-opens={package}=ALL-UNNAMED" for package in _OPENS),
+            *("-cp", str(jars / "*"), main, *arguments),
+        ]
+
+    return Enclosed(
+        commands=[
+            run("org.apache.rocketmq.namesrv.NamesrvStartup", 64, "-c", f"{conf}/namesrv.conf"),
+            run(
+                "org.apache.rocketmq.proxy.ProxyStartup",
+                heap_mb,
+                *("-pm", "LOCAL", "-n", name_server, "-bc", f"{conf}/broker.conf", "-pc", f"{conf}/rmq-proxy.json"),
+            ),
+        ],
+        waits=[ports[NAMESRV], None],
+        ports=sorted(ports.values()),
+        environment={"ROCKETMQ_HOME": str(folder), "RMQ_PROXY_HOME": str(folder)},
+    ).command(folder)
+
+
+def answers(listeners: Mapping[str, str], timeout_s: float = 2.0) -> bool:
+    """Whether the proxy speaks HTTP/2, and the name server knows the broker."""
+    with suppress(OSError, ValueError, DeliveredError):
+        host, _, port = listeners[GRPC].rpartition(":")
+        with socket.create_connection((host, int(port)), timeout_s) as peer:
+            peer.settimeout(timeout_s)
+            peer.sendall(_PREFACE)
+            if peer.makefile("rb").read(4)[3:] != b"\x04":  # SETTINGS
+                return False
+        known = ask(listeners[NAMESRV], _CLUSTER_INFO, {}, timeout_s=timeout_s)
+        return b"brokerAddrs" in known
+    return False
+
+
+def make_topic(broker: str, name: str, kind: str = "NORMAL", queues: int = 4) -> None:
+    """Make a topic, or change it.
+
+    Args:
+        broker: its address: `broker.listeners["BROKER"]`.
+        kind: of its messages, one of `KINDS`.
+    """
+    fields = {
+        "topic": name,
+        "defaultTopic": "TBW102",
+        "readQueueNums": str(queues),
+        "writeQueueNums": str(queues),
+        "perm": "6",
+        "topicFilterType": "SINGLE_TAG",
+        "topicSysFlag": "0",
+        "order": "false",
+        "attributes": f"+message.type={kind}",
+    }
+    ask(broker, _UPDATE_TOPIC, fields)
+
+
+def make_group(broker: str, name: str, ordered: bool = False, attempts: int = 16) -> None:
+    """Make a group of consumers, or change it.
+
+    Args:
+        broker: as for `make_topic`.
+        ordered: messages of one message group come one after another.
+        attempts: so often a message is handed out before it goes to the dead letters.
+    """
+    config = {
+        "groupName": name,
+        "consumeEnable": True,
+        "consumeFromMinEnable": True,
+        "consumeBroadcastEnable": True,
+        "consumeMessageOrderly": ordered,
+        "retryQueueNums": 1,
+        "retryMaxTimes": attempts,
+        "brokerId": 0,
+        "whichBrokerWhenConsumeSlowly": 1,
+        "notifyConsumerIdsChangedEnable": True,
+    }
+    ask(broker, _UPDATE_GROUP, {}, json.dumps(config).encode())
+
+
+def ask(address: str, code: int, fields: Mapping[str, str], body: bytes = b"", timeout_s: float = 10.0) -> bytes:
+    """One request of RocketMQ's own protocol; returns the body of the answer.
+
+    Raises:
+        DeliveredError: the server said no.
+    """
+    header = {"code": code, "language": "JAVA", "version": 399, "opaque": 1, "flag": 0, "extFields": dict(fields)}
+    head = json.dumps(header).encode()
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout_s) as peer:
+        peer.settimeout(timeout_s)
+        peer.sendall(struct.pack(">ii", 4 + len(head) + len(body), len(head)) + head + body)
+        stream = peer.makefile("rb")
+        start = stream.read(8)
+        if len(start) < 8:
+            raise ConnectionError(f"{address} closed the connection")
+        size, head_size = struct.unpack(">ii", start)
+        said = stream.read(size - 4)
+    head_size &= 0xFFFFFF
+    answer = json.loads(said[:head_size])
+    if answer["code"] != 0:
+        raise DeliveredError("ROCKETMQ_SAID", f"RocketMQ at {address} said: {answer.get('remark') or answer['code']}")
+    return said[head_size:]
+
+
+def _broker(folder: Path, port: int, name_server: str) -> dict[str, str]:
+    return {
+        "brokerClusterName": "DefaultCluster",
+        "brokerName": "delivered",
+        "brokerId": "0",
+        "brokerRole": "ASYNC_MASTER",
+        "brokerIP1": "127.0.0.1",
+        "bindAddress": "127.0.0.1",
+        "listenPort": str(port),
+        **_INNER,
+        "namesrvAddr": name_server,
+        "storePathRootDir": str(folder / "data"),
+        "storePathCommitLog": str(folder / "data" / "commitlog"),
+        "flushDiskType": "ASYNC_FLUSH",
+        "autoCreateTopicEnable": "false",
+        "autoCreateSubscriptionGroup": "false",
+        "mappedFileSizeCommitLog": str(64 << 20),
+        "mappedFileSizeConsumeQueue": str(20 * 50_000),
+        # A development machine is seldom empty; the default would stop all senders.
+        "diskMaxUsedSpaceRatio": "99",
+        "timerWheelEnable": "true",
+    }
+
+
+def _proxy(port: int, name_server: str) -> dict[str, Any]:
+    return {
+        "rocketMQClusterName": "DefaultCluster",
+        "namesrvAddr": name_server,
+        "grpcServerPort": port,
+        "remotingListenPort": _REMOTING_PORT,
+        "grpcShutdownTimeSeconds": 1,
+    }
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _lines(settings: Mapping[str, str]) -> str:
+    return "".join(f"{k}={v}\n" for k, v in settings.items())
+
+
+_LOGBACK = """<configuration>
+  <appender name="console" class="ch.qos.logback.core.ConsoleAppender">
+    <encoder><pattern>%d %-5level %logger{0} %msg%n</pattern></encoder>
+  </appender>
+  <root level="{level}"><appender-ref ref="console"/></root>
+</configuration>
+"""

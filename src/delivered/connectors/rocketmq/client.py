@@ -1,0 +1,293 @@
+"""A session with RocketMQ's proxies, and what they said as errors of ours.
+
+The client library gives channels, signatures and the protocol's messages. Its consumer and its producer are left out:
+one drops a bunch of which it cannot read one message, the other sends again by itself what may have arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+
+from delivered.connectors.rocketmq.options import Place
+from delivered.model.errors import DeliveredError, MissingExtra, OutcomeUnknown, Refused, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.options import resolve_secret
+
+_LOG_MODULE = "rocketmq.v5.log"
+_SAID_MAX = 300
+
+
+@lru_cache(maxsize=1)
+def library() -> SimpleNamespace:
+    """What is used of the client library, imported where it is used. Raises MissingExtra.
+
+    Its own log module makes files below the user's home when it is imported; one that makes none stands in for it.
+    """
+    if _LOG_MODULE not in sys.modules:
+        stand_in = ModuleType(_LOG_MODULE)
+        stand_in.logger = logging.getLogger("rocketmq-python-client")  # type: ignore[attr-defined]
+        sys.modules[_LOG_MODULE] = stand_in
+    try:
+        import grpc
+        import rocketmq.grpc_protocol as protocol
+        from rocketmq.grpc_protocol import definition_pb2, service_pb2
+        from rocketmq.v5.client import ClientConfiguration, Credentials
+        from rocketmq.v5.client.connection import RpcClient, RpcEndpoints
+        from rocketmq.v5.util import ClientId, Signature
+    except ImportError:
+        sys.modules.pop(_LOG_MODULE, None)
+        raise MissingExtra("rocketmq") from None
+    return SimpleNamespace(
+        grpc=grpc,
+        of=definition_pb2,
+        calls=service_pb2,
+        code=protocol.Code,
+        RpcClient=RpcClient,
+        RpcEndpoints=RpcEndpoints,
+        ClientConfiguration=ClientConfiguration,
+        Credentials=Credentials,
+        ClientId=ClientId,
+        Signature=Signature,
+    )
+
+
+class Session:
+    """One client as RocketMQ sees it: an id, and a stream to each proxy on which it says what it is.
+
+    Args:
+        describe: fills in the Settings of this client.
+    """
+
+    def __init__(self, options: Place, describe: Callable[[Any], None]) -> None:
+        self.library = made = library()
+        self.options = options
+        self.failed: DeliveredError | None = None
+        self.granted: Any = None  # the Settings that a proxy answered with
+        self.changed = threading.Condition()
+        self._describe = describe
+        secret = None if options.secret_key is None else resolve_secret("secretKey", options.secret_key)
+        self._config = made.ClientConfiguration(
+            options.endpoints, made.Credentials(options.access_key, secret), options.namespace
+        )
+        self._id = made.ClientId().client_id
+        self._rpc = made.RpcClient(options.tls)
+        self._streams: dict[Any, Any] = {}
+        self.closed = False
+        try:
+            self.queues = self._route()
+            self.proxies = list({made.RpcEndpoints(q.broker.endpoints): None for q in self.queues})
+            for proxy in self.proxies:
+                self.wait(self.run(self._introduce(proxy)), CONNECT_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def resource(self, name: str) -> Any:
+        """A name in the namespace of this session."""
+        return self.library.of.Resource(name=name, resource_namespace=self.options.namespace)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Have the client's own thread do this; its loop is one for the process."""
+        return asyncio.run_coroutine_threadsafe(work, self.library.RpcClient.get_channel_io_loop())
+
+    def wait(self, future: Future[Any], timeout_s: float) -> Any:
+        """Raises Unreachable, UsageError, Refused."""
+        try:
+            return future.result(timeout_s)
+        except Late:
+            future.cancel()
+            raise self._unreachable(f"no answer within {timeout_s:.0f} s") from None
+        except self.library.grpc.RpcError as error:
+            raise self.explained(error) from error
+        except (DeliveredError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # of the library, which has no type for a session that has ended
+            raise self._unreachable(f"{type(error).__name__}: {error}") from error
+
+    async def call(self, proxy: Any, name: str, request: Any, timeout_s: float) -> Any:
+        """One request and its answer, whose status nobody looked at."""
+        stub = self._rpc.retrieve_or_create_channel(proxy).async_stub
+        return await getattr(stub, name)(request, metadata=self._sign(), timeout=timeout_s)
+
+    def stream(self, proxy: Any, name: str, request: Any, timeout_s: float) -> Any:
+        """One request and its answers; for the client's own thread."""
+        stub = self._rpc.retrieve_or_create_channel(proxy).async_stub
+        return getattr(stub, name)(request, metadata=self._sign(), timeout=timeout_s)
+
+    def fail(self, error: DeliveredError) -> None:
+        """The first error stays: what it left behind says less."""
+        with self.changed:
+            self.failed = self.failed or error
+            self.changed.notify_all()
+
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """May be called again.
+
+        Args:
+            last: what to do before the streams end.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        with suppress(DeliveredError):
+            if last is not None:
+                last()
+        with suppress(Late, self.library.grpc.RpcError, asyncio.CancelledError):
+            self.run(self._end()).result(REQUEST_TIMEOUT_S)
+
+    def explained(self, error: Exception) -> DeliveredError:
+        """What gRPC said, in plain words."""
+        codes = self.library.grpc.StatusCode
+        code = error.code() if isinstance(error, self.library.grpc.RpcError) else None
+        said = str(getattr(error, "details", lambda: None)() or error)
+        if code in (codes.UNAUTHENTICATED, codes.PERMISSION_DENIED):
+            return self._credentials(said)
+        if "group not found" in said:
+            return self._group_missing(said)
+        if code is codes.INVALID_ARGUMENT:
+            return UsageError("ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} said: {said[:_SAID_MAX]}")
+        return self._unreachable(said)
+
+    def said(self, status: Any) -> DeliveredError:
+        """What a status that is not OK means, in plain words."""
+        codes, code, text = self.library.code, status.code, status.message[:_SAID_MAX]
+        if code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
+            return self._credentials(text)
+        if code == codes.TOPIC_NOT_FOUND:
+            return UsageError(
+                "TOPIC_MISSING",
+                f"There is no topic {self.options.topic!r} at {self.options.endpoints}.",
+                next_step=f"make it (mqadmin updateTopic -t {self.options.topic} -a +message.type=NORMAL), or mend the "
+                "option topic",
+            )
+        if code == codes.CONSUMER_GROUP_NOT_FOUND:
+            return self._group_missing(text)
+        if code in (codes.MESSAGE_BODY_TOO_LARGE, codes.PAYLOAD_TOO_LARGE):
+            return UsageError(
+                "MESSAGE_TOO_LARGE",
+                f"RocketMQ at {self.options.endpoints} refused a message: {text}",
+                next_step="raise maxMessageSize of proxies and brokers, or send less",
+            )
+        if code == codes.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE:
+            return UsageError(
+                "TOPIC_TYPE",
+                f"The topic {self.options.topic!r} takes another type of message: {text}",
+                next_step="mend the option messageType, or make a topic of that type",
+            )
+        if code == codes.ILLEGAL_INVISIBLE_TIME:
+            return UsageError(
+                "INVISIBLE_TIME",
+                f"RocketMQ at {self.options.endpoints} refused invisibleSeconds: {text}",
+                next_step="raise invisibleSeconds, or lower minInvisibleTimeMillsForRecv of the proxies",
+            )
+        if 40_000 <= code < 50_000 and code not in (codes.TOO_MANY_REQUESTS, codes.UNRECOGNIZED_CLIENT_TYPE):
+            return UsageError("ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} said {code}: {text}")
+        return self._unreachable(f"{code}: {text}")
+
+    def _sign(self) -> Any:
+        return self.library.Signature.metadata(self._config, self._id)
+
+    def _route(self) -> Sequence[Any]:
+        asked = self.library.calls.QueryRouteRequest(
+            topic=self.resource(self.options.topic), endpoints=self._config.rpc_endpoints.endpoints
+        )
+        call = self.call(self._config.rpc_endpoints, "QueryRoute", asked, CONNECT_TIMEOUT_S)
+        answer = self.wait(self.run(call), CONNECT_TIMEOUT_S)
+        if answer.status.code != self.library.code.OK:
+            raise self.said(answer.status)
+        return list(answer.message_queues)
+
+    async def _introduce(self, proxy: Any) -> None:
+        stub = self._rpc.retrieve_or_create_channel(proxy).async_stub
+        stream = self._streams[proxy] = stub.Telemetry(metadata=self._sign())
+        command = self.library.calls.TelemetryCommand()
+        settings = command.settings
+        settings.access_point.CopyFrom(proxy.endpoints)
+        settings.request_timeout.seconds = int(CONNECT_TIMEOUT_S)
+        settings.user_agent.language = self.library.of.PYTHON
+        settings.user_agent.version = "5.1.0"
+        settings.user_agent.hostname = socket.gethostname()
+        settings.metric.on = False
+        self._describe(settings)
+        await stream.write(command)
+        while True:
+            answer = await stream.read()
+            if answer is self.library.grpc.aio.EOF:
+                raise self._unreachable("it closed the stream of settings")
+            if answer.HasField("settings"):
+                break
+        if answer.status.code not in (0, self.library.code.OK):
+            raise self.said(answer.status)
+        self.granted = answer.settings
+        asyncio.get_running_loop().create_task(self._listen(stream)).add_done_callback(_forget)
+
+    async def _listen(self, stream: Any) -> None:
+        """Until the proxy ends the stream: then it has forgotten what this client is."""
+        try:
+            while await stream.read() is not self.library.grpc.aio.EOF:
+                pass
+            self.fail(self._unreachable("it closed the stream of settings"))
+        except self.library.grpc.RpcError as error:
+            self.fail(self.explained(error))
+
+    async def _end(self) -> None:
+        for proxy, stream in self._streams.items():
+            with suppress(self.library.grpc.RpcError):
+                leaving = self.library.calls.NotifyClientTerminationRequest()
+                group = getattr(self.options, "group", None)
+                if group is not None:
+                    leaving.group.CopyFrom(self.resource(group))
+                await self.call(proxy, "NotifyClientTermination", leaving, 2.0)
+            stream.cancel()
+        # The library closes channels from another thread than its own.
+        await asyncio.get_running_loop().run_in_executor(None, self._rpc.stop)
+
+    def _unreachable(self, said: str) -> Unreachable:
+        return Unreachable(
+            "ROCKETMQ_UNREACHABLE",
+            f"RocketMQ at {self.options.endpoints} did not answer, or the connection was lost: {said[:_SAID_MAX]}",
+            next_step="check that the proxies run, and the option endpoints",
+        )
+
+    def _credentials(self, said: str) -> Refused:
+        return Refused(
+            "ROCKETMQ_CREDENTIALS",
+            f"RocketMQ at {self.options.endpoints} turned the user or the secret away, or lets it not do this: "
+            f"{said[:_SAID_MAX]}",
+            next_step="check the options accessKey and secretKey, and what that user may do",
+        )
+
+    def _group_missing(self, said: str) -> UsageError:
+        group = getattr(self.options, "group", "")
+        return UsageError(
+            "GROUP_MISSING",
+            f"There is no group {group!r} at {self.options.endpoints}: {said[:_SAID_MAX]}",
+            next_step=f"make it (mqadmin updateSubGroup -g {group}; with -o true for a FIFO topic), or mend the option "
+            "group",
+        )
+
+
+def unknown(error: DeliveredError, count: int) -> NoReturn:
+    """Raise what it means for so many messages sent that nobody told their fate."""
+    raise OutcomeUnknown(
+        "ROCKETMQ_UNCONFIRMED",
+        f"{count} messages were sent and not confirmed: {error.message}",
+        next_step="start again when the servers run; the batch is handled as its guarantee says",
+    ) from error
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    """A task that was cancelled with its stream is no error."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,164 @@
+"""Options of `delivered_rocketmq`, checked once and frozen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.model.errors import UsageError
+from delivered.model.options import Option, OptionTable, choice, flag, whole_number
+from delivered.source.received import OPTIONS
+
+PREFETCH = 10_000
+PREFETCH_MAX = 50_000
+INVISIBLE_S = 60
+INVISIBLE_S_MAX = 43_200
+"""RocketMQ's own limit, 12 hours."""
+IDS = ("message_id", "keys")
+KINDS = ("normal", "fifo", "delay")
+
+_PLACE = (
+    Option("endpoints", "Of the proxies: host:8081, or several with semicolons.", required=True),
+    Option("topic", "The topic, as it was made.", required=True),
+    Option("namespace", "Of topic and group, where the servers have them.", ""),
+    Option("accessKey", "Name of the user, where the servers ask for one."),
+    Option("secretKey", "Of that user.", secret=True),
+    Option("tls", "Whether the proxies are spoken to over TLS.", "false"),
+)
+
+SOURCE_OPTIONS = OptionTable(
+    "delivered_rocketmq source",
+    (
+        *_PLACE,
+        Option("group", "The group of consumers, as it was made; ordered, if the topic is FIFO.", required=True),
+        Option("filter", "Tags to receive, as RocketMQ writes them: 'a || b'; *: all.", "*"),
+        Option(
+            "idFrom",
+            "What a message is recognised by: message_id, which the client of its sender gives it for every send; or "
+            "keys, the one key that the sender set.",
+            IDS[0],
+        ),
+        Option("prefetch", "Messages that one receiver may hold unacknowledged.", str(PREFETCH)),
+        Option(
+            "invisibleSeconds",
+            "So long a message stays hidden from other receivers after its receiver died; while one holds it, the time "
+            "is renewed.",
+            str(INVISIBLE_S),
+        ),
+        *OPTIONS,
+    ),
+    passthrough=("storage.",),
+)
+
+SINK_OPTIONS = OptionTable(
+    "delivered_rocketmq sink",
+    (
+        *_PLACE,
+        Option(
+            "messageType",
+            "What the topic takes: normal; fifo, with a column message_group; delay, with a column delivery_timestamp.",
+            KINDS[0],
+        ),
+        Option("ledger", "SQLite file of the driver in which batches are recorded.", required=True),
+    ),
+)
+
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    Attributes:
+        access_key: None: nobody is asked for.
+        secret_key: may be a reference.
+    """
+
+    endpoints: str
+    topic: str
+    namespace: str
+    access_key: str | None
+    secret_key: str | None
+    tls: bool
+
+
+@dataclass(frozen=True)
+class RocketmqOptions(Place):
+    """
+    Attributes:
+        by_key: the sender's key is the id of a message, not the id that its client made.
+    """
+
+    group: str
+    filter: str = "*"
+    by_key: bool = False
+    prefetch: int = PREFETCH
+    invisible_s: int = INVISIBLE_S
+
+
+@dataclass(frozen=True)
+class RocketmqSinkOptions(Place):
+    """
+    Attributes:
+        kind: one of `KINDS`, as RocketMQ writes it.
+        ledger: path of a SQLite file.
+    """
+
+    kind: str
+    ledger: str
+
+    @property
+    def default_name(self) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]", "_", f"rocketmq.{self.topic}")[:64]
+
+
+def parse(options: Mapping[str, str]) -> RocketmqOptions:
+    """Raises UsageError for an address that is none, or a value out of bounds."""
+    options = SOURCE_OPTIONS.restore(options)
+    owner = SOURCE_OPTIONS.owner
+    invisible = options.get("invisibleSeconds", str(INVISIBLE_S))
+    return RocketmqOptions(
+        **_place(owner, options),
+        group=options["group"],
+        filter=options.get("filter") or "*",
+        by_key=choice(owner, "idFrom", options.get("idFrom", IDS[0]), IDS) == IDS[1],
+        prefetch=whole_number(owner, "prefetch", options.get("prefetch", str(PREFETCH)), 1, PREFETCH_MAX),
+        invisible_s=whole_number(owner, "invisibleSeconds", invisible, 1, INVISIBLE_S_MAX),
+    )
+
+
+def parse_sink(options: Mapping[str, str]) -> RocketmqSinkOptions:
+    """As `parse`."""
+    options = SINK_OPTIONS.restore(options)
+    owner = SINK_OPTIONS.owner
+    return RocketmqSinkOptions(
+        **_place(owner, options),
+        kind=choice(owner, "messageType", options.get("messageType", KINDS[0]), KINDS).upper(),
+        ledger=options["ledger"],
+    )
+
+
+def _place(owner: str, options: Mapping[str, str]) -> dict[str, Any]:
+    endpoints = options["endpoints"]
+    for part in endpoints.rstrip(";").split(";"):
+        found = _ENDPOINT.fullmatch(part)
+        if found is None or not 0 < int(found[2]) < 65_536:
+            raise UsageError(
+                "OPTION_VALUE", f"{owner}: option 'endpoints' has {part!r}; it must be like host:8081;other:8081."
+            )
+    if ("accessKey" in options) != ("secretKey" in options):
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: accessKey and secretKey go together; one of them is missing.",
+            next_step="set secretKey to env:NAME or file:PATH",
+        )
+    return {
+        "endpoints": endpoints.rstrip(";"),
+        "topic": options["topic"],
+        "namespace": options.get("namespace", ""),
+        "access_key": options.get("accessKey"),
+        "secret_key": options.get("secretKey"),
+        "tls": flag(owner, "tls", options.get("tls", "false")),
+    }

@@ -1,0 +1,179 @@
+"""Sending with a receipt for each message, many in flight, each sent once.
+
+NORMAL messages go together, up to `BUNCH_MAX` in one request. Of a FIFO topic each goes alone, because a proxy puts a
+request with several into any queue (5.5.0), and the next of a message group waits for the answer to the one before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.connectors.rocketmq.client import Session, library, unknown
+from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
+from delivered.model.limits import REQUEST_TIMEOUT_S
+
+IN_FLIGHT_MAX = 2_000
+"""Messages sent and not confirmed, of one task."""
+BUNCH_MAX = 100
+BUNCH_BYTES_MAX = 256 << 10
+_OVERHEAD_BYTES = 500
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Message:
+    """
+    Attributes:
+        group: of a FIFO topic; "": none.
+        deliver_ms: Unix time of a DELAY topic; None: none.
+    """
+
+    id: str
+    body: bytes
+    keys: tuple[str, ...]
+    tag: str
+    group: str
+    deliver_ms: int | None
+
+
+class Publisher:
+    """One session. What is refused ends it; what nobody answered stays unconfirmed, and is not sent again."""
+
+    def __init__(self, options: RocketmqSinkOptions) -> None:
+        self._options = options
+        self._session = session = Session(options, self._describe)
+        of = session.library.of
+        self._kind = {"NORMAL": of.NORMAL, "FIFO": of.FIFO, "DELAY": of.DELAY}[options.kind]
+        self._lock = threading.Condition()
+        self._in_flight = 0
+        self._lost = 0
+        self._error: DeliveredError | None = None
+        self._waiting: dict[str, deque[list[Message]]] = {}  # by message group, while one request of it is out
+
+    @property
+    def unconfirmed(self) -> int:
+        """Messages sent whose fate nobody told."""
+        return self._in_flight + self._lost
+
+    def takes(self) -> list[str]:
+        """Types of messages that the topic takes."""
+        of = self._session.library.of
+        return sorted({of.MessageType.Name(k) for q in self._session.queues for k in q.accept_message_types})
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send messages; waits while too many are in flight. Raises when one was refused, or nobody can tell."""
+        for bunch in bunches(messages, alone=self._options.kind != "NORMAL"):
+            self._wait(IN_FLIGHT_MAX - len(bunch))
+            with self._lock:
+                self._in_flight += len(bunch)
+                group = bunch[0].group
+                if group in self._waiting:
+                    self._waiting[group].append(bunch)
+                    continue
+                if group:
+                    self._waiting[group] = deque()
+            self._session.run(self._send(bunch))
+
+    def flush(self) -> None:
+        """Wait until every message was confirmed. Raises as `send`."""
+        self._wait(0)
+
+    def close(self) -> None:
+        """May be called again."""
+        self._session.close()
+
+    def _describe(self, settings: Any) -> None:
+        settings.client_type = library().of.PRODUCER
+        topic = settings.publishing.topics.add()
+        topic.name, topic.resource_namespace = self._options.topic, self._options.namespace
+
+    async def _send(self, bunch: list[Message]) -> None:
+        """Runs in the client's thread; then what waited in the same group."""
+        session, group = self._session, bunch[0].group
+        while True:
+            try:
+                proxy = self._proxy(group)
+                answer = await session.call(proxy, "SendMessage", self._request(bunch), REQUEST_TIMEOUT_S)
+                error = None if answer.status.code == session.library.code.OK else session.said(answer.status)
+            except session.library.grpc.RpcError as failed:
+                error = session.explained(failed)
+            except Exception as failed:
+                error = DeliveredError("ROCKETMQ_CLIENT", f"{type(failed).__name__}: {failed}"[:500])
+            with self._lock:
+                self._in_flight -= len(bunch)
+                if error is not None:
+                    self._lost += len(bunch)
+                    self._error = self._error or error
+                rest = self._waiting.get(group)
+                if rest and self._error is None:
+                    bunch = rest.popleft()
+                else:
+                    # Behind one that may be missing nothing of its group is sent.
+                    behind = sum(map(len, rest or ()))
+                    self._in_flight, self._lost = self._in_flight - behind, self._lost + behind
+                    self._waiting.pop(group, None)
+                    bunch = []
+                self._lock.notify_all()
+            if not bunch:
+                return
+
+    def _proxy(self, group: str) -> Any:
+        proxies = self._session.proxies
+        return proxies[sum(group.encode()) % len(proxies)]
+
+    def _request(self, bunch: Sequence[Message]) -> Any:
+        session, of = self._session, self._session.library.of
+        request = session.library.calls.SendMessageRequest()
+        for message in bunch:
+            made = request.messages.add(topic=session.resource(self._options.topic), body=message.body)
+            system = made.system_properties
+            system.message_id, system.message_type = message.id, self._kind
+            system.keys.extend(message.keys)
+            system.body_encoding, system.born_host = of.IDENTITY, "delivered"
+            system.born_timestamp.FromNanoseconds(time.time_ns())
+            if message.tag:
+                system.tag = message.tag
+            if message.group:
+                system.message_group = message.group
+            if message.deliver_ms is not None:
+                system.delivery_timestamp.FromMilliseconds(message.deliver_ms)
+        return request
+
+    def _wait(self, left: int) -> None:
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self._error is not None or self._in_flight <= left, REQUEST_TIMEOUT_S + _GRACE_S
+            )
+            error, late = self._error, self._in_flight > left
+        if error is not None:
+            # The fate of what is on its way is not told yet; whoever gives up counts it.
+            if isinstance(error, Unreachable | OutcomeUnknown):
+                unknown(error, self.unconfirmed)
+            raise error
+        if late:
+            unknown(DeliveredError("ROCKETMQ_LATE", f"no answer within {REQUEST_TIMEOUT_S:.0f} s"), self.unconfirmed)
+
+
+def bunches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[Message]]:
+    """What goes into one request.
+
+    Args:
+        alone: each by itself.
+    """
+    bunch: list[Message] = []
+    size = 0
+    for message in messages:
+        own = len(message.body) + _OVERHEAD_BYTES
+        if bunch and (alone or len(bunch) >= BUNCH_MAX or size + own > BUNCH_BYTES_MAX):
+            yield bunch
+            bunch, size = [], 0
+        bunch.append(message)
+        size += own
+    if bunch:
+        yield bunch

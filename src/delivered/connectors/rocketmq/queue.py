@@ -1,0 +1,76 @@
+"""Topic and group as the contract sees them, and whether they can be received from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from delivered.connectors.rocketmq.options import RocketmqOptions
+from delivered.connectors.rocketmq.receiver import MISSING, RocketmqReceiver
+from delivered.contract import Finding
+from delivered.contract_queue import Receiver
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+
+
+@dataclass(frozen=True)
+class RocketmqQueue:
+    """
+    Attributes:
+        seen: not empty once topic and group were found: servers that start again know neither for a while.
+    """
+
+    options: RocketmqOptions
+    seen: list[bool] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.topic} ({self.options.group})"
+
+    @property
+    def in_flight_max(self) -> int:
+        return self.options.prefetch
+
+    def assumes(self) -> tuple[str, ...]:
+        options = self.options
+        ids = (
+            "senders set one key for each message, no two the same, and the same when they send it again"
+            if options.by_key
+            else "message ids are unique, and a message that its sender sends anew, with another id, is a new one (a "
+            "process that was forked after its client had started gives the ids of its parent: set idFrom=keys)"
+        )
+        return (
+            ids,
+            f"the group {options.group} lets a message be handed out often enough (retryMaxTimes, 16 unless set): "
+            "above, RocketMQ puts it into the group's dead letters (%DLQ%), and not into the log",
+            f"the topic {options.topic} keeps messages for longer than receivers may be down (fileReservedTime)",
+        )
+
+    def preflight(self) -> Sequence[Finding]:
+        try:
+            receiver = RocketmqReceiver(self.options)
+        except DeliveredError as error:
+            return [Finding.refusal(error)]
+        try:
+            return list(self._findings(receiver))
+        finally:
+            receiver.close()
+
+    def receiver(self) -> Receiver:
+        try:
+            made = RocketmqReceiver(self.options)
+        except UsageError as error:
+            if self.seen and error.code in MISSING:
+                raise Unreachable("ROCKETMQ_UNREACHABLE", error.message, error.next_step) from error
+            raise
+        self.seen[:] = [True]
+        return made
+
+    def _findings(self, receiver: RocketmqReceiver) -> Iterator[Finding]:
+        if receiver.takes_fifo and not receiver.ordered:
+            yield Finding(
+                "GROUP_NOT_ORDERED",
+                f"The topic {self.options.topic!r} is FIFO and the group {self.options.group!r} is not: messages of "
+                "one message group may enter the log out of order.",
+                False,
+                f"mqadmin updateSubGroup -g {self.options.group} -o true",
+            )

@@ -1,0 +1,61 @@
+"""A task's side: how rows become messages. Their ids are the same when a batch runs again, so receivers can tell."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq.publish import Message, Publisher
+from delivered.model.errors import BadRecord
+from delivered.model.identity import Work
+from delivered.sending.columns import body, column
+from delivered.sending.writer import SendingWriter
+
+NAMES = ("value", "message_id", "key", "tag", "message_group")
+
+
+class RocketmqWriter(SendingWriter[Message]):
+    def __init__(self, options: RocketmqSinkOptions, work: Work, gives_up: bool) -> None:
+        super().__init__(work, gives_up)
+        self._options = options
+
+    def _connect(self) -> Publisher:
+        return Publisher(self._options)
+
+    def _messages(self, rows: pa.RecordBatch) -> list[Message]:
+        columns = [column(rows, name) for name in NAMES]
+        times = _milliseconds(rows)
+        messages = []
+        for value, given, key, tag, group, at in zip(*columns, times, strict=True):
+            own = self._next_id()
+            message_id = own if given is None else given
+            # RocketMQ puts keys one after another, with spaces between them.
+            keys = (message_id,) if len(message_id.split()) == 1 else ()
+            keys = keys if key is None else (*keys, _text("key", key))
+            content = body(value)
+            if not content:
+                raise BadRecord("MESSAGE_EMPTY", f"Row {own} has no value; RocketMQ takes no message without a body.")
+            if self._options.kind == "FIFO" and not group:
+                raise BadRecord("MESSAGE_GROUP", f"Row {own} has no message_group, which a FIFO topic needs.")
+            if self._options.kind == "DELAY" and at is None:
+                raise BadRecord("DELIVERY_TIME", f"Row {own} has no delivery_timestamp, which a DELAY topic needs.")
+            messages.append(Message(message_id, content, keys, tag or "", group or "", at))
+        return messages
+
+
+def _milliseconds(rows: pa.RecordBatch) -> list[int | None]:
+    if "delivery_timestamp" not in rows.schema.names:
+        return [None] * rows.num_rows
+    times = rows.column("delivery_timestamp").cast(pa.timestamp("ms", "UTC"), safe=False)  # cuts off what is finer
+    return times.cast(pa.int64()).to_pylist()  # type: ignore[no-any-return]
+
+
+def _text(name: str, value: str | bytes) -> str:
+    """RocketMQ puts keys one after another with spaces between them, as text."""
+    try:
+        text = value if isinstance(value, str) else value.decode()
+    except UnicodeDecodeError:
+        raise BadRecord("MESSAGE_KEY", f"The {name} {value!r} is no text; RocketMQ's keys are.") from None
+    if not text or any(c.isspace() or ord(c) < 32 for c in text):
+        raise BadRecord("MESSAGE_KEY", f"The {name} {text!r} is blank or holds white space; RocketMQ's keys may not.")
+    return text

@@ -1,0 +1,193 @@
+"""RocketMQ before any server is asked: options, columns, receipts, the plan's words."""
+
+from __future__ import annotations
+
+import gzip
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import delivered
+from delivered.connectors.rocketmq.client import library
+from delivered.connectors.rocketmq.message import content
+from delivered.connectors.rocketmq.options import RocketmqSinkOptions, parse, parse_sink
+from delivered.connectors.rocketmq.publish import BUNCH_BYTES_MAX, BUNCH_MAX, Message, bunches
+from delivered.connectors.rocketmq.receiver import renewed
+from delivered.connectors.rocketmq.writer import RocketmqWriter
+from delivered.model.errors import BadRecord, UsageError
+from delivered.model.identity import Scope, Work
+from delivered.pipeline.registry import find_sink
+from delivered.plan import Plan, Refusal
+
+SOURCE = {"endpoints": "proxy:8081", "topic": "orders", "group": "lake", "log": "/data/log"}
+SINK = {"endpoints": "proxy:8081", "topic": "orders", "ledger": "/nowhere/l.db"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"endpoints": "proxy"}, "host:8081"),
+        ({"endpoints": "http://proxy:8081"}, "host:8081"),
+        ({"endpoints": "proxy:99999"}, "host:8081"),
+        ({"idFrom": "offset"}, "message_id, keys"),
+        ({"invisibleSeconds": "0"}, "from 1 to 43200"),
+        ({"prefetch": "60000"}, "from 1 to 50000"),
+        ({"accessKey": "me"}, "go together"),
+        ({"tls": "yes"}, "true, false"),
+        ({"gruop": "x"}, "knows no option 'gruop'"),
+    ],
+)
+def test_bad_options_are_told(options: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse({**SOURCE, **options})
+
+
+def test_options_as_spark_gives_them() -> None:
+    found = parse({"ENDPOINTS": "a:1;[::1]:2;", **{k.lower(): v for k, v in SOURCE.items() if k != "endpoints"}})
+    assert (found.endpoints, found.group, found.filter, found.by_key) == ("a:1;[::1]:2", "lake", "*", False)
+    with pytest.raises(UsageError, match="normal, fifo, delay"):
+        parse_sink({**SINK, "messageType": "TRANSACTION"})
+
+
+def plan(guarantee: str, **options: str) -> Plan | Refusal:
+    return delivered.Pipeline(
+        name="orders",
+        guarantee=guarantee,
+        checkpoint="/nowhere",
+        source=delivered.endpoint("rocketmq", **{**SOURCE, **options}),
+        sinks=[delivered.sqlite("/nowhere/x.db", "orders")],
+    ).plan(offline=True)
+
+
+def test_the_plan_says_what_it_rests_on() -> None:
+    said = " ".join(str(plan("exactly_once")).split())
+    assert "retryMaxTimes" in said
+    assert "forked" in said
+    assert "one key for each message" in " ".join(str(plan("exactly_once", idFrom="keys")).split())
+
+
+def test_exactly_once_into_a_topic_is_refused_with_a_way_out() -> None:
+    def into(guarantee: str) -> str:
+        made = delivered.Pipeline(
+            name="orders",
+            guarantee=guarantee,
+            checkpoint="/nowhere",
+            source=delivered.log("/nowhere/log"),
+            sinks=[delivered.endpoint("rocketmq", **SINK)],
+        )
+        return str(made.plan(offline=True))
+
+    assert "DELIVERED_SINK_CANNOT_COMMIT" in into("exactly_once")
+    assert "at_least_once" in into("exactly_once")
+    for guarantee in ("at_least_once", "at_most_once"):
+        assert f"orders: {guarantee} by" in into(guarantee)
+
+
+def test_a_renewed_receipt_begins_at_its_own_message() -> None:
+    assert renewed("0 1795304499890 2000 3 0 delivered 1 4 0 0") == "4 1795304499890 2000 3 0 delivered 1 4 0 0"
+    for strange in ("", "opaque", "a b c d e f g h", "0 1 2 3 4 5 6 x"):
+        assert renewed(strange) == strange
+
+
+def message(**system: Any) -> Any:
+    made = library().of.Message(body=system.pop("body", b"x"))
+    made.topic.name = "orders"
+    for name, value in system.items():
+        if name == "keys":
+            made.system_properties.keys.extend(value)
+        else:
+            setattr(made.system_properties, name, value)
+    return made
+
+
+def test_what_a_message_becomes() -> None:
+    of = library().of
+    found = content(message(message_id="m", keys=["m", "k1", "k2"], tag="t"), by_key=False)
+    assert (found.id, found.key, found.value, found.time_us) == ("m", b"k1 k2", b"x", None)
+    assert dict(found.headers)["rocketmq.keys"] == b"k1 k2"
+    assert content(message(message_id="m", keys=["k"]), by_key=True).id == "k"
+    assert content(message(message_id="m", keys=["k", "l"]), by_key=True).id is None
+    assert content(message(message_id="m"), by_key=True).id is None
+    packed = message(message_id="m", body=gzip.compress(b"y" * 1_000), body_encoding=of.GZIP)
+    assert content(packed, by_key=False).value == b"y" * 1_000
+
+
+def test_a_body_that_is_not_what_was_sent_is_not_taken() -> None:
+    of = library().of
+    wrong = message(message_id="m", body=b"x")
+    wrong.system_properties.body_digest.type, wrong.system_properties.body_digest.checksum = of.CRC32, "8CDC1684"
+    with pytest.raises(ValueError, match="does not match"):
+        content(wrong, by_key=False)
+    wrong.system_properties.body_digest.checksum = "8CDC1683"
+    assert content(wrong, by_key=False).value == b"x"
+    with pytest.raises(ValueError, match="cut short"):
+        content(message(body=gzip.compress(b"y" * 1_000)[:-9], body_encoding=of.GZIP), by_key=False)
+    with pytest.raises(ValueError, match="unpacked"):
+        content(message(body=b"no archive", body_encoding=of.GZIP), by_key=False)
+
+
+def test_what_goes_into_one_request() -> None:
+    def made(count: int, size: int) -> list[Message]:
+        return [Message(str(n), b"x" * size, (), "", "", None) for n in range(count)]
+
+    for messages in (made(250, 1), made(9, 100_000), made(3, BUNCH_BYTES_MAX), made(0, 1)):
+        found = list(bunches(messages))
+        assert [m for b in found for m in b] == messages
+        assert all(0 < len(b) <= BUNCH_MAX for b in found)
+        assert all(len(b) == 1 or sum(len(m.body) for m in b) <= BUNCH_BYTES_MAX for b in found)
+    assert len(list(bunches(made(250, 1)))) == 3
+    assert [len(b) for b in bunches(made(5, 1), alone=True)] == [1] * 5
+
+
+def writer(**options: str) -> RocketmqWriter:
+    made: RocketmqSinkOptions = parse_sink({**SINK, **options})
+    return RocketmqWriter(made, Work(Scope("p", "s", "i"), 3, 1), gives_up=False)
+
+
+def test_rows_become_messages_with_ids_that_a_replay_repeats() -> None:
+    rows = pa.record_batch({"value": ["a", "b"], "key": [b"k", None], "message_id": ["mine", None], "tag": ["t", None]})
+    for _ in range(2):
+        assert writer()._messages(rows) == [
+            Message("mine", b"a", ("mine", "k"), "t", "", None),
+            Message("p.s.i.3.1.1", b"b", ("p.s.i.3.1.1",), "", "", None),
+        ]
+    at = pa.array([1_700_000_000_123_456], pa.timestamp("us", "UTC"))
+    (late,) = writer(messageType="DELAY")._messages(pa.record_batch({"value": ["a"], "delivery_timestamp": at}))
+    assert late.deliver_ms == 1_700_000_000_123
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "said"),
+    [
+        ("NORMAL", {"value": [""]}, "without a body"),
+        ("NORMAL", {"value": pa.array([None], pa.binary())}, "without a body"),
+        ("NORMAL", {"value": ["a"], "key": ["a b"]}, "white space"),
+        ("NORMAL", {"value": ["a"], "key": [b"\xff"]}, "no text"),
+        ("FIFO", {"value": ["a"], "message_group": [""]}, "no message_group"),
+        (
+            "DELAY",
+            {"value": ["a"], "delivery_timestamp": pa.array([None], pa.timestamp("us"))},
+            "no delivery_timestamp",
+        ),
+    ],
+)
+def test_rows_that_no_broker_takes_are_told(kind: str, rows: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRecord, match=said):
+        writer(messageType=kind)._messages(pa.record_batch(rows))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("NORMAL", {"key": pa.binary()}, "writes the columns value"),
+        ("NORMAL", {"value": pa.binary(), "message_group": pa.string()}, "messageType=fifo takes message_group"),
+        ("FIFO", {"value": pa.binary()}, "message_group, value"),
+        ("FIFO", {"value": pa.binary(), "message_group": pa.int64()}, "must be text"),
+        ("DELAY", {"value": pa.binary(), "delivery_timestamp": pa.int64()}, "must be a timestamp"),
+        ("NORMAL", {"value": pa.int64()}, "text or binary"),
+    ],
+)
+def test_columns_that_do_not_fit_are_told(kind: str, fields: dict[str, pa.DataType], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        find_sink("rocketmq", {**SINK, "messageType": kind}).check_schema(pa.schema(list(fields.items())))
