@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import delivered
+from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import connectors
 from delivered.plan.planner import Plan, Refusal
@@ -154,6 +155,36 @@ def by_source(folder: str) -> list[str]:
     return lines
 
 
+_MODES = {
+    "overwrite": {"mode": "overwrite", "partitionBy": "day"},
+    "upsert": {"mode": "upsert", "keyColumns": "id"},
+    "delete": {"mode": "upsert", "keyColumns": "id", "deleteColumn": "gone"},
+}
+
+
+def by_power() -> list[str]:
+    """What a sink can do beside an append, by its options and its capability."""
+    heads = ("sink", *(f"`{m}`" for m in _MODES), "a batch is seen whole", "among several sinks", "`dedup` by a table")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for sink in SINKS:
+        can = delivered.endpoint(sink.system, **sink.options).sink().capability()
+        among = {Commit.TWO_PHASE: "prepares", Commit.ONE_TRANSACTION: "decides, one of them", Commit.NONE: "no"}
+        said = [_takes(sink, options) for options in _MODES.values()]
+        if can.commit is Commit.TWO_PHASE:  # preflight says why
+            said[-1] = "no"
+        said += ["yes" if can.batch_atomic else "no", among[can.commit], "yes" if can.remembers else "no"]
+        lines.append(f"| {sink.label} | " + " | ".join(said) + " |")
+    return lines
+
+
+def _takes(sink: Example, options: dict[str, str]) -> str:
+    try:
+        delivered.endpoint(sink.system, **{**sink.options, **options}).sink()
+    except delivered.UsageError:
+        return "no"
+    return "yes"
+
+
 def page() -> str:
     """Every source with every sink under exactly_once, and what that takes for granted."""
     check()
@@ -170,6 +201,10 @@ def page() -> str:
         "## Sources, into a sink that can commit",
         "",
         *by_source(""),
+        "",
+        "## Beside an append, under `exactly_once`",
+        "",
+        *by_power(),
         "",
         "## Every pair under `exactly_once`",
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tests.conformance.test_sinks import EXACT, Rig, offsets
 
 from delivered.commit.decide import commit_batch
 from delivered.connectors.delta import CONNECTOR as DELTA
+from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.mysql import CONNECTOR as MYSQL
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
@@ -100,8 +102,6 @@ def _delta(request: pytest.FixtureRequest) -> Store:
     def execute(statement: str) -> list[tuple[Any, ...]]:
         words = statement.split()
         if words[0] == "CREATE":
-            import re
-
             columns = [("region", pa.string()), ("id", pa.int64()), ("version", pa.int64())]
             nullable = pa.field("text", pa.string(), nullable="NOT NULL" not in statement)
             fields = [*(pa.field(n, k) for n, k in columns), nullable, pa.field("note", pa.string())]
@@ -119,15 +119,54 @@ def _delta(request: pytest.FixtureRequest) -> Store:
     return Store(sink, execute, True, DELTA)
 
 
+def _iceberg(request: pytest.FixtureRequest) -> Store:
+    from pyiceberg.catalog.sql import SqlCatalog
+    from pyiceberg.exceptions import NoSuchTableError
+    from pyiceberg.schema import Schema
+    from pyiceberg.types import LongType, NestedField, StringType
+
+    folder: Path = request.getfixturevalue("tmp_path")
+
+    def catalog() -> SqlCatalog:
+        return SqlCatalog("default", uri=f"sqlite:///{folder}/catalog.db", warehouse=f"file://{folder}")
+
+    def sink(**o: str) -> Sink:
+        return ICEBERG.sink({"warehouse": str(folder), "ifNotExists": "false", **o, "table": f"shop.{o['table']}"})
+
+    def execute(statement: str) -> list[tuple[Any, ...]]:
+        words = statement.split()
+        if words[0] == "CREATE":
+            kinds = {"region": StringType(), "id": LongType(), "version": LongType(), "text": StringType()}
+            fields = [
+                NestedField(n, name, kind, required=name == "text" and "NOT NULL" in statement)
+                for n, (name, kind) in enumerate({**kinds, "note": StringType()}.items(), 1)
+            ]
+            catalog().create_namespace_if_not_exists("shop")
+            catalog().create_table(f"shop.{re.split(r'[ (]', words[2])[0]}", Schema(*fields))
+            return []
+        names = statement.removeprefix("SELECT ").removeprefix("DISTINCT ").split(" FROM ")[0].split(", ")
+        try:
+            there = catalog().load_table(f"shop.{words[-1]}").scan().to_arrow()
+        except NoSuchTableError:
+            return []
+        rows = [tuple(r[n] for n in names) for r in there.to_pylist()]
+        return sorted(set(rows)) if "DISTINCT" in statement else rows
+
+    return Store(sink, execute, True, ICEBERG)
+
+
 STORES: dict[str, Callable[[pytest.FixtureRequest], Store]] = {
     "sqlite": _sqlite,
     "delta": _delta,
+    "iceberg": _iceberg,
     "postgres-one-transaction": lambda r: _postgres(r, "one_transaction"),
     "postgres-two-phase": lambda r: _postgres(r, "two_phase"),
     "mysql-one-transaction": lambda r: _mysql(r, "one_transaction"),
     "mysql-two-phase": lambda r: _mysql(r, "two_phase"),
 }
 _count = iter(range(10_000))
+TABLES = (DELTA, ICEBERG)
+"""Tables of files."""
 
 
 @pytest.fixture(params=list(STORES))
@@ -226,7 +265,7 @@ def test_final_state_is_that_of_the_model(store: Store, version: bool, delete: b
     last = ledger.look().last
     assert last is not None
     assert last.total.count == 360
-    default = None if store.connector is DELTA else "kept"  # Delta knows no defaults
+    default = None if store.connector in TABLES else "kept"  # they know no defaults
     assert store.execute(f"SELECT DISTINCT note FROM {name}") == [(default,)]
 
 
@@ -272,7 +311,7 @@ def test_a_deletion_beats_an_older_row_of_another_shard(store: Store) -> None:
 @pytest.mark.parametrize("guarantee", [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE])
 def test_the_weaker_guarantees_upsert_too(store: Store, guarantee: Guarantee) -> None:
     name = table(store)
-    if store.connector is DELTA:
+    if store.connector in TABLES:
         found = store.sink(**options(name)).preflight(guarantee)
         assert [f.code for f in found if f.refuses] == ["MODE_GUARANTEE"]
         return
@@ -290,10 +329,10 @@ def test_what_is_wrong_is_refused_before_the_start(store: Store) -> None:
     def refusals(**given: str) -> list[str]:
         return [f.code for f in store.sink(table=name, **given).preflight(EXACT) if f.refuses]
 
-    if store.connector is not DELTA:  # which has no unique index to look at
+    if store.connector not in TABLES:  # which have no unique index to look at
         assert refusals(mode="upsert", keyColumns="region, id") == ["KEY_NOT_UNIQUE"]
     assert refusals(mode="upsert", keyColumns="region") == []
-    if store.connector is not DELTA:
+    if store.connector not in TABLES:
         store.execute(f"CREATE UNIQUE INDEX more_{name} ON {name} {store.not_whole}")
         not_whole = "text" if "text" in store.not_whole else "id"
         assert refusals(mode="upsert", keyColumns=not_whole) == ["KEY_NOT_UNIQUE"]

@@ -103,7 +103,7 @@ def run(spec: dict[str, Any]) -> None:
     elif "delta" in spec:
         sink = DELTA.sink({**spec["delta"], **upsert})
     elif "iceberg" in spec:
-        sink = ICEBERG.sink(spec["iceberg"])
+        sink = ICEBERG.sink({**spec["iceberg"], **upsert})
     elif "files" in spec:
         sink = FILES.sink(spec["files"])
     elif "postgres" in spec or "mysql" in spec:

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -44,6 +45,8 @@ def zygote() -> Iterator[Zygote]:
 
 
 class World:
+    system = "delta"
+
     def __init__(self, log: Path, folder: Path, zygote: Zygote) -> None:
         self.log, self.folder, self.zygote, self.runs, self.error = log, folder, zygote, 0, ""
         folder.mkdir(exist_ok=True)
@@ -52,10 +55,23 @@ class World:
     def table(self) -> Path:
         return self.folder / "changes"
 
+    @property
+    def options(self) -> dict[str, str]:
+        return {"path": str(self.table)}
+
+    def sink(self) -> Any:
+        return CONNECTOR.sink({**self.options, **UPSERT})
+
+    def exists(self) -> bool:
+        return (self.table / "_delta_log").exists()
+
+    def versions(self) -> list[int | None]:
+        return list(range(DeltaTable(str(self.table)).version() + 1))
+
     def spec(self, stop_at: str = "") -> dict[str, object]:
         self.runs += 1
         return {
-            "log": str(self.log), "delta": {"path": str(self.table)}, "upsert": UPSERT,
+            "log": str(self.log), self.system: self.options, "upsert": UPSERT,
             "checkpoint": str(self.folder / "checkpoint"), "guarantee": "exactly_once", "owner": f"o{self.runs}",
             "stop_at": stop_at,
         }  # fmt: skip
@@ -71,7 +87,7 @@ class World:
         return frozenset(found)
 
     def decided(self) -> int:
-        sink = CONNECTOR.sink({"path": str(self.table), **UPSERT})
+        sink = self.sink()
         incarnation = (self.folder / "checkpoint" / "metadata").read_text()
         return len(list(sink.ledger(Scope(PIPELINE, sink.name, incarnation)).history()))
 
@@ -86,13 +102,16 @@ class World:
 
 @pytest.fixture(scope="module")
 def states(log: Path, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[State]:
+    return undisturbed(World(log, tmp_path_factory.mktemp("undisturbed"), zygote))
+
+
+def undisturbed(world: World) -> list[State]:
     """Of the table after so many batches."""
-    world = World(log, tmp_path_factory.mktemp("undisturbed"), zygote)
     assert world.run() == 0, world.error
-    found: list[State] = []
-    for version in range(DeltaTable(str(world.table)).version() + 1):
+    found: list[State] = [frozenset()]
+    for version in world.versions():
         state = world.state(version)
-        if not found or state != found[-1]:
+        if state and state != found[-1]:
             found.append(state)
     assert len(found) == world.decided() + 1 == 4
     newest: dict[str, int] = {}
@@ -115,7 +134,7 @@ def test_a_death_at_every_point_leaves_a_state_that_was_decided(world: World, st
     while (code := world.run(crash)) != 0:
         assert code == -signal.SIGKILL, world.error
         deaths += 1
-        if (world.table / "_delta_log").exists():
+        if world.exists():
             assert world.state() == states[world.decided()]
     assert deaths == len(where)
     assert world.state() == states[-1]

@@ -58,6 +58,7 @@ class Change:
         prefix: of their names.
         summary: of a new snapshot; None: there is none.
         files: data files that the snapshot adds.
+        removes: data files that it takes away.
         branch: that the snapshot goes to; that it is where it was, is asserted.
         expires: snapshots that are taken away.
         claim: (branch, snapshot): asserted.
@@ -68,6 +69,7 @@ class Change:
     prefix: str
     summary: Mapping[str, str] | None = None
     files: Sequence[Any] = ()
+    removes: Sequence[Any] = ()
     branch: str = MAIN_BRANCH
     properties: Mapping[str, str] = field(default_factory=dict)
     removals: Sequence[str] = ()
@@ -130,7 +132,7 @@ class _Attempt:
         self.requirements: tuple[Any, ...] = (_parts.AssertTableUUID(uuid=table.metadata.table_uuid),)
         if change.claim is not None:
             self.requirements += (_at(*change.claim),)
-        if change.files:
+        if change.files or change.removes:
             self.requirements += (
                 _parts.AssertCurrentSchemaId(current_schema_id=table.metadata.current_schema_id),
                 _parts.AssertDefaultSpecId(default_spec_id=table.metadata.default_spec_id),
@@ -173,7 +175,11 @@ class _Attempt:
         table.location_provider = lambda: _Locations(table, change)
         made = _Transaction(table).update_snapshot(snapshot_properties=dict(summary), branch=change.branch)
         merge = table.properties.get("commit.manifest-merge.enabled", "false").lower() == "true"
-        producer = made.merge_append() if merge and change.files else made.fast_append()
+        producer: Any = made.merge_append() if merge and change.files else made.fast_append()
+        if change.removes:
+            producer = made.overwrite()
+            for file in change.removes:
+                producer.delete_data_file(file)
         producer.commit_uuid = change.mark
         if change.branch != MAIN_BRANCH:
             producer._parent_snapshot_id = None  # a claim stands alone

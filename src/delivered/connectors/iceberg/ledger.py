@@ -17,6 +17,7 @@ from typing import Any
 from delivered.connectors.iceberg import manifest
 from delivered.connectors.iceberg.client import data_path, explained, open_table, require_table, store
 from delivered.connectors.iceberg.commit import Change, commit
+from delivered.connectors.iceberg.merge import Effect, overwritten, upserted
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.records import (
     Claim,
@@ -28,10 +29,11 @@ from delivered.connectors.iceberg.records import (
     owner_text,
 )
 from delivered.connectors.iceberg.resource import claims_folder
-from delivered.connectors.iceberg.target import same_columns
+from delivered.connectors.iceberg.staged import ROWS
+from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
+from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
@@ -117,8 +119,10 @@ class IcebergLedger:
         incarnation, text = self._scope.incarnation, decision.to_json()
         staged: list[tuple[Prepared, list[Any]]] | None = None
 
+        made = Effect()
+
         def change(table: Any, claim: tuple[str, int]) -> Change | None:
-            nonlocal staged
+            nonlocal staged, made
             known = Records(table, self._scope).decided(incarnation)
             if known is not None and known.to_json() == text:
                 return None
@@ -130,25 +134,29 @@ class IcebergLedger:
                     "stays; nothing was added.",
                     next_step="stop every other driver on this checkpoint, then start the pipeline again",
                 )
+            made.discard()  # of a try behind which somebody else committed
+            made = Effect()
             if staged is None:
                 staged = self._staged(table, decision)
-            for prepared, _ in staged:
-                handle = prepared.handle
-                same_columns(self._options, table, handle["schema"], handle["spec"], handle["columns"])
+            made = self._effect(table, decision, staged)
             mark = uuid.uuid4()
             return Change(
                 folder=stage.block_folder(self._scope, incarnation, decision.batch),
                 prefix=f"{decision.batch}-",
                 summary=self._names.summary(decision),
-                files=[file for _, files in staged for file in files],
-                properties={self._names.decided(incarnation): decided_text(decision, mark)},
+                files=made.adds,
+                removes=made.removes,
+                properties={self._names.decided(incarnation): decided_text(decision, mark, made.writer)},
                 claim=claim,
                 mark=mark,
             )
 
         outcome = self._as_owner(change)
+        if isinstance(outcome, Failed):
+            made.discard()
         if isinstance(outcome, Ok) and staged:
-            self._take_away([f"{p.handle['writer']}-manifest.avro" for p, _ in staged])
+            rows = [name for p, _ in staged for name, _, _ in p.handle.get(ROWS, ())]
+            self._take_away([*rows, *(f"{p.handle['writer']}-manifest.avro" for p, _ in staged if not rows)])
         return outcome
 
     def history(self) -> Iterator[Decision]:
@@ -194,6 +202,19 @@ class IcebergLedger:
             # `commit` returns what it knows once it has asked the catalog; what raises comes before.
             return Failed(str(error))
 
+    def _effect(self, table: Any, decision: Decision, staged: list[tuple[Prepared, list[Any]]]) -> Effect:
+        """What the batch makes of the table as it is now."""
+        with explained(self._options):
+            if self._options.write.upserts:
+                check_features(self._options, table)
+                work = Work(decision.scope, decision.batch, 0, 0)
+                return upserted(self._options, table, work, [files for _, files in staged])
+            for prepared, _ in staged:
+                handle = prepared.handle
+                same_columns(self._options, table, handle["schema"], handle["spec"], handle["columns"])
+            files = [file for _, files in staged for file in files]
+            return overwritten(self._options, table, files) if self._options.write.replaces else Effect(files)
+
     def _staged(self, table: Any, decision: Decision) -> list[tuple[Prepared, list[Any]]]:
         """This sink's participants and their data files, after a check that these are there, and whole.
 
@@ -211,6 +232,13 @@ class IcebergLedger:
             facts = {"batch": decision.batch, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
             handle = prepared.handle
+            if ROWS in handle:
+                for name, size, _ in handle[ROWS]:
+                    _whole(there, name, size)
+                _same_count(prepared, sum(rows for _, _, rows in handle[ROWS]))
+                found.append((prepared, [name for name, _, _ in handle[ROWS]]))
+                reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
+                continue
             name = f"{handle['writer']}-manifest.avro"
             _whole(there, name, int(handle["bytes"]))
             try:
@@ -222,14 +250,7 @@ class IcebergLedger:
                 raise
             for file in files:
                 _whole(there, file.file_path.removeprefix(f"{path}/"), file.file_size_in_bytes)
-            rows = sum(file.record_count for file in files)
-            if rows != prepared.fingerprint.count:
-                raise InvariantBroken(
-                    "STAGED_ROWS_DIFFER",
-                    f"Shard {prepared.shard}: {rows} rows are in its files, its fingerprint counts "
-                    f"{prepared.fingerprint.count}.",
-                    next_step="start the pipeline again; the batch runs again",
-                )
+            _same_count(prepared, sum(file.record_count for file in files))
             found.append((prepared, files))
             reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
         return found
@@ -291,5 +312,15 @@ def _whole(there: Mapping[str, int], name: str, size: int) -> None:
             "STAGED_FILE_GONE",
             f"The staged file {name!r} has {there.get(name, 'no')} bytes, prepared were {size}. Nothing of the batch "
             "is visible.",
+            next_step="start the pipeline again; the batch runs again",
+        )
+
+
+def _same_count(prepared: Prepared, rows: int) -> None:
+    if rows != prepared.fingerprint.count:
+        raise InvariantBroken(
+            "STAGED_ROWS_DIFFER",
+            f"Shard {prepared.shard}: {rows} rows are in its files, its fingerprint counts "
+            f"{prepared.fingerprint.count}.",
             next_step="start the pipeline again; the batch runs again",
         )

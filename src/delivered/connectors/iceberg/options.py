@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from delivered.model.capability import APPEND, WriteMode
 from delivered.model.errors import UsageError
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import Option, OptionTable, choice, flag, resolve_secret
+from delivered.sql.options import MODE_OPTIONS, parse_mode
 
 OWNER = "delivered_iceberg sink"
 COMPRESSIONS = ("zstd", "snappy", "none")
 CATALOGS = ("sql", "rest")
+MODES = ["append", "overwrite", "upsert"]
 DATABASE = "catalog.db"
 """The embedded catalog's file in the warehouse's folder."""
 
@@ -31,6 +34,13 @@ SINK_OPTIONS = OptionTable(
             "region, days(at), bucket(16, id), truncate(4, code).",
         ),
         Option("compression", "zstd, snappy or none: of the data files.", "zstd"),
+        Option(
+            "mode",
+            "append; overwrite: a batch replaces what the table has in its partitions; upsert: a row replaces the one "
+            "of its key.",
+            "append",
+        ),
+        *(o for o in MODE_OPTIONS if o.name != "mode"),
     ),
     passthrough=("catalog.",),
 )  # fmt: skip
@@ -76,6 +86,12 @@ class IcebergOptions:
     create: bool = True
     partition_by: tuple[Part, ...] | None = None
     compression: str = "zstd"
+    write: WriteMode = APPEND
+
+    @property
+    def appending(self) -> IcebergOptions:
+        """The same table, as files of it are written."""
+        return replace(self, write=APPEND)
 
     @property
     def identifier(self) -> tuple[str, ...]:
@@ -157,7 +173,24 @@ def parse(given: Mapping[str, str]) -> IcebergOptions:
         create=flag(OWNER, "ifNotExists", options.get("ifNotExists", "true")),
         partition_by=_parts(options.get("partitionBy")),
         compression=choice(OWNER, "compression", options.get("compression", "zstd"), COMPRESSIONS),
+        write=_mode(options),
     )
+
+
+def _mode(options: Mapping[str, str]) -> WriteMode:
+    mode = choice(OWNER, "mode", options.get("mode", "append"), MODES)
+    if mode != "overwrite":
+        return parse_mode(OWNER, options)
+    partitions = options.get("partitionBy", "").strip()
+    given = [n for n in ("keyColumns", "versionColumn", "deleteColumn") if n in options]
+    if not partitions or given:
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{OWNER}: mode overwrite replaces whole partitions: it needs 'partitionBy'"
+            f"{f', and takes no {given[0]!r}' if given else ''}.",
+            next_step='write .option("partitionBy", ...), or .option("mode", "upsert") to replace rows by key',
+        )
+    return WriteMode(replaces=tuple(p.strip() for p in re.split(r",(?![^(]*\))", partitions)))
 
 
 def _kind(uri: str) -> str:

@@ -126,6 +126,11 @@ class Records:
         text = self._properties.get(self._names.decided(incarnation))
         return None if text is None else text.split(" ")[1]
 
+    def writer(self, incarnation: str) -> str | None:
+        """Of the files that the newest batch made visible, if they are not those that its tasks staged."""
+        parts = (self._properties.get(self._names.decided(incarnation)) or "").split(" ")
+        return parts[2] if len(parts) == 4 else None
+
     def newest(self, incarnation: str) -> int | None:
         """The newest decided batch."""
         text = self._properties.get(self._names.decided(incarnation))
@@ -182,8 +187,9 @@ def begun_text(begun: Begun) -> str:
     return json.dumps(dataclasses.asdict(begun), separators=(",", ":"))
 
 
-def decided_text(decision: Decision, mark: uuid.UUID) -> str:
-    return f"{decision.batch} {mark} {packed(decision.to_json())}"
+def decided_text(decision: Decision, mark: uuid.UUID, writer: str = "") -> str:
+    """Args: writer: of files that are not the staged ones. No name of ours holds a space."""
+    return f"{decision.batch} {mark} {writer + ' ' if writer else ''}{packed(decision.to_json())}"
 
 
 def ledger_key(options: IcebergOptions, scope: Scope) -> tuple[str, ...]:

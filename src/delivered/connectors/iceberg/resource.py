@@ -71,10 +71,13 @@ class IcebergResource:
     def _decided(self, incarnation: str) -> tuple[int | None, set[str]]:
         """The newest decided batch, and the writers whose files it names."""
         table = open_table(self._options)
-        decision = None if table is None else Records(table, self._scope).decided(incarnation)
-        if decision is None:
+        records = None if table is None else Records(table, self._scope)
+        decision = None if records is None else records.decided(incarnation)
+        if records is None or decision is None:
             return None, set()
         named = {str(p.handle["writer"]) for p in decision.participants if not p.sink and "writer" in p.handle}
+        made = records.writer(incarnation)
+        named |= {made} if made is not None else set()
         return decision.batch, {stage.writer_of(f"{writer}-") for writer in named}
 
     def _epoch(self) -> int | None:

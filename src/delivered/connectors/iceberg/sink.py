@@ -16,9 +16,24 @@ from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
+from delivered.sql.merge import check_columns, stored
+from delivered.sql.types import Types
 
 _BACKUP = "catalog and table are backed up and restored as one"
 _CATALOG = "the catalog commits by comparing and swapping, and answers with what was committed last"
+
+
+class _Ordered(Types):
+    """Which columns tell versions apart."""
+
+    system = "Iceberg"
+    columns_max = 1_000_000
+
+    def declared(self, kind: pa.DataType) -> str | None:
+        return str(kind)
+
+
+_ORDERED = _Ordered()
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class IcebergSink:
             apply="nothing left to do; the rows are visible since the decision",
             send="one snapshot for each shard, visible when it is committed",
             batch_atomic=True,
+            write=self.options.write,
             local=self.options.local,
             assumes=(_BACKUP,) if self.options.local else (_BACKUP, _CATALOG),
             limits=(
@@ -54,26 +70,30 @@ class IcebergSink:
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         from delivered.connectors.iceberg.preflight import preflight
 
-        del guarantee
-        return preflight(self.options)
+        return preflight(self.options, guarantee)
 
     def check_schema(self, schema: pa.Schema) -> None:
         types.check(schema)
+        if self.options.write.upserts:
+            check_columns(self.options.write, schema, _ORDERED)
 
     def ready_target(self, schema: pa.Schema) -> None:
         from delivered.connectors.iceberg.target import ready
 
-        ready(self.options, schema)
+        ready(self.options, stored(self.options.write, schema))
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, types.canonical_schema(batch.schema))
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
         need()
+        from delivered.connectors.iceberg.staged import StagedRows
         from delivered.connectors.iceberg.writer import IcebergFiles
         from delivered.storage.shard import DirectWriter, StagingWriter
 
         if guarantee is Guarantee.EXACTLY_ONCE:
+            if self.options.write.upserts:
+                return StagingWriter(work, StagedRows(self.options, work, schema))
             return StagingWriter(work, IcebergFiles(self.options, work, schema, direct=False))
         return DirectWriter(work, guarantee, IcebergFiles(self.options, work, schema, direct=True))
 

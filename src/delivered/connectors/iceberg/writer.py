@@ -50,6 +50,16 @@ class IcebergFiles:
             for part, rows in parts(self._table, plain, fitted(plain, stored)):
                 files.write(part, rows)
 
+    @property
+    def done(self) -> list[Any]:
+        """After `finish`: data files, as the client knows them."""
+        return self._done
+
+    @property
+    def writer(self) -> str:
+        """By which the files' names begin."""
+        return f"{self._place.folder}/{self._place.stem}"
+
     def finish(self) -> int:
         if self._files is None:
             return 0
@@ -65,7 +75,7 @@ class IcebergFiles:
             name = self._place.beside("manifest.avro")
             size = manifest.put(self._table, f"{data_path(self._table)}/{name}", self._done)
         return {
-            "writer": f"{self._place.folder}/{self._place.stem}",
+            "writer": self.writer,
             "files": len(self._done),
             "bytes": size,
             "schema": self._table.metadata.current_schema_id,

@@ -1,0 +1,74 @@
+"""mode upsert: a task's rows as they came, in plain Parquet; the driver makes files of the table of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.iceberg import types
+from delivered.connectors.iceberg.client import data_path, explained, require_table, store
+from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.target import check_features, compare
+from delivered.model.columns import fitted
+from delivered.model.errors import InvariantBroken
+from delivered.model.identity import Work
+from delivered.model.outcome import Outcome
+from delivered.sql.merge import check_rows, stored
+from delivered.storage import stage
+from delivered.storage.parquet import PartFiles, Written
+
+ROWS = "rows"
+"""Name of the files in a participant's handle: (size, rows) of each, in their order."""
+
+
+class StagedRows:
+    """See `delivered.storage.shard.ShardFiles`."""
+
+    def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema) -> None:
+        self._options = options
+        self._schema = types.canonical_schema(schema)
+        self._place = stage.new_place(work, direct=False)
+        self._table: Any = None
+        self._files: PartFiles[tuple[()]] | None = None
+        self._done: list[Written[tuple[()]]] = []
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        batch = fitted(batch, self._schema)
+        check_rows(self._options.write, batch)
+        with explained(self._options):
+            self._begun().write((), batch)
+
+    def finish(self) -> int:
+        if self._files is not None:
+            with explained(self._options):
+                self._done = list(self._files.finish())
+        return sum(f.rows for f in self._done)
+
+    def handle(self) -> dict[str, Any]:
+        if not self._done:
+            return {}
+        return {
+            "writer": f"{self._place.folder}/{self._place.stem}",
+            "files": len(self._done),
+            ROWS: [[f.name, f.size, f.rows] for f in self._done],
+        }
+
+    def check(self) -> None:
+        raise InvariantBroken("MODE_GUARANTEE", "Mode upsert is for exactly_once.")
+
+    def commit(self) -> Outcome[None]:
+        raise InvariantBroken("MODE_GUARANTEE", "Mode upsert is for exactly_once.")
+
+    def discard(self) -> None:
+        if self._files is not None:
+            self._files.discard()
+
+    def _begun(self) -> PartFiles[tuple[()]]:
+        if self._files is None:
+            table = self._table = require_table(self._options)
+            check_features(self._options, table)
+            compare(self._options, table, types.canonical_schema(stored(self._options.write, self._schema)))
+            options = {"compression": self._options.compression}
+            self._files = PartFiles(lambda: store(table, data_path(table)), self._place, self._schema, options)
+        return self._files

@@ -1,0 +1,175 @@
+"""Modes of the Iceberg sink that take rows away: overwrite by partition, upsert by key (see conformance, too)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyiceberg.exceptions import CommitStateUnknownException
+from tests.unit.test_delta import SCOPE, claimed, decision
+from tests.unit.test_delta_modes import UPSERT, days, items
+from tests.unit.test_iceberg import before_commit, sink_at, staged_in, strays, theirs
+
+from delivered.connectors.iceberg.options import parse
+from delivered.connectors.iceberg.resource import IcebergResource
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.outcome import Failed, Ok, Unknown
+
+__all__ = ["before_commit"]
+OVERWRITE = {"mode": "overwrite", "partitionBy": "day,city"}
+
+
+def found(path: Path, *names: str) -> list[tuple[Any, ...]]:
+    rows = theirs(path).scan().to_arrow().select(list(names)).to_pylist()
+    return sorted((tuple(row.values()) for row in rows), key=str)
+
+
+def files(path: Path) -> set[str]:
+    return {p.name for p in (path / "shop").rglob("data/delivered/**/*") if p.is_file()}
+
+
+def named(path: Path) -> set[str]:
+    return {task.file.file_path.rpartition("/")[2] for task in theirs(path).scan().plan_files()}
+
+
+def test_overwrite_replaces_the_partitions_of_the_batch_alone(tmp_path: Path) -> None:
+    sink = sink_at(tmp_path, **OVERWRITE)
+    first = days(("1", "a", 1), ("1", "c=d/é%", 2), ("1", None, 3), ("2", "a", 4), ("2", None, 5))
+    prepared = staged_in(sink, first)
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, prepared)) == Ok(None)
+    second = decision(
+        1,
+        staged_in(sink, days(("1", "c=d/é%", 20), ("2", None, 50)), 1),
+        staged_in(sink, days(("2", None, 51)), 1, shard=1),
+    )
+    for _ in range(2):  # the second time it is known
+        assert mine.decide(second) == Ok(None)
+        assert {row[0]: row[1:] for row in found(tmp_path, "id", "day", "city")} == {
+            1: ("1", "a"), 20: ("1", "c=d/é%"), 3: ("1", None), 4: ("2", "a"), 50: ("2", None), 51: ("2", None),
+        }  # fmt: skip
+    assert mine.decide(decision(2)) == Ok(None)  # a batch without rows replaces nothing
+    assert len(found(tmp_path, "id")) == 6
+    assert [s.summary.operation.value for s in theirs(tmp_path).snapshots() if "delivered.batch" in _said(s)] == [
+        "append", "overwrite", "append",
+    ]  # fmt: skip
+    assert IcebergResource(sink.options, SCOPE).sweep(()) == Ok(0)
+    assert strays(tmp_path) == set()
+
+
+def _said(snapshot: Any) -> dict[str, str]:
+    return dict(snapshot.summary.additional_properties)
+
+
+def test_overwrite_by_a_transform(tmp_path: Path) -> None:
+    sink = sink_at(tmp_path, mode="overwrite", partitionBy="truncate(1, day), bucket(4, id)")
+    assert sink.capability().write.replaces == ("truncate(1, day)", "bucket(4, id)")
+    first = days(("1a", None, 1), ("2a", None, 1), ("2b", None, 1))
+    prepared = staged_in(sink, first)
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, prepared)) == Ok(None)
+    assert mine.decide(decision(1, staged_in(sink, days(("2c", None, 1)), 1))) == Ok(None)
+    assert found(tmp_path, "day") == [("1a",), ("2c",)]
+
+
+def test_a_mode_that_cannot_be_had_is_refused_before_the_start(tmp_path: Path) -> None:
+    for given in (
+        {"mode": "overwrite"},
+        {**OVERWRITE, "keyColumns": "id"},
+        {"mode": "merge"},
+        {"mode": "append", "keyColumns": "id"},
+    ):
+        with pytest.raises(UsageError, match="DELIVERED_OPTION_VALUE"):
+            parse({"table": "shop.t", "warehouse": "/t", **given})
+    for given in (UPSERT, OVERWRITE):
+        [refusal] = sink_at(tmp_path, **given).preflight(Guarantee.AT_LEAST_ONCE)
+        assert refusal.code == "MODE_GUARANTEE"
+
+
+def test_files_of_other_partitions_than_the_tables_own_are_not_replaced_in_the_dark(tmp_path: Path) -> None:
+    sink = sink_at(tmp_path, mode="overwrite", partitionBy="day")
+    first = days(("1", "a", 1))
+    prepared = staged_in(sink, first)
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, prepared)) == Ok(None)
+    with theirs(tmp_path).update_spec() as update:
+        update.add_identity("city")
+    again = sink_at(tmp_path, mode="overwrite", partitionBy="day, city")
+    outcome = claimed(again, first).decide(decision(1, staged_in(again, days(("1", "a", 2)), 1)))
+    assert isinstance(outcome, Failed)
+    assert "DELIVERED_PARTITIONS" in outcome.reason
+    assert found(tmp_path, "id") == [(1,)]
+
+
+def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path) -> None:
+    sink = sink_at(tmp_path, partitionBy="part", **UPSERT)
+    first = items((1, 1, "a"), (2, 1, "a"), (3, 1, "b"))
+    prepared = staged_in(sink, first)
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, prepared)) == Ok(None)
+    before = named(tmp_path)
+    assert mine.decide(decision(1, staged_in(sink, items((1, 2, "c"), (2, 0, "late")), 1))) == Ok(None)  # 1 moves to c
+    assert found(tmp_path, "id", "v", "part") == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
+    assert len(before & named(tmp_path)) == 1
+    assert files(tmp_path) == before | named(tmp_path)  # what tasks staged is gone
+    assert IcebergResource(sink.options, SCOPE).sweep(()) == Ok(0)
+    assert files(tmp_path) >= named(tmp_path), "a sweep takes no file that the newest decision made"
+    assert mine.decide(decision(2, staged_in(sink, items((2, 0, "later")), 2))) == Ok(None)
+    assert found(tmp_path, "id", "v", "part") == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
+    assert strays(tmp_path) == set()
+
+
+@pytest.mark.parametrize("mode", [{**UPSERT, "partitionBy": "part"}, {"mode": "overwrite", "partitionBy": "part"}])
+def test_rows_that_others_add_meanwhile_are_seen(
+    tmp_path: Path, before_commit: Callable[..., None], mode: dict[str, str]
+) -> None:
+    """Between the look at the table and the commit: the change is worked out anew, on top of theirs."""
+    sink = sink_at(tmp_path, **mode)
+    first = items((1, 1, "a"))
+    prepared = staged_in(sink, first)
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, prepared)) == Ok(None)
+    prepared = staged_in(sink, items((1, 3, "a"), (7, 3, "a")), 1)
+
+    def meanwhile(ask: Callable[[], Any]) -> Any:
+        theirs(tmp_path).append(items((7, 1, "a"), (8, 1, "a"), (9, 1, "b")))
+        return ask()
+
+    before_commit(meanwhile)
+    assert mine.decide(decision(1, prepared)) == Ok(None)
+    wanted = [(1, 3, "a"), (7, 3, "a"), (9, 1, "b")]
+    if mode["mode"] == "upsert":
+        wanted.insert(2, (8, 1, "a"))
+    assert found(tmp_path, "id", "v", "part") == wanted
+    assert IcebergResource(sink.options, SCOPE).sweep(()) == Ok(0)
+    there = {p for p in files(tmp_path) if p.startswith("1-")}
+    assert there <= named(tmp_path), "files of the try that was overtaken are gone"
+    assert strays(tmp_path) == set()
+
+
+@pytest.mark.parametrize("got_in", [True, False])
+def test_an_answer_that_was_lost(tmp_path: Path, before_commit: Callable[..., None], got_in: bool) -> None:
+    """In: the files of the upsert stay, also after a sweep. Not in: unknown, and the next start sweeps them."""
+    sink = sink_at(tmp_path, **UPSERT)
+    first = items((1, 1, "a"))
+    prepared = staged_in(sink, first)
+    mine = claimed(sink, first)
+    assert mine.decide(decision(0, prepared)) == Ok(None)
+    prepared = staged_in(sink, items((1, 2, "b")), 1)
+
+    def lost(ask: Callable[[], Any]) -> Any:
+        if got_in:
+            ask()
+        raise CommitStateUnknownException("the answer was lost")
+
+    before_commit(lost)
+    outcome = mine.decide(decision(1, prepared))
+    assert outcome == Ok(None) if got_in else isinstance(outcome, Unknown)
+    claimed(sink, first)
+    resource = IcebergResource(sink.options, SCOPE)
+    assert isinstance(resource.sweep(()), Ok)
+    assert found(tmp_path, "v") == [(2 if got_in else 1,)]
+    assert {p for p in files(tmp_path) if p.startswith("1-")} == (named(tmp_path) if got_in else set())
