@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyiceberg.exceptions import CommitStateUnknownException
 from tests.unit.test_delta import SCOPE, claimed, decision
@@ -173,3 +174,40 @@ def test_an_answer_that_was_lost(tmp_path: Path, before_commit: Callable[..., No
     assert isinstance(resource.sweep(()), Ok)
     assert found(tmp_path, "v") == [(2 if got_in else 1,)]
     assert {p for p in files(tmp_path) if p.startswith("1-")} == (named(tmp_path) if got_in else set())
+
+
+def test_columns_are_added_on_request_before_the_first_claim(tmp_path: Path) -> None:
+    """Twice, and beside somebody who adds another one at that moment; rows of before read as null there."""
+    first = items((1, 1, "a"))
+    sink = sink_at(tmp_path)
+    prepared = staged_in(sink, first)
+    assert claimed(sink, first).decide(decision(0, prepared)) == Ok(None)
+    wider = first.append_column("note", pa.array(["n"])).append_column("tags", pa.array([["x", None]]))
+    with pytest.raises(UsageError, match="COLUMN_MISSING") as caught:
+        sink.ready_target(wider.schema)
+    assert "mergeSchema" in str(caught.value)
+    for given in ({}, UPSERT):
+        merging = sink_at(tmp_path, mergeSchema="true", **given)
+        merging.ready_target(wider.schema)
+    assert [f.name for f in theirs(tmp_path).schema().fields] == ["id", "v", "part", "note", "tags"]
+    batch = merging_rows = wider.set_column(1, "v", pa.array([2]))
+    assert claimed(merging, batch).decide(decision(1, staged_in(merging, merging_rows, 1))) == Ok(None)
+    assert found(tmp_path, "id", "v", "note", "tags") == [(1, 2, "n", ["x", None])]
+    assert claimed(sink, first).decide(decision(2, staged_in(sink, items((2, 1, "b")), 2))) == Ok(None)
+    assert found(tmp_path, "id", "note") == [(1, "n"), (2, None)]
+    with pytest.raises(UsageError, match="COLUMN_CASE"):
+        sink_at(tmp_path, mergeSchema="true").ready_target(first.append_column("NOTE", pa.array(["n"])).schema)
+
+
+def test_a_column_that_somebody_else_adds_at_that_moment(tmp_path: Path, before_commit: Callable[..., None]) -> None:
+    sink = sink_at(tmp_path, mergeSchema="true")
+    first = items((1, 1, "a"))
+    sink.ready_target(first.schema)
+
+    def meanwhile(ask: Callable[[], Any]) -> Any:
+        sink_at(tmp_path, mergeSchema="true").ready_target(first.append_column("note", pa.array(["n"])).schema)
+        return ask()
+
+    before_commit(meanwhile)
+    sink.ready_target(first.append_column("note", pa.array(["n"])).append_column("more", pa.array([1])).schema)
+    assert sorted(f.name for f in theirs(tmp_path).schema().fields) == ["id", "more", "note", "part", "v"]

@@ -33,6 +33,7 @@ SINK_OPTIONS = OptionTable(
             "Columns and transforms, with commas between, by which a table that is created is partitioned: "
             "region, days(at), bucket(16, id), truncate(4, code).",
         ),
+        Option("mergeSchema", "Whether columns that the table lacks are added, before the first batch.", "false"),
         Option("compression", "zstd, snappy or none: of the data files.", "zstd"),
         Option(
             "mode",
@@ -87,6 +88,7 @@ class IcebergOptions:
     partition_by: tuple[Part, ...] | None = None
     compression: str = "zstd"
     write: WriteMode = APPEND
+    merge_schema: bool = False
 
     @property
     def appending(self) -> IcebergOptions:
@@ -174,6 +176,7 @@ def parse(given: Mapping[str, str]) -> IcebergOptions:
         partition_by=_parts(options.get("partitionBy")),
         compression=choice(OWNER, "compression", options.get("compression", "zstd"), COMPRESSIONS),
         write=_mode(options),
+        merge_schema=flag(OWNER, "mergeSchema", options.get("mergeSchema", "false")),
     )
 
 

@@ -21,6 +21,8 @@ _CREATED_WITH = {
     "write.metadata.previous-versions-max": "100",
     "commit.manifest-merge.enabled": "true",
 }
+ADD_ATTEMPTS_MAX = 10
+"""Commits of others that may come before one that adds columns."""
 _DAYS, _HOURS = ("year", "month", "day"), ("hour",)
 
 
@@ -36,7 +38,32 @@ def ready(options: IcebergOptions, schema: pa.Schema) -> None:
     if table is None:
         table = _create(options, schema)
     check_features(options, table)
+    if options.merge_schema:
+        _add_columns(options, table, schema)
+        table = require_table(options)
     compare(options, table, schema)
+
+
+def _add_columns(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
+    """Those that the table lacks, optional, in a commit of their own that changes no row. Another driver may do the
+    same at this moment, and somebody else may commit: then the table is looked at again."""
+    from pyiceberg.exceptions import CommitFailedException
+
+    for attempt in range(ADD_ATTEMPTS_MAX):
+        lower = {f.name.lower() for f in table.schema().fields}
+        missing = [f for f in types.to_iceberg(schema).fields if f.name.lower() not in lower]
+        if not missing:
+            return
+        with explained(options):
+            try:
+                with table.update_schema() as update:
+                    for field in missing:
+                        update.add_column(field.name, field.field_type)
+                return
+            except CommitFailedException:
+                if attempt == ADD_ATTEMPTS_MAX - 1:
+                    raise
+        table = require_table(options)
 
 
 def check_features(options: IcebergOptions, table: Any) -> None:
@@ -86,7 +113,7 @@ def compare(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
             raise UsageError(
                 "COLUMN_MISSING",
                 f"The table {options.where} has no column {field.name!r}; it has {list(there)}.",
-                next_step="add it to the table, or leave it out of the rows",
+                next_step='have it added with .option("mergeSchema", "true"), or leave it out of the rows',
             )
         if not known.type.equals(field.type):
             raise UsageError(
