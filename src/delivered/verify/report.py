@@ -214,7 +214,7 @@ STYLE = """
   .scroll { overflow-x: auto; }
   table { border-collapse: collapse; } th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line);
     text-align: left; vertical-align: top; } th { font-weight: 600; }
-  td.square { white-space: nowrap; }
+  td.square { white-space: nowrap; } tr > th:first-child { min-width: 12rem; }
   td.asked { min-width: 16rem; } td small, th small { color: var(--soft); font-weight: 400; display: block; }
   .held { color: var(--held); } .broken { color: var(--broken); } .invalid { color: var(--invalid); }
   .unknown { color: var(--unknown); } b.broken, b.invalid { text-decoration: underline; }
