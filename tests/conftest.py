@@ -680,7 +680,7 @@ def rocketmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rocketmq]:
     made = Rocketmq(broker)
     yield made
     made.close()
-    broker.stop()
+    broker.kill()  # it would take 20 s to end by itself
     shutil.rmtree(folder, ignore_errors=True)
 
 
