@@ -13,49 +13,21 @@ sink.py      the sink: at_least_once and at_most_once, with a ledger elsewhere
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from delivered.connectors.activemq.options import SINK_OPTIONS, SOURCE_OPTIONS, parse, parse_sink
-from delivered.model.errors import Refused
-from delivered.model.options import OptionTable
+from delivered.sending.connector import QueueConnector
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink, Source
+    from delivered.contract import Sink
     from delivered.contract_queue import Queue
 
 
-@dataclass(frozen=True)
-class ActivemqConnector:
-    """Holds nothing but names: safe to import, to pickle, to list."""
-
-    name: str = "activemq"
-    extra: str = "activemq"
-    source_options: OptionTable | None = SOURCE_OPTIONS
-    sink_options: OptionTable | None = SINK_OPTIONS
-    queue_options: OptionTable = SOURCE_OPTIONS
-
+class ActivemqConnector(QueueConnector):
     def queue(self, options: Mapping[str, str]) -> Queue:
         from delivered.connectors.activemq.queue import ActivemqQueue
 
         return ActivemqQueue(parse(options))
-
-    def source(self, options: Mapping[str, str]) -> Source:
-        del options
-        raise Refused(
-            "QUEUE_FORGETS",
-            "An ActiveMQ queue forgets what is acknowledged, and cannot be read again; only the log behind its "
-            "receivers can.",
-            next_step="make the source with delivered.endpoint('activemq', ...), which puts the two together",
-        )
-
-    def sink(self, options: Mapping[str, str]) -> Sink:
-        del options
-        raise Refused(
-            "LEDGER_ELSEWHERE",
-            "ActiveMQ has no place that one driver can own, so batches are recorded in a ledger of another system.",
-            next_step="make the sink with delivered.endpoint('activemq', ...), which puts the two together",
-        )
 
     def kept_sink(self, options: Mapping[str, str], keeper: Sink) -> Sink:
         from delivered.connectors.activemq.sink import ActivemqSink
@@ -63,4 +35,12 @@ class ActivemqConnector:
         return ActivemqSink(parse_sink(options), keeper)
 
 
-CONNECTOR = ActivemqConnector()
+CONNECTOR = ActivemqConnector(
+    name="activemq",
+    extra="activemq",
+    system="ActiveMQ",
+    source_options=SOURCE_OPTIONS,
+    sink_options=SINK_OPTIONS,
+    queue_options=SOURCE_OPTIONS,
+    forgets="An ActiveMQ queue forgets what is acknowledged, and cannot be read again",
+)

@@ -8,22 +8,15 @@ from delivered.connectors.delta.client import Store, explained, open_table, requ
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import check_features, check_removes
 from delivered.contract import Finding
-from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
+from delivered.storage import modes
 
 
 def preflight(options: DeltaOptions, guarantee: Guarantee) -> list[Finding]:
-    if options.write != APPEND and guarantee is not Guarantee.EXACTLY_ONCE:
-        return [
-            Finding(
-                "MODE_GUARANTEE",
-                f"Mode {'upsert' if options.write.upserts else 'overwrite'} takes files of the table away, and under "
-                f"{guarantee.value} each task would do so for itself: they would meet at the same files.",
-                True,
-                "choose exactly_once, where one commit does it for all shards",
-            )
-        ]
+    finding = modes.refused(options.write, guarantee)
+    if finding is not None:
+        return [finding]
     try:
         table = open_table(options)
         if table is None and not options.create:

@@ -8,22 +8,15 @@ from delivered.connectors.iceberg.client import catalog, data_path, explained, o
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features
 from delivered.contract import Finding
-from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
+from delivered.storage import modes
 
 
 def preflight(options: IcebergOptions, guarantee: Guarantee) -> list[Finding]:
-    if options.write != APPEND and guarantee is not Guarantee.EXACTLY_ONCE:
-        return [
-            Finding(
-                "MODE_GUARANTEE",
-                f"Mode {'upsert' if options.write.upserts else 'overwrite'} takes files of the table away, and under "
-                f"{guarantee.value} each task would do so for itself: they would meet at the same files.",
-                True,
-                "choose exactly_once, where one commit does it for all shards",
-            )
-        ]
+    finding = modes.refused(options.write, guarantee)
+    if finding is not None:
+        return [finding]
     try:
         catalog(options)
         table = open_table(options)
