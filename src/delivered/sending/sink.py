@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from delivered.contract import Ledger, Resource, Sink
+import pyarrow as pa
+
+from delivered.contract import Ledger, Resource, ShardWriter, Sink
 from delivered.model.capability import Commit, SinkCapability
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.work import Prepared
 
 
-class SendingSink:
+class SendingSink(ABC):
     """What such a sink answers to the driver; what it does with rows is its own.
 
     Attributes:
@@ -19,6 +23,18 @@ class SendingSink:
     """
 
     keeper: Sink
+
+    def shard_writer(
+        self,
+        work: Work,
+        guarantee: Guarantee,
+        schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
+    ) -> ShardWriter:
+        return self._writer(work, gives_up=guarantee is Guarantee.AT_MOST_ONCE)
+
+    @abstractmethod
+    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
+        """See `sending.writer`."""
 
     def ledger(self, scope: Scope) -> Ledger:
         return self.keeper.ledger(scope)

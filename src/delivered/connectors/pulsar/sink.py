@@ -95,15 +95,10 @@ class PulsarSink(SendingSink):
         columns[0] = pc.if_else(pc.equal(pc.binary_length(columns[0]), 0), pa.scalar(None, pa.binary()), columns[0])
         return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
 
-    def shard_writer(
-        self,
-        work: Work,
-        guarantee: Guarantee,
-        schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
-    ) -> ShardWriter:
+    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
         from delivered.connectors.pulsar.writer import PulsarWriter
 
-        return PulsarWriter(self.options, work, gives_up=guarantee is Guarantee.AT_MOST_ONCE)
+        return PulsarWriter(self.options, work, gives_up)
 
     def read_back(self) -> Source:
         from delivered.connectors.pulsar.source import PulsarSource

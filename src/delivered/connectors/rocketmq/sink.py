@@ -91,13 +91,8 @@ class RocketmqSink(SendingSink):
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return as_bytes(batch)
 
-    def shard_writer(
-        self,
-        work: Work,
-        guarantee: Guarantee,
-        schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
-    ) -> ShardWriter:
-        return RocketmqWriter(self.options, work, gives_up=guarantee is Guarantee.AT_MOST_ONCE)
+    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
+        return RocketmqWriter(self.options, work, gives_up)
 
     def read_back(self) -> Source:
         raise Refused(
