@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BESIDE := tests/crash tests/spark tests/verify
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test check format bench bench-postgres bench-delta peers verify soak docs lock clean
+.PHONY: help setup demo demo-kafka bridges test check format bench bench-postgres bench-delta peers verify soak docs lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ demo: setup ## flights through a pipeline that is killed nine times; no server n
 
 demo-kafka: setup ## the same over a real Kafka, which is fetched and started
 	$(BIN)/python -m examples.demo --kafka
+
+bridges: setup ## RocketMQ to Kafka, Pulsar to Delta, RabbitMQ to PostgreSQL, exactly once, killed again and again; ten minutes
+	$(BIN)/python -m examples.bridges
 
 test: setup ## all tests, with real servers, in two processes: half an hour on two cores
 	@mkdir -p build

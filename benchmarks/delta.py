@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +36,9 @@ from benchmarks.tables import (
     timed,
 )
 
+if TYPE_CHECKING:
+    from pyspark.sql.streaming import DataStreamWriter
+
 Case = Callable[[Path, str], None]
 """Called twice, with a folder of Parquet files and a table's path: to warm up, and to be measured."""
 
@@ -53,7 +57,7 @@ def plain_each() -> Case:
     pool = multiprocessing.get_context("spawn").Pool(CORES)
 
     def run(folder: Path, table: str) -> None:
-        DeltaTable.create(table, pq.read_schema(files(folder)[0]))
+        DeltaTable.create(table, pq.read_schema(files(folder)[0]), mode="ignore")
         pool.starmap(_append, [(share, table) for share in shares(folder)], chunksize=1)
 
     return run
@@ -70,54 +74,65 @@ def without_spark() -> Case:
     return into
 
 
-def spark_direct() -> Case:
-    """A stream whose rows do not pass through the JVM, as with `delivered.arrow` between two ends of ours."""
+def spark_direct(running: bool = False) -> Case:
+    """A stream whose rows do not pass through the JVM, as with `delivered.arrow` between two ends of ours.
+
+    Args:
+        running: the query runs already; else its start and its end are in the time.
+    """
     from delivered.spark.direct import mark_sink, mark_source
     from delivered.spark.session import session
     from delivered.write.direct import ArrowTransform, Direct
 
     spark = session("bench", f"local[{CORES}]", {"spark.driver.memory": "1g"})
     spark.sparkContext.setLogLevel("ERROR")
+    parquet_source.register(spark)
 
-    def run(folder: Path, table: str) -> None:
-        parquet_source.register(spark)
-        reader = spark.readStream.format(parquet_source.FORMAT).option("path", str(folder)).option("shards", CORES)
-        read = Direct(parquet_source.ParquetSource(str(folder), CORES), ArrowTransform())
-        query = (
+    def writer(folder: str, table: str) -> DataStreamWriter:
+        reader = spark.readStream.format(parquet_source.FORMAT).option("path", folder).option("shards", CORES)
+        read = Direct(parquet_source.ParquetSource(folder, CORES), ArrowTransform())
+        return (
             mark_sink(mark_source(reader).load().writeStream, read)
             .format("delivered_delta")
             .option("guarantee", "exactly_once")
             .option("pipeline", uuid.uuid4().hex)
             .option("path", table)
             .option("checkpointLocation", tempfile.mkdtemp(prefix="bench-"))
-            .trigger(availableNow=True)
-            .start()
         )
-        query.awaitTermination()
+
+    if running:
+        return parquet_source.Running(lambda folder, table: writer(folder, table).start())
+
+    def run(folder: Path, table: str) -> None:
+        writer(str(folder), table).trigger(availableNow=True).start().awaitTermination()
 
     return run
 
 
 PLAIN, EACH = "write_deltalake, one process", "write_deltalake, one process per core"
 ENGINE, DIRECT = "engine alone, exactly_once", "delivered direct, exactly_once"
+RUNNING = "delivered direct, exactly_once, running query"
 CASES: dict[str, Callable[[], Case]] = {
     PLAIN: plain_one,
     EACH: plain_each,
     ENGINE: without_spark,
+    RUNNING: lambda: spark_direct(running=True),
     DIRECT: spark_direct,
 }
-RATIOS = ((ENGINE, PLAIN), (ENGINE, EACH), (DIRECT, PLAIN), (DIRECT, EACH))
+RATIOS = tuple((over, under) for over in (ENGINE, RUNNING, DIRECT) for under in (PLAIN, EACH))
 
 
 def run_one(name: str, folder: Path, wanted: int) -> None:
     """In a process of its own. Prints one line of JSON."""
     case = CASES[name]()
-    case(folder / "one", str(folder / "warm"))
-    result = timed(lambda: case(folder / "all", str(folder / "table")))
-    found = DeltaTable(str(folder / "table"))
+    table = str(folder / "table")
+    case(folder / "one", table)
+    before = sum(pq.ParquetFile(p).metadata.num_rows for p in files(folder / "one"))
+    result = timed(lambda: case(folder / "all", table))
+    found = DeltaTable(table)
     sizes = pa.table(found.get_add_actions(flatten=True)).select(["size_bytes", "num_records"]).to_pylist()
     count = sum(row["num_records"] for row in sizes)
-    require(name, count, wanted)
+    require(name, count - before, wanted)
     say(result | {"table_bytes": sum(row["size_bytes"] for row in sizes)})
 
 
@@ -129,8 +144,7 @@ def main() -> None:
     with data(given.rows) as made:
 
         def tidy() -> None:
-            for table in ("warm", "table"):
-                shutil.rmtree(made.folder / table, ignore_errors=True)
+            shutil.rmtree(made.folder / "table", ignore_errors=True)
 
         runs = measure("delta", list(CASES), given, made, after=tidy)
     finish(report(runs, made.rows, RATIOS, ("pyspark", "deltalake", "pyarrow", "numpy")), given.out)

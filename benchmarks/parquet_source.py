@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,14 @@ from delivered.model.capability import SourceCapability
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
 
 FORMAT = "delivered_bench_parquet"
 
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Every file of a folder, in `shards` slices. Offsets are `{"files": n}`."""
+    """Every file of a folder and of the folders in it, in `shards` slices. Offsets are `{"files": n}`."""
 
     folder: str
     shards: int
@@ -37,7 +39,7 @@ class ParquetSource:
         return []
 
     def files(self) -> list[str]:
-        return sorted(str(p) for p in Path(self.folder).glob("*.parquet"))
+        return sorted(str(p) for pattern in ("*.parquet", "*/*.parquet") for p in Path(self.folder).glob(pattern))
 
     def schema(self) -> pa.Schema:
         return pq.read_schema(self.files()[0])
@@ -64,7 +66,7 @@ class ParquetDriver:
         return None
 
     def freeze(self) -> None:
-        """Nobody adds files."""
+        """A folder of files is renamed into its place as a whole."""
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         files, shards = self._source.files()[start["files"] : end["files"]], self._source.shards
@@ -94,3 +96,29 @@ def register(spark: SparkSession) -> None:
             return ParquetSource(options["path"], int(options["shards"]))
 
     spark.dataSource.register(BenchParquet)
+
+
+class Running:
+    """A query that runs, and is handed folders of files: what is measured is the batch alone.
+
+    Args:
+        begin: (folder that the query reads, where it writes to) -> the query, started.
+    """
+
+    def __init__(self, begin: Callable[[str, str], StreamingQuery]) -> None:
+        self._begin = begin
+        self._incoming = Path(tempfile.mkdtemp(prefix="bench-"))
+        self._given = 0
+        self._query: StreamingQuery | None = None
+
+    def __call__(self, folder: Path, into: str) -> None:
+        """Hand over what lies in the folder; return when it is decided and logged."""
+        draft = self._incoming / "_draft"
+        draft.mkdir()
+        for file in folder.glob("*.parquet"):
+            (draft / file.name).hardlink_to(file)
+        draft.rename(self._incoming / f"{self._given:03d}")
+        self._given += 1
+        if self._query is None:
+            self._query = self._begin(str(self._incoming), into)
+        self._query.processAllAvailable()

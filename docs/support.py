@@ -46,6 +46,7 @@ SOURCES = (
         "rabbitmq",
         {"url": "amqp://localhost", "queue": "orders", "log": "/data/log", "messageId": "none"},
     ),
+    Example("RabbitMQ stream", "rabbitmq_stream", {"url": "amqp://localhost", "streams": "orders"}),
     Example(
         "ActiveMQ, through a [receiver](receiver.md)",
         "activemq",
@@ -96,6 +97,16 @@ SINKS = (
         },
     ),
     Example("RocketMQ", "rocketmq", {**_ROCKETMQ, "ledger": "/data/ledger.db"}),
+    Example(
+        'RocketMQ, `messageType="transaction"`',
+        "rocketmq",
+        {
+            **_ROCKETMQ,
+            "ledger": "/data/ledger.db",
+            "messageType": "transaction",
+            "nameServers": "localhost:9876",
+        },
+    ),
 )
 
 

@@ -26,7 +26,7 @@ _KEPT = (
     "service", "place", "plain_s", "recovery_s",
 )  # fmt: skip
 _PLACES = [p for p in PLACES if p != "none"]
-UNPROVEN = "unproven"
+UNPROVEN, REFUSED = "unproven", "refused"
 SOAK = "soak-"
 NOTHING = "-"
 """Of a failure point where nothing can be done to a sink."""
@@ -67,13 +67,22 @@ def matrix(results: Sequence[dict[str, Any]]) -> list[str]:
     """Sink, guarantee and service against failure points; in brackets the faults that were injected."""
     lines = ["| sink | guarantee | run by | " + " | ".join(_PLACES) + " |", "|---" * (3 + len(_PLACES)) + "|"]
     for sink in SINKS:
-        for guarantee in reversed(Guarantee):
+        for guarantee in (g for g in reversed(Guarantee) if g in SINK_KINDS[sink].guarantees):
             for service in SERVICES:
                 row = [r for r in results if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)]
                 absent = SINK_KINDS[sink].absent
                 cells = [NOTHING if p in absent else cell([r for r in row if r["place"] == p]) for p in _PLACES]
                 lines.append(f"| {sink} | `{guarantee}` | {service} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _absences() -> list[str]:
+    """Why nothing can be done, with the sinks of which it is so."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for sink in SINK_KINDS.values():
+        for place, why in sink.absent.items():
+            found.setdefault((place, why), []).append(sink.name)
+    return [f"{place} of {', '.join(sinks)} ({why})" for (place, why), sinks in found.items()]
 
 
 def recovery(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -135,7 +144,9 @@ def summary(results: Sequence[dict[str, Any]]) -> list[str]:
                 found = [r for r in results if (r["sink"], r["guarantee"], r["service"]) == (sink, guarantee, service)]
                 points = [p for p in _PLACES if cell([r for r in found if r["place"] == p]) != UNPROVEN]
                 text, of = cell(found), len(_PLACES) - len(SINK_KINDS[sink].absent)
-                cells.append(text if text == UNPROVEN else f"{text}, {len(points)} of {of} failure points")
+                if guarantee not in SINK_KINDS[sink].guarantees:
+                    text = REFUSED
+                cells.append(text if text in (UNPROVEN, REFUSED) else f"{text}, {len(points)} of {of} failure points")
             lines.append(f"| {sink} | {service} | " + " | ".join(cells) + " |")
     return lines
 
@@ -153,7 +164,7 @@ def page() -> str:
             "of its failure point and, in brackets, how many faults were injected there. *Unproven*: not run, invalid",
             "or unknown. `spark` is the product as a user runs it; `engine` is the same connectors and the same commit",
             "engine in a loop that stands in for Spark, and does not speak of Spark. `-`: nothing can be done there:",
-            "; ".join(f"{s.name}, {p}: {why}" for s in SINK_KINDS.values() for p, why in s.absent.items()) + ".",
+            "; ".join(_absences()) + ".",
             "",
             f"{len(results)} cells, {fired} faults.",
             "",

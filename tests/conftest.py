@@ -611,6 +611,16 @@ class Rocketmq:
         rocketmq_server.make_group(self.broker.listeners["BROKER"], name, ordered, attempts)
         return name
 
+    def transactions(self, topic: str, folder: Path) -> dict[str, str]:
+        """Options of a sink of transaction messages, with its ledger in this folder."""
+        return {
+            "endpoints": self.url,
+            "nameServers": self.broker.listeners["NAMESRV"],
+            "topic": topic,
+            "messageType": "transaction",
+            "ledger": str(folder / "ledger.db"),
+        }
+
     def configuration(self) -> Any:
         from delivered.connectors.rocketmq.client import library
 
@@ -668,8 +678,12 @@ class Rocketmq:
         self._producers.clear()
 
 
-_SHORT_TIMES = {"proxy.minInvisibleTimeMillsForRecv": "1000"}
-"""Else nothing that a killed receiver held comes again before ten seconds."""
+_SHORT_TIMES = {
+    # Else nothing that a killed receiver held comes again before ten seconds.
+    "proxy.minInvisibleTimeMillsForRecv": "1000",
+    # Tests leave half messages behind, and each round of questions would write all of them anew.
+    "transactionCheckInterval": "3600000",
+}
 
 
 @pytest.fixture(scope="session")

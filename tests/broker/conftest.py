@@ -7,7 +7,14 @@ import pytest
 _SWEEPS = {
     "test_upsert_deaths.py": (
         "test_a_death_at_every_point_leaves_a_state_that_was_decided",
-        ("sqlite-arrival-delete", "postgres-arrival-delete", "mysql-arrival-delete", "mysql-two-phase"),
+        (
+            "sqlite-arrival-delete",
+            "postgres-arrival-delete",
+            "mysql-arrival-delete",
+            "mysql-two-phase",
+            "sqlite-version-delete",
+            "postgres-two-phase",
+        ),
     ),
     "test_mysql_deaths.py": ("test_a_death_at_every_point_loses_and_repeats_nothing", ("one_transaction",)),
 }

@@ -56,7 +56,9 @@ def killed_and_started_again(
     done = run(command, f"{point}@batch=1", folder / "hits", timeout_s=50)
     assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
     found = Counter(taken())
-    if guarantee == "at_least_once":
+    if guarantee == "exactly_once":
+        assert found == Counter({b"row %d" % n: 1 for n in range(ROWS)})
+    elif guarantee == "at_least_once":
         assert set(found) == {b"row %d" % n for n in range(ROWS)}
         # Before the flush, what was staged may have left or not.
         twice = {"log:before": {1}, "write.send:after": {1, 2}}.get(point, {2})

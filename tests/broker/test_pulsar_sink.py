@@ -143,6 +143,7 @@ def test_a_namespace_without_deduplication_is_refused_for_at_most_once(pulsar: P
     assert "set-deduplication" in (finding.next_step or "")
 
 
+@pytest.mark.matrix
 def test_a_broker_killed_under_a_task(
     new_pulsar: Callable[..., Pulsar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,6 +274,12 @@ def test_bad_input_is_told_clearly(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     assert findings(queue=rabbitmq.queue("classic")) == {"QUEUE_CLASSIC": False}
     assert findings(queue=rabbitmq.queue("classic", durable=False)) == {"QUEUE_NOT_DURABLE": False}
     assert findings(queue=rabbitmq.queue("stream")) == {"QUEUE_IS_STREAM": True}
+    # RabbitMQ names one difference at a time, and arguments before the kind.
+    kept = {"x_max_length_bytes": 1_000_000, "x_max_age": "7D"}
+    assert findings(queue=rabbitmq.queue("stream", **kept)) == {"QUEUE_IS_STREAM": True}
+    bounded = {"x_max_length": 1_000, "x_message_ttl": 60_000, "x_overflow": "reject-publish"}
+    assert findings(queue=rabbitmq.queue("classic", **bounded)) == {"QUEUE_CLASSIC": False}
+    assert findings(queue=rabbitmq.queue(x_delivery_limit=3, x_dead_letter_exchange="", x_overflow="drop-head")) == {}
     assert findings(password="wrong") == {"RABBITMQ_CREDENTIALS": True}
     assert findings(url=rabbitmq.url + "other-host") == {"RABBITMQ_PERMISSION": True}
     assert findings(url="amqp://127.0.0.1:9/") == {"RABBITMQ_UNREACHABLE": True}

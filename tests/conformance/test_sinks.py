@@ -47,6 +47,10 @@ class Rig:
     incarnation: str = "i0"
     schema: pa.Schema = field(default_factory=lambda: SCHEMA)
 
+    def rows(self, batch: int, shard: int) -> pa.RecordBatch:
+        """One value is empty, but where the system takes none."""
+        return rows(batch, shard, 1 if self.sink.capability().system == "rocketmq" else 0)
+
     @property
     def scope(self) -> Scope:
         return Scope(self.pipeline, self.sink.name, self.incarnation)
@@ -62,7 +66,7 @@ class Rig:
 
     def write(self, plan: BatchPlan, attempt: int = 0) -> list[ShardMessage]:
         messages = [
-            write_shard(self.sink, plan, shard, attempt, iter([rows(plan.batch, shard)]), SCHEMA)
+            write_shard(self.sink, plan, shard, attempt, iter([self.rows(plan.batch, shard)]), SCHEMA)
             for shard in range(SHARDS)
         ]
         return pickle.loads(pickle.dumps(messages))
@@ -87,13 +91,15 @@ class Rig:
     def expected(self, *batches: int) -> Fingerprint:
         seed = fingerprint_seed(self.scope)
         return sum(
-            (fingerprint(self.sink.records(rows(b, s)), seed) for b in batches for s in range(SHARDS)), Fingerprint()
+            (fingerprint(self.sink.records(self.rows(b, s)), seed) for b in batches for s in range(SHARDS)),
+            Fingerprint(),
         )
 
 
-def rows(batch: int, shard: int) -> pa.RecordBatch:
+def rows(batch: int, shard: int, shortest: int = 0) -> pa.RecordBatch:
     keys = [f"{batch}-{shard}-{i}".encode() if i % 10 else None for i in range(ROWS)]
-    return pa.record_batch([pa.array(keys, pa.binary()), pa.array([b"v" * i for i in range(ROWS)])], schema=SCHEMA)
+    values = [b"v" * (shortest + i) for i in range(ROWS)]
+    return pa.record_batch([pa.array(keys, pa.binary()), pa.array(values)], schema=SCHEMA)
 
 
 def offsets(batch: int) -> str:
@@ -170,6 +176,14 @@ def _mysql(request: pytest.FixtureRequest, mechanism: str) -> Sink:
     return sink
 
 
+def _rocketmq(request: pytest.FixtureRequest) -> Sink:
+    from delivered.pipeline.registry import find_sink
+
+    server: Any = request.getfixturevalue("rocketmq")
+    folder: Path = request.getfixturevalue("tmp_path")
+    return find_sink("rocketmq", server.transactions(server.topic("TRANSACTION"), folder))
+
+
 SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "memory-two-phase": lambda request: _memory(request, "two_phase"),
     "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
@@ -185,6 +199,7 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),
     "postgres-two-phase": lambda request: _postgres(request, "two_phase"),
     "mysql-one-transaction": lambda request: _mysql(request, "one_transaction"),
+    "rocketmq": _rocketmq,
     "mysql-two-phase": lambda request: _mysql(request, "two_phase"),
 }
 

@@ -45,8 +45,8 @@ from delivered.write.shard import write_shard
 ROWS_PER_BATCH = 400
 TABLE = "events"
 PIPELINE = "embedded"
-ROUTES = {"kafka": Columns((("key", "id"), ("value", "payload")))}
-"""Of several sinks: Kafka gets two of the columns."""
+ROUTES = {"kafka": Columns((("key", "id"), ("value", "payload"))), "rocketmq": Columns((("value", "id"),))}
+"""Of several sinks: these get some of the columns."""
 
 
 def transform(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -118,7 +118,7 @@ def run(spec: dict[str, Any]) -> None:
     def made(batch: pa.RecordBatch) -> pa.RecordBatch:
         if not upsert:
             return transform(batch)
-        return changes(batch) if "deleteColumn" in upsert else changes(batch).drop_columns(["gone"])
+        return changes(batch) if "gone" in upsert.values() else changes(batch).drop_columns(["gone"])
 
     schema = made(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
     sink.check_schema(schema)

@@ -46,6 +46,7 @@ def zygote() -> Iterator[Zygote]:
 
 class World:
     system = "delta"
+    write = UPSERT
 
     def __init__(self, log: Path, folder: Path, zygote: Zygote) -> None:
         self.log, self.folder, self.zygote, self.runs, self.error = log, folder, zygote, 0, ""
@@ -60,7 +61,7 @@ class World:
         return {"path": str(self.table)}
 
     def sink(self) -> Any:
-        return CONNECTOR.sink({**self.options, **UPSERT})
+        return CONNECTOR.sink({**self.options, **self.write})
 
     def exists(self) -> bool:
         return (self.table / "_delta_log").exists()
@@ -71,7 +72,7 @@ class World:
     def spec(self, stop_at: str = "") -> dict[str, object]:
         self.runs += 1
         return {
-            "log": str(self.log), self.system: self.options, "upsert": UPSERT,
+            "log": str(self.log), self.system: self.options, "upsert": self.write,
             "checkpoint": str(self.folder / "checkpoint"), "guarantee": "exactly_once", "owner": f"o{self.runs}",
             "stop_at": stop_at,
         }  # fmt: skip

@@ -47,7 +47,7 @@ class World(delta.World):
         return {"warehouse": str(self.folder / "lake"), "table": "shop.changes"}
 
     def sink(self) -> Any:
-        return CONNECTOR.sink({**self.options, **delta.UPSERT})
+        return CONNECTOR.sink({**self.options, **self.write})
 
     def exists(self) -> bool:
         return (self.folder / "lake" / "catalog.db").exists()

@@ -14,7 +14,7 @@ import pytest
 
 from delivered.audit.classes import Counts, Damage, Verdict
 from delivered.connectors.log import append
-from delivered.model.errors import UsageError
+from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
 from delivered.spark.audit import audit
@@ -200,3 +200,21 @@ def test_the_sink_may_be_read_from_an_offset_on(spark: SparkSession, copy: Path)
     connection.close()
     assert audit(spark, spec(copy)).counts.unexpected == 3
     assert audit(spark, spec(copy, sink_from={"rowid": 1000})).verdict is Verdict.HELD
+
+
+def test_of_a_sink_that_cannot_be_read_back_the_ledger_is_told_and_nothing_is_proved(
+    spark: SparkSession, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = spec(copy)
+
+    def refuse(_: object) -> None:
+        raise Refused("NOT_READABLE", "The queue cannot be read back.")
+
+    monkeypatch.setattr(type(given.sink), "read_back", refuse)
+    report = audit(spark, given)
+    assert report.verdict is Verdict.UNKNOWN
+    assert "cannot be read back" in report.unknowns[0]
+    assert report.history.last is not None
+    assert report.history.last.batch == 2
+    assert any("90 rows were delivered and 0 given up" in note for note in report.notes)
+    assert report.range_to

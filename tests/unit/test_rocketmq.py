@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import gzip
+import os
+import random
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import delivered
 from delivered.connectors.rocketmq.client import library
+from delivered.connectors.rocketmq.ended import Ended, State
+from delivered.connectors.rocketmq.halves import Half, Handle, packed, unpacked
 from delivered.connectors.rocketmq.message import content
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions, parse, parse_sink
 from delivered.connectors.rocketmq.publish import BUNCH_BYTES_MAX, BUNCH_MAX, Message, bunches
 from delivered.connectors.rocketmq.receiver import renewed
+from delivered.connectors.rocketmq.stored import joined, parsed
 from delivered.connectors.rocketmq.writer import RocketmqWriter
 from delivered.model.errors import BadRecord, UsageError
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
+from delivered.model.limits import DECISION_BYTES_MAX
+from delivered.model.outcome import Unknown
+from delivered.model.work import Prepared
 from delivered.pipeline.registry import find_sink
 from delivered.plan import Plan, Refusal
+
+
+def _plain(text: str) -> bool:
+    return not {"\x01", "\x02"} & set(text)
+
 
 SOURCE = {"endpoints": "proxy:8081", "topic": "orders", "group": "lake", "log": "/data/log"}
 SINK = {"endpoints": "proxy:8081", "topic": "orders", "ledger": "/nowhere/l.db"}
@@ -46,8 +63,8 @@ def test_bad_options_are_told(options: dict[str, str], said: str) -> None:
 def test_options_as_spark_gives_them() -> None:
     found = parse({"ENDPOINTS": "a:1;[::1]:2;", **{k.lower(): v for k, v in SOURCE.items() if k != "endpoints"}})
     assert (found.endpoints, found.group, found.filter, found.by_key) == ("a:1;[::1]:2", "lake", "*", False)
-    with pytest.raises(UsageError, match="normal, fifo, delay"):
-        parse_sink({**SINK, "messageType": "TRANSACTION"})
+    with pytest.raises(UsageError, match="normal, fifo, delay, transaction"):
+        parse_sink({**SINK, "messageType": "xa"})
 
 
 def plan(guarantee: str, **options: str) -> Plan | Refusal:
@@ -82,6 +99,97 @@ def test_exactly_once_into_a_topic_is_refused_with_a_way_out() -> None:
     assert "at_least_once" in into("exactly_once")
     for guarantee in ("at_least_once", "at_most_once"):
         assert f"orders: {guarantee} by" in into(guarantee)
+
+
+TRANSACTIONS = {**SINK, "messageType": "transaction", "nameServers": "ns1:9876;ns2:9876"}
+
+
+def test_transactions_want_name_servers_and_no_tls() -> None:
+    assert parse_sink(TRANSACTIONS).name_servers == ("ns1:9876", "ns2:9876")
+    assert parse_sink(SINK).name_servers == ()
+    for options in (
+        {**SINK, "messageType": "transaction"},
+        {**SINK, "nameServers": "ns1:9876"},
+        {**TRANSACTIONS, "messageType": "fifo"},
+    ):
+        with pytest.raises(UsageError, match="go together"):
+            parse_sink(options)
+    with pytest.raises(UsageError, match="over TLS"):
+        parse_sink({**TRANSACTIONS, "tls": "true"})
+    with pytest.raises(UsageError, match="'nameServers' has 'ns1'"):
+        parse_sink({**TRANSACTIONS, "nameServers": "ns1"})
+
+
+def test_the_plan_of_transactions_says_what_readers_get() -> None:
+    made = delivered.Pipeline(
+        name="orders",
+        guarantee="exactly_once",
+        checkpoint="/nowhere",
+        source=delivered.log("/nowhere/log"),
+        sinks=[delivered.endpoint("rocketmq", **TRANSACTIONS)],
+    ).plan(offline=True)
+    assert isinstance(made, Plan)
+    said = str(made) + "\n"
+    golden = Path(__file__).parent / "golden_rocketmq.txt"
+    if os.environ.get("DELIVERED_GOLDEN") == "write":
+        golden.write_text(said, encoding="utf-8")
+    assert golden.read_text(encoding="utf-8") == said
+
+
+def test_batches_decided_as_transactions_are_not_passed_over_by_another_type() -> None:
+    work = Work(Scope("p", "s", "i"), 3, 1)
+    prepared = Prepared(1, 0, Fingerprint(1), Handle("n", {"b": [Half(1, 2)]}, {"b": {0: 0}}).to_json())
+    outcome = find_sink("rocketmq", SINK).resource(work.scope).apply(work, prepared)
+    assert isinstance(outcome, Unknown)
+    assert "messageType=transaction" in outcome.reason
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62))))
+def test_places_of_half_messages_survive_packing(pairs: list[tuple[int, int]]) -> None:
+    halves = [Half(*pair) for pair in pairs]
+    assert unpacked(packed(halves)) == halves
+
+
+def test_places_take_a_few_bytes_each() -> None:
+    """100,000 rows of a batch fit into a decision."""
+    steps = random.Random(1)
+    place, halves = 7_000_000_000, []
+    for n in range(100_000):
+        place += steps.randint(300, 1_500)
+        halves.append(Half(place, 5_000_000 + n))
+    assert len(packed(halves)) < 0.4 * DECISION_BYTES_MAX
+
+
+@given(st.dictionaries(st.text(min_size=1).filter(_plain), st.text().filter(_plain)))
+def test_properties_survive_the_way_to_a_broker_and_back(properties: dict[str, str]) -> None:
+    assert parsed(joined(properties)) == properties
+
+
+def test_what_is_known_of_ends(tmp_path: Path) -> None:
+    """A batch of which another file, or nobody, may know more is not taken for new."""
+    scope = Scope("p", "s", "i")
+    known = Ended(str(tmp_path / "l.db"), scope)
+
+    def work(batch: int, shard: int = 0, incarnation: str = "i") -> Work:
+        return Work(Scope("p", "s", incarnation), batch, shard)
+
+    assert [known.begin(work(0), "a"), known.begin(work(0), "a")] == [State.NEW, State.BEGUN]
+    known.end(work(0), "a", [("b", 7)])
+    assert known.begin(work(0), "a") is State.ENDED
+    assert known.begin(work(0, 1), "b") is State.NEW
+    assert known.is_visible(work(0))
+    assert not known.is_visible(work(0, 1))
+    for batch in range(1, 4):
+        name = f"c{batch}"
+        assert known.begin(work(batch), name) is State.NEW
+        known.end(work(batch), name, [("b", 7 + batch)])
+    assert known.is_visible(work(0, 1)), "a later batch was begun"
+    assert known.begin(work(1), "c1") is State.BEGUN, "forgotten"
+    assert known.begin(work(5, incarnation="j"), "d") is State.BEGUN, "nobody knows what was before"
+    assert known.void(["e", "c3"]) == 1
+    assert known.begin(work(4), "e") is State.VOID
+    assert known.tops() == {"b": 10}
+    assert Ended(str(tmp_path / "l.db"), Scope("p", "other", "i")).tops() == {}
 
 
 def test_a_renewed_receipt_begins_at_its_own_message() -> None:

@@ -7,16 +7,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable as Plain
 from deltalake import write_deltalake
+from pyiceberg.catalog.sql import SqlCatalog
 
-from delivered.verify.clients.base import Disturbed, Drain, Look, ReadAtLength
+from delivered.verify.clients.base import Disturbed, Drain, Look, ReadAtLength, Shared
 from delivered.verify.clients.delta import DeltaTable
 from delivered.verify.clients.files import Files
+from delivered.verify.clients.iceberg import IcebergTable
 
 Write = Callable[[Path, list[str]], None]
 
@@ -37,9 +40,22 @@ def into_folder(path: Path, values: list[str]) -> None:
     draft.rename(batch)
 
 
+def iceberg(path: Path) -> Any:
+    path.mkdir(exist_ok=True)
+    return SqlCatalog("default", uri=f"sqlite:///{path}/catalog.db", warehouse=f"file://{path}")
+
+
+def into_iceberg(path: Path, values: list[str]) -> None:
+    catalog = iceberg(path)
+    catalog.create_namespace_if_not_exists("judged")
+    catalog.create_table_if_not_exists("judged.effects", rows(["a"]).schema).append(rows(values))
+    catalog.engine.dispose()
+
+
 DRAINS: dict[str, tuple[Callable[[Path], Drain], Write]] = {
     "delta": (DeltaTable, into_delta),
     "files": (Files, into_folder),
+    "iceberg": (IcebergTable, into_iceberg),
 }
 
 
@@ -100,24 +116,33 @@ def test_a_reader_that_is_left_alone_says_nothing_and_one_whose_files_go_does(ma
             file.unlink()
 
 
-def test_every_version_of_a_table_is_looked_at_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["delta", "iceberg"], indirect=True)
+def test_every_version_of_a_table_is_looked_at_by_itself(made: Made) -> None:
     """A batch in two commits is torn, however quickly the second one comes."""
-    into_delta(tmp_path / "t", ["a"])
-    into_delta(tmp_path / "t", ["b"])
-    assert [[r.value for r in look.rows] for look in followed(DeltaTable(tmp_path / "t"))] == [["a"], ["b"]]
+    drain, write, _ = made
+    write(["a"])
+    write(["b"])
+    assert [[r.value for r in look.rows] for look in followed(drain)] == [["a"], ["b"]]
 
 
-def test_rows_that_others_move_into_other_files_stay_where_they_were(tmp_path: Path) -> None:
-    drain = DeltaTable(tmp_path / "t")
+@pytest.mark.parametrize("made", ["delta", "iceberg"], indirect=True)
+def test_rows_that_others_move_into_other_files_stay_where_they_were(made: Made) -> None:
+    drain, write, path = made
     for value in ("a", "b"):
-        into_delta(tmp_path / "t", [value])
+        write([value])
     before = drain.read()
+    assert isinstance(drain, Shared)
     drain.compact()
     drain.append_nothing()
     drain.describe("a table")
-    assert len(Plain(str(tmp_path / "t")).file_uris()) == 1
+    left = (
+        Plain(str(path)).file_uris()
+        if isinstance(drain, DeltaTable)
+        else iceberg(path).load_table("judged.effects").inspect.files()["file_path"].to_pylist()
+    )
+    assert len(left) == 1
     assert drain.read() == before
-    assert len(followed(DeltaTable(tmp_path / "t"))) == 2
+    assert len(followed(drain)) == 2
 
 
 def test_rows_that_somebody_deleted_are_not_found_any_more(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ GRPC, NAMESRV, BROKER = "GRPC", "NAMESRV", "BROKER"
 KINDS = ("NORMAL", "FIFO", "DELAY", "TRANSACTION")
 PROXY = "proxy."
 """Before the name of a setting: it belongs to the proxy, and not to the broker."""
-DIRECT_MB = 256
+DIRECT_MB = 1024
+"""Every thread that stores a message keeps a buffer of the largest one (4 MB): 256 MB ran out in a long session."""
 _INNER = {"haListenPort": "10912"}
 _REMOTING_PORT = 8080
 _UPDATE_TOPIC, _CLUSTER_INFO, _UPDATE_GROUP = 17, 106, 200
@@ -162,7 +163,14 @@ def make_group(broker: str, name: str, ordered: bool = False, attempts: int = 16
 
 
 def ask(address: str, code: int, fields: Mapping[str, str], body: bytes = b"", timeout_s: float = 10.0) -> bytes:
-    """One request of RocketMQ's own protocol; returns the body of the answer.
+    """The body of what `answer` returns."""
+    return answer(address, code, fields, body, timeout_s)[1]
+
+
+def answer(
+    address: str, code: int, fields: Mapping[str, str], body: bytes = b"", timeout_s: float = 10.0
+) -> tuple[dict[str, str], bytes]:
+    """One request of RocketMQ's own protocol; returns fields and body of the answer.
 
     Raises:
         DeliveredError: the server said no.
@@ -180,10 +188,10 @@ def ask(address: str, code: int, fields: Mapping[str, str], body: bytes = b"", t
         size, head_size = struct.unpack(">ii", start)
         said = stream.read(size - 4)
     head_size &= 0xFFFFFF
-    answer = json.loads(said[:head_size])
-    if answer["code"] != 0:
-        raise DeliveredError("ROCKETMQ_SAID", f"RocketMQ at {address} said: {answer.get('remark') or answer['code']}")
-    return said[head_size:]
+    told = json.loads(said[:head_size])
+    if told["code"] != 0:
+        raise DeliveredError("ROCKETMQ_SAID", f"RocketMQ at {address} said: {told.get('remark') or told['code']}")
+    return told.get("extFields") or {}, said[head_size:]
 
 
 def _broker(folder: Path, port: int, name_server: str) -> dict[str, str]:

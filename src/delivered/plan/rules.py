@@ -330,7 +330,9 @@ def reasons(request: Request) -> Iterator[Reason]:
 
 
 def seconds(value: float) -> str:
-    """A duration for people: "90 s", "15 min"."""
+    """A duration for people: "90 s", "15 min", "72 h"."""
+    if value >= 7_200 and value % 3_600 == 0:
+        return f"{value / 3_600:g} h"
     if value >= 120 and value % 60 == 0:
         return f"{value / 60:g} min"
     return f"{value:g} s"

@@ -41,7 +41,7 @@ class SendingSink(ABC):
 
     def resource(self, scope: Scope) -> Resource:
         del scope
-        return _Nothing()
+        return Nothing()
 
 
 def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], limits: Sequence[str]) -> SinkCapability:
@@ -65,7 +65,7 @@ def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], lim
     )
 
 
-class _Nothing:
+class Nothing:
     """There is never a participant: what is sent is visible."""
 
     def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -227,6 +228,11 @@ class Bench:
         """How many effects the reader saw until now."""
         return len(self._seen)
 
+    def all_seen(self) -> None:
+        """Wait until the reader saw what is there: what it sees from now on is new."""
+        there = len(self.setting.drain.read())
+        self.wait(lambda: self.effects_seen >= there, f"the reader sees all {there} effects")
+
     def on_network_fault(self, hit: Fired) -> None:
         self.fire(hit.rule, api=hit.api, version=hit.version, client=hit.client)
 
@@ -366,6 +372,8 @@ class Bench:
 
 
 def empty(folder: Path) -> None:
-    """Take a cell's earlier files away."""
+    """Take a cell's earlier files away, and a small disk that a verifier that was killed left mounted."""
+    for disk in [p for p in folder.glob("*") if p.is_mount()]:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -22,6 +22,7 @@ from delivered.verify.history import fired
 from delivered.verify.oracle import Judgement, judge
 from delivered.verify.services import SERVICES, SPARK
 from delivered.verify.setting import Setting
+from delivered.verify.sinks import SINK_KINDS
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
@@ -138,7 +139,7 @@ def _run(cell: Cell, bench: Bench, audit: bool) -> Judgement:
     cell.fault.script(bench)
     if (audit or cell.guarantee is Guarantee.AT_MOST_ONCE) and not bench.stays_down:
         bench.audit()
-    ordered = bench.setting.workload.ordered and cell.fault.keeps_order
+    ordered = bench.setting.workload.ordered and cell.fault.keeps_order and SINK_KINDS[cell.sink].ordered
     bench.result = bench.evidence(cell.fault.requires, ordered)
     return judge(bench.result)
 

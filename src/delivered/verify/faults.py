@@ -17,23 +17,26 @@ from delivered.verify.fault import (
     TOPICS,
     Fault,
 )
-from delivered.verify.network_faults import kafka_network, others, sql_network, table_log
+from delivered.verify.network_faults import kafka_network, others, sql_network, stream_network, table_log
 from delivered.verify.proxy import Api, Rule
 from delivered.verify.random_kills import random_kills
 from delivered.verify.scripts import kills
-from delivered.verify.sinks import DELTA, FILES, KAFKA, POSTGRES, SINK_KINDS, SQLITE, SinkKind
+from delivered.verify.sinks import DELTA, FILES, ICEBERG, KAFKA, MYSQL, POSTGRES, SINK_KINDS, SQLITE, SinkKind
 from delivered.verify.wire import Mischief
 
 
 def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
     """Every fault of a guarantee and a sink, in the order of failure points; the undisturbed run first."""
     kind = SINK_KINDS[sink]
+    if guarantee not in kind.guarantees:
+        return []
     found = [
         Fault("none", "none", "an undisturbed run", scripts.nothing),
         *_producer(),
         *(kafka_network(guarantee) if kind.server == KAFKA else others(kind)),
-        *(sql_network(guarantee, kind) if kind.server == POSTGRES else ()),
-        *(table_log(guarantee) if sink == DELTA else ()),
+        *(sql_network(guarantee, kind) if kind.server in (POSTGRES, MYSQL) else ()),
+        *(stream_network(kind) if kind.sends else ()),
+        *(table_log(guarantee) if sink in (DELTA, ICEBERG) else ()),
         *_server(guarantee, kind),
         *_memory(guarantee),
         *_reader(kind),
@@ -76,11 +79,12 @@ def _server(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
             requires,
             needs=frozenset({BROKER}),
         )
-        if guarantee is EXACTLY and kind.two_phase:
+        # Half messages block nobody: from outside it cannot be seen whether any is open.
+        if guarantee is EXACTLY and kind.two_phase and not kind.sends:
             script, requires = expiry.broker_restarted("commit.decide:before", "commit.apply:before")
             text = "the server is restarted with transactions open: before a batch is decided, and before it is applied"
             yield Fault("broker-restarted", "F3", text, script, requires, needs=frozenset({BROKER}))
-    if kind.server == KAFKA or (kind.two_phase and guarantee is EXACTLY):
+    if kind.server == KAFKA or kind.sends or (kind.two_phase and guarantee is EXACTLY):
         return
     inside = "commit.apply:after#2" if guarantee is EXACTLY else f"{prepare}:before"
     script, requires = kills(inside, f"{decide}:after")
@@ -104,6 +108,8 @@ def _memory(guarantee: Guarantee) -> Iterator[Fault]:
 
 
 def _reader(kind: SinkKind) -> Iterator[Fault]:
+    if "F5" in kind.absent:
+        return
     if kind.server != KAFKA:
         text = "a reader is in the middle of its read for 3 s while a batch commits"
         yield Fault("slow-reader", "F5", text, tables.slow_reader, ("reader slow",))
@@ -227,7 +233,7 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
         text = "all of a driver is paused with a prepared batch until its transactions expired; then it goes on"
         requires = ("paused past the time-out",)
         yield Fault("paused-past-timeout", "F7", text, expiry.paused_past_timeout, requires, extra=short)
-    if guarantee is EXACTLY and kind.two_phase and kind.server == POSTGRES:
+    if guarantee is EXACTLY and kind.two_phase and kind.server in (POSTGRES, MYSQL):
         for name, text, moment, workload in (
             ("rolled-back-before-decide", "somebody rolls back what is prepared, before the decision", "before", None),
             ("rolled-back-after-decide", "somebody rolls back what is prepared, after the decision", "after", None),

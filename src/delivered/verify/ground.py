@@ -11,30 +11,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from delivered import brokers
+from delivered.verify.clients import drains
 from delivered.verify.clients.base import Drain, Feed
-from delivered.verify.clients.delta import DeltaTable
-from delivered.verify.clients.files import Files
+from delivered.verify.clients.drains import Place
 from delivered.verify.clients.kafka import Topic
 from delivered.verify.clients.log import Log
-from delivered.verify.clients.postgres import PgTable
 from delivered.verify.clients.several import Several
-from delivered.verify.clients.sqlite import Table
 from delivered.verify.proxy import Proxy
-from delivered.verify.proxy_sql import SqlProxy
-from delivered.verify.sinks import DELTA, FILES, KAFKA, LOG, POSTGRES, SINK_KINDS, SQLITE
+from delivered.verify.proxy_sql import MysqlProxy, PostgresProxy
+from delivered.verify.proxy_stream import StreamProxy
+from delivered.verify.sinks import KAFKA, LOG, MYSQL, POSTGRES, PULSAR, SINK_KINDS
 from delivered.verify.template import Template
 from delivered.verify.wire import Fired, Wire
 from delivered.verify.workloads import Workload
 
-SERVER_PROPERTIES = {
+SERVER_PROPERTIES: dict[str, dict[str, str]] = {
     KAFKA: {
         # Expired transactions are looked for every ten seconds by default; a cell should not wait for that.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
         "message.max.bytes": "2097152",
     },
-    POSTGRES: {},
+    # What a killed server wrote, the system keeps: no cell pulls a plug.
+    PULSAR: {"journalSyncData": "false"},
 }
-_BIG_RECORDS = {"kafka.message.max.bytes": "2097152"}
+_PROXIES: dict[str, Callable[[str, Callable[[Fired], None]], Wire[Any]]] = {
+    KAFKA: Proxy,
+    POSTGRES: PostgresProxy,
+    MYSQL: MysqlProxy,
+}
 
 Say = Callable[[str], None]
 
@@ -72,7 +76,7 @@ class Ground:
             place = self._place(kind)
             shutil.rmtree(place, ignore_errors=True)
             self._say(f"starting {kind}")
-            properties = SERVER_PROPERTIES[kind]
+            properties = SERVER_PROPERTIES.get(kind, {})
             self._servers[kind] = brokers.start(kind, place, properties=properties, dies_with_parent=True)
         return self._servers[kind]
 
@@ -129,7 +133,7 @@ def settle(
     server = ground.server(kind.server) if kind.server is not None else None
     proxy: Wire[Any] | None = None
     if on_fire is not None and server is not None:
-        proxy = Proxy(server.bootstrap, on_fire) if kind.server == KAFKA else SqlProxy(server.bootstrap, on_fire)
+        proxy = _PROXIES.get(server.kind, StreamProxy)(server.bootstrap, on_fire)
         stack.callback(proxy.close)
     feed: Feed
     if source == LOG:
@@ -144,24 +148,9 @@ def settle(
         """Of a member, too: the network is that of the server that the whole sink is named after."""
         kind = SINK_KINDS[sink]
         given = proxy.bootstrap if proxy is not None and kind.server == SINK_KINDS[whole].server else None
-        if sink == SQLITE:
-            return Table(disk / "effects.db", extra=options)
-        if sink == FILES:
-            return Files(disk / "effects", extra=options)
-        if sink == DELTA:
-            return DeltaTable(disk / "effects", extra=options)
-        if kind.server == KAFKA:
-            bootstrap, big = ground.server(KAFKA).bootstrap, _BIG_RECORDS if workload.name == "big" else {}
-            return Topic(bootstrap, f"{name}-out", given, extra=big | options, topics=workload.topics)
-        return PgTable(
-            ground.server(POSTGRES),
-            name,
-            given,
-            workload.kinds if ground.template is None else None,
-            two_phase=kind.two_phase,
-            disk=disk if small_disk and sink == whole else None,
-            extra=options,
-        )
+        at = ground.server(kind.server) if kind.server is not None else None
+        small = disk if small_disk and sink == whole else None
+        return drains.make(kind, Place(name, at, disk, given, workload, ground.template is None, small, options))
 
     members = kind.members
     drain = Several({m: drain_of(m) for m in members}) if members else drain_of(whole)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify import scripts, tables
 from delivered.verify.fault import EXACTLY, PROXY, Fault
 from delivered.verify.proxy import Api, Rule
 from delivered.verify.proxy_sql import SqlRule
-from delivered.verify.sinks import SinkKind
+from delivered.verify.proxy_stream import StreamRule
+from delivered.verify.sinks import MYSQL, POSTGRES, SinkKind
 from delivered.verify.wire import Mischief
 
 
@@ -63,15 +65,33 @@ def others(kind: SinkKind) -> Iterator[Fault]:
         yield Fault("lock-held", "F2", text, tables.lock_held(step), ("lock held",))
 
 
-_DECISION, _STAGED = ".decision", "COPY"
-"""What tells a transaction that decides, or one of a task, from others: a statement in it holds this text."""
+_DECISION = ".decision"
+"""What tells a transaction that decides from others: a statement in it holds this text."""
+
+
+class _Words(NamedTuple):
+    """How a database says it.
+
+    Attributes:
+        rows: in a transaction of a task.
+    """
+
+    prepare: str
+    commit: str
+    rows: str
+
+
+_WORDS = {
+    POSTGRES: _Words("PREPARE TRANSACTION", "COMMIT PREPARED", "COPY"),
+    MYSQL: _Words("XA PREPARE", "XA COMMIT", "LOAD DATA"),
+}
 
 
 def sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     """Statements that end something. Under two phases a shard ends twice: prepared, then committed."""
-    two = kind.two_phase and guarantee is EXACTLY
-    shard = ("PREPARE TRANSACTION", "") if two else ("COMMIT", _STAGED)
-    named = "PREPARE TRANSACTION, COMMIT PREPARED and decision's COMMIT" if two else "COMMIT of a shard and a decision"
+    two, say = kind.two_phase and guarantee is EXACTLY, _WORDS[kind.format]
+    shard = (say.prepare, "") if two else ("COMMIT", say.rows)
+    named = f"{say.prepare}, {say.commit} and decision's COMMIT" if two else "COMMIT of a shard and a decision"
     lose, drop, late = Mischief.LOSE_REPLY, Mischief.LOSE_REQUEST, Mischief.LATE_REQUEST
     for name, text, rules in (
         (
@@ -80,7 +100,7 @@ def sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
             [
                 SqlRule(shard[0], lose, shard[1], skip=2),
                 SqlRule("COMMIT", lose, _DECISION, skip=1),
-                *([SqlRule("COMMIT PREPARED", lose, skip=3)] if two else []),
+                *([SqlRule(say.commit, lose, skip=3)] if two else []),
             ],
         ),
         (
@@ -89,7 +109,7 @@ def sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
             [
                 SqlRule(shard[0], drop, shard[1], skip=3),
                 SqlRule("COMMIT", drop, _DECISION, skip=2),
-                *([SqlRule("COMMIT PREPARED", drop, skip=2)] if two else []),
+                *([SqlRule(say.commit, drop, skip=2)] if two else []),
             ],
         ),
         (
@@ -98,15 +118,32 @@ def sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
             [
                 SqlRule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
                 SqlRule("COMMIT", Mischief.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
-                *([SqlRule("COMMIT PREPARED", late, skip=1, seconds=2.0)] if two else []),
+                *([SqlRule(say.commit, late, skip=1, seconds=2.0)] if two else []),
             ],
         ),
     ):
         script, requires = scripts.network(*rules)
         yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}))
+    yield _black_hole()
+
+
+def _black_hole() -> Fault:
     text = "for 3 s nothing arrives anywhere, then every connection is reset; twice"
-    requires = ("black hole", "reset") * 2
-    yield Fault("black-hole", "F2", text, scripts.black_hole, requires, needs=frozenset({PROXY}))
+    return Fault("black-hole", "F2", text, scripts.black_hole, ("black hole", "reset") * 2, needs=frozenset({PROXY}))
+
+
+def stream_network(kind: SinkKind) -> Iterator[Fault]:
+    """Between a sender and a broker of whose protocol the proxy knows nothing."""
+    if "F2" in kind.absent:
+        return
+    script, requires = scripts.network(
+        StreamRule(Mischief.LOSE_REPLY, skip=12, times=2, every=9),
+        StreamRule(Mischief.LOSE_REQUEST, skip=20, times=2, every=9),
+        most=6,
+    )
+    text = "the connection breaks four times: what was sent is lost, or what was answered"
+    yield Fault("connection-broken", "F2", text, script, requires, needs=frozenset({PROXY}))
+    yield _black_hole()
 
 
 def table_log(guarantee: Guarantee) -> Iterator[Fault]:

@@ -1,8 +1,7 @@
-"""A network between PostgreSQL's clients and its server that loses and delays statements and their answers.
+"""A network between the clients of a SQL database and its server that loses and delays statements and their answers.
 
-Knows of the protocol (version 3) how messages are cut, and which two of them carry the text of a statement: a client's
-first message is its length and no type; all others are a type, a length that counts itself, and the rest. Clients must
-connect without TLS and GSS (`sslmode=disable&gssencmode=disable`).
+Of each protocol it knows how messages are cut, and which of them carry the text of a statement. Clients must connect
+without TLS.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +20,8 @@ from delivered.verify.wire import Fired, Mischief, Wire, read_exactly, reset
 _MESSAGE_BYTES_MAX = 64 << 20
 _LATE_ANSWER_S = 15.0
 _QUERY, _PARSE = b"Q", b"P"
+_COMMAND_QUERY = 3
+_BEGINS = ("BEGIN", "START TRANSACTION", "XA START")
 
 
 @dataclass
@@ -66,30 +68,40 @@ class _Session:
 
 
 class SqlProxy(Wire[SqlRule]):
-    """Between PostgreSQL's clients and its server."""
+    """See the module."""
+
+    @abstractmethod
+    def _greet(self, client: socket.socket, server: socket.socket) -> None:
+        """Carry what a client says before its first message."""
+
+    @abstractmethod
+    def _message(self, client: socket.socket) -> tuple[bytes, str | None]:
+        """The client's next message, and the statement that it carries, if it does.
+
+        Raises:
+            EOFError: the connection ended.
+        """
 
     def _carry(self, client: socket.socket, server: socket.socket) -> tuple[Callable[[], None], Callable[[], None]]:
         session = _Session()
         return lambda: self._requests(client, server, session), lambda: self._replies(client, server, session)
 
     def _requests(self, client: socket.socket, server: socket.socket, session: _Session) -> None:
-        head = read_exactly(client, 4)
-        server.sendall(head + read_exactly(client, _size(head) - 4))
+        self._greet(client, server)
         while True:
-            kind, head = read_exactly(client, 1), read_exactly(client, 4)
-            body = read_exactly(client, _size(head) - 4)
+            message, statement = self._message(client)
             self._open.wait()
-            rule = self._match(kind, body, session)
+            rule = None if statement is None else self._match(statement.strip(), session)
             if rule is not None and rule.mischief in (Mischief.LOSE_REQUEST, Mischief.RESET):
                 if rule.mischief is Mischief.RESET:
                     reset(client)
                 return
             if rule is not None and rule.mischief is Mischief.LATE_REQUEST:
-                self._late(client, server, kind + head + body, rule.seconds)
+                self._late(client, server, message, rule.seconds)
                 return
             with session.lock:
                 session.hit = rule or session.hit
-            server.sendall(kind + head + body)
+            server.sendall(message)
 
     def _replies(self, client: socket.socket, server: socket.socket, session: _Session) -> None:
         while True:
@@ -118,18 +130,47 @@ class SqlProxy(Wire[SqlRule]):
             server.settimeout(_LATE_ANSWER_S)
             server.recv(1)
 
-    def _match(self, kind: bytes, body: bytes, session: _Session) -> SqlRule | None:
-        if kind not in (_QUERY, _PARSE):
-            return None
-        text = body.split(b"\0")[0 if kind == _QUERY else 1].decode("utf-8", "replace").strip()
+    def _match(self, text: str, session: _Session) -> SqlRule | None:
         word = text.split(None, 1)[0].upper() if text else ""
-        if word == "BEGIN":
+        if text.upper().startswith(_BEGINS):
             session.said.clear()
         session.said.append(text)
         hit = self._hit(word, lambda rule: rule.fits(text, session.said))
         if hit is not None:
             self._fired(Fired(hit.name, text[:80]))
         return hit
+
+
+class PostgresProxy(SqlProxy):
+    """Protocol version 3: a client's first message is its length and no type; all others are a type, a length that
+    counts itself, and the rest. Clients connect with `sslmode=disable&gssencmode=disable`."""
+
+    def _greet(self, client: socket.socket, server: socket.socket) -> None:
+        head = read_exactly(client, 4)
+        server.sendall(head + read_exactly(client, _size(head) - 4))
+
+    def _message(self, client: socket.socket) -> tuple[bytes, str | None]:
+        kind, head = read_exactly(client, 1), read_exactly(client, 4)
+        body = read_exactly(client, _size(head) - 4)
+        if kind not in (_QUERY, _PARSE):
+            return kind + head + body, None
+        text = body.split(b"\0")[0 if kind == _QUERY else 1]
+        return kind + head + body, text.decode("utf-8", "replace")
+
+
+class MysqlProxy(SqlProxy):
+    """MySQL's and MariaDB's: a length of three bytes, a number within the exchange, and the rest. The server speaks
+    first; a client's command has number 0, and its first byte says which one it is."""
+
+    def _greet(self, client: socket.socket, server: socket.socket) -> None:
+        del client, server
+
+    def _message(self, client: socket.socket) -> tuple[bytes, str | None]:
+        head = read_exactly(client, 4)
+        body = read_exactly(client, int.from_bytes(head[:3], "little"))
+        if head[3] != 0 or not body or body[0] != _COMMAND_QUERY:
+            return head + body, None
+        return head + body, body[1:].decode("utf-8", "replace")
 
 
 def _size(head: bytes) -> int:

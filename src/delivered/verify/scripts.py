@@ -67,6 +67,7 @@ def nothing(bench: Bench) -> None:
     """Two starts, each with something to do: the second one is the plain restart that recovery is compared with."""
     bench.send(0.5)
     bench.stops.append(Stop((), bench.end(bench.start()), "the first half"))
+    bench.all_seen()
     bench.send()
     bench.drain()
 

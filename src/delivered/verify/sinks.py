@@ -6,7 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from delivered.model.guarantee import Guarantee
+
 SQLITE, KAFKA, POSTGRES, POSTGRES_2PC, DELTA, FILES = "sqlite", "kafka", "postgres", "postgres-2pc", "delta", "files"
+MYSQL, MYSQL_XA, ICEBERG = "mysql", "mysql-xa", "iceberg"
+RABBITMQ, ACTIVEMQ, PULSAR, ROCKETMQ = "rabbitmq", "activemq", "pulsar", "rocketmq"
+ROCKETMQ_2PC = "rocketmq-2pc"
 LOG = "log"
 
 
@@ -22,6 +27,9 @@ class SinkKind:
         locked: how others are turned away while one writer holds all of the sink; None: nobody can hold it.
         members: several sinks that share every batch, all or nothing; empty: it is one.
         absent: failure point -> why nothing can be done to this sink there.
+        guarantees: that it can give; of the others it is shown elsewhere that they are refused.
+        sends: what a task sends is there at once, for everybody.
+        ordered: a key's rows arrive in the order in which a task wrote them.
     """
 
     name: str
@@ -33,6 +41,19 @@ class SinkKind:
     locked: str | None = None
     members: tuple[str, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
+    guarantees: tuple[Guarantee, ...] = tuple(Guarantee)
+    sends: bool = False
+    ordered: bool = True
+
+
+_NO_READER = {"F5": "its readers take messages one by one: they are not in the middle of anything"}
+_OWN_ADDRESS = {"F2": "its client goes to the address that the broker names, past a proxy"}
+
+
+def _sending(system: str, absent: Mapping[str, str] = _NO_READER, ordered: bool = True) -> SinkKind:
+    """A broker that cannot hold a message back."""
+    weaker = (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
+    return SinkKind(system, system, server=system, absent=absent, guarantees=weaker, sends=True, ordered=ordered)
 
 
 SEVERAL = f"{KAFKA}-{POSTGRES}-{DELTA}"
@@ -44,9 +65,29 @@ SINK_KINDS = {
         SinkKind(KAFKA, KAFKA, server=KAFKA, source=KAFKA, two_phase=True),
         SinkKind(POSTGRES, POSTGRES, server=POSTGRES, locks=True),
         SinkKind(POSTGRES_2PC, POSTGRES, server=POSTGRES, two_phase=True, locks=True),
+        SinkKind(MYSQL, MYSQL, server=MYSQL, locks=True),
+        SinkKind(MYSQL_XA, MYSQL, server=MYSQL, two_phase=True, locks=True),
         SinkKind(DELTA, DELTA),
+        SinkKind(ICEBERG, ICEBERG),
         SinkKind(FILES, FILES, absent={"F2": "a folder of this machine: there is no network, and nobody else writes"}),
         # Two prepare, and Delta, which cannot, decides as the last resource.
         SinkKind(SEVERAL, "", server=KAFKA, source=KAFKA, two_phase=True, members=(KAFKA, POSTGRES_2PC, DELTA)),
+        _sending(RABBITMQ),
+        _sending(ACTIVEMQ),
+        _sending(PULSAR, _NO_READER | _OWN_ADDRESS),
+        # Requests of many messages overtake each other; its messages with an order go one by one.
+        _sending(ROCKETMQ, _NO_READER | _OWN_ADDRESS, ordered=False),
+        # By transaction messages: half messages are promises.
+        SinkKind(
+            ROCKETMQ_2PC,
+            ROCKETMQ,
+            server=ROCKETMQ,
+            two_phase=True,
+            locked="ENDS_TAKEN",
+            absent=_NO_READER | _OWN_ADDRESS,
+            guarantees=(Guarantee.EXACTLY_ONCE,),
+            sends=True,
+            ordered=False,
+        ),
     )
 }

@@ -16,6 +16,10 @@ BLOCKED_S = 60
 _PASSING = (311, 506, 541)
 """Reply codes of a server that is short of something or looks for a leader: the same later may work."""
 
+_STARTING = ("down or inaccessible", "does not have a replica on the local node")
+"""What a server says of a queue or stream that is there, before it has found it again after its start. The second one
+also of a stream of another node."""
+
 
 def pika() -> Any:
     """The client library, imported where it is used. Raises MissingExtra."""
@@ -29,10 +33,14 @@ def pika() -> Any:
 def parameters(options: Place) -> Any:
     """How to connect, with the password filled in; use at once, do not keep."""
     client = pika()
-    made = client.URLParameters(options.url)
+    # The client takes no user without a password from a url: it gets the url without either.
+    parts = urlsplit(options.url)
+    made = client.URLParameters(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    password = unquote(parts.password or "")
     if options.password is not None:
-        user = unquote(urlsplit(options.url).username or "guest")
-        made.credentials = client.PlainCredentials(user, resolve_secret("password", options.password))
+        password = resolve_secret("password", options.password)
+    if parts.username or options.password is not None:
+        made.credentials = client.PlainCredentials(unquote(parts.username or "guest"), password)
     made.heartbeat = HEARTBEAT_S
     made.blocked_connection_timeout = BLOCKED_S
     made.connection_attempts = 1
@@ -66,13 +74,14 @@ def explained(error: Exception, options: Place) -> DeliveredError:
             f"RabbitMQ at {options.place} does not let this user in: {said}",
             next_step="check the virtual host in the url; grant read and configure on the queue",
         )
-    if code == 404:
+    starts = any(words in said for words in _STARTING)
+    if code == 404 and not starts:
         return UsageError(
             "QUEUE_MISSING",
             f"There is no {options.target} at {options.place}.",
             next_step="declare it (a queue durable, x-queue-type=quorum), or mend the options",
         )
-    if isinstance(error, kinds.AMQPConnectionError | socket.error) or code in _PASSING:
+    if isinstance(error, kinds.AMQPConnectionError | socket.error) or code in _PASSING or starts:
         return Unreachable(
             "RABBITMQ_UNREACHABLE",
             f"RabbitMQ at {options.place} did not answer, or the connection was lost: {said}",

@@ -14,9 +14,9 @@ PREFETCH = 20_000
 PREFETCH_MAX = 65_535
 """AMQP's field for it has 16 bits."""
 
-_SCHEMES = ("amqp", "amqps")
-_EXAMPLE = "amqp://user@host:5672/vhost"
-_KNOWN_PASSWORD = "guest"  # noqa: S105 - RabbitMQ's default, for localhost alone
+SCHEMES = ("amqp", "amqps")
+EXAMPLE = "amqp://user@host:5672/vhost"
+KNOWN_PASSWORD = "guest"  # noqa: S105 - RabbitMQ's default, for localhost alone
 
 SOURCE_OPTIONS = OptionTable(
     "delivered_rabbitmq source",
@@ -108,7 +108,7 @@ def parse(options: Mapping[str, str]) -> RabbitmqOptions:
     options = SOURCE_OPTIONS.restore(options)
     owner = SOURCE_OPTIONS.owner
     return RabbitmqOptions(
-        url=server_url(owner, options["url"], _SCHEMES, _EXAMPLE, _KNOWN_PASSWORD),
+        url=server_url(owner, options["url"], SCHEMES, EXAMPLE, KNOWN_PASSWORD),
         password=options.get("password"),
         queue=options["queue"],
         prefetch=whole_number(owner, "prefetch", options.get("prefetch", str(PREFETCH)), 1, PREFETCH_MAX),
@@ -119,7 +119,7 @@ def parse_sink(options: Mapping[str, str]) -> RabbitmqSinkOptions:
     """As `parse`."""
     options = SINK_OPTIONS.restore(options)
     return RabbitmqSinkOptions(
-        url=server_url(SINK_OPTIONS.owner, options["url"], _SCHEMES, _EXAMPLE, _KNOWN_PASSWORD),
+        url=server_url(SINK_OPTIONS.owner, options["url"], SCHEMES, EXAMPLE, KNOWN_PASSWORD),
         password=options.get("password"),
         exchange=options.get("exchange", ""),
         routing_key=options.get("routingKey"),

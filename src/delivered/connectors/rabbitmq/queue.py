@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from delivered.connectors.rabbitmq.client import connect, explained, pika
+from delivered.connectors.rabbitmq.kind import Kind, kind
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.contract import Finding
@@ -43,40 +42,23 @@ class RabbitmqQueue:
         return RabbitmqReceiver(self.options)
 
     def _look(self) -> Iterator[Finding]:
-        connection = connect(self.options)
-        kinds = pika().exceptions
-        try:
-            try:
-                connection.channel().queue_declare(self.options.queue, passive=True)
-            except kinds.AMQPError as error:
-                raise explained(error, self.options) from error
-            yield from self._kind(connection, kinds)
-        finally:
-            if connection.is_open:
-                connection.close()
-
-    def _kind(self, connection: Any, kinds: Any) -> Iterator[Finding]:
-        """AMQP does not tell a queue's kind; but it names the first difference when it is declared as another."""
         queue = self.options.queue
-        try:
-            connection.channel().queue_declare(queue, durable=True, arguments={"x-queue-type": "quorum"})
-        except kinds.ChannelClosedByBroker as error:
-            said = str(error.reply_text)
-            if "'durable'" in said:
+        match kind(self.options, queue):
+            case Kind.TRANSIENT:
                 yield Finding(
                     "QUEUE_NOT_DURABLE",
                     f"The queue {queue!r} is not durable: a restart of RabbitMQ takes what nobody received yet.",
                     False,
                     "declare it durable, with x-queue-type=quorum",
                 )
-            elif "x-queue-type" in said and "stream" in said.rpartition("current is")[2]:
+            case Kind.STREAM:
                 yield Finding(
                     "QUEUE_IS_STREAM",
                     f"{queue!r} is a stream: it forgets nothing, and acknowledging moves nothing in it.",
                     True,
-                    "receive from a quorum queue that is bound to the same exchange",
+                    "read it without a receiver: write format rabbitmq_stream, and streams instead of queue and log",
                 )
-            elif "x-queue-type" in said:
+            case Kind.CLASSIC:
                 yield Finding(
                     "QUEUE_CLASSIC",
                     f"{queue!r} is a classic queue: it lives on one node, and a failure of that node may lose what "

@@ -99,20 +99,21 @@ def _bunch(taken: Sequence[tuple[Any, Any, bytes]]) -> Bunch:
         ids=[p.message_id for _, p, _ in taken],
         keys=[m.routing_key.encode() for m, _, _ in taken],
         values=[body for _, _, body in taken],
-        headers=[_headers(p) for _, p, _ in taken],
+        headers=[headers(p) for _, p, _ in taken],
         times_us=[None if p.timestamp is None else int(p.timestamp) * 1_000_000 for _, p, _ in taken],
         handles=[m.delivery_tag for m, _, _ in taken],
     )
 
 
-def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
+def headers(properties: Any) -> list[tuple[str, bytes | None]]:
+    """Those of a message, and AMQP's own."""
     given = properties.headers
-    headers = [] if given is None else [(name, _bytes(value)) for name, value in given.items()]
+    found = [] if given is None else [(name, _bytes(value)) for name, value in given.items()]
     for name, header in _PROPERTIES:
         value = getattr(properties, name)
         if value is not None:
-            headers.append((header, value.encode()))
-    return headers
+            found.append((header, value.encode()))
+    return found
 
 
 def _bytes(value: Any) -> bytes | None:

@@ -7,7 +7,16 @@ receiver.py  messages in, acknowledgements out, hidden from others for as long a
 queue.py     topic and group as the contract sees them; can they be received from
 publish.py   messages out, confirmed, many in flight
 writer.py    a task's side of the sink
-sink.py      the sink: at_least_once and at_most_once, with a ledger elsewhere
+sink.py      the sink, with a ledger elsewhere
+
+With messageType=transaction, which exactly_once needs, brokers are spoken to themselves:
+
+remoting.py  RocketMQ's own protocol: where a topic's queues are, requests to brokers
+halves.py    half messages sent, and ended by their place in a broker's log
+ended.py     what the driver knows of their ends, and who may end them
+resource.py  the driver's hand on them
+topic.py     queues read by offset; stored.py: a message as it lies there
+read.py      the topic as a whole, for the audit
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ INVISIBLE_S = 60
 INVISIBLE_S_MAX = 43_200
 """RocketMQ's own limit, 12 hours."""
 IDS = ("message_id", "keys")
-KINDS = ("normal", "fifo", "delay")
+TRANSACTION = "TRANSACTION"
+KINDS = ("normal", "fifo", "delay", "transaction")
 
 _PLACE = (
     Option("endpoints", "Of the proxies: host:8081, or several with semicolons.", required=True),
@@ -58,8 +59,13 @@ SINK_OPTIONS = OptionTable(
         *_PLACE,
         Option(
             "messageType",
-            "What the topic takes: normal; fifo, with a column message_group; delay, with a column delivery_timestamp.",
+            "What the topic takes: normal; fifo, with a column message_group; delay, with a column delivery_timestamp; "
+            "transaction, which exactly_once needs.",
             KINDS[0],
+        ),
+        Option(
+            "nameServers",
+            "host:9876, or several with semicolons: for messageType=transaction, which speaks to the brokers.",
         ),
         Option("ledger", "SQLite file of the driver in which batches are recorded.", required=True),
     ),
@@ -104,10 +110,12 @@ class RocketmqSinkOptions(Place):
     Attributes:
         kind: one of `KINDS`, as RocketMQ writes it.
         ledger: path of a SQLite file.
+        name_servers: addresses; empty unless kind is TRANSACTION.
     """
 
     kind: str
     ledger: str
+    name_servers: tuple[str, ...] = ()
 
     @property
     def default_name(self) -> str:
@@ -133,21 +141,42 @@ def parse_sink(options: Mapping[str, str]) -> RocketmqSinkOptions:
     """As `parse`."""
     options = SINK_OPTIONS.restore(options)
     owner = SINK_OPTIONS.owner
+    kind = choice(owner, "messageType", options.get("messageType", KINDS[0]), KINDS).upper()
+    servers = options.get("nameServers")
+    if (kind == TRANSACTION) != (servers is not None):
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: nameServers and messageType=transaction go together; one of them is missing.",
+            next_step="set nameServers to host:9876, the address at which the brokers are registered",
+        )
+    place = _place(owner, options)
+    if kind == TRANSACTION and place["tls"]:
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: messageType=transaction speaks to the brokers themselves, which it cannot do over TLS yet.",
+            next_step="set tls to false, or take another messageType with guarantee at_least_once",
+        )
     return RocketmqSinkOptions(
-        **_place(owner, options),
-        kind=choice(owner, "messageType", options.get("messageType", KINDS[0]), KINDS).upper(),
+        **place,
+        kind=kind,
         ledger=options["ledger"],
+        name_servers=tuple(_addresses(owner, "nameServers", servers)) if servers is not None else (),
     )
 
 
-def _place(owner: str, options: Mapping[str, str]) -> dict[str, Any]:
-    endpoints = options["endpoints"]
-    for part in endpoints.rstrip(";").split(";"):
+def _addresses(owner: str, name: str, text: str) -> list[str]:
+    parts = text.rstrip(";").split(";")
+    for part in parts:
         found = _ENDPOINT.fullmatch(part)
         if found is None or not 0 < int(found[2]) < 65_536:
             raise UsageError(
-                "OPTION_VALUE", f"{owner}: option 'endpoints' has {part!r}; it must be like host:8081;other:8081."
+                "OPTION_VALUE", f"{owner}: option {name!r} has {part!r}; it must be like host:8081;other:8081."
             )
+    return parts
+
+
+def _place(owner: str, options: Mapping[str, str]) -> dict[str, Any]:
+    endpoints = ";".join(_addresses(owner, "endpoints", options["endpoints"]))
     if ("accessKey" in options) != ("secretKey" in options):
         raise UsageError(
             "OPTION_VALUE",
@@ -155,7 +184,7 @@ def _place(owner: str, options: Mapping[str, str]) -> dict[str, Any]:
             next_step="set secretKey to env:NAME or file:PATH",
         )
     return {
-        "endpoints": endpoints.rstrip(";"),
+        "endpoints": endpoints,
         "topic": options["topic"],
         "namespace": options.get("namespace", ""),
         "access_key": options.get("accessKey"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.rocketmq.client import Session, library, unknown
-from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
@@ -49,7 +49,9 @@ class Publisher:
         self._options = options
         self._session = session = Session(options, self._describe)
         of = session.library.of
-        self._kind = {"NORMAL": of.NORMAL, "FIFO": of.FIFO, "DELAY": of.DELAY}[options.kind]
+        self._kind = {"NORMAL": of.NORMAL, "FIFO": of.FIFO, "DELAY": of.DELAY, TRANSACTION: of.TRANSACTION}[
+            options.kind
+        ]
         self._lock = threading.Condition()
         self._in_flight = 0
         self._lost = 0

@@ -1,4 +1,4 @@
-"""The sink: at_least_once and at_most_once. Its ledger lies elsewhere: RocketMQ has no place that one driver owns."""
+"""The sink. Its ledger lies elsewhere: RocketMQ has no place that one driver owns."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Publisher
-from delivered.connectors.rocketmq.writer import RocketmqWriter
-from delivered.contract import Finding, ShardWriter, Sink, Source
-from delivered.model.capability import SinkCapability
+from delivered.connectors.rocketmq.read import RocketmqTopic
+from delivered.connectors.rocketmq.remoting import Cluster
+from delivered.connectors.rocketmq.resource import SETTLE_S, RocketmqResource
+from delivered.connectors.rocketmq.writer import HalfWriter, RocketmqWriter
+from delivered.contract import Finding, Resource, ShardWriter, Sink, Source
+from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Work
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Outcome, Unknown
+from delivered.model.work import Prepared
 from delivered.sending.columns import COLUMNS, TEXT, as_bytes, check_types
-from delivered.sending.sink import SendingSink, sends
+from delivered.sending.sink import Nothing, SendingSink, sends
 
-_NEEDED = {"NORMAL": (), "FIFO": ("message_group",), "DELAY": ("delivery_timestamp",)}
+_NEEDED = {"NORMAL": (), "FIFO": ("message_group",), "DELAY": ("delivery_timestamp",), TRANSACTION: ()}
+HALVES_KEPT_S = 72 * 3_600.0
+"""RocketMQ's default for fileReservedTime."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class RocketmqSink(SendingSink):
 
     def capability(self) -> SinkCapability:
         options = self.options
+        if options.kind == TRANSACTION:
+            return self._holds_back()
         order = ("the order within a message group holds within a shard",) if options.kind == "FIFO" else ()
         return sends(
             "rocketmq",
@@ -48,8 +57,49 @@ class RocketmqSink(SendingSink):
             ),
         )
 
+    def _holds_back(self) -> SinkCapability:
+        options = self.options
+        return SinkCapability(
+            system="rocketmq",
+            commit=Commit.TWO_PHASE,
+            mechanism="two-phase commit",
+            stage=f"rocketmq {options.topic}: half messages, which brokers store and show to nobody",
+            prepare="each confirmed by its broker; its place in the broker's log is its name",
+            decide="one row in the ledger, by the one driver that owns it",
+            apply="each half message is told to be shown once, by one process at a time",
+            send=f"rocketmq {options.topic}: half messages, shown when all of a shard are stored, each sent once",
+            batch_atomic=False,
+            promise_s_max=HALVES_KEPT_S,
+            assumes=(
+                f"the ledger {options.ledger} is one file for every driver of this pipeline, and kept as long as the "
+                "checkpoint",
+                "brokers keep what they confirmed (flushDiskType, replicas), half messages and the topic's for "
+                "fileReservedTime (72 h unless set)",
+                "no producer of others connects under a group whose name begins with delivered_: brokers would let it "
+                "end half messages of ours",
+            ),
+            limits=(
+                "every reader finds each record in the topic once; what a group does not acknowledge in time it is "
+                "handed again, as always, under the same message_id, which is among the keys",
+                "brokers ask about half messages that nobody ended, at most transactionCheckMax times (15), and get no "
+                "answer: the driver ends them, or the next one from the decision, also after the last question "
+                "(measured with 5.5.0)",
+                f"a start after a crash in mid-apply looks the batch up in the topic, {SETTLE_S:.0f} s later",
+                "a reader may see some rows of a shard before the others, in any order",
+            ),
+        )
+
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         del guarantee
+        if self.options.kind == TRANSACTION:
+            cluster = Cluster(self.options)
+            try:
+                for broker in dict.fromkeys(p.broker for p in cluster.places()):
+                    cluster.broker(broker)
+            except DeliveredError as error:
+                return [Finding.refusal(error)]
+            finally:
+                cluster.close()
         try:
             publisher = Publisher(self.options)
         except DeliveredError as error:
@@ -91,12 +141,31 @@ class RocketmqSink(SendingSink):
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return as_bytes(batch)
 
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+        if guarantee is Guarantee.EXACTLY_ONCE and self.options.kind == TRANSACTION:
+            return HalfWriter(self.options, work)
+        return super().shard_writer(work, guarantee, schema)
+
+    def resource(self, scope: Scope) -> Resource:
+        return RocketmqResource(self.options, scope) if self.options.kind == TRANSACTION else _OtherType()
+
     def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
         return RocketmqWriter(self.options, work, gives_up)
 
     def read_back(self) -> Source:
+        if self.options.kind == TRANSACTION:
+            return RocketmqTopic(self.options)
         raise Refused(
             "NOT_READABLE",
-            f"rocketmq {self.options.topic} cannot be read back: its client reads by no offset.",
+            f"rocketmq {self.options.topic} cannot be read back: its client reads by no offset, and brokers are only "
+            "spoken to with messageType=transaction.",
             next_step="make a second group, let `delivered receive` write it to a log, and compare that",
         )
+
+
+class _OtherType(Nothing):
+    """What is sent is visible; but an earlier start of the pipeline may have decided half messages."""
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        del prepared
+        return Unknown(f"shard {work.shard} was decided with messageType=transaction: start once with that")

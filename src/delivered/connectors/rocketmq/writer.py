@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 
-from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq.halves import HalfPublisher, new_name
+from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Message, Publisher
+from delivered.connectors.rocketmq.remoting import Cluster
 from delivered.model.errors import BadRecord
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
 from delivered.sending.columns import body, column
 from delivered.sending.writer import SendingWriter
@@ -18,8 +23,11 @@ class RocketmqWriter(SendingWriter[Message]):
     def __init__(self, options: RocketmqSinkOptions, work: Work, gives_up: bool) -> None:
         super().__init__(work, gives_up)
         self._options = options
+        self._scope = work.scope
 
-    def _connect(self) -> Publisher:
+    def _connect(self) -> Publisher | HalfPublisher:
+        if self._options.kind == TRANSACTION:
+            return HalfPublisher(Cluster(self._options), new_name(self._scope), holds=False)
         return Publisher(self._options)
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
@@ -39,8 +47,31 @@ class RocketmqWriter(SendingWriter[Message]):
                 raise BadRecord("MESSAGE_GROUP", f"Row {own} has no message_group, which a FIFO topic needs.")
             if self._options.kind == "DELAY" and at is None:
                 raise BadRecord("DELIVERY_TIME", f"Row {own} has no delivery_timestamp, which a DELAY topic needs.")
+            if self._options.kind == TRANSACTION and any(c in "\x01\x02" for c in f"{message_id}{tag or ''}"):
+                raise BadRecord(
+                    "MESSAGE_ID",
+                    f"Row {own} has the id {message_id!r} and the tag {tag!r}; RocketMQ's own "
+                    "protocol has no way to write these signs.",
+                )
             messages.append(Message(message_id, content, keys, tag or "", group or "", at))
         return messages
+
+
+class HalfWriter(RocketmqWriter):
+    """Half messages, which the driver ends when their batch was decided."""
+
+    def __init__(self, options: RocketmqSinkOptions, work: Work) -> None:
+        super().__init__(options, work, gives_up=False)
+        self._halves: HalfPublisher | None = None
+
+    def _connect(self) -> HalfPublisher:
+        self._halves = HalfPublisher(Cluster(self._options), new_name(self._scope), holds=True)
+        return self._halves
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        super().prepare(fingerprint)
+        handle = None if self._halves is None else self._halves.handle
+        return {} if handle is None or not handle.halves else handle.to_json()
 
 
 def _milliseconds(rows: pa.RecordBatch) -> list[int | None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite import stage, target
 from delivered.connectors.sqlite.database import SqliteDatabase, begin, rollback, writing
 from delivered.connectors.sqlite.merge import Merging
 from delivered.connectors.sqlite.migrate import migrate, version_of
@@ -99,7 +99,7 @@ class SqliteLedger(SqlLedger[sqlite3.Connection]):
         return Ok(None) if found else Failed(str(reason))
 
     def _add_rows(self, connection: sqlite3.Connection, decision: Decision) -> None:
-        participants = [p for p in decision.to_move if p.handle]
+        participants = [p for p in decision.to_move if stage.KEY in p.handle]  # else they lie in another system
         merging = None
         if participants:
             schema = staged_schema(self._options, self._scope, participants[0].handle)

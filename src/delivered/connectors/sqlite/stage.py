@@ -26,6 +26,9 @@ _SUFFIX = ".arrow"
 _UNFINISHED = ".part"
 _READ_BYTES = 1 << 20
 
+KEY = "path"
+"""In a handle: the file of staged rows, without its folder."""
+
 
 def folder_of(options: SqliteOptions, scope: Scope) -> Path:
     """Where all incarnations of one sink of one pipeline stage, and nobody else."""
@@ -75,7 +78,7 @@ class StagedFile:
             ) from None
         except OSError as error:
             raise _failed(self._part, error) from error
-        return {"path": self._final.name, "rows": self.rows, "bytes": self._sink.size, "crc32": self._sink.crc}
+        return {KEY: self._final.name, "rows": self.rows, "bytes": self._sink.size, "crc32": self._sink.crc}
 
     def discard(self) -> None:
         """Take the file away, under either name. May be called again."""
@@ -92,7 +95,7 @@ def read_staged(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any])
     Raises:
         InvariantBroken: the file is gone, or is not what was prepared.
     """
-    path = folder_of(options, scope) / Path(str(handle["path"])).name
+    path = folder_of(options, scope) / Path(str(handle[KEY])).name
     try:
         size, crc = _checksum(path)
     except FileNotFoundError:
@@ -118,7 +121,7 @@ def read_staged(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any])
 def staged_schema(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any]) -> pa.Schema:
     """The schema of a prepared shard."""
     try:
-        with pa.memory_map(str(folder_of(options, scope) / Path(str(handle["path"])).name)) as source:
+        with pa.memory_map(str(folder_of(options, scope) / Path(str(handle[KEY])).name)) as source:
             return pa.ipc.open_file(source).schema
     except (OSError, pa.ArrowInvalid) as error:
         raise InvariantBroken(
@@ -130,7 +133,7 @@ def staged_schema(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any
 
 def remove(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any]) -> None:
     """Take a staged file away. May be called again."""
-    (folder_of(options, scope) / Path(str(handle["path"])).name).unlink(missing_ok=True)
+    (folder_of(options, scope) / Path(str(handle[KEY])).name).unlink(missing_ok=True)
 
 
 def staged_files(options: SqliteOptions, scope: Scope) -> list[Path]:

@@ -1,0 +1,220 @@
+"""RabbitMQ streams as a source: they keep their messages under offsets, so that no receiver is needed.
+
+A stream is one partition. Offsets have gaps: RabbitMQ takes some for itself, one for every segment at least. Messages
+are only ever taken away from its start, so nothing is missing behind an offset while an older one is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from delivered.connectors.rabbitmq.follow import end_offset, first_offset, patiently
+from delivered.connectors.rabbitmq.kind import Kind, kind
+from delivered.connectors.rabbitmq.stream_options import (
+    EARLIEST,
+    LATEST,
+    OWNER,
+    STREAM_OPTIONS,
+    StreamOptions,
+    Where,
+    parse_stream,
+)
+from delivered.contract import Finding, Offsets, Slice
+from delivered.model.capability import SourceCapability
+from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.model.options import OptionTable
+from delivered.source.ranges import admit
+
+if TYPE_CHECKING:
+    from delivered.contract import Sink, Source
+
+log = logging.getLogger("delivered.rabbitmq")
+
+HEADERS = pa.field("headers", pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])))
+COLUMNS = pa.schema(
+    [
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+        pa.field("topic", pa.string()),
+        pa.field("partition", pa.int32()),
+        pa.field("offset", pa.int64()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        pa.field("timestampType", pa.int32()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RabbitmqStreamConnector:
+    """Holds nothing but names: safe to import, to pickle, to list."""
+
+    name: str = "rabbitmq_stream"
+    extra: str = "rabbitmq"
+    source_options: OptionTable | None = STREAM_OPTIONS
+    sink_options: OptionTable | None = None
+
+    def source(self, options: Mapping[str, str]) -> Source:
+        return RabbitmqStreamSource(parse_stream(options))
+
+    def sink(self, options: Mapping[str, str]) -> Sink:
+        del options
+        raise UsageError(
+            "NO_SINK",
+            "delivered_rabbitmq_stream is a source.",
+            next_step="write with delivered_rabbitmq: to an exchange, or with the stream's name as routingKey",
+        )
+
+
+CONNECTOR = RabbitmqStreamConnector()
+
+
+@dataclass(frozen=True)
+class RabbitmqStreamSource:
+    """Holds options, no connection."""
+
+    options: StreamOptions
+
+    @property
+    def rows_per_batch_max(self) -> int | None:
+        return self.options.rows_max
+
+    def capability(self) -> SourceCapability:
+        what = ", ".join(self.options.streams)
+        assumes = [
+            f"RabbitMQ keeps the messages of {what} until their batch is logged (x-max-age, x-max-length-bytes)",
+            "nothing was sent in compressed batches of the stream protocol, which RabbitMQ does not show to AMQP 0-9-1",
+        ]
+        if not self.options.fail_on_data_loss:
+            assumes.append("failOnDataLoss is false: messages that are gone before they are read are lost")
+        return SourceCapability(system="rabbitmq_stream", replayable=True, assumes=tuple(assumes))
+
+    def preflight(self) -> Sequence[Finding]:
+        try:
+            queues = [s for s in self.options.streams if kind(self.options, s) is not Kind.STREAM]
+        except DeliveredError as error:
+            return [Finding.refusal(error)]
+        return [
+            Finding(
+                "QUEUE_NOT_STREAM",
+                f"{queue!r} is a queue, not a stream: it forgets what is acknowledged.",
+                True,
+                "receive it: write format rabbitmq, with queue and log",
+            )
+            for queue in queues
+        ]
+
+    def schema(self) -> pa.Schema:
+        return COLUMNS.append(HEADERS) if self.options.headers else COLUMNS
+
+    def driver(self) -> StreamDriver:
+        return StreamDriver(self.options)
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        from delivered.connectors.rabbitmq.stream_reader import read_slice
+
+        return read_slice(self.options, self.schema(), *piece.data)
+
+
+class StreamDriver:
+    """The driver's hand on the source. Offsets are {"orders": 12}: for each stream, of the next message."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self._options = options
+        self._frozen: dict[str, int] | None = None
+
+    def initial(self) -> Offsets:
+        if self._options.ending is not None:
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{OWNER}: option 'endingOffsets' is for a batch read; a stream has no end.",
+                next_step="take it out, or use spark.read",
+            )
+        return self._resolve("startingOffsets", self._options.starting or LATEST)
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
+        """A stream that `start` does not name is noted at its first message, and read by the next batch: what is read
+        lies between two offsets that were logged."""
+        ends = self._frozen or self._ends(start)
+        at: dict[str, int] = {s: int(start[s]) for s in ends if s in start}
+        for stream, position in at.items():
+            if position > ends[stream]:
+                self._lost(f"{stream} ends at {ends[stream]}, before {position}, where this stream stands")
+                at[stream] = ends[stream]
+        for stream in start.keys() - ends.keys():
+            self._lost(f"{stream} is not read any more")
+        shares = admit({s: ends[s] - at[s] for s in at}, rows_max)
+        return {s: at[s] + shares[s] if s in at else self._first(s) for s in ends}
+
+    def newest(self) -> Offsets | None:
+        return dict(self._ends({}))
+
+    def freeze(self) -> None:
+        self._frozen = self._ends({})
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        found = [(s, int(start[s]), int(stop)) for s, stop in sorted(end.items()) if s in start]
+        return [Slice((s, at, stop), lane=s) for s, at, stop in found if at < stop]
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        starting = self._options.starting or EARLIEST
+        if starting == LATEST:
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{OWNER}: option 'startingOffsets' is latest for a batch read; only a stream can start there.",
+                next_step='write .option("startingOffsets", "earliest"), or use readStream',
+            )
+        start = self._resolve("startingOffsets", starting)
+        newest = self._ends(start)
+        end = self._resolve("endingOffsets", self._options.ending or LATEST)
+        for stream, stop in end.items():
+            if not start[stream] <= stop <= newest[stream]:
+                raise UsageError(
+                    "OFFSET_OUT_OF_RANGE",
+                    f"{OWNER}: {stream} would be read from {start[stream]} to {stop}; it ends at {newest[stream]}.",
+                    next_step="correct the starting and ending offsets",
+                )
+        return start, end
+
+    def acknowledge(self, end: Offsets) -> None:
+        """A stream needs no telling."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _resolve(self, option: str, where: Where) -> Offsets:
+        streams = self._options.streams
+        if isinstance(where, dict):
+            if set(where) != set(streams):
+                raise UsageError(
+                    "OPTION_VALUE",
+                    f"{OWNER}: option {option!r} names {', '.join(where)}; it must name each of {', '.join(streams)}.",
+                )
+            return dict(where)
+        return dict(self._ends({})) if where == LATEST else {s: self._first(s) for s in streams}
+
+    def _ends(self, known: Mapping[str, int]) -> dict[str, int]:
+        ask = partial(end_offset, self._options)
+        return {s: patiently(partial(ask, s, known=bool(known.get(s)))) for s in self._options.streams}
+
+    def _first(self, stream: str) -> int:
+        return patiently(partial(first_offset, self._options, stream)) or 0
+
+    def _lost(self, what: str) -> None:
+        lost(self._options, what)
+
+
+def lost(options: StreamOptions, what: str) -> None:
+    """Messages are gone. Raises, unless the user wants to go on."""
+    if options.fail_on_data_loss:
+        raise InvariantBroken(
+            "DATA_LOST",
+            f"{OWNER}: {what}; messages may be lost.",
+            next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
+        )
+    log.warning("%s; messages may be lost, and failOnDataLoss is false", what)

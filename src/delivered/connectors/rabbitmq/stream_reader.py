@@ -1,0 +1,124 @@
+"""Reads one slice of a stream on an executor: the messages of a range of offsets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.rabbitmq.follow import Follower, Message, end_offset, first_offset, patiently
+from delivered.connectors.rabbitmq.receiver import headers
+from delivered.connectors.rabbitmq.stream import lost
+from delivered.connectors.rabbitmq.stream_options import OWNER, StreamOptions
+from delivered.model.errors import Unreachable
+from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
+
+_WAIT_S = 0.5
+_SILENCE_S = 5.0
+"""So long nothing comes: is there still something to wait for?"""
+_BATCH_BYTES = 16 << 20
+
+
+def read_slice(
+    options: StreamOptions, schema: pa.Schema, stream: str, start: int, stop: int
+) -> Iterator[pa.RecordBatch]:
+    """Messages from `start` on, before `stop`, in their order. Bounded memory: what is sent ahead, and one batch.
+
+    Raises:
+        InvariantBroken: messages of the range are gone, and `failOnDataLoss` is true.
+        Unreachable: nothing came for two minutes.
+        UsageError: the stream is gone, or reading is not permitted.
+    """
+    rows = list[Message]()
+    size = 0
+    at, gap = start, None
+    for message in _messages(options, stream, at, stop):
+        if message.offset > at and gap is None:
+            gap = at
+        at = message.offset + 1
+        if message.offset >= stop:
+            break
+        rows.append(message)
+        size += len(message.body)
+        if len(rows) >= SOURCE_BATCH_RECORDS_MAX or size >= _BATCH_BYTES:
+            yield _batch(rows, stream, schema)
+            rows, size = [], 0
+    if rows:
+        yield _batch(rows, stream, schema)
+    if gap is not None:
+        # Offsets that RabbitMQ took for itself, or messages that are gone: what is gone is gone from the start on.
+        first = patiently(partial(first_offset, options, stream, known=True))
+        if first is None or first > gap:
+            lost(options, f"{stream} begins at {first}; what came from {gap} on was deleted before it was read")
+
+
+def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Iterator[Message]:
+    """Messages from `start` on, up to the first one that shows that all before `stop` came."""
+    at, heard = start, time.monotonic()
+    follower: Follower | None = None
+    try:
+        while at < stop:
+            try:
+                if follower is None:
+                    follower = Follower(options, stream, at, options.prefetch)
+                came = follower.take(_WAIT_S)
+            except Unreachable:
+                if time.monotonic() - heard > SOURCE_PATIENCE_S:
+                    raise
+                if follower is not None:
+                    follower.close()
+                    follower = None
+                time.sleep(_WAIT_S)
+                continue
+            for message in came:
+                if message.offset >= at:
+                    at, heard = message.offset + 1, time.monotonic()
+                    yield message
+            if not came and time.monotonic() - heard > _SILENCE_S and _over(options, stream, at, stop):
+                return
+            if time.monotonic() - heard > SOURCE_PATIENCE_S:
+                raise Unreachable(
+                    "RABBITMQ_STALLED",
+                    f"{OWNER}: nothing came from {stream} at {options.place} for {SOURCE_PATIENCE_S:.0f} s; the slice "
+                    f"waits for offset {at}, and ends before {stop}.",
+                    next_step="look at the server; the batch will be read again",
+                )
+    finally:
+        if follower is not None:
+            follower.close()
+
+
+def _over(options: StreamOptions, stream: str, at: int, stop: int) -> bool:
+    """Whether waiting is in vain, because the stream ends before the slice does. Raises then, unless told to go on."""
+    end = patiently(partial(end_offset, options, stream, known=True))
+    if end >= stop:
+        return False
+    lost(options, f"{stream} ends at {end}, and a batch was to read from {at} to {stop}; it was made anew")
+    return True
+
+
+def _batch(rows: Sequence[Message], stream: str, schema: pa.Schema) -> pa.RecordBatch:
+    n = len(rows)
+    times = [None if m.properties.timestamp is None else int(m.properties.timestamp) * 1_000_000 for m in rows]
+    columns = [
+        pa.array([m.method.routing_key.encode() for m in rows], pa.binary()),
+        pa.array([m.body for m in rows], pa.binary()),
+        pa.array([stream] * n, pa.string()),
+        pa.array([0] * n, pa.int32()),
+        pa.array([m.offset for m in rows], pa.int64()),
+        pa.array(times, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
+        pa.array([0] * n, pa.int32()),
+    ]
+    if len(schema) > len(columns):
+        columns.append(pa.array([_headers(m.properties) for m in rows], schema.field("headers").type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
+    found = [(name, value) for name, value in headers(properties) if name != "x-stream-offset"]
+    if properties.message_id is not None:
+        found.append(("amqp.message_id", properties.message_id.encode()))
+    return found

@@ -1,0 +1,207 @@
+"""What the driver knows of the ends of its half messages: a table in the ledger's file, and a lock beside it.
+
+A broker makes a half message visible as often as it is told to, so somebody must know who was told. Before the first of
+a shard's half messages is ended, that is written down; when all of them are, that too. What stands between the two was
+told by somebody whose telling was not finished, and is looked up in the topic.
+
+The lock is held for as long as a process tells, and the system gives it back when that process dies: a driver that was
+paused holds up its successor, and is never overtaken by it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+from delivered.model.errors import DeliveredError, Unreachable
+from delivered.model.identity import Scope, Work
+from delivered.model.limits import CONNECT_TIMEOUT_S
+
+VOID_KEPT = 10_000
+INCARNATIONS_KEPT = 1_000
+"""Checkpoints whose two newest batches are remembered. An older batch is looked up in the topic."""
+LOCK_WAIT_S = 20.0
+_POLL_S = 0.05
+
+_TABLE = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_end (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, pipeline TEXT NOT NULL, sink TEXT NOT NULL,
+    incarnation TEXT NOT NULL, batch INTEGER NOT NULL, shard INTEGER NOT NULL, state TEXT NOT NULL)"""
+_TOP = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_top (
+    pipeline TEXT NOT NULL, sink TEXT NOT NULL, broker TEXT NOT NULL, top INTEGER NOT NULL,
+    PRIMARY KEY (pipeline, sink, broker))"""
+
+
+class State(StrEnum):
+    NEW = "new"
+    """Nobody has told a broker of it."""
+    BEGUN = "begun"
+    """Somebody has, or may have."""
+    ENDED = "ended"
+    VOID = "void"
+    """It was given back: nobody may end it any more."""
+
+
+class Ended:
+    """Of one sink. One file may serve several."""
+
+    def __init__(self, path: str, scope: Scope) -> None:
+        self._path = path
+        self._scope = scope
+        self._mine = threading.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the one who tells brokers. Raises Unreachable if another process still does after 20 s."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        with self._mine, self._opened() as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        file.seek(0)
+                        raise self._taken(file.read().strip()) from None
+                    time.sleep(_POLL_S)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
+    def _opened(self) -> IO[str]:
+        try:
+            return Path(f"{self._path}.ending").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def begin(self, work: Work, name: str) -> State:
+        """What is known of a shard's half messages; a new one is begun from here on, durably."""
+        with self._writing() as connection:
+            found = connection.execute("SELECT state FROM _delivered_rocketmq_end WHERE name = ?", (name,)).fetchone()
+            if found is not None:
+                return State(found[0])
+            newest = connection.execute(
+                "SELECT max(batch) FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ?",
+                self._key(work.scope),
+            ).fetchone()[0]
+            # An older batch was told of and forgotten since; and of a later one without a batch before it somebody
+            # may have told by another file.
+            known = newest <= work.batch if newest is not None else work.batch == 0
+            self._put(connection, name, self._key(work.scope), work.batch, work.shard, State.BEGUN)
+            return State.NEW if known else State.BEGUN
+
+    def end(self, work: Work, name: str, tops: Iterable[tuple[str, int]]) -> None:
+        """Every half message of this name is visible.
+
+        Args:
+            tops: for each broker the last of their offsets among its half messages.
+        """
+        with self._writing() as connection:
+            connection.execute("UPDATE _delivered_rocketmq_end SET state = ? WHERE name = ?", (State.ENDED.value, name))
+            connection.execute(
+                "DELETE FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? AND batch < ?",
+                (*self._key(work.scope), work.batch - 1),
+            )
+            connection.executemany(
+                "INSERT INTO _delivered_rocketmq_top VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET top = max(top, excluded.top)",
+                [(self._scope.pipeline, self._scope.sink, broker, top) for broker, top in tops],
+            )
+
+    def void(self, names: Iterable[str]) -> int:
+        """Nobody may end these any more, unless somebody began to. Returns how many were not known before."""
+        with self._writing() as connection:
+            known = {row[0] for row in connection.execute("SELECT name FROM _delivered_rocketmq_end")}
+            new = [n for n in dict.fromkeys(names) if n not in known]
+            self._forget(connection)
+            for name in new:
+                self._put(connection, name, (self._scope.pipeline, self._scope.sink, ""), -1, -1, State.VOID)
+            return len(new)
+
+    def is_visible(self, work: Work) -> bool:
+        """A later batch is begun only when all of this one is."""
+        with self._writing() as connection:
+            found = connection.execute(
+                "SELECT 1 FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? "
+                "AND (batch > ? OR batch = ? AND shard = ? AND state = ?)",
+                (*self._key(work.scope), work.batch, work.batch, work.shard, State.ENDED.value),
+            ).fetchone()
+        return found is not None
+
+    def tops(self) -> dict[str, int]:
+        """By broker, the last offset among its half messages of one of ours that was ended."""
+        with self._writing() as connection:
+            rows = connection.execute(
+                "SELECT broker, top FROM _delivered_rocketmq_top WHERE pipeline = ? AND sink = ?",
+                (self._scope.pipeline, self._scope.sink),
+            ).fetchall()
+        return dict(rows)
+
+    def _forget(self, connection: sqlite3.Connection) -> None:
+        mine = "pipeline = ? AND sink = ?"
+        sink = (self._scope.pipeline, self._scope.sink)
+        connection.execute(
+            f"DELETE FROM _delivered_rocketmq_end WHERE {mine} AND incarnation = '' AND number <= "  # noqa: S608
+            "(SELECT max(number) FROM _delivered_rocketmq_end) - ?",
+            (*sink, VOID_KEPT),
+        )
+        connection.execute(
+            f"DELETE FROM _delivered_rocketmq_end WHERE {mine} AND incarnation NOT IN (SELECT incarnation "  # noqa: S608
+            f"FROM _delivered_rocketmq_end WHERE {mine} GROUP BY incarnation ORDER BY max(number) DESC LIMIT ?)",
+            (*sink, *sink, INCARNATIONS_KEPT),
+        )
+
+    @staticmethod
+    def _key(scope: Scope) -> tuple[str, str, str]:
+        return scope.pipeline, scope.sink, scope.incarnation
+
+    @staticmethod
+    def _put(
+        connection: sqlite3.Connection, name: str, key: tuple[str, str, str], batch: int, shard: int, state: State
+    ) -> None:
+        connection.execute(
+            "INSERT INTO _delivered_rocketmq_end (name, pipeline, sink, incarnation, batch, shard, state) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (name, *key, batch, shard, state.value),
+        )
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, on the disk when this ends. Raises Unreachable."""
+        try:
+            with closing(
+                sqlite3.connect(f"file:{quote(self._path)}", uri=True, timeout=CONNECT_TIMEOUT_S, isolation_level=None)
+            ) as connection:
+                connection.execute("PRAGMA synchronous=EXTRA")
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute(_TABLE)
+                connection.execute(_TOP)
+                yield connection
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> Unreachable:
+        return Unreachable(
+            "DATABASE_ERROR",
+            f"The ledger {self._path!r}, or the lock beside it, could not be read or written: {error}.",
+            next_step="check disk, folder and file, and whether another process holds it (fuser)",
+        )
+
+    def _taken(self, who: str) -> DeliveredError:
+        return Unreachable(
+            "ENDS_TAKEN",
+            f"{who or 'Another process'} holds {self._path}.ending: it is ending half messages of this sink, or was "
+            "paused while it did. Ending them beside it could show a message twice.",
+            next_step="let that process go on, or end it (kill), then start again",
+        )

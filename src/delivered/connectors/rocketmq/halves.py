@@ -1,0 +1,310 @@
+"""Half messages: stored by a broker, shown to nobody, until they are ended by their place in its log.
+
+The broker asks about half messages that nobody ended, and asks a client that is connected under the name they were sent
+by. Nobody ever connects under ours, so nobody else ends them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import threading
+import time
+import uuid
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from delivered.connectors.rocketmq.client import unknown
+from delivered.connectors.rocketmq.publish import Message
+from delivered.connectors.rocketmq.remoting import (
+    BUSY,
+    END,
+    OK,
+    SEND,
+    SYSTEM_ERROR,
+    Answer,
+    Cluster,
+    Peer,
+    Place,
+    Window,
+)
+from delivered.connectors.rocketmq.stored import joined
+from delivered.connectors.rocketmq.topic import ends
+from delivered.model.errors import DeliveredError, Unreachable
+from delivered.model.identity import Scope
+
+COMMIT, ROLLBACK = 8, 12
+_GONE = "Find prepared transaction message failed"
+
+
+@dataclass(frozen=True, order=True)
+class Half:
+    """
+    Attributes:
+        place: in the broker's log; offset: in the broker's queue of half messages.
+    """
+
+    place: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Half messages of one writer.
+
+    Attributes:
+        name: under which they were sent: begins with that of the sink, and is new for each writer.
+        halves: by broker, in the order in which they are stored.
+        since: by broker and queue, where the topic ended before any of them was ended.
+    """
+
+    name: str
+    halves: Mapping[str, Sequence[Half]] = field(default_factory=dict)
+    since: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "halves": {broker: packed(halves) for broker, halves in self.halves.items()},
+            "since": {broker: {str(q): o for q, o in ends.items()} for broker, ends in self.since.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Handle:
+        return cls(
+            data["name"],
+            {broker: unpacked(text) for broker, text in data["halves"].items()},
+            {broker: {int(q): o for q, o in ends.items()} for broker, ends in data["since"].items()},
+        )
+
+
+def packed(halves: Iterable[Half]) -> str:
+    """A few bytes for each: steps from one to the next."""
+    numbers = bytearray()
+    place = offset = 0
+    for half in halves:
+        for step in (half.place - place, half.offset - offset):
+            left = (step << 1) ^ (step >> 63)  # small for small steps back, too
+            while left > 127:
+                numbers.append(left & 127 | 128)
+                left >>= 7
+            numbers.append(left)
+        place, offset = half.place, half.offset
+    return base64.b85encode(zlib.compress(bytes(numbers), 9)).decode()
+
+
+def unpacked(text: str) -> list[Half]:
+    steps: list[int] = []
+    number = shift = 0
+    for byte in zlib.decompress(base64.b85decode(text)):
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            steps.append((number >> 1) ^ -(number & 1))
+            number = shift = 0
+    halves = []
+    place = offset = 0
+    for at in range(0, len(steps), 2):
+        place, offset = place + steps[at], offset + steps[at + 1]
+        halves.append(Half(place, offset))
+    return halves
+
+
+def group_of(scope: Scope) -> str:
+    """With what the names of a sink's writers begin. The same for every incarnation."""
+    both = f"{scope.pipeline}/{scope.sink}"
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", both)[:80]
+    return f"delivered_{plain}_{hashlib.sha256(both.encode()).hexdigest()[:8]}"
+
+
+def new_name(scope: Scope) -> str:
+    """Of one writer."""
+    return f"{group_of(scope)}.{uuid.uuid4().hex}"
+
+
+class HalfSender:
+    """Sends one shard's half messages, many in flight. A repeated one is only one more that nobody ends."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._halves: dict[str, list[Half]] = defaultdict(list)
+        self._since: dict[str, dict[int, int]] = {}
+        self._lock = threading.Lock()
+        self._windows: dict[str, Window] = {}
+        self._error: DeliveredError | None = None
+        self._sent = 0
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Waits while too many are in flight. Raises when one was refused, or a broker does not answer."""
+        places = self._cluster.places()
+        if not self._since:
+            self._since = ends(self._cluster, places)
+        for message in messages:
+            place = places[self._sent % len(places)]
+            self._sent += 1
+            window = self._windows.get(place.broker)
+            if window is None:
+                peer = self._cluster.broker(place.broker)
+                stored = partial(self._stored, peer, place.broker)
+                window = self._windows[place.broker] = Window(peer, SEND, self._request, stored)
+            window.post((place, message))
+            if self._error is not None:
+                raise self._error
+
+    def flush(self) -> Handle:
+        """All of them, when all are stored. Raises as `send`."""
+        for window in self._windows.values():
+            window.flush()
+        if self._error is not None:
+            raise self._error
+        halves = {broker: sorted(found) for broker, found in self._halves.items()}
+        return Handle(self._name, halves, {b: self._since[b] for b in halves})
+
+    def _request(self, what: tuple[Place, Message]) -> tuple[Mapping[str, Any], bytes]:
+        place, message = what
+        properties = {
+            "UNIQ_KEY": message.id,
+            "TRAN_MSG": "true",
+            "PGROUP": self._name,
+            **({"KEYS": " ".join(message.keys)} if message.keys else {}),
+            **({"TAGS": message.tag} if message.tag else {}),
+        }
+        # Letters for names, as this request has them: group, topic, its default, queue, flags, time, properties.
+        fields = {
+            "a": self._name,
+            "b": self._cluster.topic,
+            "c": "TBW102",
+            "d": 4,
+            "e": place.queue,
+            "f": 4,
+            "g": time.time_ns() // 1_000_000,
+            "h": 0,
+            "i": joined(properties),
+            "j": 0,
+            "k": False,
+            "m": False,
+        }
+        return fields, message.body
+
+    def _stored(self, peer: Peer, broker: str, what: Any, answer: Answer) -> bool:
+        del what
+        if answer.code == BUSY:
+            return False
+        with self._lock:
+            if answer.code != OK:
+                self._error = self._error or peer.said(answer)
+            else:
+                place = int(answer.fields["msgId"][-16:], 16)
+                self._halves[broker].append(Half(place, int(answer.fields["queueOffset"])))
+        return True
+
+
+class HalfPublisher:
+    """Half messages as `sending.writer` sends. Where nothing is held back, they are ended as soon as all are stored.
+
+    Args:
+        holds: leave them for the driver to end.
+
+    Attributes:
+        handle: of what was left; None: nothing, or not yet.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, *, holds: bool) -> None:
+        self._cluster = cluster
+        self._sender = HalfSender(cluster, name)
+        self._holds = holds
+        self._sent = 0
+        self._ended = 0
+        self.handle: Handle | None = None
+
+    @property
+    def unconfirmed(self) -> int:
+        return self._sent - self._ended
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self._sent += len(messages)
+        self._telling(lambda: self._sender.send(messages))
+
+    def flush(self) -> None:
+        self._telling(self._flush)
+
+    def close(self) -> None:
+        self._cluster.close()
+
+    def _flush(self) -> None:
+        handle = self._sender.flush()
+        if self._holds:
+            self.handle = handle
+            return
+        for broker, halves in handle.halves.items():
+            ending = Ending(self._cluster, broker, handle.name)
+            try:
+                ending.end(halves, COMMIT)
+            finally:
+                self._ended += ending.ended
+            if ending.gone or ending.refused:
+                raise Unreachable("ROCKETMQ_UNREACHABLE", ending.refused or "half messages were gone at once")
+
+    def _telling(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Unreachable as error:
+            unknown(error, self.unconfirmed)
+
+
+class Ending:
+    """Ends half messages of one broker, each once.
+
+    Attributes:
+        ended: so many the broker confirmed.
+        gone: those that it does not have any more.
+        refused: what it said of others; None: nothing.
+    """
+
+    def __init__(self, cluster: Cluster, broker: str, name: str) -> None:
+        self._cluster = cluster
+        self._broker = broker
+        self._name = name
+        self._lock = threading.Lock()
+        self.ended = 0
+        self.gone: list[Half] = []
+        self.refused: str | None = None
+
+    def end(self, halves: Sequence[Half], how: int) -> None:
+        """Raises Unreachable when a broker does not answer: nobody knows of how many more it was told."""
+        window = Window(self._cluster.broker(self._broker), END, partial(self._request, how), self._answered)
+        for half in halves:
+            window.post(half)
+        window.flush()
+
+    def _request(self, how: int, half: Half) -> tuple[Mapping[str, Any], bytes]:
+        fields = {
+            "topic": self._cluster.topic,
+            "producerGroup": self._name,
+            "tranStateTableOffset": half.offset,
+            "commitLogOffset": half.place,
+            "commitOrRollback": how,
+            "fromTransactionCheck": False,
+            "msgId": "",
+            "transactionId": "",
+            "bname": self._broker,
+        }
+        return fields, b""
+
+    def _answered(self, half: Half, answer: Answer) -> bool:
+        if answer.code == BUSY:  # it was taken out of the queue before its turn
+            return False
+        with self._lock:
+            if answer.code == OK:
+                self.ended += 1
+            elif answer.code == SYSTEM_ERROR and _GONE in answer.remark:
+                self.gone.append(half)
+            else:
+                self.refused = self.refused or f"{answer.remark} (code {answer.code})"
+        return True

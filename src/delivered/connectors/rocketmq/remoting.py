@@ -1,0 +1,346 @@
+"""RocketMQ's own protocol, as its brokers and name servers speak it: what the proxies' gRPC does not offer.
+
+Half messages are ended by their place in a broker's log, from any process and for as long as that log is kept; and a
+queue can be read from an offset. A frame is a length, a header in JSON, and a body.
+
+A connection that is closed, or whose process dies, is reset: what this side had not sent by then is dropped by the
+system and not delivered later.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.model.errors import DeliveredError, Refused, Unreachable, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.options import resolve_secret
+
+PULL, QUERY_OFFSET, MAX_OFFSET, MIN_OFFSET, END, ROUTE, SEND = 11, 14, 30, 31, 37, 105, 310
+OK, SYSTEM_ERROR, BUSY, ILLEGAL, NO_PERMISSION, NO_TOPIC = 0, 1, 2, 13, 16, 17
+NOT_FOUND, RETRY_AT_ONCE, OFFSET_MOVED = 19, 20, 21
+_VERSION = 399
+"""The protocol's version number that a client of 4.9 names."""
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_SAID_MAX = 300
+IN_FLIGHT_MAX = 500
+"""Requests to one broker without an answer. A broker turns away what waits in it for 0.2 s."""
+_BUSY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    fields: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    remark: str = ""
+
+
+Done = Callable[[Answer | None], None]
+"""Called by the reading thread, once; None: no answer will come."""
+
+
+class Peer:
+    """One connection. `lost` says why there will be no more answers."""
+
+    def __init__(self, address: str, options: RocketmqSinkOptions) -> None:
+        self.address = address
+        self.lost: str | None = None
+        self._options = options
+        self._secret = None if options.secret_key is None else resolve_secret("secretKey", options.secret_key)
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._waiting: dict[int, Done] = {}
+        self._number = 0
+        host, _, port = address.rpartition(":")
+        try:
+            self._socket = socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise self.unreachable(str(error)) from None
+        self._socket.settimeout(None)
+        self._reader = threading.Thread(target=self._read, name=f"rocketmq {address}", daemon=True)
+        self._reader.start()
+
+    def post(self, code: int, fields: Mapping[str, Any], body: bytes, done: Done) -> None:
+        """Send a request; `done` gets its answer. Never raises: a connection that is lost gives no answer."""
+        given = {k: _text(v) for k, v in fields.items() if v is not None}
+        if self._options.access_key is not None and self._secret is not None:
+            given["AccessKey"] = self._options.access_key
+            signed = "".join(given[k] for k in sorted(given)).encode() + body
+            digest = hmac.new(self._secret.encode(), signed, hashlib.sha1).digest()
+            given["Signature"] = base64.b64encode(digest).decode()
+        with self._lock:
+            stands = self.lost is None
+            if stands:
+                self._number += 1
+                number = self._number
+                self._waiting[number] = done
+        if not stands:
+            done(None)
+            return
+        header = json.dumps(
+            {"code": code, "language": "OTHER", "version": _VERSION, "opaque": number, "flag": 0, "extFields": given},
+            ensure_ascii=False,
+        ).encode()
+        frame = struct.pack(">ii", 4 + len(header) + len(body), len(header)) + header + body
+        try:
+            with self._sending:
+                self._socket.sendall(frame)
+        except OSError as error:
+            self._end(str(error))
+
+    def ask(self, code: int, fields: Mapping[str, Any]) -> Answer:
+        """One request and its answer, whose code nobody looked at. Raises Unreachable."""
+        future: Future[Answer | None] = Future()
+        self.post(code, fields, b"", future.set_result)
+        try:
+            found = future.result(CONNECT_TIMEOUT_S)
+        except Late:
+            found = None
+        if found is None:
+            raise self.unreachable(self.lost or f"no answer within {CONNECT_TIMEOUT_S:.0f} s")
+        return found
+
+    def close(self) -> None:
+        """Reset the connection: what was not sent by now will not be. May be called again."""
+        self._end("the connection was closed")
+        if threading.current_thread() is not self._reader:
+            self._reader.join(CONNECT_TIMEOUT_S)  # it holds the connection too
+
+    def unreachable(self, said: str) -> Unreachable:
+        return Unreachable(
+            "ROCKETMQ_UNREACHABLE",
+            f"RocketMQ at {self.address} did not answer, or the connection was lost: {said[:_SAID_MAX]}",
+            next_step="check that the servers run, the option nameServers, and that the brokers' own addresses can be "
+            "reached from here",
+        )
+
+    def said(self, answer: Answer) -> DeliveredError:
+        """What an answer that is not OK means, in plain words."""
+        text = f"{answer.remark[:_SAID_MAX]} (code {answer.code})"
+        if answer.code == NO_TOPIC:
+            return UsageError(
+                "TOPIC_MISSING",
+                f"There is no topic {self._options.topic!r} at {self.address}.",
+                next_step=f"make it (mqadmin updateTopic -t {self._options.topic} -a +message.type=TRANSACTION), or "
+                "mend the option topic",
+            )
+        if answer.code == NO_PERMISSION or "AclException" in answer.remark or "Authenti" in answer.remark:
+            return Refused(
+                "ROCKETMQ_CREDENTIALS",
+                f"RocketMQ at {self.address} turned the user or the secret away, or lets it not do this: {text}",
+                next_step="check the options accessKey and secretKey, and what that user may do",
+            )
+        if answer.code == ILLEGAL:
+            return UsageError(
+                "MESSAGE_TOO_LARGE",
+                f"RocketMQ at {self.address} refused a message: {text}",
+                next_step="raise maxMessageSize of the brokers, or send less",
+            )
+        return self.unreachable(text)
+
+    def _read(self) -> None:
+        try:
+            with self._socket.makefile("rb") as stream:
+                while len(start := stream.read(8)) == 8:
+                    size, head_size = struct.unpack(">ii", start)
+                    self._take(stream.read(size - 4), head_size & 0xFFFFFF)
+            self._end("it closed the connection")
+        except (OSError, ValueError, LookupError) as error:
+            self._end(f"{type(error).__name__}: {error}")
+
+    def _take(self, said: bytes, head_size: int) -> None:
+        head = json.loads(said[:head_size])
+        if not head["flag"] & 1:
+            return  # a request of the broker's; nobody here answers one
+        with self._lock:
+            done = self._waiting.pop(head["opaque"], None)
+        if done is not None:
+            done(Answer(head["code"], head.get("extFields") or {}, said[head_size:], head.get("remark") or ""))
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            self.lost = self.lost or reason
+            waiting, self._waiting = self._waiting, {}
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+        with suppress(OSError):
+            self._socket.close()
+        for done in waiting.values():
+            done(None)
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A queue of the topic that takes messages.
+
+    Attributes:
+        broker: its name, which it keeps when its address changes.
+    """
+
+    broker: str
+    queue: int
+
+
+class Cluster:
+    """Where a topic's queues are, and a connection to each broker. Used by one thread at a time."""
+
+    def __init__(self, options: RocketmqSinkOptions) -> None:
+        self.options = options
+        self.topic = f"{options.namespace}%{options.topic}" if options.namespace else options.topic
+        self._peers: dict[str, Peer] = {}
+        self._addresses: dict[str, str] = {}
+        self._places: list[Place] = []
+
+    def places(self) -> list[Place]:
+        """Raises Unreachable, UsageError, Refused."""
+        if not self._places:
+            self._route()
+        return self._places
+
+    def broker(self, name: str) -> Peer:
+        """A connection to a broker; a new one, if the last was lost. Raises as `places`."""
+        peer = self._peers.get(name)
+        if peer is None or peer.lost is not None:
+            if peer is not None:
+                self._addresses.pop(name, None)  # it may have moved
+            if name not in self._addresses:
+                self._route()
+            if name not in self._addresses:
+                raise Unreachable(
+                    "ROCKETMQ_UNREACHABLE",
+                    f"The name servers {self.options.name_servers} know no master of the broker {name!r} now.",
+                    next_step="start that broker, then the pipeline again",
+                )
+            peer = self._peers[name] = Peer(self._addresses[name], self.options)
+        return peer
+
+    def close(self) -> None:
+        """Reset every connection. May be called again."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def _route(self) -> None:
+        trouble: DeliveredError | None = None
+        for address in self.options.name_servers:
+            try:
+                peer = Peer(address, self.options)
+            except Unreachable as error:
+                trouble = trouble or error
+                continue
+            try:
+                answer = peer.ask(ROUTE, {"topic": self.topic, "acceptStandardJsonOnly": True})
+            except Unreachable as error:
+                trouble = trouble or error
+                continue
+            finally:
+                peer.close()
+            if answer.code != OK:
+                raise peer.said(answer)
+            self._read(json.loads(answer.body))
+            return
+        raise trouble or UsageError("OPTION_VALUE", "option 'nameServers' is empty")
+
+    def _read(self, route: Mapping[str, Any]) -> None:
+        masters = {b["brokerName"]: b["brokerAddrs"].get("0") for b in route["brokerDatas"]}
+        self._addresses.update({name: address for name, address in masters.items() if address})
+        writable = [q for q in route["queueDatas"] if q["perm"] & 2 and masters.get(q["brokerName"])]
+        self._places = [Place(q["brokerName"], n) for q in writable for n in range(q["writeQueueNums"])]
+        if not self._places:
+            raise UsageError(
+                "TOPIC_NOT_WRITABLE",
+                f"No broker lets anybody write to the topic {self.options.topic!r} now.",
+                next_step="check the topic's permissions, and that a master of its brokers runs",
+            )
+
+
+class Window:
+    """Requests of one kind to one broker, many in flight. Used by one thread.
+
+    Args:
+        request: fields and body of what is posted.
+        answered: called with what was posted and its answer, by the reading thread; True: done with it. Else it is
+            posted again after a short time: only for what the broker said it had not begun.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        code: int,
+        request: Callable[[Any], tuple[Mapping[str, Any], bytes]],
+        answered: Callable[[Any, Answer], bool],
+    ) -> None:
+        self._peer = peer
+        self._code = code
+        self._request = request
+        self._answered = answered
+        self._changed = threading.Condition()
+        self._in_flight = 0
+        self._again: list[Any] = []
+        self._lost = False
+
+    def post(self, what: Any) -> None:
+        """Waits while too many are in flight. Raises Unreachable when the connection is lost, or nobody answers."""
+        while self._again:
+            self._repeat()
+        self._go(what)
+
+    def flush(self) -> None:
+        """Wait for every answer. Raises as `post`."""
+        self._wait(0)
+        while self._again:
+            self._repeat()
+            self._wait(0)
+
+    def _repeat(self) -> None:
+        with self._changed:
+            again, self._again = self._again, []
+        time.sleep(_BUSY_S)
+        for what in again:
+            self._go(what)
+
+    def _go(self, what: Any) -> None:
+        self._wait(IN_FLIGHT_MAX - 1)
+        fields, body = self._request(what)
+        with self._changed:
+            self._in_flight += 1
+        self._peer.post(self._code, fields, body, partial(self._done, what))
+
+    def _done(self, what: Any, answer: Answer | None) -> None:
+        settled = answer is None or self._answered(what, answer)
+        with self._changed:
+            self._in_flight -= 1
+            self._lost = self._lost or answer is None
+            if not settled:
+                self._again.append(what)
+            self._changed.notify_all()
+
+    def _wait(self, left: int) -> None:
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: self._in_flight <= left or self._lost, REQUEST_TIMEOUT_S)
+        if not in_time:
+            self._peer.close()
+            raise self._peer.unreachable(f"no answer within {REQUEST_TIMEOUT_S:.0f} s")
+        if self._lost:
+            raise self._peer.unreachable(self._peer.lost or "the connection was lost")
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

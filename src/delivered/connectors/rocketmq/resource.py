@@ -1,0 +1,137 @@
+"""The driver's hand on half messages that tasks, perhaps dead by now, have sent.
+
+A broker forgets that it was asked: told twice to commit, it shows a message twice. So there is one who tells at a time
+(ended.py), and what a former one may have told is looked up in the topic, where each message names its half message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from delivered.connectors.rocketmq.ended import Ended, State
+from delivered.connectors.rocketmq.halves import COMMIT, ROLLBACK, Ending, Half, Handle, group_of
+from delivered.connectors.rocketmq.options import RocketmqSinkOptions
+from delivered.connectors.rocketmq.remoting import Cluster, Place
+from delivered.connectors.rocketmq.topic import added, halves_open
+from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Prepared
+
+SETTLE_S = 4.0
+"""What somebody told a broker before, it has done after this: it drops what waited in it for 3 s
+(waitTimeMillsInTransactionQueue), and what was not sent by then is lost with its connection."""
+
+
+class RocketmqResource:
+    """See `delivered.contract.Resource`."""
+
+    def __init__(self, options: RocketmqSinkOptions, scope: Scope) -> None:
+        self._cluster = Cluster(options)
+        self._scope = scope
+        self._ended = Ended(options.ledger, scope)
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """End every half message once."""
+        handle = Handle.from_json(prepared.handle)
+        try:
+            with self._ended.held():
+                return self._apply(work, handle)
+        except Unreachable as error:
+            self._cluster.close()
+            return Unknown(str(error))
+
+    def applied(self, work: Work) -> bool:
+        """Whether it was written down that each of its messages had been seen in the topic, or confirmed."""
+        return self._ended.is_visible(work)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        """Spare the broker its questions. Runs in tasks too, where there is no ledger."""
+        handle = Handle.from_json(prepared.handle) if prepared.handle else Handle("")
+        return self._roll_back(handle.name, handle.halves)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Void half messages of this sink that `keep` does not name, and that nobody began to end."""
+        kept = {p.handle["name"] for p in keep if p.holds}
+        try:
+            found: dict[str, dict[str, list[Half]]] = defaultdict(lambda: defaultdict(list))
+            tops = self._ended.tops()
+            for broker in dict.fromkeys(p.broker for p in self._cluster.places()):
+                for message in halves_open(self._cluster, broker, tops.get(broker, -1) + 1):
+                    name = message.properties.get("PGROUP", "")
+                    if name.rpartition(".")[0] == group_of(self._scope) and name not in kept:
+                        found[name][broker].append(Half(message.place, message.offset))
+            gone = self._ended.void(found)
+            for name, halves in found.items():
+                self._roll_back(name, halves)
+        except Unreachable as error:
+            self._cluster.close()
+            return Unknown(str(error))
+        return Ok(gone)
+
+    def close(self) -> None:
+        self._cluster.close()
+
+    def _apply(self, work: Work, handle: Handle) -> Outcome[None]:
+        left: Mapping[str, Sequence[Half]] = handle.halves
+        match self._ended.begin(work, handle.name):
+            case State.ENDED:
+                return Ok(None)
+            case State.VOID:
+                return Failed("its half messages were given back")
+            case State.BEGUN:
+                left = self._not_shown(handle)
+            case State.NEW:
+                pass
+        gone = 0
+        for broker, halves in left.items():
+            ending = Ending(self._cluster, broker, handle.name)
+            ending.end(halves, COMMIT)
+            if ending.refused is not None:
+                return Unknown(ending.refused)
+            gone += len(ending.gone)
+        if gone:
+            return self._gone(handle, gone)
+        self._ended.end(work, handle.name, ((broker, halves[-1].offset) for broker, halves in handle.halves.items()))
+        return Ok(None)
+
+    def _not_shown(self, handle: Handle) -> dict[str, list[Half]]:
+        """Which of them are not in the topic, when nobody can be telling of them any more. Raises Unreachable."""
+        self._cluster.close()
+        time.sleep(SETTLE_S)
+        left: dict[str, list[Half]] = {}
+        for broker, halves in handle.halves.items():
+            ours = {h.place for h in halves}
+            shown: Counter[int] = Counter()
+            for queue, since in handle.since[broker].items():
+                shown.update(m.half for m in added(self._cluster, Place(broker, queue), since) if m.half in ours)
+            twice = [place for place, times in shown.items() if times > 1]
+            if twice:
+                raise InvariantBroken(
+                    "SHOWN_TWICE",
+                    f"{len(twice)} messages of {handle.name} are in the topic {self._cluster.topic!r} twice, the first "
+                    f"by its half message at {min(twice)} of the log of {broker!r}: somebody else ended them too.",
+                    next_step="stop whoever connects to RocketMQ as a producer of that group",
+                )
+            left[broker] = [h for h in halves if h.place not in shown]
+        return left
+
+    def _gone(self, handle: Handle, count: int) -> Outcome[None]:
+        total = sum(map(len, handle.halves.values()))
+        if count == total:
+            return Failed("the broker does not have its half messages any more, and none of them was shown")
+        return Unknown(
+            f"{count} of {total} half messages are not in the broker's log any more, and the others are shown: compare "
+            "the topic with the source by hand"
+        )
+
+    def _roll_back(self, name: str, halves: Mapping[str, Sequence[Half]]) -> Outcome[None]:
+        try:
+            for broker, mine in halves.items():
+                Ending(self._cluster, broker, name).end(mine, ROLLBACK)
+        except Unreachable as error:
+            self._cluster.close()
+            return Unknown(str(error))
+        return Ok(None)

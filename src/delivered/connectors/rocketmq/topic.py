@@ -1,0 +1,126 @@
+"""What lies in a queue, read by offset at its broker."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from delivered.connectors.rocketmq.remoting import (
+    MAX_OFFSET,
+    MIN_OFFSET,
+    NOT_FOUND,
+    OFFSET_MOVED,
+    OK,
+    PULL,
+    QUERY_OFFSET,
+    RETRY_AT_ONCE,
+    Cluster,
+    Peer,
+    Place,
+)
+from delivered.connectors.rocketmq.stored import Stored, stored
+from delivered.model.errors import PromiseBroken
+from delivered.model.limits import REQUEST_TIMEOUT_S
+
+HALVES, _CHECKER = "RMQ_SYS_TRANS_HALF_TOPIC", "CID_RMQ_SYS_TRANS"
+"""Where a broker stores half messages, in queue 0, and the name under which it goes through them itself."""
+_READER = "TOOLS_CONSUMER"
+"""A group that every broker has, for tools that read and keep no place."""
+_SUBSCRIBES = 4
+_TOGETHER = 32
+_SHOWN_SOON_S = 0.02
+
+
+def ends(cluster: Cluster, places: Sequence[Place]) -> dict[str, dict[int, int]]:
+    """Where queues of the topic end now for their readers, by broker."""
+    found: dict[str, dict[int, int]] = defaultdict(dict)
+    for place in places:
+        found[place.broker][place.queue] = _end(cluster.broker(place.broker), cluster.topic, place.queue, shown=True)
+    return dict(found)
+
+
+def added(cluster: Cluster, place: Place, since: int) -> Iterator[Stored]:
+    """Messages of a queue from this offset to all that is stored now, shown to readers or about to be.
+
+    Raises:
+        PromiseBroken: the first of them are not kept any more.
+        Unreachable, Refused: a broker did not answer.
+    """
+    peer = cluster.broker(place.broker)
+    until = _end(peer, cluster.topic, place.queue, shown=False)
+    for at, message in _read(peer, cluster.topic, place.queue, since, until):
+        if at < 0:
+            raise PromiseBroken(
+                "TOPIC_FORGOT",
+                f"The topic {cluster.topic!r} keeps nothing from offset {since} of queue {place.queue} of "
+                f"{place.broker!r} on any more, so whether a decided batch is all in it cannot be told.",
+                next_step="compare the topic's readers with the source by hand; then start a new checkpoint behind "
+                "that batch; and raise fileReservedTime of the brokers",
+            )
+        yield message
+
+
+def kept(cluster: Cluster, place: Place, until: int) -> Iterator[Stored]:
+    """Messages of a queue that are kept, before this offset. Raises Unreachable, Refused."""
+    for here, message in _read(cluster.broker(place.broker), cluster.topic, place.queue, 0, until):
+        if here >= 0:
+            yield message
+
+
+def halves_open(cluster: Cluster, broker: str, since: int) -> Iterator[Stored]:
+    """Half messages which that broker has not gone past yet, ended or not, from this offset at the earliest."""
+    peer = cluster.broker(broker)
+    answer = peer.ask(QUERY_OFFSET, {"consumerGroup": _CHECKER, "topic": HALVES, "queueId": 0})
+    at = int(answer.fields["offset"]) if answer.code == OK else 0
+    until = _end(peer, HALVES, 0, shown=False)
+    for here, message in _read(peer, HALVES, 0, max(at, since), until):
+        if here >= 0:
+            yield message
+
+
+def _read(peer: Peer, topic: str, queue: int, at: int, until: int) -> Iterator[tuple[int, Stored]]:
+    """Messages and their offsets; (-1, the next that is there) where some are not kept any more."""
+    deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    while at < until:
+        asked = {
+            "consumerGroup": _READER,
+            "topic": topic,
+            "queueId": queue,
+            "queueOffset": at,
+            "maxMsgNums": _TOGETHER,
+            "sysFlag": _SUBSCRIBES,
+            "commitOffset": 0,
+            "suspendTimeoutMillis": 0,
+            "subscription": "*",
+            "subVersion": 0,
+            "expressionType": "TAG",
+        }
+        answer = peer.ask(PULL, asked)
+        if answer.code in (NOT_FOUND, RETRY_AT_ONCE):  # it is stored, and not shown yet
+            if time.monotonic() > deadline:
+                raise peer.unreachable(f"queue {queue} of {topic} ends at {until}, and shows nothing from {at} on")
+            time.sleep(_SHOWN_SOON_S)
+            continue
+        if answer.code == OFFSET_MOVED:
+            first = int(peer.ask(MIN_OFFSET, {"topic": topic, "queueId": queue}).fields["offset"])
+            if first <= at:
+                continue
+            at = first
+            yield -1, Stored(at, 0, 0, 0, b"", {})
+            continue
+        if answer.code != OK:
+            raise peer.said(answer)
+        for message in stored(answer.body):
+            if at <= message.offset < until:
+                yield message.offset, message
+        at = int(answer.fields["nextBeginOffset"])
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+
+
+def _end(peer: Peer, topic: str, queue: int, *, shown: bool) -> int:
+    """Where a queue ends for readers; not `shown`: also what is stored and will be shown in a moment."""
+    answer = peer.ask(MAX_OFFSET, {"topic": topic, "queueId": queue, "committed": shown})
+    if answer.code != OK:
+        raise peer.said(answer)
+    return int(answer.fields["offset"])

@@ -1,0 +1,118 @@
+"""The judge's readers of messages, with real servers: they take nothing away, lose nothing when the server dies, and
+know when they have all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.broker.send_help import writer
+
+from delivered import brokers
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.pipeline.registry import find_sink
+from delivered.verify.clients.activemq import ArtemisQueue
+from delivered.verify.clients.base import Look
+from delivered.verify.clients.messages import Messages
+from delivered.verify.clients.pulsar import PulsarTopic
+from delivered.verify.clients.rabbitmq import RabbitExchange
+from delivered.verify.clients.rocketmq import RocketTopic
+from delivered.verify.proxy_stream import StreamProxy, StreamRule
+from delivered.verify.sinks import SINK_KINDS
+from delivered.verify.wire import Fired, Mischief
+
+READERS: dict[str, type[Messages]] = {
+    "rabbitmq": RabbitExchange,
+    "activemq": ArtemisQueue,
+    "pulsar": PulsarTopic,
+    "rocketmq": RocketTopic,
+}
+
+
+def made(system: str, broker: brokers.Broker, folder: Path, name: str) -> Messages:
+    drain = READERS[system](broker, name, folder / "ledger.db")
+    drain.create()
+    return drain
+
+
+def send(drain: Messages, *values: str, batch: int = 0) -> None:
+    options = drain.options()
+    keys = pa.array([b"k"] * len(values))
+    columns = {"key": keys, "value": pa.array([v.encode() for v in values])}
+    sink = find_sink(options.pop("format"), options)
+    task: Any = writer(sink, Guarantee.AT_LEAST_ONCE, batch)
+    task.stage(pa.RecordBatch.from_pydict(columns))
+    task.prepare(Fingerprint())
+
+
+def values(drain: Messages) -> list[str]:
+    return [r.value for r in drain.read()]
+
+
+def as_sent(system: str, found: list[str]) -> list[str]:
+    """RocketMQ takes requests of a hundred messages in any order."""
+    return found if SINK_KINDS[system].ordered else sorted(found, key=lambda v: [int(n) for n in v.split()[1:]])
+
+
+@pytest.mark.parametrize("system", READERS)
+def test_everything_is_read_in_order_and_again(system: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    drain = made(system, request.getfixturevalue(system).broker, tmp_path, f"{request.node.name}-{tmp_path}")
+    assert values(drain) == []
+    sent = [f"row {n}" for n in range(300)]
+    send(drain, *sent)
+    looks: list[Look] = []
+    stop = threading.Event()
+    reader = threading.Thread(target=drain.follow, args=(looks.append, stop))
+    reader.start()
+    assert as_sent(system, values(drain)) == sent
+    send(drain, "row 300", batch=1)
+    assert as_sent(system, values(drain)) == [*sent, "row 300"]
+    stop.set()
+    reader.join(60)
+    assert [r.value for look in looks for r in look.rows] == values(drain)
+    positions = [r.position for look in looks for r in look.rows]
+    assert positions == sorted(set(positions))
+    drain.remove()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("system", READERS)
+def test_a_reader_lives_through_the_death_of_the_server(
+    system: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    own = request.getfixturevalue(f"new_{system}")()
+    drain = made(system, own.broker, tmp_path, "killed")
+    looks: list[Look] = []
+    stop = threading.Event()
+    reader = threading.Thread(target=drain.follow, args=(looks.append, stop))
+    reader.start()
+    sent: list[str] = []
+    for batch in range(3):
+        new = [f"row {batch} {n}" for n in range(200)]
+        send(drain, *new, batch=batch)
+        sent += new
+        own.broker.kill()
+        own.broker.restart()
+    assert as_sent(system, values(drain)) == sent
+    stop.set()
+    reader.join(60)
+    assert as_sent(system, [r.value for look in looks for r in look.rows]) == sent
+
+
+def test_a_connection_breaks_when_so_many_pieces_went_one_way(rabbitmq: Any) -> None:
+    import pika
+
+    fired: list[Fired] = []
+    proxy = StreamProxy(rabbitmq.broker.bootstrap, fired.append)
+    url = rabbitmq.url.replace(rabbitmq.broker.bootstrap, proxy.bootstrap)
+    for mischief in (Mischief.LOSE_REPLY, Mischief.LOSE_REQUEST):
+        proxy.add(StreamRule(mischief, skip=2))
+        with pytest.raises(pika.exceptions.AMQPError):
+            pika.BlockingConnection(pika.URLParameters(url)).channel()
+    pika.BlockingConnection(pika.URLParameters(url)).close()
+    assert [f.rule for f in fired] == ["lose_reply:answered", "lose_request:asked"]
+    proxy.close()
