@@ -34,7 +34,7 @@ from delivered.connectors.rabbitmq.queue import RabbitmqQueue
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
-from delivered.testing.crash import hits
+from delivered.testing.crash import hits, release
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p != "receive.take:before"])
@@ -98,10 +98,14 @@ def test_the_broker_is_killed_and_comes_back(new_rabbitmq: Callable[[], Rabbitmq
 def test_sigterm_persists_what_was_taken(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     queue = rabbitmq.queue()
     rabbitmq.send(queue, numbered(100))
-    process = receive(pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue, receiveLingerMs=60_000))
-    while rabbitmq.left(queue):
+    file = pipeline_file(tmp_path, "rabbitmq", rabbitmq.url, queue, receiveLingerMs=60_000)
+    # That the queue is empty does not say so: messages may still be on their way.
+    process = receive(file, crash="receive.take:after@received=100!wait")
+    while not (taken := hits(tmp_path / "hits")):
+        assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
+    release(taken[0][0])
     assert finish(process)["acknowledged"] == 100
     assert entered(tmp_path / "log") == each_once(100)
 
