@@ -17,12 +17,12 @@ from tests.broker.source_help import read_all
 from tests.kafka_tools import read_committed
 
 from delivered.connectors.kafka import CONNECTOR, librdkafka, warm
-from delivered.connectors.kafka.columns import HEADERS
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
 from delivered.model.work import Owner, Prepared
+from delivered.source.columns import HEADERS
 from delivered.write.shard import write_shard
 
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]
@@ -74,7 +74,7 @@ def test_every_kind_of_record_reads_back_with_the_same_fingerprint(rig: Rig, eit
         [
             pa.array(["k", None, "", "ключ", "k", "after"], pa.string()),
             pa.array([b"v", b"tombstone has a null key", None, b"", None, b"\x00\xff" * 500], pa.binary()),
-            pa.array(header, HEADERS),
+            pa.array(header, HEADERS.type),
         ],
         names=["key", "value", "headers"],
     )

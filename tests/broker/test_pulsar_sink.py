@@ -16,11 +16,11 @@ import pytest
 from tests.broker.send_help import ROWS, SCHEMA, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.conftest import Pulsar
 
-from delivered.connectors.pulsar.columns import HEADERS
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
+from delivered.source.columns import HEADERS
 
 
 def sink(folder: Path, pulsar: Pulsar, topic: str, **options: str) -> Any:

@@ -6,7 +6,6 @@ The judge compares the table with what an undisturbed run made of it after as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,19 @@ from tests.crash.test_delta_upsert_crash import (
     test_a_death_at_every_point_leaves_a_state_that_was_decided,
     test_zombie_cannot_bring_an_old_state_back,
 )
+from tests.crash.test_iceberg_upsert_crash import zygote
 from tests.crash.zygote import Zygote
 
 __all__ = [
     "log",
     "test_a_death_at_every_point_leaves_a_state_that_was_decided",
     "test_zombie_cannot_bring_an_old_state_back",
+    "zygote",
 ]
 
 BATCHES = 3
 KNOWN = pa.schema([("id", pa.string()), ("version", pa.int64())])
 """Columns of a table to which a pipeline adds its others."""
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote(
-        "deltalake", "delivered.connectors.iceberg.ledger", "delivered.connectors.iceberg.staged",
-        "pyiceberg.catalog.sql",
-    )  # fmt: skip
-    yield started
-    started.stop()
 
 
 def as_state(table: Any) -> State:
@@ -59,14 +50,6 @@ class DeltaWorld(delta.World):
 
     def state(self, version: int | None = None) -> State:
         return as_state(DeltaTable(str(self.table), version=version).to_pyarrow_table())
-
-    def unnamed(self) -> list[Path]:
-        """Files that an overwrite took away were named once, and are no longer."""
-        table = DeltaTable(str(self.table))
-        named = set()
-        for v in range(table.version() + 1):
-            named |= {Path(uri) for uri in DeltaTable(str(self.table), version=v).file_uris()}
-        return sorted({p for p in (self.table / "delivered").rglob("*") if p.is_file()} - named)
 
 
 class IcebergWorld(iceberg.World):

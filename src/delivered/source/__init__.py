@@ -1,1 +1,1 @@
-"""Arithmetic of sources: what a batch takes, and how it is cut into slices. Pure; shared by connectors."""
+"""What sources share: what a batch takes, how it is cut into slices, which columns a message has. Pure."""

@@ -7,8 +7,8 @@ import pyarrow.compute as pc
 
 from delivered.connectors.kafka.sink_options import OWNER
 from delivered.model.errors import BadRecord, UsageError
+from delivered.source.columns import HEADERS
 
-HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 KNOWN = ("key", "value", "headers", "topic", "partition")
 RECORD_OVERHEAD = 128
 """Bytes that the client adds to key and value before it compares with its limit; a bound, without headers."""
@@ -89,14 +89,14 @@ def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
 def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     """The headers; an empty list counts as none, since a reader cannot tell them apart."""
     if "headers" not in batch.schema.names:
-        return pa.nulls(n, HEADERS)
+        return pa.nulls(n, HEADERS.type)
     array = batch.column(batch.schema.get_field_index("headers"))
     if array.null_count == n:
-        return pa.nulls(n, HEADERS)
-    array = array.cast(HEADERS)
+        return pa.nulls(n, HEADERS.type)
+    array = array.cast(HEADERS.type)
     empty = pc.equal(pc.list_value_length(array), 0)
     if pc.any(empty).as_py():
-        array = pc.if_else(pc.fill_null(empty, False), pa.scalar(None, HEADERS), array)
+        array = pc.if_else(pc.fill_null(empty, False), pa.scalar(None, HEADERS.type), array)
     return array
 
 

@@ -17,22 +17,7 @@ from delivered.connectors.kafka.client import Trouble, connect, explain, kafka_c
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_QUEUE_KBYTES
-
-HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
-COLUMNS = pa.schema(
-    [
-        pa.field("key", pa.binary()),
-        pa.field("value", pa.binary()),
-        pa.field("topic", pa.string()),
-        pa.field("partition", pa.int32()),
-        pa.field("offset", pa.int64()),
-        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-        pa.field("timestampType", pa.int32()),
-    ]
-)
-"""As Spark's own Kafka source. timestampType: -1 none, 0 set by the producer, 1 set by the broker."""
-
-HEADERS = pa.field("headers", pa.list_(HEADER))
+from delivered.source.columns import HEADERS, columns
 
 _IGNORED = {
     "GROUP_AUTHORIZATION_FAILED",
@@ -163,13 +148,11 @@ def assemble(
     """Columns to a batch. `timestamp_type` as librdkafka counts: one more than Spark."""
     n = len(offset)
     timestamp = pa.array(timestamp_ms * 1000, pa.int64()).view(pa.timestamp("us", tz="UTC"))
-    columns = [key, value, pa.repeat(pa.scalar(partition[0]), n), pa.repeat(pa.scalar(partition[1], pa.int32()), n)]
-    columns += [offset, timestamp, timestamp_type]
-    schema = COLUMNS
+    arrays = [key, value, pa.repeat(pa.scalar(partition[0]), n), pa.repeat(pa.scalar(partition[1], pa.int32()), n)]
+    arrays += [offset, timestamp, timestamp_type]
     if headers is not None:
-        columns.append(headers)
-        schema = COLUMNS.append(HEADERS)
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+        arrays.append(headers)
+    return pa.RecordBatch.from_arrays(arrays, schema=columns(headers is not None))
 
 
 class PlainConsumer:

@@ -24,11 +24,12 @@ import pyarrow.compute as pc
 
 from delivered.connectors.kafka.client import Trouble, config_error, explain
 from delivered.connectors.kafka.client_options import resolved
-from delivered.connectors.kafka.consume import HEADERS, Fetched, Statistics, assemble, classify, settings
+from delivered.connectors.kafka.consume import Fetched, Statistics, assemble, classify, settings
 from delivered.connectors.kafka.librdkafka import ERROR_CALLBACK, STATISTICS_CALLBACK, consumer_library
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX
+from delivered.source.columns import HEADERS
 
 I64 = npt.NDArray[np.int64]
 

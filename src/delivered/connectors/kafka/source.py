@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.kafka.client import KafkaDriverClient, joined
-from delivered.connectors.kafka.consume import COLUMNS, HEADERS
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Partition, Place, Positions, Timestamp, Where
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
 from delivered.contract import Finding, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.source.columns import columns
 from delivered.source.ranges import Range, admit, split
 
 log = logging.getLogger("delivered.kafka")
@@ -64,7 +64,7 @@ class KafkaSource:
         return []
 
     def schema(self) -> pa.Schema:
-        return COLUMNS.append(HEADERS) if self.options.headers else COLUMNS
+        return columns(self.options.headers)
 
     def driver(self) -> KafkaDriver:
         return KafkaDriver(self.options)

@@ -26,6 +26,7 @@ from delivered.contract_queue import Bunch, Entered, JournalSize
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.source.columns import HEADER, HEADERS
 from delivered.source.window import Window
 from delivered.storage.durable import sync
 
@@ -275,12 +276,12 @@ def rows_of(bunch: Bunch) -> pa.RecordBatch:
             values.append(value)
         offsets[at] = len(names)
     entries = pa.StructArray.from_arrays(
-        [pa.array(names, pa.string()), pa.array(values, pa.binary())], fields=list(layout.HEADERS.value_type)
+        [pa.array(names, pa.string()), pa.array(values, pa.binary())], fields=list(HEADER)
     )
     columns = [
         pa.array(bunch.keys, pa.binary()),
         pa.array(bunch.values, pa.binary()),
-        pa.ListArray.from_arrays(pa.array(offsets), entries, type=layout.HEADERS),
+        pa.ListArray.from_arrays(pa.array(offsets), entries, type=HEADERS.type),
         pa.array([now_us if t is None else t for t in bunch.times_us], pa.timestamp("us", tz="UTC")),
     ]
     return pa.RecordBatch.from_arrays(columns, names=["key", "value", "headers", "timestamp"])

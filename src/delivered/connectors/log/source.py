@@ -15,6 +15,7 @@ from delivered.connectors.log.read import RangeReader
 from delivered.contract import Finding, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.source.columns import columns
 
 _RELOADS_MAX = 5
 _VERSIONS_SYNCED_AT_START = 100
@@ -50,18 +51,7 @@ class LogSource:
         return []
 
     def schema(self) -> pa.Schema:
-        fields = [
-            pa.field("key", pa.binary()),
-            pa.field("value", pa.binary()),
-            pa.field("topic", pa.string()),
-            pa.field("partition", pa.int32()),
-            pa.field("offset", pa.int64()),
-            pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-            pa.field("timestampType", pa.int32()),
-        ]
-        if self.options.headers:
-            fields.append(pa.field("headers", layout.HEADERS))
-        return pa.schema(fields)
+        return columns(self.options.headers)
 
     def driver(self) -> LogDriver:
         return LogDriver(self.options)

@@ -16,16 +16,16 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
+from delivered.source.columns import HEADERS, TIMESTAMP
 from delivered.storage import delta_log
 
-HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 STORED = pa.schema(
     [
         pa.field("key", pa.binary()),
         pa.field("value", pa.binary()),
-        pa.field("headers", HEADERS),
+        HEADERS,
         pa.field("offset", pa.int64()),
-        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        pa.field("timestamp", TIMESTAMP),
     ]
 )
 """Columns inside a Parquet file; `partition` stands in the file's path and in the table's log."""

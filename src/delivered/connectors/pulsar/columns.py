@@ -7,29 +7,19 @@ from typing import Any
 
 import pyarrow as pa
 
-HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
-HEADERS = pa.field("headers", pa.list_(HEADER))
+from delivered.source.columns import COLUMNS as OF_MESSAGES
+from delivered.source.columns import HEADERS, TIMESTAMP, columns
+
 NATIVE = pa.struct(
     [
         pa.field("ledger_id", pa.int64()),
         pa.field("entry_id", pa.int64()),
         pa.field("batch_index", pa.int32()),
         pa.field("producer_name", pa.string()),
-        pa.field("event_time", pa.timestamp("us", tz="UTC")),
+        pa.field("event_time", TIMESTAMP),
     ]
 )
-COLUMNS = pa.schema(
-    [
-        pa.field("key", pa.binary()),
-        pa.field("value", pa.binary()),
-        pa.field("topic", pa.string()),
-        pa.field("partition", pa.int32()),
-        pa.field("offset", pa.int64()),
-        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-        pa.field("timestampType", pa.int32()),
-        pa.field("native", NATIVE),
-    ]
-)
+COLUMNS = OF_MESSAGES.append(pa.field("native", NATIVE))
 _ENTRY_BITS = 28
 _OFFSET_MAX = (1 << 63) - 1
 
@@ -81,33 +71,30 @@ class Rows:
         """All rows since the last call."""
         n = len(self)
         ledgers, entries, indexes = ([i[at] for i in self._ids] for at in range(3))
-        time = pa.timestamp("us", tz="UTC")
         native = pa.StructArray.from_arrays(
             [
                 pa.array(ledgers, pa.int64()),
                 pa.array(entries, pa.int64()),
                 pa.array(indexes, pa.int32()),
                 pa.array(self._producers, pa.string()),
-                pa.array(self._events, pa.int64()).cast(time),
+                pa.array(self._events, pa.int64()).cast(TIMESTAMP),
             ],
             fields=list(NATIVE),
         )
-        columns = [
+        arrays = [
             pa.array(self._keys, pa.binary()),
             pa.array(self._values, pa.binary()),
             pa.array([self._topic] * n, pa.string()),
             pa.array([self._number] * n, pa.int32()),
             pa.array(_offsets(self._ids), pa.int64()),
-            pa.array(self._times, pa.int64()).cast(time),
+            pa.array(self._times, pa.int64()).cast(TIMESTAMP),
             pa.array([0] * n, pa.int32()),
             native,
         ]
-        schema = COLUMNS
         if self._with_headers:
-            columns.append(pa.array(self._headers, HEADERS.type))
-            schema = schema.append(HEADERS)
+            arrays.append(pa.array(self._headers, HEADERS.type))
         self._clear()
-        return pa.RecordBatch.from_arrays(columns, schema=schema)
+        return pa.RecordBatch.from_arrays(arrays, schema=columns(self._with_headers, COLUMNS))
 
 
 def _offsets(ids: Sequence[tuple[int, int, int]]) -> list[int | None]:

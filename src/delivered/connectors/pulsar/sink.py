@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.columns import HEADERS
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.connectors.pulsar.sink_options import OWNER, PulsarSinkOptions
@@ -19,6 +18,7 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.sending.sink import SendingSink, sends
+from delivered.source.columns import HEADERS
 
 _COLUMNS = ("key", "value", "headers", "event_time")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Bounds, Missing
-from delivered.connectors.pulsar.columns import COLUMNS, HEADERS
+from delivered.connectors.pulsar.columns import COLUMNS
 from delivered.connectors.pulsar.entries import cut, gone, rest
 from delivered.connectors.pulsar.options import OWNER, SourceOptions, refuse_latest_start, short_name
 from delivered.connectors.pulsar.positions import (
@@ -27,6 +27,7 @@ from delivered.connectors.pulsar.positions import (
 from delivered.contract import Finding, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.source.columns import columns
 from delivered.source.ranges import admit
 
 log = logging.getLogger("delivered.pulsar")
@@ -78,7 +79,7 @@ class PulsarSource:
         return []
 
     def schema(self) -> pa.Schema:
-        return COLUMNS.append(HEADERS) if self.options.headers else COLUMNS
+        return columns(self.options.headers, COLUMNS)
 
     def driver(self) -> PulsarDriver:
         return PulsarDriver(self.options)

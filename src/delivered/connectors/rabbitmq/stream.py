@@ -29,25 +29,13 @@ from delivered.contract import Finding, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.options import OptionTable
+from delivered.source.columns import columns
 from delivered.source.ranges import admit
 
 if TYPE_CHECKING:
     from delivered.contract import Sink, Source
 
 log = logging.getLogger("delivered.rabbitmq")
-
-HEADERS = pa.field("headers", pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])))
-COLUMNS = pa.schema(
-    [
-        pa.field("key", pa.binary()),
-        pa.field("value", pa.binary()),
-        pa.field("topic", pa.string()),
-        pa.field("partition", pa.int32()),
-        pa.field("offset", pa.int64()),
-        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-        pa.field("timestampType", pa.int32()),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,7 @@ class RabbitmqStreamSource:
         ]
 
     def schema(self) -> pa.Schema:
-        return COLUMNS.append(HEADERS) if self.options.headers else COLUMNS
+        return columns(self.options.headers)
 
     def driver(self) -> StreamDriver:
         return StreamDriver(self.options)

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from delivered import brokers
-from delivered.verify.clients.base import Disturbed, Look, Row, as_row
+from delivered.verify.clients.base import Disturbed, Row, as_row
+from delivered.verify.clients.sql import ANSWER_TIMEOUT_S, LOCK_TIMEOUT_S, RETRY_S, SEEN, SqlTable
 
-ANSWER_TIMEOUT_S = 60.0
-LOCK_TIMEOUT_S = 20
-_POLL_S = 0.05
-_RETRY_S = 0.2
-_SEEN = "seen_as"
 _XA_NOT_ENDED = 1397
 _KINDS = {"bytea": "longblob", "text": "longtext"}
 
 
-class MysqlTable:
-    """A table `effects` in a database of its own, with a column that numbers its rows as they are written.
+class MysqlTable(SqlTable):
+    """It has the server to itself.
 
     Args:
-        server: that the judge may kill; no other cell uses it meanwhile. name: of the cell.
-        seen_by_pipeline: the address that the pipeline is given: the server's, or a proxy's.
         kinds: types of the columns key and value, as PostgreSQL names them.
     """
 
@@ -41,28 +33,22 @@ class MysqlTable:
         two_phase: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        self.name = "effects"
-        self.database = f"cell_{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
-        self.batch_atomic = not two_phase
-        self._server = server
-        self._given = seen_by_pipeline or server.bootstrap
+        super().__init__(server, name, seen_by_pipeline, two_phase, extra)
         self._kinds = kinds
-        self._two_phase = two_phase
-        self._extra = extra or {}
 
     def create(self) -> None:
         self.remove()
         key, value = (_KINDS[k] for k in self._kinds)
-        with self._session("") as cursor:
+        with self._cursor("") as cursor:
             cursor.execute(f"CREATE DATABASE {self.database} CHARACTER SET utf8mb4 COLLATE utf8mb4_bin")
             cursor.execute(
                 f"CREATE TABLE {self._table} (`key` {key}, value {value}, "
-                f"{_SEEN} bigint NOT NULL AUTO_INCREMENT PRIMARY KEY)"
+                f"{SEEN} bigint NOT NULL AUTO_INCREMENT PRIMARY KEY)"
             )
 
     def remove(self) -> None:
         self.roll_back_prepared()
-        with self._session("") as cursor:
+        with self._cursor("") as cursor:
             cursor.execute(f"DROP DATABASE IF EXISTS {self.database}")
             cursor.execute(f"DROP DATABASE IF EXISTS {self._ledger}")
 
@@ -72,56 +58,13 @@ class MysqlTable:
             "url": f"mysql://delivered@{self._given}/{self.database}",
             "dbtable": self.name,
             "ledgerSchema": self._ledger,
-            **({"mechanism": "two_phase"} if self._two_phase else {}),
-            **self._extra,
+            **self._asked,
         }
-
-    def read(self) -> list[Row]:
-        """
-        Raises:
-            pymysql.MySQLError: the server did not answer within 60 s.
-        """
-        with self._session() as cursor:
-            return self._new(cursor, set())
-
-    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
-        """In snapshots of the server's. While it is down, there is nothing to see."""
-        import pymysql
-
-        known: set[int] = set()
-        state: tuple[Any, ...] = ()
-        connection: Any = None
-        try:
-            while True:
-                last = stop.is_set()
-                try:
-                    if connection is None:
-                        connection = self._connect(patience_s=ANSWER_TIMEOUT_S if last else 0.0)
-                    with connection.cursor() as cursor:
-                        cursor.execute(f"SELECT count(*), sum({_SEEN}) FROM {self._table}")  # noqa: S608
-                        now = cursor.fetchone()
-                        rows = self._new(cursor, known) if now != state else []
-                except (pymysql.MySQLError, OSError):
-                    if connection is None and last:
-                        raise
-                    _drop(connection)
-                    connection = None
-                    stop.wait(_RETRY_S)
-                    continue
-                state = now
-                if rows:
-                    known |= {r.position for r in rows}
-                    seen(Look(rows, whole=True))
-                if last:
-                    return
-                stop.wait(_POLL_S)
-        finally:
-            _drop(connection)
 
     def open_transactions(self, pipeline: str) -> list[str]:
         """Prepared transactions, which hold their locks for ever, and sessions whose transaction does nothing."""
         del pipeline  # one cell at a time uses the server
-        with self._session() as cursor:
+        with self._cursor() as cursor:
             cursor.execute(
                 "SELECT CONCAT('session ', p.ID) FROM information_schema.INNODB_TRX AS t "
                 "JOIN information_schema.PROCESSLIST AS p ON p.ID = t.trx_mysql_thread_id "
@@ -133,7 +76,7 @@ class MysqlTable:
     def roll_back_prepared(self) -> list[str]:
         import pymysql
 
-        with self._session("") as cursor:
+        with self._cursor("") as cursor:
             ended = []
             for text, xid in _prepared(cursor):
                 deadline = time.monotonic() + ANSWER_TIMEOUT_S
@@ -145,7 +88,7 @@ class MysqlTable:
                         if error.args[0] != _XA_NOT_ENDED or time.monotonic() > deadline:
                             raise
                         if any(x == xid for _, x in _prepared(cursor)):
-                            time.sleep(_RETRY_S)
+                            time.sleep(RETRY_S)
                             continue
                         break
                     ended.append(text)
@@ -155,7 +98,7 @@ class MysqlTable:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """As a migration holds a table: nobody can write to it, nobody can read it."""
-        with self._session() as other:
+        with self._cursor() as other:
             other.execute(f"SET lock_wait_timeout = {LOCK_TIMEOUT_S}")
             other.execute(f"LOCK TABLES {self.name} WRITE")
             yield
@@ -164,7 +107,7 @@ class MysqlTable:
     @contextmanager
     def reading(self) -> Iterator[None]:
         count = f"SELECT count(*) FROM {self.name}"  # noqa: S608
-        with self._session() as other:
+        with self._cursor() as other:
             other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             other.execute("START TRANSACTION WITH CONSISTENT SNAPSHOT")
             other.execute(count)
@@ -184,33 +127,37 @@ class MysqlTable:
         return f"{self.database}_ledger"
 
     @contextmanager
-    def _session(self, database: str | None = None) -> Iterator[Any]:
-        with closing(self._connect(database)) as connection, connection.cursor() as cursor:
+    def _cursor(self, database: str | None = None) -> Iterator[Any]:
+        with self._session(database) as connection, connection.cursor() as cursor:
             yield cursor
 
-    def _connect(self, database: str | None = None, patience_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """To the server itself, never through a proxy."""
+    def _lost(self) -> tuple[type[Exception], ...]:
+        import pymysql
+
+        return (pymysql.MySQLError, OSError)
+
+    def _connect_once(self, database: str) -> Any:
         import pymysql
 
         host, _, port = self._server.bootstrap.rpartition(":")
-        deadline = time.monotonic() + patience_s
-        given = {"database": self.database if database is None else database or None, "charset": "utf8mb4"}
-        while True:
-            try:
-                return pymysql.connect(
-                    host=host, port=int(port), user="delivered", autocommit=True, connect_timeout=5, **given
-                )
-            except pymysql.MySQLError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_RETRY_S)
+        given = {"database": database or None, "charset": "utf8mb4"}
+        return pymysql.connect(host=host, port=int(port), user="delivered", autocommit=True, connect_timeout=5, **given)
 
-    def _new(self, cursor: Any, known: set[int]) -> list[Row]:
-        """Rows that are not known, by one statement, and so by one snapshot."""
+    def _drop(self, connection: Any) -> None:
+        if connection is not None and connection.open:
+            connection._force_close()  # no goodbye to a server that may be gone
+
+    def _state(self, connection: Any) -> tuple[Any, ...]:
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT count(*), sum({SEEN}) FROM {self._table}")  # noqa: S608
+            return tuple(cursor.fetchone())
+
+    def _new(self, connection: Any, known: set[int]) -> list[Row]:
         least = min(set(range(1, len(known) + 2)) - known)
-        cursor.execute(f"SELECT {_SEEN}, `key`, value FROM {self._table} WHERE {_SEEN} >= {least} ORDER BY 1")  # noqa: S608
-        found = ((int(n), {"key": key, "value": value}) for n, key, value in cursor.fetchall())
-        return [as_row(self.name, n, columns) for n, columns in found if n not in known]
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT {SEEN}, `key`, value FROM {self._table} WHERE {SEEN} >= {least} ORDER BY 1")  # noqa: S608
+            found = ((int(n), {"key": key, "value": value}) for n, key, value in cursor.fetchall())
+            return [as_row(self.name, n, columns) for n, columns in found if n not in known]
 
 
 def _prepared(cursor: Any) -> list[tuple[str, str]]:
@@ -222,8 +169,3 @@ def _prepared(cursor: Any) -> list[tuple[str, str]]:
         parts = f"x'{raw[:first].hex()}',x'{raw[first : first + second].hex()}',{int(form)}"
         found.append((raw.decode("utf-8", "replace"), parts))
     return found
-
-
-def _drop(connection: Any) -> None:
-    if connection is not None and connection.open:
-        connection._force_close()  # no goodbye to a server that may be gone

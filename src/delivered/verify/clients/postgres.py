@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delivered import brokers
-from delivered.verify.clients.base import Disturbed, Look, Row, as_row
+from delivered.verify.clients.base import Disturbed, Row, as_row
+from delivered.verify.clients.sql import LOCK_TIMEOUT_S, SEEN, SqlTable
 
 if TYPE_CHECKING:
     import psycopg
 
-ANSWER_TIMEOUT_S = 60.0
-LOCK_TIMEOUT_S = 20
-_POLL_S = 0.05
-_RETRY_S = 0.2
-_SEEN = "seen_as"
 _JUDGE = "judge"
 _TABLESPACE = "small"
 
 
-class PgTable:
-    """A table `effects` in a database of its own.
-
+class PgTable(SqlTable):
+    """
     Args:
-        server: that the judge may kill; name: of the cell.
-        seen_by_pipeline: the address that the pipeline is given: the server's, or a proxy's.
         kinds: types of the columns key and value. The table then has a column more, which numbers its rows as they are
             written; a pipeline that would be blind to a default could not write it. None: the pipeline makes the
             table, whatever its columns are.
@@ -50,20 +40,13 @@ class PgTable:
         disk: Path | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        self.name = "effects"
-        # A name of the server's own alphabet, however long the cell's is.
-        self.database = f"cell_{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
-        self.batch_atomic = not two_phase
-        self._server = server
-        self._given = seen_by_pipeline or server.bootstrap
+        super().__init__(server, name, seen_by_pipeline, two_phase, extra)
         self._kinds = kinds
-        self._two_phase = two_phase
         self._disk = disk
-        self._extra = extra or {}
 
     def create(self) -> None:
         self.remove()
-        with self._connect("postgres") as connection:
+        with self._session("postgres") as connection:
             if self._disk is not None:
                 place = self._disk / "tablespace"
                 place.mkdir()
@@ -74,15 +57,15 @@ class PgTable:
         if self._kinds is not None:
             key, value = self._kinds
             where = f"TABLESPACE {_TABLESPACE}" if self._disk is not None else ""
-            with self._connect() as connection:
-                connection.execute(f"CREATE TABLE {self.name} (key {key}, value {value}, {_SEEN} bigserial) {where}")
+            with self._session() as connection:
+                connection.execute(f"CREATE TABLE {self.name} (key {key}, value {value}, {SEEN} bigserial) {where}")
 
     def remove(self) -> None:
-        with self._connect("postgres") as connection:
+        with self._session("postgres") as connection:
             there = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [self.database]).fetchone()
         if there is not None:
             self.roll_back_prepared()
-        with self._connect("postgres") as connection:
+        with self._session("postgres") as connection:
             connection.execute(f"DROP DATABASE IF EXISTS {self.database} WITH (FORCE)")
             if self._disk is not None:
                 connection.execute(f"DROP TABLESPACE IF EXISTS {_TABLESPACE}")
@@ -93,56 +76,13 @@ class PgTable:
             # In the clear, so that a proxy can read along.
             "url": f"postgresql://delivered@{self._given}/{self.database}?sslmode=disable&gssencmode=disable",
             "dbtable": self.name,
-            **({"mechanism": "two_phase"} if self._two_phase else {}),
             **({"ifNotExists": "true"} if self._kinds is None else {}),
-            **self._extra,
+            **self._asked,
         }
-
-    def read(self) -> list[Row]:
-        """
-        Raises:
-            psycopg.Error: the server did not answer within 60 s.
-        """
-        with self._connect() as connection:
-            return self._new(connection, set())
-
-    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
-        """In snapshots of the server's. While it is down, there is nothing to see."""
-        import psycopg
-
-        known: set[int] = set()
-        state: tuple[Any, ...] = ()
-        connection: psycopg.Connection[Any] | None = None
-        try:
-            while True:
-                last = stop.is_set()
-                try:
-                    if connection is None:
-                        connection = self._connect(patience_s=ANSWER_TIMEOUT_S if last else 0.0)
-                    now = self._state(connection)
-                    rows = self._new(connection, known) if now != state else []
-                except psycopg.Error:
-                    if connection is not None:
-                        connection.close()
-                    elif last:
-                        raise
-                    connection = None
-                    stop.wait(_RETRY_S)
-                    continue
-                state = now
-                if rows:
-                    known |= {r.position for r in rows}
-                    seen(Look(rows, whole=True))
-                if last:
-                    return
-                stop.wait(_POLL_S)
-        finally:
-            if connection is not None:
-                connection.close()
 
     def open_transactions(self, pipeline: str) -> list[str]:
         """Prepared transactions, which hold their locks for ever, and sessions that hold theirs and do nothing."""
-        with self._connect() as connection:
+        with self._session() as connection:
             prepared = connection.execute(
                 "SELECT gid FROM pg_prepared_xacts WHERE database = current_database() ORDER BY gid"
             ).fetchall()
@@ -155,7 +95,7 @@ class PgTable:
         return [str(text) for (text,) in [*prepared, *idle]]
 
     def roll_back_prepared(self) -> list[str]:
-        with self._connect() as connection:
+        with self._session() as connection:
             found = connection.execute(
                 "SELECT gid, quote_literal(gid) FROM pg_prepared_xacts WHERE database = current_database()"
             ).fetchall()
@@ -166,14 +106,14 @@ class PgTable:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """As a migration holds a table: nobody can write to it, nobody can read it."""
-        with self._connect() as other, other.transaction():
+        with self._session() as other, other.transaction():
             other.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
             other.execute(f"LOCK TABLE {self.name} IN ACCESS EXCLUSIVE MODE")
             yield
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        with self._connect() as other:
+        with self._session() as other:
             count = f"SELECT count(*) FROM {self.name}"  # noqa: S608
             other.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
             before = other.execute(count).fetchone()
@@ -182,40 +122,39 @@ class PgTable:
                 raise Disturbed(f"a reader's snapshot began with {before} rows of {self.name} and ended with others")
             other.execute("COMMIT")
 
-    def _connect(self, database: str | None = None, patience_s: float = ANSWER_TIMEOUT_S) -> psycopg.Connection[Any]:
-        """To the server itself, never through a proxy."""
+    def _lost(self) -> tuple[type[Exception], ...]:
         import psycopg
 
-        deadline = time.monotonic() + patience_s
-        url = f"postgresql://delivered@{self._server.bootstrap}/{database or self.database}"
-        while True:
-            try:
-                return psycopg.connect(url, autocommit=True, connect_timeout=5, application_name=_JUDGE)
-            except psycopg.OperationalError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_RETRY_S)
+        return (psycopg.Error,)
+
+    def _connect_once(self, database: str) -> psycopg.Connection[Any]:
+        import psycopg
+
+        url = f"postgresql://delivered@{self._server.bootstrap}/{database}"
+        return psycopg.connect(url, autocommit=True, connect_timeout=5, application_name=_JUDGE)
+
+    def _drop(self, connection: psycopg.Connection[Any] | None) -> None:
+        if connection is not None:
+            connection.close()
 
     def _state(self, connection: psycopg.Connection[Any]) -> tuple[Any, ...]:
-        """Changes whenever a transaction that wrote rows, or took some away, gets in."""
         if not self._there(connection):
             return ()
         row = connection.execute(f"SELECT count(*), sum({self._position}) FROM {self.name}").fetchone()  # noqa: S608
         return tuple(row or ())
 
     def _new(self, connection: psycopg.Connection[Any], known: set[int]) -> list[Row]:
-        """Rows that are not known, by one statement, and so by one snapshot."""
         if not self._there(connection):
             return []
         cursor = connection.execute(
-            f"SELECT * FROM (SELECT {self._position} AS {_SEEN}_, * FROM {self.name}) AS e "  # noqa: S608
-            f"WHERE NOT {_SEEN}_ = ANY(%s) ORDER BY 1",
+            f"SELECT * FROM (SELECT {self._position} AS {SEEN}_, * FROM {self.name}) AS e "  # noqa: S608
+            f"WHERE NOT {SEEN}_ = ANY(%s) ORDER BY 1",
             [list(known)],
         )
         names = [c.name for c in cursor.description or ()]
         rows = [dict(zip(names, values, strict=True)) for values in cursor.fetchall()]
-        kept = [n for n in names if n not in (f"{_SEEN}_", _SEEN)]
-        return [as_row(self.name, int(r[f"{_SEEN}_"]), {n: r[n] for n in kept}) for r in rows]
+        kept = [n for n in names if n not in (f"{SEEN}_", SEEN)]
+        return [as_row(self.name, int(r[f"{SEEN}_"]), {n: r[n] for n in kept}) for r in rows]
 
     def _there(self, connection: psycopg.Connection[Any]) -> bool:
         row = connection.execute("SELECT to_regclass(%s) IS NOT NULL", [self.name]).fetchone()
@@ -224,6 +163,6 @@ class PgTable:
     @property
     def _position(self) -> str:
         if self._kinds is not None:
-            return _SEEN
+            return SEEN
         # Of a table that the pipeline made: where a row lies; the page and the place in it.
         return "((ctid::text::point)[0]::bigint * 65536 + (ctid::text::point)[1]::bigint)"

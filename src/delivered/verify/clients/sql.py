@@ -1,0 +1,124 @@
+"""What tables of database servers have in common for the judge: sessions with patience, snapshots one after another."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from delivered import brokers
+from delivered.verify.clients.base import Look, Row
+
+ANSWER_TIMEOUT_S = 60.0
+LOCK_TIMEOUT_S = 20
+RETRY_S = 0.2
+SEEN = "seen_as"
+"""The column that numbers a table's rows as they are written."""
+_POLL_S = 0.05
+
+
+class SqlTable(ABC):
+    """A table `effects` in a database of its own.
+
+    Args:
+        server: that the judge may kill; name: of the cell.
+        seen_by_pipeline: the address that the pipeline is given: the server's, or a proxy's.
+        extra: options of the sink.
+    """
+
+    def __init__(
+        self,
+        server: brokers.Broker,
+        name: str,
+        seen_by_pipeline: str | None = None,
+        two_phase: bool = False,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.name = "effects"
+        # A name of the server's own alphabet, however long the cell's is.
+        self.database = f"cell_{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+        self.batch_atomic = not two_phase
+        self._server = server
+        self._given = seen_by_pipeline or server.bootstrap
+        self._asked = {**({"mechanism": "two_phase"} if two_phase else {}), **(extra or {})}
+
+    def read(self) -> list[Row]:
+        """
+        Raises:
+            Exception: the client's own; the server did not answer within 60 s.
+        """
+        with self._session() as connection:
+            return self._new(connection, set())
+
+    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+        """In snapshots of the server's. While it is down, there is nothing to see."""
+        known: set[int] = set()
+        state: tuple[Any, ...] = ()
+        connection: Any = None
+        try:
+            while True:
+                last = stop.is_set()
+                try:
+                    if connection is None:
+                        connection = self._connect(patience_s=ANSWER_TIMEOUT_S if last else 0.0)
+                    now = self._state(connection)
+                    rows = self._new(connection, known) if now != state else []
+                except self._lost():
+                    if connection is None and last:
+                        raise
+                    self._drop(connection)
+                    connection = None
+                    stop.wait(RETRY_S)
+                    continue
+                state = now
+                if rows:
+                    known |= {r.position for r in rows}
+                    seen(Look(rows, whole=True))
+                if last:
+                    return
+                stop.wait(_POLL_S)
+        finally:
+            self._drop(connection)
+
+    @contextmanager
+    def _session(self, database: str | None = None) -> Iterator[Any]:
+        connection = self._connect(database)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def _connect(self, database: str | None = None, patience_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """To the server itself, never through a proxy."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._connect_once(self.database if database is None else database)
+            except self._lost():
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(RETRY_S)
+
+    @abstractmethod
+    def _lost(self) -> tuple[type[Exception], ...]:
+        """What the client raises when the server does not answer."""
+
+    @abstractmethod
+    def _connect_once(self, database: str) -> Any:
+        """A connection that commits each statement."""
+
+    @abstractmethod
+    def _drop(self, connection: Any) -> None:
+        """End a connection whose server may be gone; None: there is none."""
+
+    @abstractmethod
+    def _state(self, connection: Any) -> tuple[Any, ...]:
+        """Changes whenever a transaction that wrote rows, or took some away, gets in."""
+
+    @abstractmethod
+    def _new(self, connection: Any, known: set[int]) -> list[Row]:
+        """Rows that are not known, by one statement, and so by one snapshot."""
