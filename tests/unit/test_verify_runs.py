@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import report, runs
+from delivered.verify import matrix, report, runs
 from delivered.verify.bench import empty
 from delivered.verify.cell import Cell, Result
 from delivered.verify.fault import PLACES
@@ -56,6 +56,27 @@ def test_a_file_that_is_no_run_does_not_hide_the_others(tmp_path: Path) -> None:
 def test_a_run_without_a_cell_leaves_nothing(tmp_path: Path) -> None:
     assert runs.RunLog(tmp_path, "").end() is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("plain_now_s", "recovery"), [(1.0, "held"), (0.4, "broken")])
+def test_a_slow_recovery_is_held_against_a_plain_restart_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_now_s: float, recovery: str
+) -> None:
+    """What was known, 0.5 s, may be from a quieter machine."""
+
+    def run(cell: Cell, ground: object, plain_s: float | None = None, audit: bool = False) -> Result:
+        if cell.fault.name == "none":
+            return result("none", plain_s=plain_now_s)
+        finding = {"checker": "recovery", "verdict": "broken", "count": 1, "examples": [], "note": ""}
+        return result(plain_s=plain_s, recovery_s=[1.5], recovery="broken", findings=[finding])
+
+    monkeypatch.setattr(matrix, "run_cell", run)
+    store = Store(tmp_path / "v.json")
+    store.add(result("none", plain_s=0.5))
+    choice = Choice(("sqlite/exactly_once/keyed/killed-between",), service=ENGINE)
+    (found,) = matrix.run_matrix(choice, store, tmp_path / "cells")
+    assert (found.plain_s, found.recovery, found.findings[0]["verdict"]) == (plain_now_s, recovery, recovery)
+    assert store.plain_s(matrix.cells(choice)[0]) == plain_now_s
 
 
 @pytest.mark.parametrize(("slowest", "slow"), [(3.9, 0), (4.1, 1)])

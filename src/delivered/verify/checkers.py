@@ -7,7 +7,7 @@ oracle knows which of them may stay silent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from delivered.verify.evidence import Evidence, Seen
@@ -167,9 +167,16 @@ def recovery(evidence: Evidence) -> Finding:
         return Finding("recovery", Verdict.UNKNOWN, note="no driver was killed before it had something to show")
     if evidence.plain_s is None:
         return Finding("recovery", Verdict.UNKNOWN, note="the time of a plain restart is not known")
-    limit = RECOVERY_RATIO_MAX * evidence.plain_s
-    slow = [f"{s:.1f} s (a plain restart: {evidence.plain_s:.1f} s)" for s in evidence.recovery_s if s > limit]
-    return _found("recovery", slow, f"slowest {max(evidence.recovery_s):.1f} s, plain {evidence.plain_s:.1f} s")
+    return compared(evidence.recovery_s, evidence.plain_s)
+
+
+def compared(recovery_s: Sequence[float], plain_s: float) -> Finding:
+    """
+    Args:
+        recovery_s: of each restart after a kill; at least one. plain_s: of a plain restart.
+    """
+    slow = [f"{s:.1f} s (a plain restart: {plain_s:.1f} s)" for s in recovery_s if s > RECOVERY_RATIO_MAX * plain_s]
+    return _found("recovery", slow, f"slowest {max(recovery_s):.1f} s, plain {plain_s:.1f} s")
 
 
 def _final(evidence: Evidence) -> list[Seen]:
