@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
 from delivered.testing.crash import hits, release
+from delivered.verify.proxy_stream import StreamProxy
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p != "receive.take:before"])
@@ -108,6 +110,27 @@ def test_sigterm_persists_what_was_taken(rabbitmq: Rabbitmq, tmp_path: Path) -> 
     release(taken[0][0])
     assert finish(process)["acknowledged"] == 100
     assert entered(tmp_path / "log") == each_once(100)
+
+
+def test_a_connection_that_an_acknowledgement_found_broken_is_made_anew(rabbitmq: Rabbitmq) -> None:
+    """What notices it first is not `receive`; the receiver must hear of it there all the same, and connect again."""
+    queue = rabbitmq.queue()
+    rabbitmq.send(queue, numbered(2))
+    with closing(StreamProxy(rabbitmq.broker.bootstrap, lambda _: None)) as proxy:
+        url = rabbitmq.url.replace(rabbitmq.broker.bootstrap, proxy.bootstrap)
+        receiver = RabbitmqReceiver(parse({"url": url, "queue": queue, "log": "unused"}))
+        taken = receiver.receive(1, 10.0)
+        assert len(taken) == 1
+        proxy.reset_all()
+        deadline = time.monotonic() + 10
+        while isinstance(receiver.acknowledge(taken.handles), Ok):
+            assert time.monotonic() < deadline
+        with pytest.raises(Unreachable):
+            receiver.receive(1, 0.1)
+        receiver.close()
+    again = RabbitmqReceiver(parse({"url": rabbitmq.url, "queue": queue, "log": "unused"}))
+    assert again.receive(1, 10.0).values == [body(0)]
+    again.close()
 
 
 def test_receivers_end_when_who_started_them_is_killed(rabbitmq: Rabbitmq, tmp_path: Path) -> None:

@@ -241,6 +241,13 @@ def verify(
         int | None,
         typer.Option(min=1, help="Of each failure point, guarantee and sink only so many cells: the quickest."),
     ] = None,
+    source: Annotated[
+        list[str],
+        typer.Option(
+            help="Feed every sink from this source (pulsar, rabbitmq_stream, rabbitmq, ...), and break that, too. May "
+            "be given more than once. Default: each sink has its own."
+        ),
+    ] = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Results as JSON; a page is written beside it.")] = Path(
         "build/verify.json"
     ),
@@ -252,10 +259,16 @@ def verify(
     from delivered.cli.verify import verify as run_verify
     from delivered.verify.matrix import Choice
     from delivered.verify.services import SERVICES
+    from delivered.verify.sources import SOURCE_KINDS
 
+    for name in source:
+        if name not in SOURCE_KINDS:
+            raise UsageError("SOURCE_UNKNOWN", f"--source is {name!r}; it must be one of {', '.join(SOURCE_KINDS)}.")
+    if source and file is not None:
+        raise UsageError("VERIFY_SOURCE", f"--source is {source[0]!r}, and {file} has a source of its own.")
     if service not in SERVICES:
         raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {', '.join(SERVICES)}.")
-    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place)
+    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, tuple(source))
     return run_verify(file, choice, out, folder.resolve(), resume, listing, output)
 
 

@@ -30,11 +30,12 @@ def verify(
         )
     if listing:
         for cell in cells(choice) if template is None else own_cells(choice, template):
-            say(f"{cell.sink}/{cell.guarantee.value}/{cell.workload}/{cell.fault.name}  {cell.fault.text}")
+            behind = f"{cell.source} to " if cell.source else ""
+            say(f"{behind}{cell.sink}/{cell.guarantee.value}/{cell.workload}/{cell.fault.name}  {cell.fault.text}")
         return 0
 
     def done(result: Result, number: int, of: int) -> None:
-        what = f"{result.sink}/{result.guarantee}/{result.workload}/{result.fault}"
+        what = f"{result.between}/{result.guarantee}/{result.workload}/{result.fault}"
         why = f": {'; '.join(result.reasons)}" if result.reasons else ""
         note(f"{number}/{of}  {result.verdict:8} {what}  {result.fired} faults, {result.seconds:.0f} s{why}")
 
@@ -68,6 +69,7 @@ def _asked(file: Path | None, choice: Choice) -> str:
     said += [f"--only {pattern}" for pattern in choice.only]
     said += ["--quick"] if choice.quick else []
     said += [f"--faults {choice.faults}"] if choice.faults is not None else []
+    said += [f"--source {name}" for name in choice.sources]
     said += [f"--per-place {choice.per_place}"] if choice.per_place is not None else []
     return " ".join([*said, f"--seed {choice.seed}", f"--service {choice.service}"])
 
@@ -92,7 +94,7 @@ def _show(results: list[Result]) -> None:
         table.add_column(str(name), justify="left" if name in ("sink", "guarantee", "service") else "right")
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for r in results:
-        groups.setdefault((r.sink, r.guarantee, r.service), []).append(r)
+        groups.setdefault((r.between, r.guarantee, r.service), []).append(r)
     for key, group in sorted(groups.items()):
         counts = [str(sum(r.verdict == v.value for r in group)) for v in Verdict]
         lost, doubled = sum(r.lost for r in group), sum(r.duplicated for r in group)
@@ -101,5 +103,5 @@ def _show(results: list[Result]) -> None:
     Console(width=120).print(table)
     for r in results:
         if r.verdict != Verdict.HELD.value:
-            say(f"{r.verdict}: {r.sink}/{r.guarantee}/{r.workload}/{r.fault}: {'; '.join(r.reasons)}")
+            say(f"{r.verdict}: {r.between}/{r.guarantee}/{r.workload}/{r.fault}: {'; '.join(r.reasons)}")
             say(f"  history: {r.folder}/history.jsonl; again: {r.again}")

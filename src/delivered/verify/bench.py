@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
 import shutil
 import subprocess
-import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +13,21 @@ from typing import Any
 import yaml
 
 from delivered import brokers
-from delivered.verify.clients.base import Look, Row
-from delivered.verify.clients.several import at_sink, names_of, sinks_of
-from delivered.verify.evidence import Evidence, Seen, Stop
-from delivered.verify.history import End, History, fired, sends
+from delivered.verify.clients.base import Forgets
+from delivered.verify.clients.several import sinks_of
+from delivered.verify.evidence import Evidence, Stop
+from delivered.verify.history import End, History, sends
 from delivered.verify.producing import Producer
+from delivered.verify.reader import Reader
+from delivered.verify.receiving import Receiving
 from delivered.verify.services import Run, Trouble, last_words, start, wait_for
 from delivered.verify.setting import Setting
 from delivered.verify.template import whole
 from delivered.verify.wire import Fired
-from delivered.verify.workloads import Record, records, source_id
+from delivered.verify.workloads import Record, records
 
 HIT_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 420.0
-_SETTLE_S = 15.0
 
 
 class Bench:
@@ -52,31 +48,33 @@ class Bench:
         self.stays_down = False
         self.audited: dict[str, Any] | None = None
         self.result: Evidence | None = None
-        self._records = records(setting.workload, setting.seed)
+        self.records = records(setting.workload, setting.seed)
+        self.reader = Reader(setting, self.history)
+        self.receiving: Receiving | None = None
         self._sent = 0
-        self._seen: list[Seen] = []
-        self._snapshots: list[tuple[float, frozenset[str]]] = []
-        self._visible: set[str] = set()
-        self._reader_error: str | None = None
-        self._stop_reading = threading.Event()
-        self._reader = threading.Thread(target=self._read_all_along, name=f"reader {setting.name}", daemon=True)
         self._killed = False
 
     # -- before and after -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        self.setting.feed.create()
+        feed = self.setting.feed
+        feed.create()
         self.setting.drain.create()
-        self._reader.start()
+        self.reader.start()
+        if isinstance(feed, Forgets):
+            # A file of its own: a receiver may be reading it while the pipeline's is written anew.
+            file = shutil.copy(self.pipeline_file(), self.folder / "receivers.yaml")
+            self.receiving = Receiving(self.folder, feed, Path(file), self.history, self.setting.environment)
+            self.receiving.open()
 
     def close(self) -> None:
         """End everything that this bench started. May be called again."""
         for run in self.runs:
             if run.lives:
                 run.kill()
-        self._stop_reading.set()
-        if self._reader.is_alive():
-            self._reader.join(60)
+        if self.receiving is not None:
+            self.receiving.close()
+        self.reader.close()
         self.history.close()
 
     # -- the workload -----------------------------------------------------------------------------------------------
@@ -84,22 +82,47 @@ class Bench:
     @property
     def left(self) -> list[Record]:
         """Records that were not sent yet."""
-        return self._records[self._sent :]
+        return self.records[self._sent :]
 
-    def send(self, share: float = 1.0) -> None:
-        """Send a share of all records, or what is left of them, and wait until they are acknowledged."""
-        part = self.left[: max(1, round(share * len(self._records)))]
+    def send(self, share: float = 1.0, *, arrive: bool = True) -> None:
+        """Send a share of all records, or what is left of them, and wait until they are acknowledged.
+
+        Args:
+            arrive: of a queue that forgets, also wait until receivers have them in the log, where a start finds them.
+        """
+        part = self.left[: max(1, round(share * len(self.records)))]
         ids = [self._record_id(r) for r in part]
         self._sent += len(part)
         self.history.add("producer", "send", End.BEGUN, {"ids": ids})
         self.setting.feed.send(part)
         self.history.add("producer", "send", End.OK, {"ids": ids})
+        if arrive:
+            self.arrive()
 
-    def produce_aside(self, portion: int, pause_s: float) -> Producer:
-        """A producer application for all that is left, as a process that can be killed."""
+    def arrive(self) -> None:
+        """Wait until a start of the pipeline finds all that senders were told is in, or nothing moves any more."""
+        if self.receiving is not None:
+            self.receiving.settle({i for i, end in sends(self.history).items() if end is End.OK})
+
+    @property
+    def receivers(self) -> Receiving:
+        """
+        Raises:
+            Trouble: the source needs none.
+        """
+        if self.receiving is None:
+            raise Trouble("NO_RECEIVER", f"The source of cell {self.setting.name} needs no receiver.")
+        return self.receiving
+
+    def produce_aside(self, portion: int, pause_s: float, again: bool = True) -> Producer:
+        """A producer application for all that is left, as a process that can be killed.
+
+        Args:
+            again: after a death it sends again what it was not told about.
+        """
         left = [replace(r, id=self._record_id(r)) for r in self.left]
-        producer = Producer(self.folder, self.setting.feed, self.history, left, portion, pause_s)
-        self._sent = len(self._records)
+        producer = Producer(self.folder, self.setting.feed, self.history, left, portion, pause_s, again)
+        self._sent = len(self.records)
         return producer
 
     # -- the pipeline -----------------------------------------------------------------------------------------------
@@ -111,7 +134,7 @@ class Bench:
         if s.workload.rows_per_batch is not None or "rows_per_batch" in self.extra:
             source["maxOffsetsPerTrigger"] = self.extra.get("rows_per_batch", s.workload.rows_per_batch)
         else:
-            source["maxOffsetsPerTrigger"] = max(1, len(self._records) // 6)
+            source["maxOffsetsPerTrigger"] = max(1, len(self.records) // 6)
         source |= self.extra.get("source", {})
         path = self.folder / "pipeline.yaml"
         if s.template is not None:
@@ -188,6 +211,7 @@ class Bench:
 
     def drain(self, most: int = 4) -> None:
         """Start the pipeline without a fault until it ends well, at most so often; then everything is through."""
+        self.arrive()
         code: str | None = "?"
         for _ in range(most):
             code = self.end(self.start())
@@ -198,6 +222,14 @@ class Bench:
     def fire(self, name: str, **facts: Any) -> None:
         """Note that a fault did happen."""
         self.history.add("fault", name, End.OK, facts)
+
+    def audit(self) -> None:
+        """Ask the product itself, by `delivered audit`: a second opinion, and the count of what was given up."""
+        self.audited = self.setting.service.audit(self.pipeline_file(), self.folder, self.setting.environment)
+        self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
+
+    def _record_id(self, record: Record) -> str:
+        return record.id if self.setting.template is None else whole(record.key, record.value).id
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -224,9 +256,19 @@ class Bench:
         return self.setting.broker
 
     @property
+    def source_broker(self) -> brokers.Broker:
+        """
+        Raises:
+            Trouble: no server holds the source.
+        """
+        if self.setting.source_broker is None:
+            raise Trouble("NO_BROKER", f"The source of cell {self.setting.name} has no broker to restart.")
+        return self.setting.source_broker
+
+    @property
     def effects_seen(self) -> int:
         """How many effects the reader saw until now."""
-        return len(self._seen)
+        return len(self.reader.seen)
 
     def all_seen(self) -> None:
         """Wait until the reader saw what is there: what it sees from now on is new."""
@@ -235,140 +277,6 @@ class Bench:
 
     def on_network_fault(self, hit: Fired) -> None:
         self.fire(hit.rule, api=hit.api, version=hit.version, client=hit.client)
-
-    # -- evidence ---------------------------------------------------------------------------------------------------
-
-    def evidence(self, required: Sequence[str], ordered: bool) -> Evidence:
-        """Read source and sink at the end, stop the reader, and put together what there is to judge."""
-        s = self.setting
-        hanging: list[str] | None = None
-        with suppress(TimeoutError):
-            # The markers of transactions that were just ended arrive a moment later.
-            self.wait(lambda: not s.drain.open_transactions(s.name), "open transactions end", _SETTLE_S)
-        hanging = s.drain.open_transactions(s.name)
-        source = s.feed.read()
-        final = [self._as_seen(r) for r in s.drain.read()]
-        self.history.add("final reader", "read", End.OK, {"effects": len(final)})
-        self._stop_reading.set()
-        self._reader.join(60)
-        if self._reader_error is not None:
-            raise Trouble("READER_DIED", f"The reader of cell {s.name} ended early: {self._reader_error}")
-        ends = sends(self.history)
-        by_record = s.template is None and s.workload.together is None
-        return Evidence(
-            guarantee=s.guarantee,
-            expected=self._expected(source, final),
-            acknowledged=frozenset(i for i, end in ends.items() if end is End.OK),
-            in_source=Counter(self._source_id(r) for r in source),
-            offered=frozenset(ends),
-            seen=self._seen,
-            final=final,
-            snapshots=self._snapshots,
-            batches=self._batches(source) if by_record else None,
-            # Which rows of an own transform, or of one with state, make a batch cannot be told from outside.
-            batch_atomic=s.drain.batch_atomic and by_record,
-            ordered=ordered,
-            given_up=self._audited("counts", "given_up"),
-            audit_verdict=self.audited["verdict"] if self.audited else None,
-            open_transactions=hanging,
-            required=required,
-            fired=fired(self.history),
-            stops=self.stops,
-            stays_down=self.stays_down,
-            recovery_s=self._recoveries(),
-            plain_s=s.plain_s,
-        )
-
-    def audit(self) -> None:
-        """Ask the product itself, by `delivered audit`: a second opinion, and the count of what was given up."""
-        self.audited = self.setting.service.audit(self.pipeline_file(), self.folder, self.setting.environment)
-        self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
-
-    def _audited(self, *path: str) -> int | None:
-        found: Any = self.audited
-        for part in path:
-            found = found.get(part) if isinstance(found, dict) else None
-        return found if isinstance(found, int) else None
-
-    def _expected(self, source: Sequence[Row], final: Sequence[Seen]) -> Counter[str]:
-        template, workload = self.setting.template, self.setting.workload
-        if template is None and workload.together is not None:
-            return Counter(workload.told_by(None, v).id for v in workload.together([r.value for r in source]))
-        if template is None:
-            return Counter(e for r in source for e in self._effects(r))
-        if template.reference is None:
-            template.reference = Counter(s.effect for s in final)
-        return template.reference
-
-    def _source_id(self, row: Row) -> str:
-        return source_id(row.value) if self.setting.template is None else whole(row.key, row.value).id
-
-    def _record_id(self, record: Record) -> str:
-        return record.id if self.setting.template is None else whole(record.key, record.value).id
-
-    def first_effect_s(self) -> float | None:
-        """Seconds from the first start to the first effect that the reader saw."""
-        return self._visible_after(self.runs[0], None) if self.runs else None
-
-    def plain_restart_s(self) -> float | None:
-        """The same of the last start, in a cell whose runs all ended by themselves; None: there was none."""
-        plain = [r for r in self.runs[1:] if not r.after_kill]
-        return self._visible_after(plain[0], None) if plain else None
-
-    def _recoveries(self) -> list[float]:
-        """From each start after a SIGKILL of the driver to the first effect seen after it, if that came before the next
-        start."""
-        found = [
-            self._visible_after(run, after)
-            for run, after in itertools.zip_longest(self.runs, self.runs[1:])
-            if run.after_kill
-        ]
-        return [s for s in found if s is not None]
-
-    def _visible_after(self, run: Run, next_run: Run | None) -> float | None:
-        first = next((s.at_s for s in self._seen if s.at_s > run.started_s), None)
-        if first is None or (next_run is not None and first > next_run.started_s):
-            return None
-        return round(first - run.started_s, 2)
-
-    def _effects(self, row: Row) -> list[str]:
-        workload = self.setting.workload
-        found = [workload.told_by(row.key, v).id for v in workload.effects(row.value)]
-        return [at_sink(sink, effect) for sink in names_of(self.setting.drain) for effect in found]
-
-    def _as_seen(self, row: Row) -> Seen:
-        effect = self.setting.workload.told_by(row.key, row.value)
-        lane = at_sink(row.sink, row.lane)
-        return Seen(at_sink(row.sink, effect.id), lane, row.position, effect.key, effect.number, self.history.now_s)
-
-    def _read_all_along(self) -> None:
-        def seen(look: Look) -> None:
-            found = [self._as_seen(r) for r in look.rows]
-            self._seen.extend(found)
-            if look.whole:
-                self._visible |= {s.effect for s in found}
-                self._snapshots.append((self.history.now_s, frozenset(self._visible)))
-            self.history.add("reader", "read", End.OK, {"effects": len(found), "all": len(self._seen)})
-
-        try:
-            self.setting.drain.follow(seen, self._stop_reading)
-        except Exception as error:
-            self._reader_error = f"{type(error).__name__}: {error}"
-
-    def _batches(self, source: Sequence[Row]) -> dict[int, frozenset[str]] | None:
-        """Effects of each batch that the checkpoint still knows; None if it has a gap."""
-        ends: dict[int, dict[str, int]] = {}
-        for number in self.batches_planned():
-            lines = (self.checkpoint / "offsets" / str(number)).read_text(encoding="utf-8").splitlines()
-            ends[number] = self.setting.feed.offsets(json.loads(lines[2]))
-        if not ends or list(ends) != list(range(len(ends))):
-            return None
-        found: dict[int, set[str]] = {n: set() for n in ends}
-        for row in source:
-            batch = next((n for n, end in ends.items() if row.position < end.get(row.lane, 0)), None)
-            if batch is not None:
-                found[batch] |= set(self._effects(row))
-        return {n: frozenset(effects) for n, effects in found.items()}
 
 
 def empty(folder: Path) -> None:

@@ -17,12 +17,14 @@ from delivered.model.guarantee import Guarantee
 from delivered.verify import scripts
 from delivered.verify.bench import Bench, empty
 from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
+from delivered.verify.gather import first_effect_s, gather, plain_restart_s
 from delivered.verify.ground import Ground, settle
 from delivered.verify.history import fired
 from delivered.verify.oracle import Judgement, judge
 from delivered.verify.services import SERVICES, SPARK
 from delivered.verify.setting import Setting
 from delivered.verify.sinks import SINK_KINDS
+from delivered.verify.sources import SOURCE_KINDS
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
@@ -31,7 +33,11 @@ DISK_MB = 24
 
 @dataclass(frozen=True)
 class Cell:
-    """What is asked: this sink, this guarantee, this workload, this fault, this seed."""
+    """What is asked: this sink, this guarantee, this workload, this fault, this seed.
+
+    Attributes:
+        source: empty: the one that the sink is fed from unless somebody asks for another.
+    """
 
     sink: str
     guarantee: Guarantee
@@ -39,16 +45,18 @@ class Cell:
     fault: Fault
     seed: int
     service: str = SPARK
+    source: str = ""
 
     @property
     def name(self) -> str:
         """Short enough for a pipeline's name."""
         short = {"exactly_once": "eo", "at_least_once": "alo", "at_most_once": "amo"}[self.guarantee.value]
-        return f"{self.sink}-{short}-{self.workload}-{self.fault.name}-{self.service[0]}{self.seed}"
+        from_source = f"{self.source.replace('_', '-')}-" if self.source else ""
+        return f"{from_source}{self.sink}-{short}-{self.workload}-{self.fault.name}-{self.service[0]}{self.seed}"
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.sink, self.guarantee.value, self.workload, self.fault.name, self.seed, self.service)
+        return (self.sink, self.guarantee.value, self.workload, self.fault.name, self.seed, self.service, self.source)
 
 
 @dataclass
@@ -56,6 +64,7 @@ class Result:
     """What came out of a cell. The first ten fields are the format that others read.
 
     Attributes:
+        source: empty: the one that the sink is fed from unless somebody asks for another.
         plain_s: seconds from a plain restart to its first effect: of this cell if nothing was killed in it, else the
             one that recovery is compared with.
         recovery_s: the same of each restart after a SIGKILL of the driver; recovery: the verdict on them, apart from
@@ -73,6 +82,7 @@ class Result:
     fired: int
     final_read: bool
     service: str = SPARK
+    source: str = ""
     place: str = ""
     text: str = ""
     reasons: list[str] = field(default_factory=list)
@@ -94,7 +104,12 @@ class Result:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.sink, self.guarantee, self.workload, self.fault, self.seed, self.service)
+        return (self.sink, self.guarantee, self.workload, self.fault, self.seed, self.service, self.source)
+
+    @property
+    def between(self) -> str:
+        """The sink, behind a source that was asked for."""
+        return f"{self.source} to {self.sink}" if self.source else self.sink
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -140,7 +155,9 @@ def _run(cell: Cell, bench: Bench, audit: bool) -> Judgement:
     if (audit or cell.guarantee is Guarantee.AT_MOST_ONCE) and not bench.stays_down:
         bench.audit()
     ordered = bench.setting.workload.ordered and cell.fault.keeps_order and SINK_KINDS[cell.sink].ordered
-    bench.result = bench.evidence(cell.fault.requires, ordered)
+    if cell.source:
+        ordered = ordered and SOURCE_KINDS[cell.source].ordered
+    bench.result = gather(bench, cell.fault.requires, ordered)
     return judge(bench.result)
 
 
@@ -160,6 +177,7 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         folder,
         disk,
         stack,
+        chosen=cell.source,
         small_disk=small,
         topics=TOPICS in fault.needs,
         on_fire=(lambda hit: bench.on_network_fault(hit)) if PROXY in fault.needs else None,
@@ -176,6 +194,7 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         extra=dict(fault.extra),
         proxy=ends.proxy,
         broker=ends.server,
+        source_broker=ends.source_server,
         plain_s=plain_s,
         environment=ground.environment,
         service=SERVICES[cell.service],
@@ -206,6 +225,7 @@ def _result(
         fired=0,
         final_read=False,
         service=cell.service,
+        source=cell.source,
         place=cell.fault.place,
         text=cell.fault.text,
         reasons=reasons,
@@ -213,7 +233,7 @@ def _result(
         seconds=round(time.monotonic() - began, 1),
         folder=str(folder),
         again=f"delivered verify --only {cell.sink}/{cell.guarantee.value}/{cell.workload}/{cell.fault.name} "
-        f"--seed {cell.seed} --service {cell.service}",
+        f"--seed {cell.seed} --service {cell.service}" + (f" --source {cell.source}" if cell.source else ""),
     )
 
 
@@ -231,9 +251,9 @@ def _add_facts(result: Result, bench: Bench) -> None:
     result.given_up = evidence.given_up
     result.stops = [{"when": s.when, "wanted": list(s.wanted), "got": s.got} for s in evidence.stops]
     result.runs = len(bench.runs)
-    result.first_effect_s = bench.first_effect_s()
+    result.first_effect_s = first_effect_s(bench)
     result.recovery_s = list(evidence.recovery_s)
-    result.plain_s = bench.plain_restart_s() if result.fault == "none" else evidence.plain_s
+    result.plain_s = plain_restart_s(bench) if result.fault == "none" else evidence.plain_s
     result.recovery = next((str(f["verdict"]) for f in result.findings if f["checker"] == "recovery"), "")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from delivered import brokers
-from delivered.verify.clients import drains
+from delivered.verify.clients import drains, feeds
 from delivered.verify.clients.base import Drain, Feed
 from delivered.verify.clients.drains import Place
 from delivered.verify.clients.kafka import Topic
@@ -20,7 +20,8 @@ from delivered.verify.clients.several import Several
 from delivered.verify.proxy import Proxy
 from delivered.verify.proxy_sql import MysqlProxy, PostgresProxy
 from delivered.verify.proxy_stream import StreamProxy
-from delivered.verify.sinks import KAFKA, LOG, MYSQL, POSTGRES, PULSAR, SINK_KINDS
+from delivered.verify.sinks import ACTIVEMQ, KAFKA, MYSQL, POSTGRES, PULSAR, ROCKETMQ, SINK_KINDS
+from delivered.verify.sources import SOURCE_KINDS
 from delivered.verify.template import Template
 from delivered.verify.wire import Fired, Wire
 from delivered.verify.workloads import Workload
@@ -33,6 +34,9 @@ SERVER_PROPERTIES: dict[str, dict[str, str]] = {
     },
     # What a killed server wrote, the system keeps: no cell pulls a plug.
     PULSAR: {"journalSyncData": "false"},
+    ACTIVEMQ: {"journalDatasync": "false"},
+    # Else nothing that a killed receiver held comes again before ten seconds.
+    ROCKETMQ: {"proxy.minInvisibleTimeMillsForRecv": "1000"},
 }
 _PROXIES: dict[str, Callable[[str, Callable[[Fired], None]], Wire[Any]]] = {
     KAFKA: Proxy,
@@ -50,6 +54,7 @@ class Ground:
         environment: of the pipelines' processes.
         sink_options: over those of every sink in the pipeline file; `format` puts another connector in its place.
         template: the user's own pipeline, which every cell then runs.
+        source_format: another connector in the place of every queue's.
     """
 
     def __init__(
@@ -59,8 +64,10 @@ class Ground:
         environment: dict[str, str] | None = None,
         sink_options: dict[str, Any] | None = None,
         template: Template | None = None,
+        source_format: str | None = None,
     ) -> None:
         self.folder = folder
+        self.source_format = source_format
         self.template = template
         self.environment = dict(environment or {})
         if template is not None:
@@ -95,12 +102,14 @@ class Ends(NamedTuple):
 
     Attributes:
         server: that holds the sink, or the source if the sink needs none; None: neither does.
+        source_server: that holds the source; None: files of this machine.
         proxy: that the pipeline reaches it through, if it was asked for.
     """
 
     feed: Feed
     drain: Drain
     server: brokers.Broker | None
+    source_server: brokers.Broker | None
     proxy: Wire[Any] | None
 
 
@@ -113,6 +122,7 @@ def settle(
     disk: Path,
     stack: contextlib.ExitStack,
     *,
+    chosen: str = "",
     small_disk: bool = False,
     topics: bool = False,
     on_fire: Callable[[Fired], None] | None = None,
@@ -121,28 +131,32 @@ def settle(
 
     Args:
         whole: the sink, or several that share every batch.
+        chosen: the source; empty: what the sink is fed from.
         disk: where checkpoint and files of the sink go; small_disk: it is one of its own, and soon full.
         topics: the source must be one.
         on_fire: what a proxy tells of each request that it hit; None: the pipeline reaches its server directly.
         stack: closes the proxy.
     """
     kind, options = SINK_KINDS[whole], ground.sink_options
-    source = ground.template.source if ground.template is not None else kind.source
-    if topics or workload.topics > 1:
+    source = chosen or (ground.template.source if ground.template is not None else kind.source)
+    if not chosen and (topics or workload.topics > 1):
         source = KAFKA
     server = ground.server(kind.server) if kind.server is not None else None
     proxy: Wire[Any] | None = None
     if on_fire is not None and server is not None:
         proxy = _PROXIES.get(server.kind, StreamProxy)(server.bootstrap, on_fire)
         stack.callback(proxy.close)
+    held = SOURCE_KINDS[source].server
+    source_server = ground.server(held) if held is not None else None
+    server = server or source_server
     feed: Feed
-    if source == LOG:
+    if source_server is None:
         feed = Log(folder / "log")
+    elif source == KAFKA:
+        given = proxy.bootstrap if proxy is not None and kind.server == KAFKA else source_server.bootstrap
+        feed = Topic(source_server.bootstrap, f"{name}-in", given, topics=workload.topics).as_feed()
     else:
-        kafka = ground.server(KAFKA)
-        given = proxy.bootstrap if proxy is not None and kind.server == KAFKA else kafka.bootstrap
-        feed = Topic(kafka.bootstrap, f"{name}-in", given, topics=workload.topics).as_feed()
-        server = server or kafka
+        feed = feeds.held_by(source_server, source, name, folder / "log", ground.source_format)
 
     def drain_of(sink: str) -> Drain:
         """Of a member, too: the network is that of the server that the whole sink is named after."""
@@ -154,4 +168,4 @@ def settle(
 
     members = kind.members
     drain = Several({m: drain_of(m) for m in members}) if members else drain_of(whole)
-    return Ends(feed, drain, server, proxy)
+    return Ends(feed, drain, server, source_server, proxy)

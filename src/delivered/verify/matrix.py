@@ -24,6 +24,7 @@ from delivered.verify.ground import Ground, Say
 from delivered.verify.scripts import can_mount
 from delivered.verify.services import ENGINE, SERVICES, SPARK
 from delivered.verify.sinks import KAFKA, SINK_KINDS
+from delivered.verify.source_faults import source_catalogue
 from delivered.verify.template import Template
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
@@ -48,6 +49,8 @@ class Choice:
         faults: go on with the next seeds until so many faults fired; None: one seed. The soak's cells, and no others.
         per_place: of each failure point, guarantee and sink only so many cells: those with the fewest faults, which
             need the fewest starts; None: all.
+        sources: feed every sink from each of these, and do what is done to a source and a sink; empty: the one that
+            each sink has, and all that is done to a sink.
     """
 
     only: tuple[str, ...] = ()
@@ -59,10 +62,31 @@ class Choice:
     minutes: float | None = None
     faults: int | None = None
     per_place: int | None = None
+    sources: tuple[str, ...] = ()
 
 
 def cells(choice: Choice) -> list[Cell]:
     """In the order in which they run: the strictest guarantee first, the default workload before the others."""
+    found = _of_sources(choice) if choice.sources else _of_sinks(choice)
+    if choice.quick:
+        found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
+    possible = [c for c in found if _possible(c)]
+    chosen = [c for c in possible if not choice.only or any(_matches(c, p) for p in choice.only)]
+    return chosen if choice.per_place is None else _few(chosen, choice.per_place)
+
+
+def _of_sources(choice: Choice) -> list[Cell]:
+    return [
+        Cell(sink, guarantee, DEFAULT_WORKLOAD, fault, choice.seed, choice.service, source)
+        for guarantee in GUARANTEES
+        for source in choice.sources
+        for sink in SINKS
+        for fault in source_catalogue(guarantee, sink, source)
+        if choice.faults is None
+    ]
+
+
+def _of_sinks(choice: Choice) -> list[Cell]:
     found: list[Cell] = []
     for other_workloads in (False, True):
         for guarantee in GUARANTEES:
@@ -81,18 +105,14 @@ def cells(choice: Choice) -> list[Cell]:
                             if fault.name in w.faults and w.name != DEFAULT_WORKLOAD and not SINK_KINDS[sink].members
                         ]
                     found += [Cell(sink, guarantee, w, fault, choice.seed, choice.service) for w in named]
-    if choice.quick:
-        found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
-    possible = [c for c in found if _possible(c)]
-    chosen = [c for c in possible if not choice.only or any(_matches(c, p) for p in choice.only)]
-    return chosen if choice.per_place is None else _few(chosen, choice.per_place)
+    return found
 
 
 def _few(found: Sequence[Cell], per_place: int) -> list[Cell]:
     """In the order in which they are. What an undisturbed run shows is needed to judge the others, so it stays."""
-    groups: dict[tuple[str, str, str], list[Cell]] = {}
+    groups: dict[tuple[str, str, str, str], list[Cell]] = {}
     for c in found:
-        groups.setdefault((c.fault.place, c.guarantee.value, c.sink), []).append(c)
+        groups.setdefault((c.fault.place, c.guarantee.value, c.sink, c.source), []).append(c)
     kept = {id(c) for g in groups.values() for c in sorted(g, key=lambda c: len(c.fault.requires))[:per_place]}
     return [c for c in found if id(c) in kept]
 
@@ -153,7 +173,8 @@ class Store:
         """How long a plain restart took to its first effect, with this sink, guarantee and service; of this workload
         if that is known, else of the default one."""
         for workload in (cell.workload, DEFAULT_WORKLOAD):
-            found = self.results.get((cell.sink, cell.guarantee.value, workload, "none", cell.seed, cell.service))
+            key = (cell.sink, cell.guarantee.value, workload, "none", cell.seed, cell.service, cell.source)
+            found = self.results.get(key)
             if found is not None and found.plain_s is not None:
                 return found.plain_s
         return None

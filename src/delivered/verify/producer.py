@@ -3,7 +3,8 @@
     python -m delivered.verify.producer '{"feed": ..., "records": file, "notes": file, "portion": 20, "pause_s": 0.1}'
 
 A note is written before a portion leaves and after it was acknowledged, each on disk before it goes on. Started again,
-it sends again what it had begun and was not told about: the source may then hold these twice.
+it sends again what it had begun and was not told about: the source may then hold these twice. With `"again": false` it
+leaves that out: the source may then hold it or not.
 """
 
 from __future__ import annotations
@@ -16,18 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from delivered.verify.clients.base import Feed
+from delivered.verify.clients.feeds import from_address
 from delivered.verify.workloads import Record
-
-
-def feed_from(data: dict[str, Any]) -> Feed:
-    if data["system"] == "kafka":
-        from delivered.verify.clients.kafka import Topic
-
-        return Topic(data["bootstrap"], data["name"]).as_feed()
-    from delivered.verify.clients.log import Log
-
-    return Log(Path(data["path"]))
 
 
 def write_records(path: Path, records: list[Record]) -> None:
@@ -49,10 +40,10 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     order = json.loads(sys.argv[1])
-    feed = feed_from(order["feed"])
+    feed = from_address(order["feed"])
     records = [Record(**json.loads(line)) for line in Path(order["records"]).read_text(encoding="utf-8").splitlines()]
     notes = Path(order["notes"])
-    done = {n["at"] for n in read_notes(notes) if n["end"] == "ok"}
+    done = {n["at"] for n in read_notes(notes) if n["end"] == "ok" or not order.get("again", True)}
     portion = int(order["portion"])
     with notes.open("a", encoding="utf-8") as file:
         file.write("\n")  # a line that was cut off by a kill stays alone

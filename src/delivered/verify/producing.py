@@ -18,27 +18,34 @@ from delivered.verify.workloads import Record
 
 
 class Producer:
-    """A producer application that can be killed and started again."""
+    """A producer application that can be killed and started again.
+
+    Args:
+        again: started again, it sends again what it had begun and was not told about; else it leaves that out.
+    """
 
     def __init__(
-        self, folder: Path, feed: Feed, history: History, left: Sequence[Record], portion: int, pause_s: float
+        self,
+        folder: Path,
+        feed: Feed,
+        history: History,
+        left: Sequence[Record],
+        portion: int,
+        pause_s: float,
+        again: bool = True,
     ) -> None:
         self._folder = folder
         self._history = history
         self._notes = folder / "producer.notes"
         records_file = folder / "producer.records"
         write_records(records_file, list(left))
-        where = (
-            {"system": "log", "path": str(feed.path)}  # type: ignore[attr-defined]
-            if feed.system == "log"
-            else {"system": "kafka", "bootstrap": feed.bootstrap, "name": feed.name}  # type: ignore[attr-defined]
-        )
         self._order = {
-            "feed": where,
+            "feed": feed.address(),
             "records": str(records_file),
             "notes": str(self._notes),
             "portion": portion,
             "pause_s": pause_s,
+            "again": again,
         }
         self._told = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,14 +77,18 @@ class Producer:
             self._process.wait()
         self._note()
 
-    def finish(self, timeout_s: float) -> None:
-        """Wait until it has sent everything.
+    def finish(self, timeout_s: float, most: int = 1) -> None:
+        """Wait until it has sent everything; if it fails, start it again, at most so often in all.
 
         Raises:
             Trouble: it failed.
         """
-        if self._process is not None and self._process.wait(timeout_s) != 0:
-            raise Trouble("PRODUCER_FAILED", f"The producer of {self._folder.name} failed; see producer.log.")
+        for left in reversed(range(most)):
+            if self._process is None or self._process.wait(timeout_s) == 0:
+                break
+            if not left:
+                raise Trouble("PRODUCER_FAILED", f"The producer of {self._folder.name} failed; see producer.log.")
+            self.start()
         self._note()
 
     def _note(self) -> None:

@@ -59,7 +59,7 @@ def environment() -> Any:
 
 def page(results: Sequence[Result]) -> str:
     """The whole file."""
-    columns = sorted({(r.sink, r.guarantee, r.service) for r in results}, key=_order)
+    columns = sorted({(r.between, r.guarantee, r.service) for r in results}, key=_order)
     text: str = (
         environment()
         .from_string(_TEMPLATE)
@@ -70,7 +70,7 @@ def page(results: Sequence[Result]) -> str:
             square=lambda place, column: square(results, place, column),
             speeds=[(c, s) for c in columns if (s := recovery(results, c)) is not None],
             ratio_max=RECOVERY_RATIO_MAX,
-            groups=[(c, [r for r in results if (r.sink, r.guarantee, r.service) == c]) for c in columns],
+            groups=[(c, [r for r in results if (r.between, r.guarantee, r.service) == c]) for c in columns],
             signs={v.value: s for v, s in SIGNS.items()},
             timeline=_timeline_of,
             total=len(results),
@@ -87,7 +87,7 @@ def page(results: Sequence[Result]) -> str:
 
 def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) -> Square | None:
     """None: nothing was run there."""
-    found = [r for r in results if r.place == place and (r.sink, r.guarantee, r.service) == column]
+    found = [r for r in results if r.place == place and (r.between, r.guarantee, r.service) == column]
     if not found:
         return None
     verdict = Verdict.worst([Verdict(r.verdict) for r in found])
@@ -118,7 +118,7 @@ def recovery(results: Iterable[Result], column: tuple[str, str, str]) -> Speed |
     found = [
         (r.plain_s, max(r.recovery_s))
         for r in results
-        if (r.sink, r.guarantee, r.service) == column and r.recovery_s and r.plain_s
+        if (r.between, r.guarantee, r.service) == column and r.recovery_s and r.plain_s
     ]
     if not found:
         return None

@@ -195,6 +195,32 @@ def broker_killed(*points: str) -> tuple[Script, tuple[str, ...]]:
     return script, tuple(f"broker killed@{p}" for p in points)
 
 
+def source_killed(bench: Bench) -> None:
+    """The server that holds the source is killed while a task is about to read from it and a producer sends to it; what
+    that was not told about it does not send again."""
+    bench.send(0.3)
+    run = bench.start("source.read:before!wait")
+    hit = waits(bench, run)
+    producer = bench.produce_aside(portion=20, pause_s=0.05, again=False)
+    producer.start()
+    bench.wait(lambda: producer.acknowledged >= 3, "portions are acknowledged")
+    if hit is not None:
+        source_restarted(bench, lambda: run.go_on(hit))
+    bench.end(run)
+    producer.finish(END_TIMEOUT_S, most=3)
+    bench.drain()
+
+
+def source_restarted(bench: Bench, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Kill the server that holds the source, and start it again a second later."""
+    broker = bench.source_broker
+    broker.kill()
+    bench.fire("source killed", pid=broker.pid)
+    meanwhile()
+    bench.wait(after(1.0), "the server is down")
+    broker.restart()
+
+
 # -- F4: memory and storage ------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What a run starts, stops, pauses and kills: the pipeline, as a user starts it, and its broker."""
+"""What a run starts, stops, pauses and kills: the pipeline and its receivers, as a user starts them."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ def wait_for(what: Callable[[], bool], timeout_s: float, text: str) -> None:
 
 @dataclass
 class Run:
-    """One start of `delivered run`, in a session of its own.
+    """One start of `delivered run`, or of `delivered receive`, in a session of its own.
 
     Attributes:
         number: 1 for the first of a cell.
         output: file with what it said.
         after_kill: it was started because the run before it was killed.
+        role: what it is, for people.
     """
 
     number: int
@@ -61,11 +62,12 @@ class Run:
     output: Path
     started_s: float = 0.0
     after_kill: bool = False
+    role: str = "driver"
     _known: set[Path] = field(default_factory=set)
 
     @property
     def name(self) -> str:
-        return f"driver {self.number}"
+        return f"{self.role} {self.number}"
 
     @property
     def lives(self) -> bool:
@@ -112,6 +114,15 @@ class Run:
     def go_on(self, hit: Path) -> None:
         """Release it from a point at which it waits."""
         release(hit)
+
+    def stop(self, timeout_s: float) -> int:
+        """SIGTERM: what it holds it brings to an end. Returns its exit code.
+
+        Raises:
+            TimeoutError: it did not end in time. It goes on.
+        """
+        self.process.terminate()
+        return self.wait_end(timeout_s)
 
     def kill(self) -> int:
         """SIGKILL the driver, its JVM and its workers; return how many processes. May be called again."""
@@ -181,23 +192,41 @@ def start(
         crash: points to stop at, as in DELIVERED_CRASH.
         arguments: more of the command line.
     """
-    crash_folder = folder / f"run{number}.hits"
+    command = [*(service or SERVICES[SPARK]).command(pipeline, folder, number), *arguments]
+    return _started("driver", number, folder / f"run{number}", command, crash, environment)
+
+
+def start_receiver(
+    number: int, pipeline: Path, folder: Path, crash: str = "", environment: Mapping[str, str] | None = None
+) -> Run:
+    """Start `delivered receive` on a pipeline's source; the rest as in `start`."""
+    command = [*DELIVERED, "receive", str(pipeline), "--output", "json"]
+    return _started("receiver", number, folder / f"receiver{number}", command, crash, environment)
+
+
+def _started(
+    role: str, number: int, place: Path, command: list[str], crash: str, environment: Mapping[str, str] | None
+) -> Run:
+    """
+    Args:
+        place: its files are named after it.
+    """
+    crash_folder, output = place.with_name(f"{place.name}.hits"), place.with_name(f"{place.name}.log")
     crash_folder.mkdir(exist_ok=True)
-    output = folder / f"run{number}.log"
     told = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(environment or {})}
     told.pop(CRASH, None)
     if crash:
         told |= {CRASH: crash, CRASH_DIR: str(crash_folder)}
     with output.open("wb") as out:
         process = subprocess.Popen(
-            [*(service or SERVICES[SPARK]).command(pipeline, folder, number), *arguments],
+            command,
             env=told,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Run(number, process, crash_folder, output)
+    return Run(number, process, crash_folder, output, role=role)
 
 
 def audit(pipeline: Path, folder: Path, environment: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Setting:
         checkpoint: its folder.
         extra: more keys of the pipeline file.
         proxy, broker: None without a server.
+        source_broker: holds the source; None: no server does.
         plain_s: time to the first effect of a plain restart; None: not known.
         environment: of the pipeline's processes.
         template: a pipeline of the user's to take in place of the verifier's own.
@@ -39,6 +40,7 @@ class Setting:
     extra: dict[str, Any] = field(default_factory=dict)
     proxy: Wire[Any] | None = None
     broker: brokers.Broker | None = None
+    source_broker: brokers.Broker | None = None
     plain_s: float | None = None
     environment: dict[str, str] = field(default_factory=dict)
     service: Service = SERVICES[SPARK]

@@ -39,6 +39,8 @@ class RabbitmqReceiver:
 
     def receive(self, count_max: int, wait_s: float) -> Bunch:
         arrived = self._arrived
+        if not self._connection.is_open:  # an acknowledgement found out; the client's own error would say nothing
+            raise Unreachable("RABBITMQ_UNREACHABLE", f"The connection to RabbitMQ at {self._options.place} is lost.")
         try:
             self._connection.process_data_events(0 if arrived and count_max else wait_s)
         except self._errors as error:

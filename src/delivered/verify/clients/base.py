@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from delivered.verify.workloads import Record
@@ -60,6 +61,21 @@ class Feed(Protocol):
 
     def offsets(self, logged: Any) -> dict[str, int]:
         """Lane -> end of a batch, from what the checkpoint says of this source."""
+
+    def address(self) -> dict[str, Any]:
+        """JSON values by which another process makes the same client: `system`, and the arguments of its class."""
+
+
+@runtime_checkable
+class Forgets(Protocol):
+    """A source that holds nothing once it was read. `Feed.read` tells what is in the log that receivers fill."""
+
+    log: Path
+    patience_s: float
+    """Nothing that a dead receiver held stays hidden for so long."""
+
+    def arrived(self) -> frozenset[str]:
+        """Ids of the records that are in the log."""
 
 
 class Drain(Protocol):

@@ -142,6 +142,9 @@ class Topic:
     def offsets(self, logged: Any) -> dict[str, int]:
         return {f"{name}-{p}": int(at) for name in self.names for p, at in logged.get(name, {}).items()}
 
+    def address(self) -> dict[str, Any]:
+        return {"system": "kafka", "bootstrap": self.bootstrap, "name": self.name, "topics": len(self.names)}
+
     def ends(self, committed: bool = True) -> dict[tuple[str, int], int]:
         """(topic, partition) -> last stable offset, or the end of the log.
 

@@ -18,8 +18,8 @@ class Log:
 
     system = "log"
 
-    def __init__(self, path: Path, partitions: int = PARTITIONS, extra: dict[str, Any] | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path | str, partitions: int = PARTITIONS, extra: dict[str, Any] | None = None) -> None:
+        self.path = Path(path)
         self.partitions = partitions
         self._extra = extra or {}
 
@@ -56,6 +56,9 @@ class Log:
 
     def offsets(self, logged: Any) -> dict[str, int]:
         return {p: int(at) for p, at in logged["offsets"].items()}
+
+    def address(self) -> dict[str, Any]:
+        return {"system": "log", "path": str(self.path), "partitions": self.partitions}
 
 
 def _text(value: bytes | str | None) -> str | None:

@@ -38,7 +38,7 @@ class PulsarTopic(Messages):
         import pulsar
 
         if self._reader is None:
-            self._client = pulsar.Client(self._server.url, operation_timeout_seconds=5, logger=_quiet())
+            self._client = pulsar.Client(self._server.url, operation_timeout_seconds=5, logger=quiet())
             self._reader = self._client.create_reader(self.name, pulsar.MessageId.earliest)
             # A reader always begins at the first message: those that are known already are met again.
             self._skip = 0 if after is None else after + 1
@@ -70,7 +70,7 @@ class PulsarTopic(Messages):
         urllib.request.urlopen(request, timeout=30).close()  # noqa: S310
 
 
-def _quiet() -> Any:
+def quiet() -> Any:
     import logging
 
     logger = logging.getLogger("delivered.verify.pulsar")

@@ -1,0 +1,68 @@
+"""Who reads the sink all along, in a thread of its own, and what a row found there says."""
+
+from __future__ import annotations
+
+import threading
+
+from delivered.verify.clients.base import Look, Row
+from delivered.verify.clients.several import at_sink
+from delivered.verify.evidence import Seen
+from delivered.verify.history import End, History
+from delivered.verify.services import Trouble
+from delivered.verify.setting import Setting
+
+_JOIN_S = 60.0
+
+
+class Reader:
+    """
+    Attributes:
+        seen: every effect, in the order in which it was found.
+        snapshots: moments at which the whole sink was seen at once, as (seconds, effects visible).
+    """
+
+    def __init__(self, setting: Setting, history: History) -> None:
+        self.seen: list[Seen] = []
+        self.snapshots: list[tuple[float, frozenset[str]]] = []
+        self._setting = setting
+        self._history = history
+        self._visible: set[str] = set()
+        self._error: str | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"reader {setting.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let it see what is there, and end. May be called again."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+
+    def check(self) -> None:
+        """
+        Raises:
+            Trouble: it ended early.
+        """
+        if self._error is not None:
+            raise Trouble("READER_DIED", f"The reader of cell {self._setting.name} ended early: {self._error}")
+
+    def as_seen(self, row: Row) -> Seen:
+        effect = self._setting.workload.told_by(row.key, row.value)
+        lane = at_sink(row.sink, row.lane)
+        return Seen(at_sink(row.sink, effect.id), lane, row.position, effect.key, effect.number, self._history.now_s)
+
+    def _run(self) -> None:
+        def told(look: Look) -> None:
+            found = [self.as_seen(r) for r in look.rows]
+            self.seen.extend(found)
+            if look.whole:
+                self._visible |= {s.effect for s in found}
+                self.snapshots.append((self._history.now_s, frozenset(self._visible)))
+            self._history.add("reader", "read", End.OK, {"effects": len(found), "all": len(self.seen)})
+
+        try:
+            self._setting.drain.follow(told, self._stop)
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"

@@ -1,0 +1,116 @@
+"""Receivers of a queue that forgets, beside the pipeline: processes to be killed, and whether all came through them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from delivered.verify.clients.base import Forgets
+from delivered.verify.evidence import Stop
+from delivered.verify.history import End, History
+from delivered.verify.services import Run, Trouble, last_words, start_receiver, wait_for
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 60.0
+_STARTS_MAX = 40
+_POLL_S = 0.05
+
+
+class Receiving:
+    """One receiver at a time, unless a script starts another beside it. Used by one thread.
+
+    Attributes:
+        stops: ends of receivers that nobody killed; they must have been asked to.
+
+    Args:
+        pipeline: a file of which only the source is read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        queue: Forgets,
+        pipeline: Path,
+        history: History,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._folder = folder
+        self._queue = queue
+        self._pipeline = pipeline
+        self._history = history
+        self._environment = environment
+        self.stops: list[Stop] = []
+        self._runs: list[Run] = []
+        self._over: set[int] = set()
+
+    def open(self) -> None:
+        """Start the first one, and wait for its log: no pipeline can be planned before it is there."""
+        run = self.start()
+        log = self._queue.log / "_delta_log"
+        wait_for(lambda: log.exists() or not run.lives, _START_TIMEOUT_S, "a receiver makes its log")
+        if not run.lives:
+            raise Trouble("RECEIVER_FAILED", f"The first receiver ended with {run.code}: {last_words(run)}")
+
+    def start(self, crash: str = "", *, beside: bool = False) -> Run:
+        """Start a receiver, to stop at these points.
+
+        Args:
+            beside: others go on; else they are asked to end first.
+        """
+        if not beside:
+            self.stop()
+        if len(self._runs) >= _STARTS_MAX:
+            raise Trouble(
+                "RECEIVER_FAILED", f"Receivers were started {_STARTS_MAX} times: {last_words(self._runs[-1])}"
+            )
+        number = len(self._runs) + 1
+        run = start_receiver(number, self._pipeline, self._folder, crash, self._environment)
+        self._runs.append(run)
+        self._history.add(run.name, "run", End.BEGUN, {"crash": crash})
+        return run
+
+    def stop(self) -> None:
+        """Ask all that live to end, and wait: what they hold is persisted and acknowledged."""
+        for run in self._runs:
+            if run.lives:
+                run.stop(_STOP_TIMEOUT_S)
+        self._note()
+
+    def kill(self, run: Run) -> None:
+        """SIGKILL a receiver."""
+        self._history.add(run.name, "run", End.UNKNOWN, {"killed": run.kill()})
+        self._over.add(run.number)
+
+    def close(self) -> None:
+        for run in self._runs:
+            if run.lives:
+                run.kill()
+
+    def settle(self, sent: Collection[str]) -> None:
+        """Wait until all of these ids are in the log, or it has not grown for so long that nothing can come any more.
+
+        If no receiver lives, one is started.
+        """
+        wanted = frozenset(sent)
+        grew_at, before = time.monotonic(), self._queue.arrived()
+        while not wanted <= before:
+            if not any(run.lives for run in self._runs):
+                self._note()
+                self.start()
+            now = self._queue.arrived()
+            if now != before:
+                grew_at, before = time.monotonic(), now
+            if time.monotonic() - grew_at > self._queue.patience_s:
+                missing = sorted(wanted - before)
+                self._history.add("receivers", "settle", End.UNKNOWN, {"missing": len(missing), "some": missing[:10]})
+                return
+            time.sleep(_POLL_S)
+
+    def _note(self) -> None:
+        for run in self._runs:
+            if not run.lives and run.number not in self._over:
+                self._over.add(run.number)
+                self.stops.append(Stop((), run.code, run.name))
+                end = End.OK if run.code is None else End.FAILED
+                self._history.add(run.name, "run", end, {"code": run.code, "said": last_words(run)})

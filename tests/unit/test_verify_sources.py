@@ -1,0 +1,179 @@
+"""Sources in the matrix: which cells there are, how they are named, and what must be in a sink behind a queue that
+forgets, from histories written by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delivered.model.guarantee import Guarantee
+from delivered.verify.bench import Bench
+from delivered.verify.cell import Cell, Result
+from delivered.verify.clients.base import Feed, Forgets, Look, Row
+from delivered.verify.clients.feeds import from_address
+from delivered.verify.clients.log import Log
+from delivered.verify.clients.pulsar_feed import PulsarFeed
+from delivered.verify.clients.rabbitmq_feed import RabbitQueue
+from delivered.verify.evidence import Stop
+from delivered.verify.gather import gather
+from delivered.verify.history import End
+from delivered.verify.matrix import Choice, Store, cells
+from delivered.verify.oracle import judge
+from delivered.verify.services import ENGINE
+from delivered.verify.setting import Setting
+from delivered.verify.sinks import PULSAR, RABBITMQ, SINK_KINDS, SQLITE
+from delivered.verify.source_faults import source_catalogue
+from delivered.verify.sources import SOURCE_KINDS
+from delivered.verify.verdict import Verdict
+from delivered.verify.workloads import WORKLOADS
+
+
+def test_every_source_has_faults_with_every_sink_that_can_give_the_guarantee() -> None:
+    for source, kind in SOURCE_KINDS.items():
+        for sink, found in SINK_KINDS.items():
+            for guarantee in Guarantee:
+                faults = source_catalogue(guarantee, sink, source)
+                assert bool(faults) == (guarantee in found.guarantees)
+                names = [f.name for f in faults]
+                assert len(set(names)) == len(names)
+                assert all(f.requires for f in faults if f.name != "none")
+                assert any("receiver" in n for n in names) == (kind.forgets and bool(faults))
+
+
+def test_a_source_that_is_asked_for_is_a_part_of_the_cell_and_of_its_result(tmp_path: Path) -> None:
+    asked = Choice(only=("sqlite/exactly_once/*/none",), service=ENGINE, sources=(PULSAR, RABBITMQ))
+    pulsar, rabbitmq = cells(asked)
+    assert (pulsar.source, rabbitmq.source) == (PULSAR, RABBITMQ)
+    (own,) = (c for c in cells(Choice(only=("sqlite/exactly_once/keyed/none",), service=ENGINE)))
+    assert own.source == ""
+    assert len({pulsar.key, rabbitmq.key, own.key}) == len({pulsar.name, rabbitmq.name, own.name}) == 3
+    store = Store(tmp_path / "v.json")
+    store.add(_result(pulsar))
+    assert store.settled(pulsar)
+    assert not store.settled(own)
+
+
+def test_a_result_that_names_no_source_is_of_the_one_that_the_sink_has() -> None:
+    (own,) = cells(Choice(only=("sqlite/exactly_once/keyed/none",), service=ENGINE))
+    told = _result(own).to_json()
+    del told["source"]
+    assert Result.from_json(told).key == own.key
+
+
+@pytest.mark.parametrize(
+    "feed",
+    [
+        Log("/nowhere/log", 2),
+        PulsarFeed("pulsar://h:1", "http://h:2", "t"),
+        RabbitQueue("amqp://guest:guest@h:1/", "q", "/nowhere/log"),
+    ],
+)
+def test_a_producer_elsewhere_fills_the_same_source(feed: Feed) -> None:
+    again = from_address(feed.address())
+    assert type(again) is type(feed)
+    assert (again.address(), again.options()) == (feed.address(), feed.options())
+
+
+def test_positions_in_pulsar_are_ordered_as_the_checkpoint_names_them() -> None:
+    feed = PulsarFeed("pulsar://h:1", "http://h:2", "t")
+    name = "persistent://public/default/t"
+
+    def end(text: str) -> int:
+        return feed.offsets({name: {"0": text}, "#positions": 1})["t-partition-0"]
+
+    ends = [end(t) for t in ("-1:-1", "3:-1", "3:0:4", "3:0:5", "3:0", "3:1>7", "7:-1", "7:0:0")]
+    assert ends == sorted(set(ends))
+
+
+class Sent:
+    """A queue, and a sink that holds what its pipeline is said to have brought there."""
+
+    system = "sent"
+    batch_atomic = False
+    patience_s = 0.0
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.rows: list[Row] = []
+        self.kept: list[Row] = []
+
+    def create(self) -> None: ...
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def send(self, records: Sequence[Any]) -> None: ...
+    def address(self) -> dict[str, Any]:
+        return {}
+
+    def offsets(self, logged: Any) -> dict[str, int]:
+        return {}
+
+    def arrived(self) -> frozenset[str]:
+        return frozenset()
+
+    def read(self) -> list[Row]:
+        return self.rows
+
+    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+        seen(Look(self.rows, whole=False))
+
+    def open_transactions(self, pipeline: str) -> list[str]:
+        return []
+
+    def remove(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("told", "copies", "broken"),
+    [
+        (End.OK, 1, None),
+        (End.OK, 0, "lost"),
+        (End.OK, 2, "duplicated"),
+        (End.BEGUN, 0, None),
+        (End.BEGUN, 1, None),
+        (End.BEGUN, 2, "duplicated"),
+        (None, 1, "unexpected"),
+    ],
+)
+def test_what_was_confirmed_is_there_once_and_what_was_not_at_most_once(
+    tmp_path: Path, told: End | None, copies: int, broken: str | None
+) -> None:
+    """The last record has an end of its own; all others were sent, confirmed and delivered."""
+    feed, drain = Sent(tmp_path / "log"), Sent(tmp_path / "log")
+    assert isinstance(feed, Forgets)
+    setting = Setting(
+        "c", tmp_path, Guarantee.EXACTLY_ONCE, WORKLOADS["unique"], 1, feed, drain, tmp_path / "checkpoint"
+    )
+    bench = Bench(setting)
+    *others, last = bench.records
+    bench.history.add("producer", "send", End.OK, {"ids": [r.id for r in others]})
+    if told is not None:
+        bench.history.add("producer", "send", told, {"ids": [last.id]})
+    there = [*others, *[last] * copies]
+    drain.rows = [Row("t", n, r.key, r.value) for n, r in enumerate(there)]
+    feed.rows = [Row("0", n, r.key, r.value) for n, r in enumerate(dict.fromkeys(there))]
+    bench.stops.append(Stop())
+    bench.reader.start()
+    judged = judge(gather(bench, (), ordered=False))
+    bench.close()
+    damaged = {f.checker for f in judged.findings if f.verdict is Verdict.BROKEN}
+    wanted = {broken} if broken else set()
+    # What the log lacks, or holds without anybody having sent it, shows there, too.
+    assert damaged - {"source_kept"} == wanted
+    assert (judged.verdict is Verdict.BROKEN) == bool(broken)
+
+
+def _result(cell: Cell) -> Result:
+    names = (cell.sink, cell.guarantee.value, cell.workload, cell.fault.name)
+    return Result(*names, 1, "held", 0, 0, 0, True, service=cell.service, source=cell.source)
+
+
+def test_the_sink_alone_is_named_where_no_source_was_asked_for() -> None:
+    result = Result(SQLITE, "exactly_once", "keyed", "none", 1, "held", 0, 0, 0, True)
+    assert result.between == SQLITE
+    result.source = PULSAR
+    assert result.between == "pulsar to sqlite"
