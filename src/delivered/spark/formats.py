@@ -17,6 +17,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from delivered.contract import Several, Sink, Source
+from delivered.contract_columns import planned
 from delivered.model.errors import Refused
 from delivered.pipeline.registry import connectors, find_sink, find_source
 from delivered.spark.batch_writer import BatchWriter
@@ -40,6 +41,7 @@ class DeliveredDataSource(DataSource):
 
     system: ClassVar[str] = ""
     driver_id: ClassVar[str] = ""
+    _planned: Source | None = None
 
     @classmethod
     def name(cls) -> str:
@@ -47,6 +49,12 @@ class DeliveredDataSource(DataSource):
 
     def _source(self) -> Source:
         return find_source(self.system, without_drain(without_direct(self.options)))
+
+    def _planned_source(self) -> Source:
+        """The one that told the schema: Spark hands this object on when it has asked."""
+        if self._planned is None:
+            self._planned = planned(self._source())
+        return self._planned
 
     @property
     def _direct(self) -> bool:
@@ -68,15 +76,17 @@ class DeliveredDataSource(DataSource):
         return sink, options, settings
 
     def schema(self) -> StructType:
-        found = SLICE_SCHEMA if self._direct else self._source().schema()
+        found = SLICE_SCHEMA if self._direct else self._planned_source().schema()
         schema: StructType = from_arrow_schema(found)
         return schema
 
     def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
-        return BatchReader(self._source())
+        return BatchReader(self._planned_source())
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: ARG002, N802
-        return StreamReader(self._source(), self._direct, drain_of(self.options))
+        return StreamReader(
+            self._source() if self._direct else self._planned_source(), self._direct, drain_of(self.options)
+        )
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         rows = to_arrow_schema(schema, timezone="UTC")

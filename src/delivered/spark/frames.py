@@ -15,6 +15,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import ArrayType, MapType, StructType
 
 from delivered.contract import Slice, Source
+from delivered.contract_columns import planned
 from delivered.model.columns import fitted
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ _OPERATOR = re.compile(r"^[\s:+*|-]*(?:\(\d+\)\s*)?([A-Za-z]+)")
 
 def slice_frame(spark: SparkSession, source: Source, slices: Sequence[Slice]) -> DataFrame:
     """Every record of `slices`, read on the executors. Classic sessions and Spark Connect."""
+    source = planned(source)
     schema = from_arrow_schema(source.schema())
     if not slices:
         return spark.createDataFrame([], schema)

@@ -17,6 +17,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.audit.report import AuditReport
 from delivered.contract import Several, Source
+from delivered.contract_columns import planned
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
@@ -124,7 +125,7 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
     if source.is_spark_own:
         reader = spark.readStream.format(source.system).options(**source.options)
     else:
-        opened = source.source()
+        opened = planned(source.source())
         offsets = first_offsets.keep(pipeline.checkpoint, opened)
         source = source.with_options(startingOffsets=json.dumps(offsets))
         reader = spark.readStream.format(f"delivered_{source.system}").options(**source.options)
@@ -254,7 +255,7 @@ def audit(
             next_step=f"read it with the format {pipeline.source.system!r}",
         )
     spark = ready(pipeline, given)
-    source = pipeline.source.source()
+    source = planned(pipeline.source.source())
     decider, everything = opened(pipeline)
     by = {**pipeline.audit_by, **chosen.audit}
     spec = AuditSpec(

@@ -32,6 +32,7 @@ from delivered.commit.context import Context
 from delivered.commit.decide import abort_batch, commit_batch
 from delivered.commit.recover import plan_batch
 from delivered.contract import Several, Sink, Slice, ready_target
+from delivered.contract_columns import planned
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.step import Moment, StepId, reach
@@ -108,7 +109,7 @@ class Loop:
         if not all(s.projection.is_all for s in self.pipeline.sinks):
             raise DeliveredError("LOOP_SINKS", "A loop without Spark runs sinks without select and where.")
         self.sink_name, self.sink = opened(self.pipeline)
-        self.source = self.pipeline.source.source()
+        self.source = planned(self.pipeline.source.source())
         self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
         if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may want it
             sys.meta_path.insert(0, NoPandas())

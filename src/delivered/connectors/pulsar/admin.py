@@ -55,6 +55,20 @@ class Entry:
     hidden: bool
 
 
+@dataclass(frozen=True)
+class Registered:
+    """A version of a topic's schema.
+
+    Attributes:
+        kind: AVRO, JSON, STRING ...
+        text: as it was registered.
+    """
+
+    version: int
+    kind: str
+    text: str
+
+
 class Missing(Exception):
     """What was asked for is not there."""
 
@@ -125,6 +139,20 @@ class Admin:
         except Missing:
             raise self._missing(physical) from None
         return None if told is None else told == "Enabled"
+
+    def schema(self, topic: str, version: int | None = None) -> Registered | None:
+        """Of a topic, which its partitions share; None: there is no such version, or none at all.
+
+        Args:
+            version: from 0; None: the newest.
+        """
+        _, _, rest = topic.partition("://")
+        path = "/admin/v2/schemas/" + "/".join(quote(part, safe="") for part in rest.split("/")) + "/schema"
+        try:
+            told = self._json("GET", path if version is None else f"{path}/{version}")
+        except Missing:
+            return None
+        return Registered(int(told["version"]), told["type"], told["data"])
 
     def consumers(self, physical: str, subscription: str) -> int:
         """How many are connected now."""

@@ -21,6 +21,19 @@ def pulsar() -> Any:
     return pulsar
 
 
+def tells_versions() -> Any:
+    """A schema for readers, by which `Message.value` is the version that the message names, -1 for none.
+
+    The client hands that to schemas alone; its `schema_version` is bytes that it takes for text.
+    """
+
+    class Versions(pulsar().schema.BytesSchema):  # type: ignore[misc]
+        def decode_message(self, message: Any) -> int:
+            return int(message.int_schema_version())
+
+    return Versions()
+
+
 def warm_client(options: Place) -> Any:
     """A client with these options, connected already if one was asked for before in this process."""
     name = (os.getpid(), repr((options.url, options.token, options.trusted)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.connectors.pulsar.schemas import Values
 from delivered.source.columns import COLUMNS as OF_MESSAGES
 from delivered.source.columns import HEADERS, TIMESTAMP, columns
 
@@ -24,11 +25,26 @@ _ENTRY_BITS = 28
 _OFFSET_MAX = (1 << 63) - 1
 
 
+def columns_of(headers: bool, value: pa.DataType | None) -> pa.Schema:
+    """
+    Args:
+        value: its type; None: bytes.
+    """
+    found = columns(headers, COLUMNS)
+    return found if value is None else found.set(found.get_field_index("value"), pa.field("value", value))
+
+
 class Rows:
     """Messages of one partition on their way into a batch: lists by column."""
 
-    def __init__(self, topic: str, number: int, headers: bool) -> None:
+    def __init__(self, topic: str, number: int, headers: bool, typed: Values | None = None) -> None:
+        """
+        Args:
+            typed: reads values by a schema; None: they are bytes.
+        """
         self._topic = topic
+        self._typed = typed
+        self._columns = columns_of(headers, None if typed is None else typed.type)
         self._number = max(number, 0)
         self._with_headers = headers
         self.bytes = 0
@@ -38,6 +54,7 @@ class Rows:
         self.bytes = 0
         self._keys: list[bytes | None] = []
         self._values: list[bytes | None] = []
+        self._versions: list[int] = []
         self._times: list[int] = []
         self._ids: list[tuple[int, int, int]] = []
         self._producers: list[str] = []
@@ -58,6 +75,8 @@ class Rows:
         key = message.partition_key()
         self._keys.append(key.encode() if key else None)
         self._values.append(value)
+        if self._typed is not None:
+            self._versions.append(message.value())  # see client.tells_versions
         self._times.append(message.publish_timestamp() * 1000)
         self._ids.append(place)
         self._producers.append(message.producer_name())
@@ -83,7 +102,9 @@ class Rows:
         )
         arrays = [
             pa.array(self._keys, pa.binary()),
-            pa.array(self._values, pa.binary()),
+            pa.array(self._values, pa.binary())
+            if self._typed is None
+            else self._typed.column(self._values, self._versions, self._ids),
             pa.array([self._topic] * n, pa.string()),
             pa.array([self._number] * n, pa.int32()),
             pa.array(_offsets(self._ids), pa.int64()),
@@ -94,7 +115,7 @@ class Rows:
         if self._with_headers:
             arrays.append(pa.array(self._headers, HEADERS.type))
         self._clear()
-        return pa.RecordBatch.from_arrays(arrays, schema=columns(self._with_headers, COLUMNS))
+        return pa.RecordBatch.from_arrays(arrays, schema=self._columns)
 
 
 def _offsets(ids: Sequence[tuple[int, int, int]]) -> list[int | None]:

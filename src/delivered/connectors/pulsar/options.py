@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, parse_offsets, parse_timestamp
 from delivered.model.errors import UsageError
-from delivered.model.options import Option, OptionTable, flag, resolve_secret, whole_number
+from delivered.model.options import Option, OptionTable, choice, flag, resolve_secret, whole_number
 
 OWNER = "delivered_pulsar source"
 
@@ -39,6 +39,17 @@ SOURCE_OPTIONS = OptionTable(
             "failOnDataLoss", "Stop when messages are gone before they were read; false: go on, with a warning.", "true"
         ),
         Option("includeHeaders", "Add the column headers: the properties of a message.", "false"),
+        Option(
+            "schema",
+            "bytes, or topic: value is a struct by the JSON or Avro schema that is registered for the topic.",
+            "bytes",
+        ),
+        Option(
+            "schemaVersion",
+            "With schema=topic, and one topic: the version that gives the columns; older and newer messages are read "
+            "as that one.",
+            "the newest when the query starts",
+        ),
         Option(
             "subscription",
             "Subscription that is moved after each batch, so that Pulsar keeps what the pipeline has not read, and "
@@ -73,6 +84,7 @@ class SourceOptions(Place):
         topics: full names.
         starting, ending: None: the default, which differs between stream and batch.
         subscription: that is told the progress.
+        typed: value is a struct by the topic's schema, of this `version`; None: the newest.
     """
 
     topics: tuple[str, ...]
@@ -82,6 +94,8 @@ class SourceOptions(Place):
     fail_on_data_loss: bool = True
     headers: bool = False
     subscription: str | None = None
+    typed: bool = False
+    version: int | None = None
 
     @property
     def what(self) -> str:
@@ -106,6 +120,7 @@ def parse(given: Mapping[str, str]) -> SourceOptions:
     if subscription is not None and not subscription.strip():
         raise UsageError("OPTION_VALUE", f"{OWNER}: option 'subscription' is empty.")
     rows = values.get("maxOffsetsPerTrigger")
+    typed, version = _schema(values, topics)
     at = place(OWNER, values)
     return SourceOptions(
         url=at.url,
@@ -119,7 +134,22 @@ def parse(given: Mapping[str, str]) -> SourceOptions:
         fail_on_data_loss=flag(OWNER, "failOnDataLoss", values.get("failOnDataLoss", "true")),
         headers=flag(OWNER, "includeHeaders", values.get("includeHeaders", "false")),
         subscription=subscription,
+        typed=typed,
+        version=version,
     )
+
+
+def _schema(values: Mapping[str, str], topics: tuple[str, ...]) -> tuple[bool, int | None]:
+    typed = choice(OWNER, "schema", values.get("schema", "bytes"), ("bytes", "topic")) == "topic"
+    if "schemaVersion" not in values:
+        return typed, None
+    if not typed or len(topics) > 1:
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{OWNER}: option 'schemaVersion' is for one topic and schema=topic.",
+            next_step="take it out, or read one topic with .option('schema', 'topic')",
+        )
+    return typed, whole_number(OWNER, "schemaVersion", values["schemaVersion"], 0)
 
 
 def _starting(values: Mapping[str, str]) -> Where | None:

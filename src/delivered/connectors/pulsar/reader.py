@@ -16,12 +16,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.client import explained, pulsar, warm_client
+from delivered.connectors.pulsar.admin import Admin, Registered
+from delivered.connectors.pulsar.client import explained, pulsar, tells_versions, warm_client
 from delivered.connectors.pulsar.columns import Rows
 from delivered.connectors.pulsar.entries import gone, ranges
 from delivered.connectors.pulsar.options import OWNER, SourceOptions, short_name
 from delivered.connectors.pulsar.positions import Partition, Position, fields, physical
+from delivered.connectors.pulsar.schemas import Values
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
 
@@ -44,31 +45,37 @@ def check_connection(options: SourceOptions, topic: str) -> None:
 
 
 def read_slice(
-    options: SourceOptions, partition: Partition, start: Position, end: Position
+    options: SourceOptions, partition: Partition, start: Position, end: Position, schema: Registered | None = None
 ) -> Iterator[pa.RecordBatch]:
     """Messages after `start`, up to all of the entry of `end` (or up to its index there), in their order.
+
+    Args:
+        schema: of the topic, by which values are read; None: they are bytes.
 
     Bounded memory: what the client holds ready, and one batch. An empty range asks nothing (P17).
 
     Raises:
+        BadRecord: a message does not follow the schema that it names.
         InvariantBroken: messages of the range are gone, and `failOnDataLoss` is true.
         Unreachable: the brokers did not answer for two minutes.
         UsageError: reading is not permitted.
     """
     if start.order >= end.order:
         return
-    yield from _Reading(options, partition, start, end).batches()
+    yield from _Reading(options, partition, start, end, schema).batches()
 
 
 class _Reading:
-    def __init__(self, options: SourceOptions, partition: Partition, start: Position, end: Position) -> None:
+    def __init__(
+        self, options: SourceOptions, partition: Partition, start: Position, end: Position, schema: Registered | None
+    ) -> None:
         self._options = options
         self._topic = physical(partition)
         self._name = short_name(self._topic)
         self._start = start
         self._end = end
         self._admin = Admin(options, patient=True)
-        self._rows = Rows(partition[0], partition[1], options.headers)
+        self._rows = Rows(partition[0], partition[1], options.headers, self._values(partition[0], schema))
         bounds = self._admin.bounds(self._topic)
         if gone(start, bounds):
             self._lost(f"messages after {start} of {self._name} are gone before they were read")
@@ -88,6 +95,9 @@ class _Reading:
                 yield rows.take()
         if len(rows):
             yield rows.take()
+
+    def _values(self, topic: str, schema: Registered | None) -> Values | None:
+        return None if schema is None else Values(OWNER, topic, schema, lambda n: self._admin.schema(topic, n))
 
     def _messages(self) -> Iterator[tuple[Any, Place]]:
         if not self._pieces:
@@ -240,8 +250,11 @@ class _Reading:
 def _reader(options: SourceOptions, topic: str, start: Any, inclusive: bool) -> Iterator[Any]:
     library = pulsar()
     client = warm_client(options)
+    more = {"schema": tells_versions()} if options.typed else {}
     try:
-        made = client.create_reader(topic, start, receiver_queue_size=_QUEUE, start_message_id_inclusive=inclusive)
+        made = client.create_reader(
+            topic, start, receiver_queue_size=_QUEUE, start_message_id_inclusive=inclusive, **more
+        )
     except library.PulsarException as error:
         raise explained(error, options, short_name(topic)) from None
     try:

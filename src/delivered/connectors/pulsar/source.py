@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from delivered.connectors.pulsar.admin import Admin, Bounds, Missing
-from delivered.connectors.pulsar.columns import COLUMNS
+from delivered.connectors.pulsar.admin import Admin, Bounds, Missing, Registered
+from delivered.connectors.pulsar.columns import columns_of
 from delivered.connectors.pulsar.entries import cut, gone, rest
 from delivered.connectors.pulsar.options import OWNER, SourceOptions, refuse_latest_start, short_name
 from delivered.connectors.pulsar.positions import (
@@ -24,10 +24,10 @@ from delivered.connectors.pulsar.positions import (
     physical,
     to_json,
 )
+from delivered.connectors.pulsar.schemas import registered, shape
 from delivered.contract import Finding, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
-from delivered.source.columns import columns
 from delivered.source.ranges import admit
 
 log = logging.getLogger("delivered.pulsar")
@@ -40,6 +40,8 @@ class PulsarSource:
     """`delivered_pulsar` as a source. Holds options, no connection."""
 
     options: SourceOptions
+    schemas: tuple[tuple[str, Registered], ...] = ()
+    """By which values are read, for each topic; empty: those of now, if the options ask for any."""
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -61,6 +63,7 @@ class PulsarSource:
         try:
             look = _look(admin, options)
             check_connection(options, physical(next(iter(look))))
+            self.schema()
             subscription = options.subscription
             if subscription is not None:
                 used = [physical(p) for p in look if admin.consumers(physical(p), subscription)]
@@ -79,7 +82,24 @@ class PulsarSource:
         return []
 
     def schema(self) -> pa.Schema:
-        return columns(self.options.headers, COLUMNS)
+        found = [(t, shape(OWNER, t, schema).arrow) for t, schema in self.planned().schemas]
+        for topic, kind in found:
+            if not kind.equals(found[0][1]):
+                raise UsageError(
+                    "SCHEMAS_DIFFER",
+                    f"{OWNER}: {short_name(topic)!r} has values of {kind}, and {short_name(found[0][0])!r} of "
+                    f"{found[0][1]}; one column cannot hold both.",
+                    next_step="read each topic by a query of its own, or set schema to bytes",
+                )
+        return columns_of(self.options.headers, found[0][1] if found else None)
+
+    def planned(self) -> PulsarSource:
+        """See `delivered.contract_columns`."""
+        options = self.options
+        if self.schemas or not options.typed:
+            return self
+        admin = Admin(options)
+        return replace(self, schemas=tuple((t, registered(admin, OWNER, t, options.version)) for t in options.topics))
 
     def driver(self) -> PulsarDriver:
         return PulsarDriver(self.options)
@@ -88,7 +108,8 @@ class PulsarSource:
         from delivered.connectors.pulsar.reader import read_slice
 
         topic, number, start, end = piece.data
-        return read_slice(self.options, (topic, number), Position.from_text(start), Position.from_text(end))
+        schema = dict(self.planned().schemas).get(topic)
+        return read_slice(self.options, (topic, number), Position.from_text(start), Position.from_text(end), schema)
 
 
 class PulsarDriver:

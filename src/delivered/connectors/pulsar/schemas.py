@@ -1,0 +1,133 @@
+"""The registered schemas of a topic, and the column `value` read by them.
+
+Each message names the version that it was written with. A query reads all of them as the version it was planned with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+
+from delivered.connectors.pulsar.admin import Admin, Registered
+from delivered.connectors.pulsar.avro import AVRO, KINDS, Shape, Unmappable, Unreadable, read_avro, read_json, shape_of
+from delivered.connectors.pulsar.options import short_name
+from delivered.model.errors import BadRecord, UsageError
+
+NAMES_NONE = -1
+"""Version of a message that was sent without a schema."""
+
+
+def registered(admin: Admin, owner: str, topic: str, version: int | None) -> Registered:
+    """The schema of a topic, looked through: it can become columns.
+
+    Args:
+        version: None: the newest.
+
+    Raises:
+        UsageError: there is none, or it has no columns here.
+    """
+    found = admin.schema(topic, version)
+    if found is None:
+        which = "no schema" if version is None else f"no version {version} of its schema"
+        raise UsageError(
+            "SCHEMA_MISSING",
+            f"{owner}: there is {which} registered for {short_name(topic)!r}.",
+            next_step="look at `pulsar-admin schemas get`; set schema to bytes to read messages as they are",
+        )
+    shape(owner, topic, found)
+    return found
+
+
+def shape(owner: str, topic: str, found: Registered) -> Shape:
+    """Raises UsageError for a schema that has no columns here."""
+    what = f"version {found.version} of the {found.kind} schema of {short_name(topic)!r}"
+    try:
+        if found.kind not in KINDS:
+            raise Unmappable(f"only {' and '.join(KINDS)} have")
+        return shape_of(found.kind, found.text)
+    except Unmappable as error:
+        raise UsageError(
+            "SCHEMA_UNMAPPABLE",
+            f"{owner}: {what} has no columns: {error}.",
+            next_step="set schema to bytes, and decode the value yourself",
+        ) from None
+
+
+class Values:
+    """Reads values of one topic on an executor."""
+
+    def __init__(self, owner: str, topic: str, planned: Registered, ask: Callable[[int], Registered | None]) -> None:
+        """
+        Args:
+            ask: for the schema of a version.
+        """
+        self._owner = owner
+        self._topic = topic
+        self._planned = planned
+        self._ask = ask
+        self._reader = shape(owner, topic, planned)
+        self._known = {planned.version: self._reader}
+
+    @property
+    def type(self) -> pa.DataType:
+        return self._reader.arrow
+
+    def column(
+        self, values: Sequence[bytes | None], versions: Sequence[int], places: Sequence[tuple[int, int, int]]
+    ) -> pa.Array:
+        """
+        Args:
+            versions: of the schema of each; places: for errors: ledger, entry, index in the batch.
+
+        Raises:
+            BadRecord: a message names no schema, or does not follow the one that it names.
+        """
+        found = []
+        for value, version, place in zip(values, versions, places, strict=True):
+            try:
+                found.append(None if value is None else self._read(value, version))
+            except Unreadable as error:
+                raise self._bad(place, version, str(error)) from None
+        try:
+            return pa.array(found, self._reader.filled).cast(self._reader.arrow)
+        except (pa.ArrowInvalid, OverflowError) as error:  # milliseconds that microseconds have no room for
+            raise self._bad(places[0], versions[0], f"among {len(found)} messages from there: {error}") from None
+
+    def _read(self, value: bytes, version: int) -> object:
+        writer = self._known.get(version) or self._written(version)
+        if self._planned.kind == AVRO:
+            return read_avro(value, writer, self._reader)
+        return read_json(value, self._reader)
+
+    def _written(self, version: int) -> Shape:
+        if version == NAMES_NONE:
+            raise Unreadable("it was sent without a schema, as bytes")
+        found = self._ask(version)
+        if found is None:
+            raise Unreadable("that version is not registered any more")
+        if found.kind != self._planned.kind:
+            raise Unreadable(f"that one is {found.kind}")
+        try:
+            writer = shape_of(found.kind, found.text)
+        except Unmappable as error:
+            raise Unreadable(f"that one has no columns: {error}") from None
+        for path, meaning in writer.meanings.items():
+            now = self._reader.meanings.get(path, meaning)
+            if now != meaning:
+                raise Unreadable(
+                    f"there, field {path[1:]!r} is {meaning or 'a plain number'}; in version {self._planned.version}, "
+                    f"by which the query reads, {now or 'a plain number'}"
+                )
+        self._known[version] = writer
+        return writer
+
+    def _bad(self, place: tuple[int, int, int], version: int, why: str) -> BadRecord:
+        at = ":".join(str(n) for n in (place if place[2] >= 0 else place[:2]))
+        names = "no version" if version == NAMES_NONE else f"version {version}"
+        return BadRecord(
+            "MESSAGE_UNREADABLE",
+            f"{self._owner}: message {at} of {short_name(self._topic)} names {names} of the {self._planned.kind} "
+            f"schema, and cannot be read by it: {why}.",
+            next_step="nothing was passed over; read with schema=bytes to look at the message, or to go on",
+        )
