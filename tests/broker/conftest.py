@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import pytest
 
+_UPSERTS = "test_a_death_at_every_point_leaves_a_state_that_was_decided"
+_GROUPS = "test_a_death_at_every_step_leaves_all_or_none_at_every_sink"
 _SWEEPS = {
-    "test_upsert_deaths.py": (
-        "test_a_death_at_every_point_leaves_a_state_that_was_decided",
-        (
+    "test_upsert_deaths.py": {
+        f"{_UPSERTS}[{world}]"
+        for world in (
             "sqlite-arrival-delete",
             "postgres-arrival-delete",
             "mysql-arrival-delete",
             "mysql-two-phase",
             "sqlite-version-delete",
             "postgres-two-phase",
-        ),
-    ),
-    "test_mysql_deaths.py": ("test_a_death_at_every_point_loses_and_repeats_nothing", ("one_transaction",)),
+        )
+    },
+    "test_mysql_deaths.py": {"test_a_death_at_every_point_loses_and_repeats_nothing[one_transaction]"},
+    "test_group_servers.py": {
+        f"{_GROUPS}[kafka and postgres, both prepare]",
+        f"{_GROUPS}[kafka, and postgres as the last resource]",
+        "test_the_weaker_guarantees_keep_their_word_at_every_sink[at_most_once-kafka and postgres, both prepare]",
+    },
 }
-"""What stays: each mechanism of each database once, by appending or by key."""
+"""What stays: each mechanism of each database once, by appending or by key; of several sinks those that both prepare
+beside one that cannot."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        test, which = _SWEEPS.get(item.path.name, ("", ()))
-        if any(item.name == f"{test}[{one}]" for one in which):
+        if item.name in _SWEEPS.get(item.path.name, ()):
             item.add_marker("matrix")
