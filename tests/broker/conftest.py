@@ -18,6 +18,28 @@ _SWEEPS = {
             "postgres-two-phase",
         )
     },
+    "test_kafka_source_faults.py": {
+        "test_a_broker_killed_and_restarted_in_mid_read[plain]",
+        "test_a_broker_that_stays_away_in_mid_read_is_an_error_and_no_hang[plain]",
+    },
+    "test_mysql_sink.py": {"test_with_a_binary_log[one_transaction]"},
+    "test_pulsar_source.py": {"test_a_broker_killed_while_a_slice_is_read"},
+    "test_rabbitmq.py": {
+        f"test_killed_at_a_point_and_started_again[{point}]"
+        for point in ("receive.take:after", "receive.persist:before", "receive.ack:after")
+    },
+    "test_rabbitmq_sink.py": {
+        f"test_killed_and_started_again[{point}-{guarantee}]"
+        for point, guarantee in (
+            ("write.send:after", "at_least_once"),
+            ("write.flush:after", "at_most_once"),
+            ("commit.record:before", "at_least_once"),
+            ("commit.record:before", "at_most_once"),
+            ("log:before", "at_least_once"),
+            ("log:before", "at_most_once"),
+        )
+    },
+    "test_activemq.py": {"test_two_receivers_and_a_sender_that_sends_again"},
     "test_mysql_deaths.py": {"test_a_death_at_every_point_loses_and_repeats_nothing[one_transaction]"},
     "test_group_servers.py": {
         f"{_GROUPS}[kafka and postgres, both prepare]",
