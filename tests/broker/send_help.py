@@ -33,13 +33,19 @@ def writer(made: Any, guarantee: Guarantee = Guarantee.AT_LEAST_ONCE, batch: int
 
 
 def killed_and_started_again(
-    folder: Path, sink: dict[str, str], guarantee: str, point: str, taken: Callable[[], Iterable[bytes]]
+    folder: Path,
+    sink: dict[str, str],
+    guarantee: str,
+    point: str,
+    taken: Callable[[], Iterable[bytes]],
+    transform: dict[str, Any] | None = None,
 ) -> None:
     """A pipeline from a log of `ROWS` rows in four batches, killed at this point of the second, and started again.
 
     Args:
         sink: format and options, without the ledger.
         taken: values of all messages that arrived.
+        transform: of the pipeline, in place of the column value; its module lies in `folder`.
     """
     append(str(folder / "log"), pa.Table.from_batches([rows(ROWS)]))
     file = folder / "p.yaml"
@@ -48,7 +54,7 @@ def killed_and_started_again(
         "guarantee": guarantee,
         "checkpoint": str(folder / "checkpoint"),
         "source": {"format": "log", "path": str(folder / "log"), "maxOffsetsPerTrigger": 1_000},
-        "transform": {"select": ["value"]},
+        "transform": transform or {"select": ["value"]},
         "sinks": [{**sink, "ledger": str(folder / "ledger.db")}],
     }
     file.write_text(json.dumps(pipeline))

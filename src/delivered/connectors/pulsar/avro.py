@@ -60,6 +60,7 @@ class Shape:
         filled: Arrow type that takes what the codec gives.
         arrow: as users see it.
         of_json: a JSON value -> what `filled` takes; raises Unreadable.
+        required: of a record: fields that may not be null.
         meanings: path of a leaf -> its logical type. Avro itself reads seconds as days without a word.
     """
 
@@ -68,6 +69,7 @@ class Shape:
     arrow: pa.DataType
     of_json: Callable[[Any], Any] = field(compare=False)
     optional: bool = False
+    required: tuple[str, ...] = ()
     meanings: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
@@ -200,6 +202,7 @@ def _union(kind: str, told: list[Any], path: str, names: Iterator[int]) -> Shape
         avro=["null" if t == "null" else inner.avro for t in told],
         of_json=lambda value: None if value is None else inner_of_json(value),
         optional=True,
+        required=(),
     )
 
 
@@ -213,7 +216,8 @@ def _record(kind: str, told: Mapping[str, Any], path: str, names: Iterator[int])
         {"type": "record", "name": name, "fields": [{"name": n, "type": s.avro, **more} for n, s, more in fields]},
         pa.struct([pa.field(n, s.filled) for n, s, _ in fields]),
         pa.struct([pa.field(n, s.arrow) for n, s, _ in fields]),
-        _object(path, [(n, s, more) for n, s, more in fields]),
+        _object(path, fields),
+        required=tuple(n for n, s, _ in fields if not s.optional),
         meanings={p: m for _, s, _ in fields for p, m in s.meanings.items()},
     )
 

@@ -34,6 +34,18 @@ def tells_versions() -> Any:
     return Versions()
 
 
+def registers(kind: str, text: str) -> Any:
+    """A schema for producers, which is registered for the topic if it has not this one; values are encoded already."""
+    import _pulsar
+
+    class Encoded(pulsar().schema.BytesSchema):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self._schema_info = _pulsar.SchemaInfo(getattr(_pulsar.SchemaType, kind), kind, text)
+
+    return Encoded()
+
+
 def warm_client(options: Place) -> Any:
     """A client with these options, connected already if one was asked for before in this process."""
     name = (os.getpid(), repr((options.url, options.token, options.trusted)))
@@ -80,6 +92,13 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
                 "NOT_PERMITTED",
                 f"{options.url} does not let this client use {what!r}: {said}",
                 next_step="check the option token, and the permissions consume and produce of its role",
+            )
+        case library.IncompatibleSchema():
+            return UsageError(
+                "SCHEMA_INCOMPATIBLE",
+                f"The brokers at {options.url} do not take what was to be written to {what!r} beside its registered "
+                "schema, or take no bytes there.",
+                next_step="look at `pulsar-admin schemas get`; write with schema avro or json, or to another topic",
             )
         case library.MessageTooBig():
             return BadRecord(

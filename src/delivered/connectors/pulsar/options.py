@@ -85,6 +85,7 @@ class SourceOptions(Place):
         starting, ending: None: the default, which differs between stream and batch.
         subscription: that is told the progress.
         typed: value is a struct by the topic's schema, of this `version`; None: the newest.
+        canonical: then it is that struct as text, for the audit of a sink.
     """
 
     topics: tuple[str, ...]
@@ -96,6 +97,7 @@ class SourceOptions(Place):
     subscription: str | None = None
     typed: bool = False
     version: int | None = None
+    canonical: bool = False
 
     @property
     def what(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from delivered.connectors.pulsar.client import explained, pulsar, warm_client
+from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
 from delivered.connectors.pulsar.sink_options import PulsarSinkOptions
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
@@ -21,22 +21,30 @@ Message = dict[str, Any]
 """What the client's send takes."""
 
 
-def check_connection(options: PulsarSinkOptions) -> None:
-    """Raise Unreachable or UsageError if nothing can be written. The topic must be there: this would make it."""
-    _producer(options).close()
+def check_connection(options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
+    """Raise Unreachable or UsageError if nothing can be written. The topic must be there: this would make it.
+
+    Args:
+        schema: kind and text; it is registered if it is not.
+    """
+    _producer(options, schema).close()
 
 
 class Publisher:
     """One producer."""
 
-    def __init__(self, options: PulsarSinkOptions) -> None:
+    def __init__(self, options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
+        """
+        Args:
+            schema: kind and text, by which messages are encoded already; None: they are bytes.
+        """
         self._options = options
         self._lock = threading.Lock()
         self._sent = 0
         self._answered = 0
         self._lost = 0  # nobody knows whether they are in
         self._failed: Any = None  # the first result that says no
-        self._producer: Any = _producer(options)
+        self._producer: Any = _producer(options, schema)
 
     @property
     def unconfirmed(self) -> int:
@@ -103,7 +111,7 @@ class Publisher:
                 self._failed = result
 
 
-def _producer(options: PulsarSinkOptions) -> Any:
+def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any:
     library = pulsar()
     kinds = library.CompressionType
     compression = {"none": kinds.NONE, "lz4": kinds.LZ4, "zlib": kinds.ZLib, "zstd": kinds.ZSTD, "snappy": kinds.SNAPPY}
@@ -111,6 +119,7 @@ def _producer(options: PulsarSinkOptions) -> Any:
     try:
         return client.create_producer(
             options.topic,
+            schema=library.schema.BytesSchema() if schema is None else registers(*schema),
             compression_type=compression[options.compression],
             send_timeout_millis=int(REQUEST_TIMEOUT_S * 1000),
             max_pending_messages=IN_FLIGHT_MAX,

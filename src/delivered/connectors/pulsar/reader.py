@@ -19,6 +19,7 @@ import pyarrow as pa
 from delivered.connectors.pulsar.admin import Admin, Registered
 from delivered.connectors.pulsar.client import explained, pulsar, tells_versions, warm_client
 from delivered.connectors.pulsar.columns import Rows
+from delivered.connectors.pulsar.encode import canonical
 from delivered.connectors.pulsar.entries import gone, ranges
 from delivered.connectors.pulsar.options import OWNER, SourceOptions, short_name
 from delivered.connectors.pulsar.positions import Partition, Position, fields, physical
@@ -97,7 +98,8 @@ class _Reading:
             yield rows.take()
 
     def _values(self, topic: str, schema: Registered | None) -> Values | None:
-        return None if schema is None else Values(OWNER, topic, schema, lambda n: self._admin.schema(topic, n))
+        text = canonical if self._options.canonical else None
+        return None if schema is None else Values(OWNER, topic, schema, lambda n: self._admin.schema(topic, n), text)
 
     def _messages(self) -> Iterator[tuple[Any, Place]]:
         if not self._pieces:

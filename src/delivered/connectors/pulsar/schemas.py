@@ -57,21 +57,30 @@ def shape(owner: str, topic: str, found: Registered) -> Shape:
 class Values:
     """Reads values of one topic on an executor."""
 
-    def __init__(self, owner: str, topic: str, planned: Registered, ask: Callable[[int], Registered | None]) -> None:
+    def __init__(
+        self,
+        owner: str,
+        topic: str,
+        planned: Registered,
+        ask: Callable[[int], Registered | None],
+        text: Callable[[pa.Array], pa.Array] | None = None,
+    ) -> None:
         """
         Args:
             ask: for the schema of a version.
+            text: makes the structs bytes; None: they stay structs.
         """
         self._owner = owner
         self._topic = topic
         self._planned = planned
         self._ask = ask
         self._reader = shape(owner, topic, planned)
+        self._text = text
         self._known = {planned.version: self._reader}
 
     @property
     def type(self) -> pa.DataType:
-        return self._reader.arrow
+        return self._reader.arrow if self._text is None else pa.binary()
 
     def column(
         self, values: Sequence[bytes | None], versions: Sequence[int], places: Sequence[tuple[int, int, int]]
@@ -90,9 +99,10 @@ class Values:
             except Unreadable as error:
                 raise self._bad(place, version, str(error)) from None
         try:
-            return pa.array(found, self._reader.filled).cast(self._reader.arrow)
+            made = pa.array(found, self._reader.filled).cast(self._reader.arrow)
         except (pa.ArrowInvalid, OverflowError) as error:  # milliseconds that microseconds have no room for
             raise self._bad(places[0], versions[0], f"among {len(found)} messages from there: {error}") from None
+        return made if self._text is None else self._text(made)
 
     def _read(self, value: bytes, version: int) -> object:
         writer = self._known.get(version) or self._written(version)

@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.admin import Admin
+from delivered.connectors.pulsar.encode import canonical
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.connectors.pulsar.sink_options import OWNER, PulsarSinkOptions
+from delivered.connectors.pulsar.topic_schema import check_type, register
 from delivered.contract import Finding, ShardWriter, Sink, Source
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import DeliveredError, UsageError
@@ -53,7 +55,8 @@ class PulsarSink(SendingSink):
             count = admin.partitions(options.topic)
             topics = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
             known = [admin.deduplicates(topic) for topic in topics]
-            check_connection(options)
+            known_schema = admin.schema(options.topic) if options.schema is not None else None
+            check_connection(options, None if known_schema is None else (known_schema.kind, known_schema.text))
         except DeliveredError as error:
             return [Finding.refusal(error)]
         if guarantee is Guarantee.AT_MOST_ONCE and not all(known):
@@ -79,13 +82,25 @@ class PulsarSink(SendingSink):
                 f"it was given {', '.join(schema.names) or 'none'}.",
                 next_step="select these columns, for instance selectExpr('key', 'to_json(struct(*)) AS value')",
             )
+        if self.options.schema is not None:
+            check_type(self.options, schema.field("value").type)
         for field in schema:
+            if field.name == "value" and self.options.schema is not None:
+                continue
             wanted = _wanted(field)
             if wanted is not None:
                 raise UsageError("COLUMN_TYPE", f"{OWNER}: column {field.name!r} is {field.type}; it must be {wanted}.")
 
+    def ready_target(self, schema: pa.Schema) -> None:
+        """The topic gets the schema of the rows, or one that it has takes them."""
+        if self.options.schema is not None:
+            register(Admin(self.options), self.options, schema.field("value").type)
+
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """key and value. Properties and event time are not compared: a message has properties of ours too."""
+        """key and value; a struct as text. Properties and event time are not compared: a message has some of ours."""
+        if self.options.schema is not None:
+            at = batch.schema.get_field_index("value")
+            batch = batch.set_column(at, "value", canonical(batch.column(at)))
         n = batch.num_rows
         columns = [
             batch.column(c).cast(pa.binary()) if c in batch.schema.names else pa.nulls(n, pa.binary())
@@ -113,6 +128,8 @@ class PulsarSink(SendingSink):
                 topics=(options.topic,),
                 starting=Where("startingOffsets", EARLIEST),
                 ending=Where("endingOffsets", LATEST),
+                typed=options.schema is not None,
+                canonical=options.schema is not None,
             )
         )
 

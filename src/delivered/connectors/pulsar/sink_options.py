@@ -30,6 +30,11 @@ SINK_OPTIONS = OptionTable(
             "maxMessageSize.",
             str(BYTES_MAX),
         ),
+        Option(
+            "schema",
+            "bytes, or avro or json: value is a struct, written by a schema that is registered for the topic.",
+            "bytes",
+        ),
         Option("ledger", "SQLite file of the driver in which batches are recorded.", required=True),
     ),
 )
@@ -42,12 +47,14 @@ class PulsarSinkOptions(Place):
         topic: full name.
         bytes_max: of one message; None: it goes in chunks.
         ledger: path of a SQLite file.
+        schema: kind by which the struct value is written, AVRO or JSON; None: value is bytes.
     """
 
     topic: str
     compression: str
     bytes_max: int | None
     ledger: str
+    schema: str | None = None
 
     @property
     def label(self) -> str:
@@ -64,6 +71,7 @@ def parse_sink(given: Mapping[str, str]) -> PulsarSinkOptions:
     values = SINK_OPTIONS.restore(given)
     at = place(OWNER, values)
     chunking = flag(OWNER, "chunking", values.get("chunking", "false"))
+    schema = choice(OWNER, "schema", values.get("schema", "bytes"), ("bytes", "avro", "json"))
     longest = values.get("messageBytesMax", str(BYTES_MAX))
     return PulsarSinkOptions(
         url=at.url,
@@ -74,4 +82,5 @@ def parse_sink(given: Mapping[str, str]) -> PulsarSinkOptions:
         compression=choice(OWNER, "compression", values.get("compression", "none"), COMPRESSIONS),
         bytes_max=None if chunking else whole_number(OWNER, "messageBytesMax", longest, 1),
         ledger=values["ledger"],
+        schema=None if schema == "bytes" else schema.upper(),
     )

@@ -91,7 +91,7 @@ class PulsarSource:
                     f"{found[0][1]}; one column cannot hold both.",
                     next_step="read each topic by a query of its own, or set schema to bytes",
                 )
-        return columns_of(self.options.headers, found[0][1] if found else None)
+        return columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
 
     def planned(self) -> PulsarSource:
         """See `delivered.contract_columns`."""

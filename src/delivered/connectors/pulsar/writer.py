@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from delivered.connectors.pulsar.admin import Admin
+from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled
 from delivered.connectors.pulsar.publish import Message, Publisher
 from delivered.connectors.pulsar.sink_options import PulsarSinkOptions
+from delivered.connectors.pulsar.topic_schema import settle
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Work
 from delivered.sending.columns import column
@@ -22,13 +25,24 @@ class PulsarWriter(SendingWriter[Message]):
     def __init__(self, options: PulsarSinkOptions, work: Work, gives_up: bool) -> None:
         super().__init__(work, gives_up)
         self._options = options
+        self._settled: Settled | None = None
+        self._encoder: Encoder | None = None
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        if self._encoder is None and self._options.schema is not None:
+            rows = batch.schema.field("value").type
+            self._settled = settle(Admin(self._options, patient=True), self._options, rows)
+            self._encoder = Encoder(self._settled, rows)
+        super().stage(batch)
 
     def _connect(self) -> Publisher:
-        return Publisher(self._options)
+        made = self._settled
+        return Publisher(self._options, None if made is None else (made.kind, made.text))
 
     def _messages(self, rows: pa.RecordBatch) -> list[Message]:
+        encoder = self._encoder
         columns = (
-            column(rows, "value", pa.binary()),
+            column(rows, "value", pa.binary()) if encoder is None else self._encoded(encoder, rows.column("value")),
             column(rows, "key", pa.binary()),
             column(rows, "headers"),
             column(rows, "event_time", pa.timestamp("ms"), pa.int64()),
@@ -48,6 +62,17 @@ class PulsarWriter(SendingWriter[Message]):
                 }
             )
         return messages
+
+    def _encoded(self, encoder: Encoder, values: pa.Array) -> list[bytes | None]:
+        try:
+            return encoder.encode(values)
+        except BadValue as error:
+            where = f"Row {self._rows + error.row}" if error.row is not None else f"A row after row {self._rows}"
+            raise BadRecord(
+                "VALUE",
+                f"{where} of a shard for {self._options.label} does not fit the schema of the topic: {error}",
+                next_step="let the transform give what the schema takes; `pulsar-admin schemas get` shows it",
+            ) from None
 
     def _check_size(self, row: int, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
         """Before the client does: this error can name the row."""

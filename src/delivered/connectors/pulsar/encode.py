@@ -1,0 +1,270 @@
+"""The sink's side of schemas: which one rows are written by, and their bytes.
+
+A topic that has a schema keeps it as it is, as far as the rows fit; columns that it lacks are added to it, as fields
+that may be null. A topic without one gets one made from the columns.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from delivered.connectors.pulsar.admin import Registered
+from delivered.connectors.pulsar.avro import JSON, Unmappable, Unreadable, fastavro, shape_of
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_KINDS: tuple[tuple[pa.DataType, Any], ...] = (
+    (pa.bool_(), "boolean"),
+    *((t, "int") for t in (pa.int8(), pa.int16(), pa.int32())),
+    (pa.int64(), "long"),
+    (pa.float32(), "float"),
+    (pa.float64(), "double"),
+    *((t, "string") for t in (pa.string(), pa.large_string())),
+    *((t, "bytes") for t in (pa.binary(), pa.large_binary())),
+    (pa.date32(), {"type": "int", "logicalType": "date"}),
+)
+_WIDER = {
+    pa.int8(): (pa.int32(), pa.int64()),
+    pa.int16(): (pa.int32(), pa.int64()),
+    pa.int32(): (pa.int64(),),
+    pa.float32(): (pa.float64(),),
+    pa.large_string(): (pa.string(),),
+    pa.large_binary(): (pa.binary(),),
+}
+
+
+class Unfit(ValueError):
+    """Rows that a registered schema does not take; the text says what differs."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """By which schema rows are written.
+
+    Attributes:
+        text: of the schema; registered as it is, or to be registered.
+        added: fields that the registered one lacks.
+    """
+
+    kind: str
+    text: str
+    added: tuple[str, ...]
+
+
+def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled:
+    """
+    Args:
+        rows: type of the column value.
+        known: what the topic has.
+
+    Raises:
+        Unfit: the rows cannot be written by it, nor by it and more fields.
+        Unmappable: a column has no type in Avro, or a registered field none here.
+    """
+    made = derived(kind, rows)
+    if known is None:
+        return Settled(kind, json.dumps(made), ())
+    if known.kind != kind:
+        raise Unfit(f"it is {known.kind}, and the option schema says {kind.lower()}")
+    shape = shape_of(kind, known.text)
+    told = json.loads(known.text)
+    there = {f.name: f for f in shape.arrow}
+    wrong = [w for f in rows if f.name in there for w in _differences(f.name, f.type, there[f.name].type)]
+    given = {f.name for f in rows}
+    wrong += [f"{n!r} may not be null there, and has no column" for n in shape.required if n not in given]
+    if wrong:
+        raise Unfit("; ".join(wrong))
+    added = [f for f in made["fields"] if f["name"] not in there]
+    if not added:
+        return Settled(kind, known.text, ())
+    told["fields"] = [*told["fields"], *added]
+    return Settled(kind, json.dumps(told), tuple(f["name"] for f in added))
+
+
+def derived(kind: str, rows: pa.DataType) -> dict[str, Any]:
+    """A schema made from the type of a struct; every field may be null. Raises Unmappable."""
+    if not pa.types.is_struct(rows):
+        raise Unmappable(f"it is {rows}")
+    found: dict[str, Any] = _avro(rows, "", "Value")
+    shape_of(kind, json.dumps(found))
+    return found
+
+
+class Encoder:
+    """Rows of one type to the bytes of messages."""
+
+    def __init__(self, made: Settled, rows: pa.StructType) -> None:
+        self._kind = made.kind
+        self._shape = shape_of(made.kind, made.text)
+        # Null is written where there is no column, whatever default the schema has: so it is read back.
+        self._absent = dict.fromkeys(f.name for f in self._shape.filled if f.name not in {r.name for r in rows})
+        self._units = _in_units_of(rows, self._shape.filled)
+
+    def encode(self, values: pa.Array) -> list[bytes | None]:
+        """Raises BadValue for the first that does not fit."""
+        try:
+            found = plain(values.cast(self._units))
+        except pa.ArrowInvalid as error:
+            raise BadValue(None, str(error)) from None
+        encoded: list[bytes | None] = []
+        for at, value in enumerate(found):
+            try:
+                encoded.append(None if value is None else self._one({**self._absent, **value}))
+            except (ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
+                kind = "" if isinstance(error, Unreadable) else f"{type(error).__name__}: "
+                raise BadValue(at, f"{kind}{error}") from None
+        return encoded
+
+    def _one(self, value: dict[str, Any]) -> bytes:
+        if self._kind == JSON:
+            self._shape.of_json(value)  # what a reader will do
+            return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+        stream = io.BytesIO()
+        fastavro().schemaless_writer(stream, self._shape.avro, value)
+        return stream.getvalue()
+
+
+class BadValue(ValueError):
+    """A value that its schema does not take.
+
+    Attributes:
+        row: 0-based; None: it is not known.
+    """
+
+    def __init__(self, row: int | None, why: str) -> None:
+        super().__init__(why)
+        self.row = row
+
+
+def canonical(values: pa.Array) -> pa.Array:
+    """Structs as text: a row and what a reader finds are the same, also if the schema has more fields, all null."""
+    found = plain(values.cast(_in_units_of(values.type, None)))
+    return pa.array([None if v is None else json.dumps(_told(v), sort_keys=True).encode() for v in found], pa.binary())
+
+
+def plain(values: pa.Array) -> list[Any]:
+    """Python values; numbers for times, in their unit, and dicts for maps."""
+    kind = _numbers(values.type)
+    found: list[Any] = values.cast(kind).to_pylist()
+    return [_maps(v, kind) for v in found] if "map<" in str(kind) else found
+
+
+def _told(value: Any) -> Any:
+    match value:
+        case dict():
+            return {k: _told(v) for k, v in value.items() if v is not None}
+        case list():
+            return [_told(v) for v in value]
+        case bytes():
+            return value.hex()
+        case bool() | int() | float() | str() | None:
+            return value
+    return str(value)
+
+
+def _avro(kind: pa.DataType, path: str, name: str) -> Any:
+    """Not null: the caller adds that."""
+    for known, avro in _KINDS:
+        if kind.equals(known):
+            return avro
+    if pa.types.is_timestamp(kind):
+        return {"type": "long", "logicalType": f"{'local-' if kind.tz is None else ''}timestamp-micros"}
+    if pa.types.is_decimal128(kind):
+        return {"type": "bytes", "logicalType": "decimal", "precision": kind.precision, "scale": kind.scale}
+    if pa.types.is_map(kind) and (pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)):
+        return {"type": "map", "values": _optional(kind.item_type, f"{path}{{}}", name)}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return {"type": "array", "items": _optional(kind.value_type, f"{path}[]", name)}
+    if pa.types.is_struct(kind):
+        return {"type": "record", "name": name, "fields": [_field(f, path, name) for f in kind]}
+    raise Unmappable(f"column {path[1:]!r} is {kind}, which Avro has no type for")
+
+
+def _field(field: pa.Field, path: str, name: str) -> dict[str, Any]:
+    if not _NAME.fullmatch(field.name):
+        raise Unmappable(
+            f"column {(path + '.' + field.name)[1:]!r}: names in Avro are letters of ASCII, digits and underscores"
+        )
+    kind = _optional(field.type, f"{path}.{field.name}", f"{name}_{field.name}")
+    return {"name": field.name, "type": kind, "default": None}
+
+
+def _optional(kind: pa.DataType, path: str, name: str) -> list[Any]:
+    return ["null", _avro(kind, path, name)]
+
+
+def _differences(path: str, row: pa.DataType, there: pa.DataType) -> Iterable[str]:
+    """Between a column and the field of the schema: both as Arrow types."""
+    if row.equals(there) or there in _WIDER.get(row, ()):
+        return
+    if pa.types.is_timestamp(row) and pa.types.is_timestamp(there) and (row.tz is None) == (there.tz is None):
+        return
+    if pa.types.is_decimal128(row) and pa.types.is_decimal128(there) and row.scale == there.scale:
+        if row.precision <= there.precision:
+            return
+    elif pa.types.is_struct(row) and pa.types.is_struct(there):
+        fields = {f.name: f.type for f in there}
+        names = {f.name for f in row}
+        yield from (f"{path}.{n!s} has no column" for n in fields if n not in names)
+        for f in row:
+            if f.name in fields:
+                yield from _differences(f"{path}.{f.name}", f.type, fields[f.name])
+            else:
+                yield f"{path}.{f.name} is not in the schema, and only fields of the record itself are added"
+        return
+    elif pa.types.is_map(row) and pa.types.is_map(there):
+        yield from _differences(f"{path}{{}}", row.item_type, there.item_type)
+        return
+    elif _is_list(row) and _is_list(there):
+        yield from _differences(f"{path}[]", row.value_type, there.value_type)
+        return
+    yield f"{path!r} is {there} there, and the column is {row}"
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _in_units_of(row: pa.DataType, filled: pa.DataType | None) -> pa.DataType:
+    """The type of the rows, with the types of the schema's leaves; None: microseconds."""
+    if pa.types.is_struct(row):
+        fields = {} if filled is None else {f.name: f.type for f in filled}
+        return pa.struct([pa.field(f.name, _in_units_of(f.type, fields.get(f.name))) for f in row])
+    if pa.types.is_map(row):
+        return pa.map_(pa.string(), _in_units_of(row.item_type, None if filled is None else filled.item_type))
+    if _is_list(row):
+        return pa.list_(_in_units_of(row.value_type, None if filled is None else filled.value_type))
+    if filled is not None:
+        return filled
+    return pa.timestamp("us", row.tz) if pa.types.is_timestamp(row) else row
+
+
+def _numbers(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(f.name, _numbers(f.type)) for f in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(pa.string(), _numbers(kind.item_type))
+    if _is_list(kind):
+        return pa.list_(_numbers(kind.value_type))
+    if pa.types.is_timestamp(kind):
+        return pa.int64()
+    return pa.int32() if pa.types.is_date32(kind) else kind
+
+
+def _maps(value: Any, kind: pa.DataType) -> Any:
+    """Maps as dicts: Arrow gives them as lists of pairs."""
+    if value is None:
+        return None
+    if pa.types.is_struct(kind):
+        return {f.name: _maps(value[f.name], f.type) for f in kind}
+    if pa.types.is_map(kind):
+        return {k: _maps(v, kind.item_type) for k, v in value}
+    if pa.types.is_list(kind):
+        return [_maps(v, kind.value_type) for v in value]
+    return value
