@@ -115,6 +115,9 @@ class Sent:
     def arrived(self) -> frozenset[str]:
         return frozenset()
 
+    def left(self) -> int:
+        return 0
+
     def read(self) -> list[Row]:
         return self.rows
 

@@ -65,7 +65,6 @@ class Bench:
             # A file of its own: a receiver may be reading it while the pipeline's is written anew.
             file = shutil.copy(self.pipeline_file(), self.folder / "receivers.yaml")
             self.receiving = Receiving(self.folder, feed, Path(file), self.history, self.setting.environment)
-            self.receiving.open()
 
     def close(self) -> None:
         """End everything that this bench started. May be called again."""
@@ -176,6 +175,8 @@ class Bench:
 
     def start(self, crash: str = "", *arguments: str) -> Run:
         """Start the pipeline, to stop at these points."""
+        if self.receiving is not None:
+            self.receiving.ready()
         number = len(self.runs) + 1
         s = self.setting
         run = start(number, self.pipeline_file(), self.folder, crash, arguments, s.environment, s.service)

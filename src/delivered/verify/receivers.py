@@ -30,7 +30,6 @@ def killed(*points: str) -> tuple[Script, tuple[str, ...]]:
         for number, point in enumerate(points):
             _kill_at(bench, point, 1 / (len(points) + 1))
             if len(points) > 1 and number == len(points) // 2:
-                bench.receivers.start()
                 bench.end(bench.start())
         bench.send()
         bench.drain()
@@ -63,13 +62,14 @@ def killed_with_driver(*pairs: tuple[str, str]) -> tuple[Script, tuple[str, ...]
     def script(bench: Bench) -> None:
         share = 1 / (2 * len(pairs) + 1)
         for of_receiver, of_driver in pairs:
-            bench.receivers.start()
             bench.send(share)
             receiver = _standing(bench, of_receiver, share)
             run = bench.start(of_driver)
-            if waits(bench, run) is not None:
+            stood = waits(bench, run) is not None
+            if stood:
                 bench.kill(run)
-                bench.receivers.kill(receiver)
+            bench.receivers.kill(receiver)
+            if stood:
                 bench.fire(f"kill@{of_receiver} and {of_driver}")
         bench.send()
         bench.drain()

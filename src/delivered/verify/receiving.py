@@ -43,11 +43,18 @@ class Receiving:
         self.stops: list[Stop] = []
         self._runs: list[Run] = []
         self._over: set[int] = set()
+        self._given_up: frozenset[str] = frozenset()
 
-    def open(self) -> None:
-        """Start the first one, and wait for its log: no pipeline can be planned before it is there."""
-        run = self.start()
+    def ready(self) -> None:
+        """See that the log is there: before, no pipeline can be planned.
+
+        Raises:
+            Trouble: the receiver that was started for it ended.
+        """
         log = self._queue.log / "_delta_log"
+        if log.exists():
+            return
+        run = next((r for r in self._runs if r.lives), None) or self.start()
         wait_for(lambda: log.exists() or not run.lives, _START_TIMEOUT_S, "a receiver makes its log")
         if not run.lives:
             raise Trouble("RECEIVER_FAILED", f"The first receiver ended with {run.code}: {last_words(run)}")
@@ -83,26 +90,36 @@ class Receiving:
         self._over.add(run.number)
 
     def close(self) -> None:
+        """End all that live: nothing is left for them. May be called again."""
         for run in self._runs:
             if run.lives:
-                run.kill()
+                self._history.add(run.name, "run", End.OK, {"ended with the cell": run.kill()})
 
     def settle(self, sent: Collection[str]) -> None:
-        """Wait until all of these ids are in the log, or it has not grown for so long that nothing can come any more.
+        """Wait until all of these ids are in the log, or nothing is left that could come there. What was waited for
+        in vain is not waited for again.
 
         If no receiver lives, one is started.
         """
-        wanted = frozenset(sent)
+        wanted = frozenset(sent) - self._given_up
         grew_at, before = time.monotonic(), self._queue.arrived()
         while not wanted <= before:
             if not any(run.lives for run in self._runs):
                 self._note()
                 self.start()
             now = self._queue.arrived()
-            if now != before:
+            begins = not any(run.lives and run.output.stat().st_size for run in self._runs)
+            if now != before or begins:
                 grew_at, before = time.monotonic(), now
             if time.monotonic() - grew_at > self._queue.patience_s:
+                self.stop()  # what it held is in the log now, and acknowledged; the rest is in the queue
+                left = self._queue.left()
+                if left or self._queue.arrived() != before:
+                    grew_at = time.monotonic()
+                    continue
                 missing = sorted(wanted - before)
+                if left is not None:
+                    self._given_up |= wanted - before
                 self._history.add("receivers", "settle", End.UNKNOWN, {"missing": len(missing), "some": missing[:10]})
                 return
             time.sleep(_POLL_S)

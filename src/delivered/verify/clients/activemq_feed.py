@@ -30,18 +30,11 @@ class ArtemisFeed(Queue):
 
     def create(self) -> None:
         made = {"name": self.name, "address": self.name, "routing-type": "ANYCAST", "durable": True}
-        connection, frames = self._open()
-        connection.auto_content_length = False  # a text message: management reads no other
-        replies = f"judge.{uuid.uuid4().hex}"
-        connection.subscribe(replies, "r", headers={"subscription-type": "MULTICAST", "receipt": "r"})
-        _expect(frames, "receipt")
-        headers = {"_AMQ_ResourceName": "broker", "_AMQ_OperationName": "createQueue", "reply-to": replies}
-        parameters = json.dumps([json.dumps({**made, "auto-delete": False})])
-        connection.send("activemq.management", parameters, headers=headers)
-        answer = _expect(frames, "message")
-        connection.disconnect()
-        if answer.headers.get("_AMQ_OperationSucceeded") != "true":
-            raise RuntimeError(f"ActiveMQ did not make the queue {self.name}: {answer.body!r}")
+        asked = {"_AMQ_ResourceName": "broker", "_AMQ_OperationName": "createQueue"}
+        self._ask(asked, json.dumps([json.dumps({**made, "auto-delete": False})]))
+
+    def left(self) -> int:
+        return int(self._ask({"_AMQ_ResourceName": f"queue.{self.name}", "_AMQ_Attribute": "messageCount"}, ""))
 
     def place(self) -> dict[str, Any]:
         return {"url": f"stomp://{self.bootstrap}", "queue": self.name, "idHeader": ID, "keyHeader": KEY}
@@ -57,6 +50,20 @@ class ArtemisFeed(Queue):
 
     def address(self) -> dict[str, Any]:
         return {"system": self.system, "bootstrap": self.bootstrap, "name": self.name, "log": str(self.log)}
+
+    def _ask(self, headers: dict[str, str], body: str) -> Any:
+        """A question to the broker's management."""
+        connection, frames = self._open()
+        connection.auto_content_length = False  # a text message: management reads no other
+        replies = f"judge.{uuid.uuid4().hex}"
+        connection.subscribe(replies, "r", headers={"subscription-type": "MULTICAST", "receipt": "r"})
+        _expect(frames, "receipt")
+        connection.send("activemq.management", body, headers={**headers, "reply-to": replies})
+        answer = _expect(frames, "message")
+        connection.disconnect()
+        if answer.headers.get("_AMQ_OperationSucceeded") != "true":
+            raise RuntimeError(f"ActiveMQ refused {headers}: {answer.body!r}")
+        return json.loads(answer.body)[0] if answer.body else None
 
     def _open(self) -> tuple[Any, queue.Queue[tuple[str, Any]]]:
         import stomp

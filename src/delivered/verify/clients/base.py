@@ -77,6 +77,9 @@ class Forgets(Protocol):
     def arrived(self) -> frozenset[str]:
         """Ids of the records that are in the log."""
 
+    def left(self) -> int | None:
+        """Messages that the queue still holds, while nobody receives; None: it does not tell."""
+
 
 class Drain(Protocol):
     """Where the effects go: the pipeline's sink."""

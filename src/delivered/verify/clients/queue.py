@@ -49,6 +49,10 @@ class Queue(ABC):
         """Of the queue in the pipeline file, without the log."""
 
     @abstractmethod
+    def left(self) -> int | None:
+        """As `Forgets.left`."""
+
+    @abstractmethod
     def address(self) -> dict[str, Any]:
         """As `Feed.address`."""
 

@@ -119,6 +119,12 @@ class RabbitQueue(Queue):
         if records:
             _publish(self.url, self.name, records)
 
+    def left(self) -> int:
+        channel = _channel(self.url)
+        found = channel.queue_declare(self.name, passive=True).method.message_count
+        channel.connection.close()
+        return int(found)
+
     def address(self) -> dict[str, Any]:
         return {"system": self.system, "url": self.url, "name": self.name, "log": str(self.log)}
 
