@@ -28,6 +28,7 @@ def run(ground: Ground, source: str, fault: str | Fault, service: str = ENGINE) 
     return run_cell(Cell(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, 1, service, source), ground)
 
 
+@pytest.mark.matrix
 def test_a_receiver_that_acknowledges_before_it_persists_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
