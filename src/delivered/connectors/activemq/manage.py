@@ -58,6 +58,8 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
         durable = management.attribute(f"queue.{queue}", "durable")
         kinds = management.attribute(f"address.{address}", "routingTypes")
         settings = json.loads(management.call("broker", "getAddressSettingsAsJSON", address) or "{}")
+        readers = management.attribute(f"queue.{queue}", "consumerCount")
+        held = management.attribute(f"queue.{queue}", "deliveringCount")
     except (DeliveredError, ValueError) as error:
         said = error.message if isinstance(error, DeliveredError) else str(error)
         yield Finding(
@@ -70,6 +72,23 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
             return
         return
     yield from _judge(place.queue, queue, durable, kinds, settings, receives)
+    if receives:
+        yield from held_by_nobody(queue, held, readers)
+
+
+def held_by_nobody(queue: str, held: int | None, readers: int | None) -> Iterator[Finding]:
+    """
+    Args:
+        held: messages in delivery; readers: consumers of the queue. None: the broker did not say.
+    """
+    if held and readers == 0:
+        yield Finding(
+            "MESSAGES_HELD_BY_NOBODY",
+            f"Messages of {queue!r} in delivery: {held}, and nobody receives from it: Artemis (2.40) may keep the "
+            "first message of a receiver that was killed until the broker is restarted.",
+            False,
+            "if the number stays, restart the broker: they are in its journal, and come then",
+        )
 
 
 def _judge(
