@@ -72,7 +72,7 @@ def test_bytes_that_were_changed_are_a_row_or_one_kind_of_error(row: dict[str, A
         (found,) = plain(column("AVRO", changed))
     except BadRecord:
         return
-    assert fastavro.schemaless_reader(io.BytesIO(encoded(found)), SCHEMA, None) is not None
+    assert plain(column("AVRO", encoded(found))) == [found]
 
 
 ANYTHING = st.recursive(
