@@ -5,19 +5,17 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import sqlite3
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.broker.replayed_help import values_over_a_kill
 from tests.conftest import Pulsar
 
 from delivered.connectors.pulsar import CONNECTOR
@@ -26,7 +24,6 @@ from delivered.connectors.pulsar.options import parse
 from delivered.connectors.pulsar.positions import from_json
 from delivered.contract import Offsets, Source
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
-from delivered.testing.supervisor import run
 
 FULL = "persistent://public/default/"
 CHUNK = 5 << 20
@@ -350,22 +347,5 @@ def test_a_pipeline_killed_and_started_again_has_every_message_once(pulsar: Puls
     topic = pulsar.topic(2)
     for n in range(2):
         pulsar.send(f"{topic}-partition-{n}", rows(2_000, 2_000 * n), batch=30)
-    pipeline = {
-        "pipeline": "p",
-        "guarantee": "exactly_once",
-        "checkpoint": str(tmp_path / "checkpoint"),
-        "source": {
-            "format": "pulsar", **pulsar.options, "topics": topic, "startingOffsets": "earliest",
-            "maxOffsetsPerTrigger": 1_000,
-        },
-        "transform": {"select": ["value"]},
-        "sinks": [{"format": "sqlite", "path": str(tmp_path / "out.db"), "table": "got"}],
-    }  # fmt: skip
-    file = tmp_path / "p.yaml"
-    file.write_text(json.dumps(pipeline))
-    command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
-    done = run(command, f"{point}@batch=1", tmp_path / "hits", timeout_s=60)
-    assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
-    with closing(sqlite3.connect(tmp_path / "out.db")) as database:
-        found = Counter(v for (v,) in database.execute("SELECT value FROM got"))
+    found = values_over_a_kill(tmp_path, {"format": "pulsar", **pulsar.options, "topics": topic}, point)
     assert found == Counter(rows(4_000))

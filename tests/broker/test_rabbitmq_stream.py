@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import sqlite3
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.broker.replayed_help import values_over_a_kill
 from tests.conftest import Rabbitmq
 
 from delivered.connectors.rabbitmq import stream_reader
 from delivered.connectors.rabbitmq.stream import CONNECTOR
 from delivered.contract import Offsets, Source
 from delivered.model.errors import InvariantBroken, UsageError
-from delivered.testing.supervisor import run
 
 SMALL = {"x_max_length_bytes": 400_000, "x_stream_max_segment_size_bytes": 100_000}
 """A segment holds about ten messages of `BIG` bytes, the stream about forty."""
@@ -221,24 +218,8 @@ def test_a_pipeline_killed_and_started_again_has_every_message_once(
     streams = [rabbitmq.queue("stream"), rabbitmq.queue("stream")]
     for n, stream in enumerate(streams):
         rabbitmq.send(stream, numbered(2_000, 2_000 * n))
-    pipeline = {
-        "pipeline": "p",
-        "guarantee": "exactly_once",
-        "checkpoint": str(tmp_path / "checkpoint"),
-        "source": {
-            "format": "rabbitmq_stream", "url": rabbitmq.url, "streams": ",".join(streams),
-            "startingOffsets": "earliest", "maxOffsetsPerTrigger": 1_000,
-        },
-        "transform": {"select": ["value"]},
-        "sinks": [{"format": "sqlite", "path": str(tmp_path / "out.db"), "table": "got"}],
-    }  # fmt: skip
-    file = tmp_path / "p.yaml"
-    file.write_text(json.dumps(pipeline))
-    command = [sys.executable, "-m", "delivered.verify.loop", str(file)]
-    done = run(command, f"{point}@batch=1", tmp_path / "hits", timeout_s=60)
-    assert (done.exit_code, done.runs, len(done.kills)) == (0, 2, 1)
-    with closing(sqlite3.connect(tmp_path / "out.db")) as database:
-        found = Counter(v for (v,) in database.execute("SELECT value FROM got"))
+    source = {"format": "rabbitmq_stream", "url": rabbitmq.url, "streams": ",".join(streams)}
+    found = values_over_a_kill(tmp_path, source, point)
     assert found == Counter(body for _, body in numbered(4_000))
 
 
