@@ -29,8 +29,6 @@ _S32, _S33 = np.uint64(32), np.uint64(33)
 _LONG_VALUE_BYTES = 4096
 """Values longer than this are hashed one by one by BLAKE2b: a vector step a word would cost more."""
 
-_SHORT_VALUE_BYTES = 64
-"""Up to here every row of a column is hashed side by side, whatever its length."""
 _KEEP = np.array([(1 << (8 * n)) - 1 for n in range(9)], dtype=np.uint64)
 """Number of bytes -> mask of the first so many bytes of a little-endian word."""
 
@@ -228,9 +226,7 @@ def _hash_bytes(array: pa.Array, offset_type: np.dtype[np.signedinteger], key: n
     longest = int(lengths.max())
     if width <= _LONG_VALUE_BYTES and int(lengths.min()) == longest:
         return _hash_equal_widths(data[int(offsets[0]) : int(offsets[-1])].reshape(n, width), hashes)
-    if longest <= _SHORT_VALUE_BYTES:
-        return _hash_short(data[int(offsets[0]) : int(offsets[-1])], starts - offsets[0], lengths, longest, hashes)
-    return _hash_mixed_widths(data, starts, lengths, hashes, key)
+    return _hash_mixed_widths(data[int(offsets[0]) : int(offsets[-1])], starts - offsets[0], lengths, hashes, key)
 
 
 def _step(hashes: U64, words: U64) -> U64:
@@ -254,25 +250,6 @@ def _hash_equal_widths(rows: npt.NDArray[np.uint8], hashes: U64) -> U64:
     return _finish(hashes)
 
 
-def _hash_short(
-    data: npt.NDArray[np.uint8],
-    starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    longest: int,
-    hashes: U64,
-) -> U64:
-    """Same value, same hash as `_hash_equal_widths`: a row takes as many steps as it has words, the last one cut."""
-    padded = np.zeros(len(data) + 8, dtype=np.uint8)
-    padded[: len(data)] = data
-    # A word at every byte, aligned or not.
-    words_at = np.ndarray(shape=(len(data) + 1,), dtype=np.uint64, buffer=padded.data, strides=(1,))
-    for i in range(-(-longest // 8)):
-        left = lengths - 8 * i
-        words = words_at[np.minimum(starts + 8 * i, len(data))] & _KEEP[np.clip(left, 0, 8)]
-        hashes = np.where(left > 0, _step(hashes.copy(), words), hashes)
-    return _finish(hashes)
-
-
 def _hash_mixed_widths(
     data: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.int64],
@@ -280,32 +257,35 @@ def _hash_mixed_widths(
     hashes: U64,
     key: np.uint64,
 ) -> U64:
-    """Same value, same hash as `_hash_equal_widths`: whole words first, then the rest padded with zeros."""
-    full = lengths >> 3
+    """Same value, same hash as `_hash_equal_widths`: a row takes as many steps as it has words, the last one cut.
+
+    Rows stand in the order of their number of words, the longest first: those that still have one are in front.
+    """
+    words = (lengths + 7) >> 3
     long_rows = np.flatnonzero(lengths > _LONG_VALUE_BYTES)
-    full[long_rows] = 0
-    order = np.argsort(-full, kind="stable")
-    sorted_full = full[order]
-    if len(data) >= 8:
-        at = np.lib.stride_tricks.as_strided(
-            data[: len(data) - 7].view(np.uint8), shape=(len(data) - 7, 8), strides=(1, 1)
-        )
-    active = len(order)
-    for i in range(int(sorted_full[0])):
-        active = int(np.searchsorted(-sorted_full, -i, side="left"))
-        rows = order[:active]
-        words = at[starts[rows] + 8 * i].view(np.uint64).reshape(-1)
-        hashes[rows] = _step(hashes[rows], words)
-    rest = lengths & 7
-    rest[long_rows] = 0
-    rows = np.flatnonzero(rest)
-    if len(rows):
-        tail = np.zeros(len(rows), dtype=np.uint64)
-        begin = starts[rows] + 8 * full[rows]
-        for i in range(7):
-            present = rest[rows] > i
-            tail[present] |= data[begin[present] + i].astype(np.uint64) << np.uint64(8 * i)
-        hashes[rows] = _step(hashes[rows], tail)
+    words[long_rows] = 0
+    order = np.argsort(words.astype(np.uint16), kind="stable")[::-1]  # numpy sorts 16 bits by radix
+    having = len(order) - np.cumsum(np.bincount(words))  # more than so many words
+    # A word that begins anywhere lies in two that are aligned. One more word: there is always a second.
+    aligned = np.zeros((len(data) >> 3) + 2, dtype=np.uint64)
+    aligned.view(np.uint8)[: len(data)] = data
+    begin = starts[order]
+    at = begin >> 3
+    right = ((begin & 7) << 3).astype(np.uint64)
+    left = np.uint64(64) - right  # numpy shifts by 64 to 0
+    keep = _KEEP[((lengths[order] - 1) & 7) + 1]
+    sorted_hashes = hashes[order]
+    now = int(having[0])
+    low = aligned.take(at[:now])
+    for following in having[1:].tolist():
+        at[:now] += 1
+        high = aligned.take(at[:now])
+        low >>= right[:now]
+        low |= high << left[:now]
+        low[following:] &= keep[following:now]
+        _step(sorted_hashes[:now], low)
+        low, now = high[:following], following
+    hashes[order] = sorted_hashes
     for row in long_rows:
         value = data[starts[row] : starts[row] + lengths[row]].tobytes()
         digest = hashlib.blake2b(value, digest_size=8, key=int(key).to_bytes(8, "little")).digest()
