@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.sweeps import is_sweep
 
 from delivered import brokers
 from delivered.brokers import rocketmq as rocketmq_server
@@ -24,6 +25,13 @@ from delivered.brokers import rocketmq as rocketmq_server
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
 logging.getLogger("stomp.py").setLevel(logging.CRITICAL)
 logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_sweep(item):
+            item.add_marker("matrix")
 
 
 class Kafka:

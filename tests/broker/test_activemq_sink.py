@@ -22,7 +22,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
 
-QUICK = {("at_least_once", "write.flush:after"), ("at_most_once", "write.send:after")}
+QUICK = {("at_least_once", "write.flush:after")}
 
 
 def sink(folder: Path, url: str, queue: str, **options: str) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,6 @@ from confluent_kafka.admin import (
 )
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
 
-from delivered.brokers.process import free_ports
 from delivered.connectors.kafka import client, librdkafka, native_consume, reader
 from delivered.contract import Slice
 from delivered.model.errors import Unreachable, UsageError
@@ -35,8 +35,15 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def test_a_broker_that_is_down_is_one_clear_error_within_15_s() -> None:
-    nobody = SimpleNamespace(bootstrap=f"127.0.0.1:{free_ports(1)[0]}")
+@pytest.fixture
+def nobody() -> Iterator[SimpleNamespace]:
+    """An address that refuses connections: it is taken, so that no server of another test can start there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield SimpleNamespace(bootstrap=f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def test_a_broker_that_is_down_is_one_clear_error_within_15_s(nobody: SimpleNamespace) -> None:
     for act in (lambda s: s.driver().initial(), lambda s: s.driver().batch()):
         started = time.monotonic()
         with pytest.raises(Unreachable, match=rf"KAFKA_UNREACHABLE.*{nobody.bootstrap}.*refused.*bootstrap\.servers"):
@@ -208,9 +215,8 @@ def test_without_the_place_of_the_time_and_without_symbols(kafka: Any, monkeypat
 
 
 def test_the_clients_own_words_go_to_logging(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    nobody: SimpleNamespace, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    nobody = SimpleNamespace(bootstrap=f"127.0.0.1:{free_ports(1)[0]}")
     driver_client = client.KafkaDriverClient(source(nobody, subscribe="t").options)  # type: ignore[attr-defined]
     with caplog.at_level(logging.DEBUG, "delivered.kafka.client"), pytest.raises(Unreachable):
         driver_client.partitions()

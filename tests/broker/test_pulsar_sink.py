@@ -96,7 +96,7 @@ def test_columns_become_what_a_message_has(pulsar: Pulsar, tmp_path: Path) -> No
     "point",
     [
         "write.flush:after",
-        "log:before",
+        pytest.param("log:before", marks=pytest.mark.matrix),
         pytest.param("write.send:after", marks=pytest.mark.matrix),
         pytest.param("commit.record:before", marks=pytest.mark.matrix),
     ],

@@ -228,7 +228,7 @@ SWEEP = pytest.mark.matrix
     ("guarantee", "kills", "memory"),
     [
         # After the decision the batch is not written again, but its state must be there for the next one.
-        ("exactly_once", "commit.decide:after@batch=1", {"late": "drop"}),
+        pytest.param("exactly_once", "commit.decide:after@batch=1", {"late": "drop"}, marks=SWEEP),
         pytest.param("exactly_once", "write.prepare:after@batch=1,log:before@batch=1", {"late": "drop"}, marks=SWEEP),
         pytest.param(
             "at_least_once", "write.flush:after@batch=1,commit.record:after@batch=1", {"late": "drop"}, marks=SWEEP
