@@ -36,7 +36,8 @@ SERVER_PROPERTIES: dict[str, dict[str, str]] = {
     PULSAR: {"journalSyncData": "false"},
     ACTIVEMQ: {"journalDatasync": "false"},
     # Else nothing that a killed receiver held comes again before ten seconds.
-    ROCKETMQ: {"proxy.minInvisibleTimeMillsForRecv": "1000"},
+    # Else a broker 5.5.0 turns a core without end after the first transaction, which every other cell would pay for.
+    ROCKETMQ: {"proxy.minInvisibleTimeMillsForRecv": "1000", "transactionOpBatchInterval": "3600000"},
 }
 _PROXIES: dict[str, Callable[[str, Callable[[Fired], None]], Wire[Any]]] = {
     KAFKA: Proxy,
