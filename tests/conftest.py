@@ -370,8 +370,9 @@ class Pulsar:
 
     _names = itertools.count()
 
-    def __init__(self, broker: brokers.Broker) -> None:
+    def __init__(self, broker: brokers.Broker, token: str | None = None) -> None:
         self.broker = broker
+        self._token = token
         self._client: Any = None
 
     @property
@@ -383,7 +384,8 @@ class Pulsar:
         request = urllib.request.Request(
             f"{self.options['adminUrl']}/admin/v2/{path}",
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json"}
+            | ({} if self._token is None else {"Authorization": f"Bearer {self._token}"}),
             method=method,
         )
         with urllib.request.urlopen(request, timeout=30) as reply:
@@ -409,7 +411,11 @@ class Pulsar:
         import pulsar
 
         if self._client is None:
-            self._client = pulsar.Client(self.broker.url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+            self._client = pulsar.Client(
+                self.broker.url,
+                authentication=None if self._token is None else pulsar.AuthenticationToken(self._token),
+                logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
+            )
         return self._client
 
     def send(self, topic: str, values: Any, batch: int = 0, **settings: Any) -> None:
@@ -445,7 +451,7 @@ class Pulsar:
             self._client = None
 
 
-_PULSAR_QUICK = {"journalSyncData": "false"}
+PULSAR_QUICK = {"journalSyncData": "false"}
 """What a killed server wrote, the system keeps: tests that pull no plug need no disk."""
 
 
@@ -453,7 +459,7 @@ _PULSAR_QUICK = {"journalSyncData": "false"}
 def pulsar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pulsar]:
     """One server for the whole session. Do not stop it: other tests use it."""
     folder = tmp_path_factory.mktemp("pulsar")
-    broker = brokers.start("pulsar", folder, heap_mb=256, dies_with_parent=True, properties=_PULSAR_QUICK)
+    broker = brokers.start("pulsar", folder, heap_mb=256, dies_with_parent=True, properties=PULSAR_QUICK)
     made = Pulsar(broker)
     yield made
     made.close()
@@ -468,7 +474,7 @@ def new_pulsar(tmp_path: Path) -> Iterator[Callable[..., Pulsar]]:
 
     def make(**settings: str) -> Pulsar:
         folder = tmp_path / f"pulsar{len(started)}"
-        given = {**_PULSAR_QUICK, **settings}
+        given = {**PULSAR_QUICK, **settings}
         started.append(Pulsar(brokers.start("pulsar", folder, heap_mb=256, dies_with_parent=True, properties=given)))
         return started[-1]
 

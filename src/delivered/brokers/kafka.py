@@ -156,12 +156,7 @@ def _properties(folder: Path, listeners: Mapping[str, str], scram: bool) -> dict
 
 
 def _tls_properties(home: Path, folder: Path) -> dict[str, str]:
-    password_file = folder / "keystore.password"
-    if not password_file.is_file():
-        password_file.touch(mode=0o600)
-        password_file.write_text(secrets.token_hex(16), encoding="utf-8")
-    password = password_file.read_text(encoding="utf-8")
-    store, _ = make_certificate(home, folder, password)
+    store, password = make_certificate(home, folder)
     return {
         "ssl.keystore.type": "PKCS12",
         "ssl.keystore.location": str(store),

@@ -139,6 +139,7 @@ class State:
 
     def save(self, folder: Path) -> None:
         fresh = folder / f".state.{os.getpid()}"
+        fresh.touch(mode=0o600)  # settings of a server may hold its secrets
         fresh.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         fresh.replace(folder / "state.json")
 

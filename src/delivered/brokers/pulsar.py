@@ -2,10 +2,21 @@
 
 Without functions workers and stream storage. What is acknowledged stays (retention without bounds), topics nobody
 uses stay too, and the broker drops what a producer repeats (brokerDeduplicationEnabled), unless told otherwise.
+
+With tokens, every client needs one, also of the listeners without TLS:
+
+    secret = secrets.token_bytes(32)
+    broker = brokers.start("pulsar", folder, tls=True, properties=pulsar.with_tokens(secret))
+    pulsar.make_token(secret, pulsar.ADMIN)      # may do all
+    pulsar.make_token(secret, "reader")          # what this role was granted: nothing at first
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import json
 import os
 import urllib.request
 from collections.abc import Mapping
@@ -14,10 +25,14 @@ from http.client import HTTPException
 from pathlib import Path
 
 from delivered.brokers.fetch import Say, fetch_archive
+from delivered.brokers.tls import make_certificate
 
 VERSION = "4.0.4"
 ARTIFACT = ("org.apache.pulsar", "pulsar-server-distribution", VERSION)
-PULSAR, HTTP = "PULSAR", "HTTP"
+PULSAR, HTTP, PULSAR_SSL, HTTPS = "PULSAR", "HTTP", "PULSAR_SSL", "HTTPS"
+ADMIN = "admin"
+"""Role of those who may do all, where tokens are asked for."""
+_OWN_LOGIN = "brokerClientAuthenticationParameters"
 DIRECT_MB = 256
 _OPENS = (
     *("java.base/java.io", "java.base/java.nio", "java.base/java.util.zip", "java.base/jdk.internal.misc"),
@@ -39,6 +54,35 @@ def url(address: str) -> str:
     return f"pulsar://{address}"
 
 
+def listeners_wanted(tls: bool) -> list[str]:
+    return [PULSAR, HTTP, PULSAR_SSL, HTTPS] if tls else [PULSAR, HTTP]
+
+
+def make_token(secret: bytes, role: str, expires: float | None = None) -> str:
+    """A JSON Web Token for a role.
+
+    Args:
+        secret: that the server was started with, 32 bytes or more.
+        expires: seconds since 1970; None: never.
+    """
+    claims = {"sub": role} if expires is None else {"sub": role, "exp": int(expires)}
+    signed = b".".join(_base64(json.dumps(part).encode()) for part in ({"alg": "HS256"}, claims))
+    return (signed + b"." + _base64(hmac.digest(secret, signed, hashlib.sha256))).decode()
+
+
+def with_tokens(secret: bytes) -> dict[str, str]:
+    """Lines of the configuration of a server that asks every client for a token, and checks what its role may do."""
+    return {
+        "authenticationEnabled": "true",
+        "authorizationEnabled": "true",
+        "authenticationProviders": "org.apache.pulsar.broker.authentication.AuthenticationProviderToken",
+        "tokenSecretKey": "data:;base64," + base64.b64encode(secret).decode(),
+        "superUserRoles": ADMIN,
+        "brokerClientAuthenticationPlugin": "org.apache.pulsar.client.impl.auth.AuthenticationToken",
+        _OWN_LOGIN: f"token:{make_token(secret, ADMIN)}",
+    }
+
+
 def prepare(
     home: Path, folder: Path, listeners: Mapping[str, str], heap_mb: int, properties: Mapping[str, str], say: Say
 ) -> list[str]:
@@ -49,8 +93,11 @@ def prepare(
     """
     java = home / "bin" / "java"
     root = fetch_archive(f"pulsar/{VERSION}", ARTIFACT, ("lib", "conf"), "239 MB", java, say)
-    config = {**_distributed(root / "conf" / "standalone.conf"), **_properties(listeners), **properties}
-    (folder / "standalone.conf").write_text("".join(f"{k}={v}\n" for k, v in config.items()), encoding="utf-8")
+    tls = _tls_properties(home, folder, listeners) if HTTPS in listeners else {}
+    config = {**_distributed(root / "conf" / "standalone.conf"), **_properties(listeners), **tls, **properties}
+    file = folder / "standalone.conf"
+    file.touch(mode=0o600)
+    file.write_text("".join(f"{k}={v}\n" for k, v in config.items()), encoding="utf-8")
     logging = folder / "log4j2.properties"
     level = os.environ.get("DELIVERED_BROKER_LOG", "warn")
     logging.write_text(_LOGGING.replace("{level}", level), encoding="utf-8")
@@ -72,7 +119,7 @@ def prepare(
         str(root / "lib" / "*"),
         "org.apache.pulsar.PulsarStandaloneStarter",
         "--config",
-        str(folder / "standalone.conf"),
+        str(file),
         "--no-functions-worker",
         "--no-stream-storage",
         "--advertised-address",
@@ -84,11 +131,18 @@ def prepare(
     ]
 
 
-def answers(address: str, timeout_s: float = 10.0) -> bool:
-    """Whether the broker whose HTTP listener is at `address` finds itself healthy: it writes and reads a message."""
+def answers(address: str, properties: Mapping[str, str], timeout_s: float = 10.0) -> bool:
+    """Whether the broker whose HTTP listener is at `address` finds itself healthy: it writes and reads a message.
+
+    Args:
+        properties: that it was started with: where tokens are asked for, its own is among them.
+    """
+    own = properties.get(_OWN_LOGIN, "")
+    headers = {"Authorization": f"Bearer {own.removeprefix('token:')}"} if own.startswith("token:") else {}
+    request = urllib.request.Request(f"http://{address}/admin/v2/brokers/health", headers=headers)
     with suppress(OSError, HTTPException):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{address}/admin/v2/brokers/health", timeout=timeout_s) as reply:
+        with opener.open(request, timeout=timeout_s) as reply:
             return bool(reply.read().strip() == b"ok")
     return False
 
@@ -100,13 +154,37 @@ def _distributed(file: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _properties(listeners: Mapping[str, str]) -> dict[str, str]:
-    def port(name: str) -> str:
-        return listeners[name].rpartition(":")[2]
-
+def _tls_properties(home: Path, folder: Path, listeners: Mapping[str, str]) -> dict[str, str]:
+    store, password = make_certificate(home, folder)
     return {
-        "brokerServicePort": port(PULSAR),
-        "webServicePort": port(HTTP),
+        "brokerServicePortTls": _port(listeners[PULSAR_SSL]),
+        "webServicePortTls": _port(listeners[HTTPS]),
+        "tlsEnabledWithKeyStore": "true",
+        "tlsKeyStoreType": "PKCS12",
+        "tlsKeyStore": str(store),
+        "tlsKeyStorePassword": password,
+        # Of clients' certificates; none is asked for, and it must be there all the same.
+        "tlsTrustStoreType": "PKCS12",
+        "tlsTrustStore": str(store),
+        "tlsTrustStorePassword": password,
+        # The default needs a library of the machine's own kind.
+        "tlsProvider": "SunJSSE",
+        "webServiceTlsProvider": "SunJSSE",
+    }
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _base64(part: bytes) -> bytes:
+    return base64.urlsafe_b64encode(part).rstrip(b"=")
+
+
+def _properties(listeners: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "brokerServicePort": _port(listeners[PULSAR]),
+        "webServicePort": _port(listeners[HTTP]),
         "bindAddress": "127.0.0.1",
         "advertisedAddress": "127.0.0.1",
         # Else BookKeeper listens on a public address.

@@ -125,7 +125,7 @@ def start(
     Args:
         kind: one of `KINDS`.
         folder: for data, logs and state; default: `default_folder(kind)`.
-        tls: Kafka alone: also a listener SSL; `Broker.certificate` is what clients trust.
+        tls: Kafka: also a listener SSL; Pulsar: also PULSAR_SSL and HTTPS. `Broker.certificate` is what clients trust.
         scram: Kafka alone: user -> password: also a listener SASL_PLAINTEXT (and SASL_SSL with `tls`) with
             SCRAM-SHA-512. Access rules are checked then: such a user may do nothing until an ACL says so; clients of
             PLAINTEXT may do all.
@@ -135,12 +135,16 @@ def start(
         say: called with a line of text when something takes long.
 
     Raises:
-        UsageError: unknown kind.
+        UsageError: unknown kind, or it has no `tls` or `scram` here.
         DeliveredError: no Java or no such server here, download failed, or the server did not come up; the message
             ends with its last words.
     """
     if kind not in KINDS:
         raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.")
+    for name, wanted in (("tls", tls), ("scram", bool(scram))):
+        if wanted and name not in SERVERS[kind].takes:
+            able = ", ".join(k for k, server in SERVERS.items() if name in server.takes)
+            raise UsageError("BROKER_OPTION", f"A server of kind {kind!r} cannot have {name} here; known for: {able}.")
     place = (Path(folder) if folder is not None else default_folder(kind)).resolve()
     place.mkdir(parents=True, exist_ok=True)
     state = State.load(place)
@@ -209,7 +213,7 @@ def status(folder: Path | str) -> Status:
         kind=state.kind,
         folder=place,
         running=running,
-        answering=running and server.answers(state.listeners),
+        answering=running and server.answers(state),
         pid=state.identity.pid if running and state.identity else None,
         bootstrap=bootstrap,
         listeners={k: v for k, v in state.listeners.items() if k not in server.hidden},
@@ -229,7 +233,7 @@ def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
     started.save(folder)
     say(f"waiting for {state.kind} at {address}")
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not server.answers(state.listeners):
+    while not server.answers(state):
         dead = identity.find() is None
         if dead or time.monotonic() > deadline:
             end(identity, kill=True)

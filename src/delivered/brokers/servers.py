@@ -22,17 +22,19 @@ class Server:
         main: the listener without TLS and passwords.
         hidden: listeners that are not for clients.
         prepare: writes configuration and storage, unless they are there; returns the command to run.
-        answers: whether the server with these listeners takes requests.
+        answers: whether the server takes requests.
         url: address -> what clients are given.
+        takes: which of tls and scram it can have.
         stop: signal that asks it to end, whoever is connected.
     """
 
     listeners: Callable[[Mapping[str, Any]], list[str]]
     main: str
     prepare: Callable[[Path, State, Say], list[str]]
-    answers: Callable[[Mapping[str, str]], bool]
+    answers: Callable[[State], bool]
     url: Callable[[str], str]
     hidden: frozenset[str] = frozenset()
+    takes: frozenset[str] = frozenset()
     stop: signal.Signals = signal.SIGTERM
 
 
@@ -74,7 +76,7 @@ SERVERS: Mapping[str, Server] = {
         listeners=lambda _: [activemq.STOMP],
         main=activemq.STOMP,
         prepare=_activemq,
-        answers=lambda at: activemq.answers(at[activemq.STOMP]),
+        answers=lambda state: activemq.answers(state.listeners[activemq.STOMP]),
         url=activemq.url,
     ),
     "kafka": Server(
@@ -82,44 +84,46 @@ SERVERS: Mapping[str, Server] = {
         main=kafka.PLAINTEXT,
         hidden=frozenset({kafka.CONTROLLER}),
         prepare=_kafka,
-        answers=lambda at: kafka.answers(at[kafka.PLAINTEXT]),
+        answers=lambda state: kafka.answers(state.listeners[kafka.PLAINTEXT]),
         url=str,
+        takes=frozenset({"tls", "scram"}),
     ),
     "mysql": Server(
         listeners=lambda _: [mysql.MYSQL],
         main=mysql.MYSQL,
         prepare=_mysql,
-        answers=lambda at: mysql.answers(at[mysql.MYSQL]),
+        answers=lambda state: mysql.answers(state.listeners[mysql.MYSQL]),
         url=mysql.url,
     ),
     "postgres": Server(
         listeners=lambda _: [postgres.POSTGRESQL],
         main=postgres.POSTGRESQL,
         prepare=_postgres,
-        answers=lambda at: postgres.answers(at[postgres.POSTGRESQL]),
+        answers=lambda state: postgres.answers(state.listeners[postgres.POSTGRESQL]),
         url=postgres.url,
         stop=signal.SIGINT,  # SIGTERM would wait until every client has gone
     ),
     "pulsar": Server(
-        listeners=lambda _: [pulsar.PULSAR, pulsar.HTTP],
+        listeners=lambda settings: pulsar.listeners_wanted(settings["tls"]),
         main=pulsar.PULSAR,
         prepare=_pulsar,
-        answers=lambda at: pulsar.answers(at[pulsar.HTTP]),
+        answers=lambda state: pulsar.answers(state.listeners[pulsar.HTTP], state.settings["properties"]),
         url=pulsar.url,
+        takes=frozenset({"tls"}),
     ),
     "rabbitmq": Server(
         listeners=lambda _: [rabbitmq.AMQP, rabbitmq.EPMD, rabbitmq.ERLANG],
         main=rabbitmq.AMQP,
         hidden=frozenset({rabbitmq.EPMD, rabbitmq.ERLANG}),
         prepare=_rabbitmq,
-        answers=lambda at: rabbitmq.answers(at[rabbitmq.AMQP]),
+        answers=lambda state: rabbitmq.answers(state.listeners[rabbitmq.AMQP]),
         url=rabbitmq.url,
     ),
     "rocketmq": Server(
         listeners=lambda _: [rocketmq.GRPC, rocketmq.NAMESRV, rocketmq.BROKER],
         main=rocketmq.GRPC,
         prepare=_rocketmq,
-        answers=rocketmq.answers,
+        answers=lambda state: rocketmq.answers(state.listeners),
         url=rocketmq.url,
     ),
 }

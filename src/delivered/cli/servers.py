@@ -21,7 +21,7 @@ FolderOption = Annotated[Path | None, typer.Option(help="Its data. Default: a fo
 def start(
     kind: KindArgument = "kafka",
     folder: FolderOption = None,
-    tls: Annotated[bool, typer.Option("--tls", help="Kafka: also listen with TLS.")] = False,
+    tls: Annotated[bool, typer.Option("--tls", help="Kafka and Pulsar: also listen with TLS.")] = False,
     given: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A line of the server's configuration.")
     ] = None,

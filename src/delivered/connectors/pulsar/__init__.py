@@ -4,6 +4,8 @@ options.py    what the user named
 positions.py  where a stream stands: ledger and entry
 admin.py      questions to the brokers' HTTP service
 client.py     clients, and errors in plain words
+tokens.py     the token, and what may be told of it
+trust.py      TLS: whose certificates are trusted
 entries.py    how many entries lie between two positions; where a batch ends
 source.py     the driver's side of the source
 reader.py     a task's side of the source

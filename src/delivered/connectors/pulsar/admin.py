@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import time
 import urllib.error
@@ -15,11 +16,14 @@ from urllib.parse import quote, urlsplit
 
 from delivered.connectors.pulsar.options import Place, short_name
 from delivered.connectors.pulsar.positions import Position
+from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret
+from delivered.connectors.pulsar.trust import context, untrusted
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
 
 _PAUSE_S = 0.3
 _REDIRECTS_MAX = 5
+_SAID_MAX = 200
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,14 @@ class Admin:
         """
         Args:
             patient: the brokers answered before: wait for their restart.
+
+        Raises:
+            UsageError: the file of trusted certificates cannot be used.
         """
         self._options = options
         self._patient = patient
-        context = ssl.create_default_context(cafile=options.trusted) if options.admin_url.startswith("https") else None
-        handlers = [] if context is None else [urllib.request.HTTPSHandler(context=context)]
+        tls = options.admin_url.startswith("https")
+        handlers = [urllib.request.HTTPSHandler(context=context(options))] if tls else []
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay(), *handlers)
 
     def partitions(self, topic: str) -> int:
@@ -197,7 +204,7 @@ class Admin:
 
     def _once(self, method: str, url: str, body: Any) -> tuple[Mapping[str, str], bytes]:
         headers = {"Content-Type": "application/json"}
-        if (token := self._options.secret()) is not None:
+        if (token := secret(self._options)) is not None:
             headers["Authorization"] = f"Bearer {token}"
         data = None if body is None else json.dumps(body).encode()
         for _ in range(_REDIRECTS_MAX):
@@ -208,23 +215,36 @@ class Admin:
             except urllib.error.HTTPError as error:
                 with error:
                     if error.code in (307, 308) and _is_http(error.headers.get("Location", "")):
-                        url = error.headers["Location"]  # the broker that has the topic
+                        url = self._followed(url, error.headers["Location"])
                         continue
                     raise self._explained(error.code, url, error.read()) from None
             except (OSError, HTTPException) as error:
-                reason = getattr(error, "reason", error)
+                reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                if isinstance(reason, ssl.SSLCertVerificationError):
+                    parts = urlsplit(url)
+                    raise untrusted(self._options, f"{parts.scheme}://{parts.netloc}", reason) from None
                 raise self._unreachable(str(reason) or type(error).__name__) from None
         raise self._unreachable(f"it sent {_REDIRECTS_MAX} redirections for {url}")
 
+    def _followed(self, url: str, location: str) -> str:
+        """Where the broker that has the topic is: the token goes there too."""
+        if url.startswith("https") and not location.startswith("https"):
+            raise UsageError(
+                "REDIRECT_WITHOUT_TLS",
+                f"The HTTP service of Pulsar at {self._options.admin_url} sends this on to {location}, without TLS; "
+                "neither the request nor the token went there.",
+                next_step="set webServicePortTls on every broker of the cluster",
+            )
+        return location
+
     def _explained(self, code: int, url: str, answer: bytes) -> Exception:
-        said = answer.decode(errors="replace")[:200]
+        said = hidden(self._options, _words(answer))
         if code == 404:
             return Missing(url)
         if code in (401, 403):
-            return UsageError(
-                "NOT_PERMITTED",
-                f"{self._options.admin_url} does not permit {urlsplit(url).path} ({code}): {said}",
-                next_step="check the option token; its role needs get_stats and consume (or produce) on the namespace",
+            path = urlsplit(url).path
+            return not_permitted(
+                self._options, f"{self._options.admin_url} does not permit {path}: {code}, {said.rstrip('.')}"
             )
         if code >= 500:
             return self._unreachable(f"{code} {said}")
@@ -243,6 +263,16 @@ class _Stay(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
+
+
+def _words(answer: bytes) -> str:
+    """Of an error: brokers send JSON with a reason, or a page whose title tells it."""
+    text = answer.decode(errors="replace")
+    try:
+        return str(json.loads(text)["reason"])[:_SAID_MAX]
+    except (ValueError, KeyError, TypeError):
+        title = re.search(r"<title>(.*?)</title>", text, re.DOTALL | re.IGNORECASE)
+        return " ".join((title[1] if title else text).split())[:_SAID_MAX]
 
 
 def _is_http(url: str) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
-from delivered.connectors.pulsar.options import Place
+from delivered.connectors.pulsar.admin import Admin
+from delivered.connectors.pulsar.options import PREFIX, Place
+from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret, supplier
+from delivered.connectors.pulsar.trust import trouble, trusted_file
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
@@ -56,14 +60,16 @@ def warm_client(options: Place) -> Any:
 
 def _new_client(options: Place) -> Any:
     library = pulsar()
-    token = options.secret()
+    secret(options)  # that it can be read is told before anything is asked
+    if (found := trouble(options)) is not None:
+        raise found
     try:
         return library.Client(
             options.url,
-            authentication=None if token is None else library.AuthenticationToken(token),
+            authentication=None if options.token is None else library.AuthenticationToken(supplier(options)),
             operation_timeout_seconds=int(CONNECT_TIMEOUT_S),
             connection_timeout_ms=int(CONNECT_TIMEOUT_S * 1000),
-            tls_trust_certs_file_path=options.trusted,
+            tls_trust_certs_file_path=trusted_file(options),
             tls_validate_hostname=True,
             # By itself it reports every try to connect on the standard output.
             logger=library.ConsoleLogger(library.LoggerLevel.Error),
@@ -79,7 +85,7 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
         what: the topic that was asked for.
     """
     library = pulsar()
-    said = str(error) or type(error).__name__
+    said = hidden(options, str(error) or type(error).__name__)
     match error:
         case library.TopicNotFound():
             return UsageError(
@@ -87,12 +93,8 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
                 f"There is no topic {what!r} at {options.url}: {said}",
                 next_step="make the topic, or correct its name",
             )
-        case library.AuthenticationError() | library.AuthorizationError():
-            return UsageError(
-                "NOT_PERMITTED",
-                f"{options.url} does not let this client use {what!r}: {said}",
-                next_step="check the option token, and the permissions consume and produce of its role",
-            )
+        case library.AuthenticationError() | library.AuthorizationError() | library.ErrorGettingAuthenticationData():
+            return not_permitted(options, f"{options.url} does not let this client use {what!r}: {said}")
         case library.IncompatibleSchema():
             return UsageError(
                 "SCHEMA_INCOMPATIBLE",
@@ -106,8 +108,25 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
                 f"{what} at {options.url} does not take a message of that size: {said}",
                 next_step="lower the option messageBytesMax, or set chunking to true",
             )
-    return Unreachable(
-        "PULSAR_UNREACHABLE",
-        f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {said}",
-        next_step="check the option url, and that the brokers run and can be reached from here",
+    return (
+        trouble(options)
+        or _refusal(options, what)
+        or Unreachable(
+            "PULSAR_UNREACHABLE",
+            f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {said}",
+            next_step="check the option url, and that the brokers run and can be reached from here",
+        )
     )
+
+
+def _refusal(options: Place, what: str) -> UsageError | None:
+    """What the HTTP service says to the token: brokers close a connection whose token they refuse, and the client
+    library connects again until its time is over, and says that nobody answered."""
+    topic = re.sub(r"-partition-\d+$", "", what)
+    try:
+        Admin(options).partitions(topic if topic.startswith("persistent://") else f"{PREFIX}{topic}")
+    except UsageError as error:
+        return error
+    except DeliveredError:
+        pass
+    return None

@@ -9,15 +9,21 @@ from urllib.parse import urlsplit
 
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, parse_offsets, parse_timestamp
 from delivered.model.errors import UsageError
-from delivered.model.options import Option, OptionTable, choice, flag, resolve_secret, whole_number
+from delivered.model.options import Option, OptionTable, choice, flag, whole_number
 
 OWNER = "delivered_pulsar source"
+PREFIX = "persistent://public/default/"
+"""Of topics with a short name."""
 
 PLACE = (
     Option("url", "pulsar://host:6650, or pulsar+ssl://; several hosts with commas.", required=True),
     Option("adminUrl", "http://host:8080, or https://: the brokers' HTTP service.", required=True),
-    Option("token", "JSON Web Token for both.", secret=True),
-    Option("tlsTrustCertsFile", "PEM file with the certificates to trust."),
+    Option("token", "JSON Web Token for both; read anew for every connection.", secret=True),
+    Option(
+        "tlsTrustCertsFile",
+        "PEM file with the certificates to trust, for pulsar+ssl and https.",
+        "those that the system trusts",
+    ),
 )
 
 SOURCE_OPTIONS = OptionTable(
@@ -63,18 +69,14 @@ SOURCE_OPTIONS = OptionTable(
 class Place:
     """
     Attributes:
-        token: may be a reference.
-        trusted: PEM file of certificates; None: the system's.
+        token: may be a reference; see `tokens`.
+        trusted: PEM file of certificates; None: the system's; see `trust`.
     """
 
     url: str
     admin_url: str
     token: str | None = field(repr=False)
     trusted: str | None
-
-    def secret(self) -> str | None:
-        """The token itself; use at once, do not keep."""
-        return None if self.token is None else resolve_secret("token", self.token)
 
 
 @dataclass(frozen=True)
@@ -174,13 +176,21 @@ def refuse_latest_start(where: Where) -> None:
 
 
 def place(owner: str, values: Mapping[str, str]) -> Place:
-    """Raises UsageError for a URL that is none, or with a password in it."""
-    return Place(
+    """Raises UsageError for a URL that is none, or with a password in it, or certificates where there is no TLS."""
+    found = Place(
         url=_checked_url(owner, "url", values["url"], ("pulsar", "pulsar+ssl"), "pulsar://host:6650"),
         admin_url=_checked_url(owner, "adminUrl", values["adminUrl"], ("http", "https"), "http://host:8080"),
         token=values.get("token"),
         trusted=values.get("tlsTrustCertsFile"),
     )
+    if found.trusted is not None and not found.url.startswith("pulsar+ssl") and not found.admin_url.startswith("https"):
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{owner}: option 'tlsTrustCertsFile' is set, and neither url ({found.url}) nor adminUrl "
+            f"({found.admin_url}) is spoken to over TLS.",
+            next_step="write pulsar+ssl://host:6651 and https://host:8443, or take tlsTrustCertsFile out",
+        )
+    return found
 
 
 def full_name(owner: str, topic: str) -> str:
@@ -189,7 +199,7 @@ def full_name(owner: str, topic: str) -> str:
     Raises:
         UsageError: it is no topic that keeps its messages, or a part of one.
     """
-    found = topic if "://" in topic else f"persistent://public/default/{topic}"
+    found = topic if "://" in topic else f"{PREFIX}{topic}"
     if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", found) or re.search(r"-partition-\d+$", found):
         raise UsageError(
             "OPTION_VALUE",
@@ -201,7 +211,7 @@ def full_name(owner: str, topic: str) -> str:
 
 
 def short_name(topic: str) -> str:
-    return topic.removeprefix("persistent://public/default/")
+    return topic.removeprefix(PREFIX)
 
 
 def _checked_url(owner: str, option: str, url: str, schemes: tuple[str, ...], example: str) -> str:

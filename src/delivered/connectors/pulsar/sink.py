@@ -50,8 +50,8 @@ class PulsarSink(SendingSink):
         from delivered.connectors.pulsar.publish import check_connection
 
         options = self.options
-        admin = Admin(options)
         try:
+            admin = Admin(options)
             count = admin.partitions(options.topic)
             topics = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
             known = [admin.deduplicates(topic) for topic in topics]

@@ -59,8 +59,9 @@ class PulsarSource:
     def preflight(self) -> Sequence[Finding]:
         from delivered.connectors.pulsar.reader import check_connection
 
-        admin, options = Admin(self.options), self.options
+        options = self.options
         try:
+            admin = Admin(options)
             look = _look(admin, options)
             check_connection(options, physical(next(iter(look))))
             self.schema()

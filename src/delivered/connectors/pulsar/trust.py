@@ -1,0 +1,88 @@
+"""TLS to the brokers: whose certificates are trusted, and why a connection did not come about."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from urllib.parse import urlsplit
+
+from delivered.connectors.pulsar.options import Place
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S
+
+_PORT = 6651
+_NAMES = (62, 64)
+"""OpenSSL's codes for a certificate that is for another host name or address."""
+
+
+def trusted_file(options: Place) -> str | None:
+    """For the client library, which takes one file; None: it has its own (certifi's)."""
+    return options.trusted or ssl.get_default_verify_paths().cafile
+
+
+def context(options: Place) -> ssl.SSLContext:
+    """Checks certificates and host names. Raises UsageError if the file of trusted ones cannot be used."""
+    try:
+        return ssl.create_default_context(cafile=options.trusted)
+    except OSError as error:
+        raise UsageError(
+            "TLS_FILES",
+            f"The option tlsTrustCertsFile is {options.trusted!r}, which cannot be used here: {_reason(error)}.",
+            next_step="name a PEM file with the certificates of who signed the brokers'; it must be there on the "
+            "driver and on every executor",
+        ) from None
+
+
+def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
+    """The certificate at `where` (a URL) did not pass."""
+    trusted = f"those in {options.trusted}" if options.trusted is not None else "those that this system trusts"
+    host = urlsplit(where).netloc
+    if error.verify_code in _NAMES:
+        step = "name the brokers in url and adminUrl as their certificate does"
+    else:
+        step = (
+            "set tlsTrustCertsFile to the certificate of who signed it, after making sure whose it is: "
+            f"openssl s_client -showcerts -connect {host}"
+        )
+    return UsageError(
+        "CERTIFICATE_REFUSED",
+        f"The certificate that {where} showed was not accepted: {error.verify_message.rstrip('.')}. Trusted are "
+        f"{trusted}. Nothing was sent.",
+        next_step=step,
+    )
+
+
+def trouble(options: Place) -> DeliveredError | None:
+    """What is wrong with the certificates at the option url, which the client library does not tell; None: nothing,
+    or nobody answers there."""
+    parts = urlsplit(options.url)
+    if parts.scheme != "pulsar+ssl":
+        return None
+    try:
+        checks = context(options)
+    except UsageError as error:
+        return error
+    for address in parts.netloc.split(","):
+        host, port = _split(address)
+        try:
+            with (
+                socket.create_connection((host, port), CONNECT_TIMEOUT_S) as peer,
+                checks.wrap_socket(peer, server_hostname=host),
+            ):
+                pass
+        except ssl.SSLCertVerificationError as error:
+            return untrusted(options, f"pulsar+ssl://{address}", error)
+        except OSError:
+            continue
+    return None
+
+
+def _split(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{address}")
+    return parts.hostname or "", parts.port or _PORT
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return "it holds no certificate in PEM"
+    return (error.strerror or str(error)).lower()

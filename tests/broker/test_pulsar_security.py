@@ -1,0 +1,367 @@
+"""Pulsar with tokens and TLS: who is let in reads and writes; who is not is told why, and nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+from tests.broker.send_help import SCHEMA, rows, writer
+from tests.broker.test_pulsar_source import batches, read, read_all, values
+from tests.conftest import PULSAR_QUICK, Pulsar
+
+from delivered import brokers
+from delivered.brokers import pulsar as server
+from delivered.brokers.java import java_home
+from delivered.brokers.tls import make_certificate
+from delivered.connectors.pulsar import CONNECTOR, client, trust
+from delivered.connectors.pulsar.admin import Admin
+from delivered.connectors.pulsar.options import parse
+from delivered.connectors.pulsar.publish import Publisher
+from delivered.connectors.pulsar.reader import check_connection
+from delivered.connectors.pulsar.sink_options import parse_sink
+from delivered.contract import ready_target
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.pipeline.registry import find_sink
+
+SECRET = secrets.token_bytes(32)
+ROLES = {"reader": ["consume"], "writer": ["produce"], "both": ["produce", "consume"], "nobody": []}
+ROW = b"row 0"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pulsar]:
+    """One server for the file."""
+    broker = brokers.start(
+        "pulsar",
+        tmp_path_factory.mktemp("guarded"),
+        tls=True,
+        heap_mb=256,
+        dies_with_parent=True,
+        properties={**PULSAR_QUICK, **server.with_tokens(SECRET)},
+    )
+    made = Pulsar(broker, server.make_token(SECRET, server.ADMIN))
+    for role, actions in ROLES.items():
+        made.admin("POST", f"namespaces/public/default/permissions/{role}", actions)
+    yield made
+    made.close()
+    broker.stop()
+
+
+@pytest.fixture(autouse=True)
+def _tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for role in ROLES:
+        monkeypatch.setenv(f"TOKEN_{role.upper()}", server.make_token(SECRET, role))
+    monkeypatch.setenv("TOKEN_EXPIRED", server.make_token(SECRET, "both", 1_700_000_000))
+    monkeypatch.setenv("TOKEN_FORGED", server.make_token(bytes(32), "both"))
+    monkeypatch.setenv("TOKEN_GARBLED", "no-token-at-all")
+
+
+def place(guarded: Pulsar, role: str | None = None, **more: str | None) -> dict[str, str]:
+    """Options, over TLS; None takes one out."""
+    at = guarded.broker.listeners
+    found = {
+        "url": f"pulsar+ssl://{at['PULSAR_SSL']}",
+        "adminUrl": f"https://{at['HTTPS']}",
+        "tlsTrustCertsFile": str(guarded.broker.certificate),
+        "token": None if role is None else f"env:TOKEN_{role.upper()}",
+        **more,
+    }
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def source(options: dict[str, str], topic: str, **more: str) -> Any:
+    return CONNECTOR.source({k.lower(): v for k, v in {**options, "topics": topic, **more}.items()})
+
+
+def sink(folder: Path, options: dict[str, str], topic: str, **more: str) -> Any:
+    return find_sink("pulsar", {**options, "topic": topic, "ledger": str(folder / "l.db"), **more})
+
+
+def written(made: Any, batch: pa.RecordBatch) -> None:
+    task = writer(made)
+    try:
+        task.stage(batch)
+        assert task.prepare(Fingerprint()) == {}
+    finally:
+        task.abort()
+
+
+def count(guarded: Pulsar, topic: str) -> int:
+    """Messages that were ever published."""
+    return int(guarded.admin("GET", f"persistent/public/default/{topic}/stats")["msgInCounter"])
+
+
+def refused(findings: Any, code: str) -> str:
+    (finding,) = findings
+    assert (finding.code, finding.refuses) == (code, True), finding
+    return f"{finding.message} Next: {finding.next_step}"
+
+
+def test_the_server_listens_on_127_0_0_1_alone_and_keeps_its_secrets(guarded: Pulsar) -> None:
+    broker = guarded.broker
+    listening = [c.laddr for c in psutil.Process(broker.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert {a.ip.removeprefix("::ffff:") for a in listening} == {"127.0.0.1"}
+    assert {int(a.rpartition(":")[2]) for a in broker.listeners.values()} <= {a.port for a in listening}
+    assert set(broker.listeners) == {"PULSAR", "HTTP", "PULSAR_SSL", "HTTPS"}
+    assert brokers.status(broker.folder).answering
+    for name in ("standalone.conf", "state.json", "keystore.password"):
+        assert (broker.folder / name).stat().st_mode & 0o77 == 0, name
+
+
+def test_roles_do_what_they_may_over_tls(guarded: Pulsar, tmp_path: Path) -> None:
+    """All that a source and a sink ask for: consume and produce are enough."""
+    topic = guarded.topic(2)
+    into = sink(tmp_path, place(guarded, "writer"), topic)
+    assert [f for g in Guarantee for f in into.preflight(g)] == []
+    written(into, rows(600))
+    chunked = sink(tmp_path, place(guarded, "writer"), topic, chunking="true")
+    written(chunked, pa.record_batch([[bytes(6 << 20)]], schema=SCHEMA))
+
+    of = source(place(guarded, "reader"), topic, subscription="s", startingOffsets="earliest")
+    assert of.preflight() == []
+    cuts = batches(of, 200)
+    assert len(cuts) > 2
+    for start, end in cuts:  # each starts within the topic, one in the middle of a message in chunks perhaps
+        read(of, start, end)
+    of.driver().acknowledge(cuts[-1][1])
+    assert len(read_all(source(place(guarded, "reader"), topic))) == 601
+    assert len(batches(source(place(guarded, "reader"), topic, startingTimestamp="0"), None)) == 1
+    back = sink(tmp_path, place(guarded, "both"), topic).read_back()
+    assert len(read_all(back)) == 601
+
+    typed = guarded.topic()
+    batch = pa.record_batch([pa.array([{"id": 1}])], names=["value"])
+    into = sink(tmp_path, place(guarded, "writer"), typed, schema="avro")
+    assert into.preflight(Guarantee.AT_LEAST_ONCE) == []
+    ready_target(into, batch.schema)
+    written(into, batch)
+    found = read_all(source(place(guarded, "reader"), typed, schema="topic"))
+    assert found.column("value").to_pylist() == [{"id": 1}]
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        (None, r"No token was given. Next: set the option token to env:NAME or file:PATH"),
+        (
+            "expired",
+            r"env:TOKEN_EXPIRED\) is of the role 'both', and expired at 2023-11-14 22:13:20 UTC. .*a new token",
+        ),
+        ("forged", r"env:TOKEN_FORGED\) is of the role 'both'. Next: check that it was signed with the brokers' key"),
+        ("garbled", r"env:TOKEN_GARBLED\) is no JSON Web Token"),
+        ("nobody", r"env:TOKEN_NOBODY\) is of the role 'nobody'.*takes consume, to write produce .*--role nobody"),
+    ],
+)
+def test_who_is_not_let_in_is_told_before_the_start_and_nothing_changes(
+    guarded: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str | None, said: str
+) -> None:
+    topic = guarded.topic()
+    written(sink(tmp_path, place(guarded, "writer"), topic), rows(10))
+    of, into = source(place(guarded, role), topic), sink(tmp_path, place(guarded, role), topic)
+    told = [refused(of.preflight(), "NOT_PERMITTED")]
+    told.append(refused(into.preflight(Guarantee.AT_LEAST_ONCE), "NOT_PERMITTED"))
+    piece = source(place(guarded, "reader"), topic).driver()
+    (slice_,) = piece.slices(*piece.batch())
+    # One that was let in before, and is not any more.
+    acts: list[Callable[[], Any]] = [lambda: list(of.read(slice_)), of.driver().batch]
+    if role in ("expired", "nobody"):
+        # The binary protocol: a token that is refused looks like a broker that does not answer.
+        monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 1.0)
+        full = f"persistent://public/default/{topic}"
+        acts += [lambda: check_connection(of.options, full), lambda: written(into, rows(10))]
+    for act in acts:
+        with pytest.raises(UsageError, match="NOT_PERMITTED") as caught:
+            act()
+        told.append(str(caught.value))
+    for text in told:
+        assert re.search(said, text), text
+        assert "<" not in text, text
+    assert count(guarded, topic) == 10
+    assert values(read_all(source(place(guarded, "reader"), topic))) == [b"row %d" % n for n in range(10)]
+
+
+def test_a_role_that_may_only_do_the_other_thing(guarded: Pulsar, tmp_path: Path) -> None:
+    topic = guarded.topic()
+    for finding in (
+        *source(place(guarded, "writer"), topic).preflight(),
+        *sink(tmp_path, place(guarded, "reader"), topic).preflight(Guarantee.AT_LEAST_ONCE),
+    ):
+        assert finding.code == "NOT_PERMITTED", finding
+    assert count(guarded, topic) == 0
+
+
+def test_a_token_that_is_replaced_where_it_is_kept_is_taken(
+    guarded: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that lives long: what it keeps warm must not keep a token that has expired."""
+    monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 1.0)
+    topic, kept = guarded.topic(), tmp_path / "token"
+    written(sink(tmp_path, place(guarded, "writer"), topic), rows(10))
+    of = source(place(guarded, token=f"file:{kept}"), topic)
+    expired = server.make_token(SECRET, "both", time.time() - 5)
+    for token in (expired, "not a token"):
+        kept.write_text(token)
+        with pytest.raises(UsageError):
+            check_connection(of.options, f"persistent://public/default/{topic}")
+        assert [f.refuses for f in of.preflight()] == [True]
+    kept.write_text(server.make_token(SECRET, "both") + "\r\n")
+    assert of.preflight() == []
+    assert len(read_all(of)) == 10
+    kept.unlink()
+    with pytest.raises(UsageError, match=r"SECRET_MISSING"):
+        read_all(of)
+
+
+def _everything(guarded: Pulsar, folder: Path, options: dict[str, str], topic: str) -> list[Any]:
+    """Over the HTTP service and over the binary protocol."""
+    full = f"persistent://public/default/{topic}"
+    binary = {**options, "adminUrl": f"http://{guarded.broker.listeners['HTTP']}"}
+    return [
+        lambda: source(options, topic).driver().batch(),
+        lambda: written(sink(folder, options, topic, schema="avro"), pa.record_batch([[{"id": 1}]], names=["value"])),
+        lambda: check_connection(parse({**options, "topics": topic}), full),
+        lambda: Publisher(parse_sink({**options, "topic": topic, "ledger": "/x"})),
+        lambda: written(sink(folder, binary, topic), rows(1)),
+    ]
+
+
+def test_a_certificate_nobody_vouches_for(guarded: Pulsar, tmp_path: Path) -> None:
+    topic = guarded.topic()
+    (tmp_path / "other").mkdir()
+    make_certificate(java_home(), tmp_path / "other")
+    for trusted, named in ((None, "that this system trusts"), (str(tmp_path / "other" / "ca.pem"), "other/ca.pem")):
+        options = place(guarded, "both", tlsTrustCertsFile=trusted)
+        started = time.monotonic()
+        for act in _everything(guarded, tmp_path, options, topic):
+            with pytest.raises(UsageError, match="CERTIFICATE_REFUSED") as caught:
+                act()
+            assert named in caught.value.message
+            assert "self-signed certificate" in caught.value.message
+            assert "tlsTrustCertsFile" in (caught.value.next_step or "")
+            assert "openssl s_client -showcerts -connect 127.0.0.1:" in (caught.value.next_step or "")
+        assert time.monotonic() - started < 30
+        refused(source(options, topic).preflight(), "CERTIFICATE_REFUSED")
+        refused(sink(tmp_path, options, topic).preflight(Guarantee.AT_LEAST_ONCE), "CERTIFICATE_REFUSED")
+    assert count(guarded, topic) == 0
+
+
+def _misnamed(guarded: Pulsar) -> dict[str, str]:
+    """The server by a name that leads to it, and that its certificate does not have."""
+    at = {k: v.replace("127.0.0.1", "127.1") for k, v in guarded.broker.listeners.items()}
+    return place(guarded, "both", url=f"pulsar+ssl://{at['PULSAR_SSL']}", adminUrl=f"https://{at['HTTPS']}")
+
+
+def test_a_certificate_for_another_name(guarded: Pulsar, tmp_path: Path) -> None:
+    topic = guarded.topic()
+    for act in _everything(guarded, tmp_path, _misnamed(guarded), topic):
+        with pytest.raises(UsageError, match=r"CERTIFICATE_REFUSED.*'127\.1'.*name the brokers in url and adminUrl"):
+            act()
+    assert count(guarded, topic) == 0
+
+
+@pytest.mark.parametrize("name", ["untrusted", "misnamed"])
+def test_the_client_library_checks_certificates_itself(
+    guarded: Pulsar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What looks before it connects is for the words; a certificate can change after the look."""
+    topic = guarded.topic()
+    monkeypatch.setattr(client, "trouble", lambda _: None)
+    monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(client, "_warm", {})
+    options = place(guarded, "both", tlsTrustCertsFile=None) if name == "untrusted" else _misnamed(guarded)
+    options["adminUrl"] = guarded.options["adminUrl"]
+    with pytest.raises(Unreachable, match="PULSAR_UNREACHABLE"):
+        check_connection(parse({**options, "topics": topic}), f"persistent://public/default/{topic}")
+
+
+def test_files_of_certificates_that_cannot_be_used(guarded: Pulsar, tmp_path: Path) -> None:
+    topic, empty = guarded.topic(), tmp_path / "empty.pem"
+    empty.write_text("nothing")
+    for file, said in ((str(empty), "no certificate in PEM"), ("/no/such.pem", "no such file")):
+        options = place(guarded, "both", tlsTrustCertsFile=file)
+        for findings in (
+            source(options, topic).preflight(),
+            sink(tmp_path, options, topic).preflight(Guarantee.AT_LEAST_ONCE),
+        ):
+            assert said in refused(findings, "TLS_FILES")
+        for act in _everything(guarded, tmp_path, options, topic):
+            with pytest.raises(UsageError, match="TLS_FILES"):
+                act()
+    with pytest.raises(UsageError, match=r"OPTION_CONFLICT.*tlsTrustCertsFile.*over TLS"):
+        parse({**guarded.options, "topics": "t", "tlsTrustCertsFile": str(empty)})
+
+
+def test_no_word_of_the_token_anywhere(
+    guarded: Pulsar,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 1.0)
+    topic = guarded.topic()
+    clear = {
+        "forged": server.make_token(bytes(32), "clear"),
+        "expired": server.make_token(SECRET, "clear", 1),
+        "broken": server.make_token(SECRET, "both") + "\n X-Header: x",
+        "foreign": server.make_token(SECRET, "both") + "\u2026",
+    }
+    shown: list[str] = []
+    for name, token in clear.items():
+        monkeypatch.setenv("TOKEN_BY_NAME", token)
+        for given in (token, "env:TOKEN_BY_NAME"):
+            options = place(guarded, token=given)
+            of, into = source(options, topic), sink(tmp_path, options, topic)
+            shown += [repr(of), repr(into), repr(of.capability()), repr(into.capability()), repr(of.options)]
+            shown += [str(f) for f in (*of.preflight(), *into.preflight(Guarantee.AT_LEAST_ONCE))]
+            # The client library tries for a second each time.
+            acts = _everything(guarded, tmp_path, options, topic)
+            for act in acts if (name, given) == ("forged", token) else acts[:2]:
+                with pytest.raises(DeliveredError) as caught:
+                    act()
+                shown.append("".join(map(str, _chain(caught.value))))
+                assert pickle.loads(pickle.dumps(caught.value)).code == caught.value.code
+            if given != token:
+                shown.append(repr(pickle.dumps(of)))
+        if name in ("broken", "foreign"):
+            assert any("OPTION_VALUE" in text and "some of which no token has" in text for text in shown)
+    out = capfd.readouterr()
+    shown += [caplog.text, out.out, out.err]
+    for token in [*clear.values(), *(server.make_token(SECRET, role) for role in ROLES)]:
+        for part in token.replace("\n", " ").split()[0].split("."):
+            if len(part) > 20 and part != token.split(".")[0]:
+                assert not any(part in text for text in shown)
+
+
+def _chain(error: BaseException | None) -> Iterator[str]:
+    """What a traceback would show."""
+    while error is not None:
+        yield f"{type(error).__name__} {error} {error.args}"
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def test_a_redirection_out_of_tls_is_not_followed(guarded: Pulsar) -> None:
+    """The token would go on without TLS."""
+    admin = Admin(parse({**place(guarded, "both"), "topics": "t"}))
+    with pytest.raises(UsageError, match=r"REDIRECT_WITHOUT_TLS.*http://elsewhere:80.*webServicePortTls"):
+        admin._followed("https://here/x", "http://elsewhere:80/x")
+    assert admin._followed("https://here/x", "https://elsewhere/x") == "https://elsewhere/x"
+    assert admin._followed("http://here/x", "https://elsewhere/x") == "https://elsewhere/x"
+
+
+def test_a_server_that_is_down_is_unreachable_and_no_question_of_certificates(guarded: Pulsar) -> None:
+    options = place(guarded, "both", url="pulsar+ssl://127.0.0.1:1,127.0.0.1:2", adminUrl="https://127.0.0.1:1")
+    assert trust.trouble(parse({**options, "topics": "t"})) is None
+    refused(source(options, "t").preflight(), "PULSAR_UNREACHABLE")
