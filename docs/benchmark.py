@@ -1,4 +1,7 @@
-"""What `make bench` measured last, as a page. `python -m docs.benchmark build/bench.json` stores a run."""
+"""What `make bench`, `bench-postgres` and `bench-delta` measured last, as a page.
+
+`python -m docs.benchmark build/bench.json build/bench-postgres.json ...` stores runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STORED = Path(__file__).parent / "benchmark.json"
+HERE = Path(__file__).parent
 
 _HEAD = """# Benchmark
 
@@ -22,14 +25,63 @@ end; what arrived is counted by a reader of its own before a rate counts. Batche
 Arrow transform or none: records do not pass through the JVM.
 """
 
+_TABLES = {
+    "bench-postgres": """## PostgreSQL
+
+`make bench-postgres`: {rows:,} rows of ten columns from Parquet files, appended to one table of a server on the same
+machine with {cores} cores. *Plain COPY* is one Python process per core, each with one transaction and no ledger: by
+Arrow's own driver (ADBC), by psycopg from CSV that Arrow makes, and with the encoder of this sink, which is the hardest
+to come near. *Engine alone* is the same with ledger, marker and fingerprints, without Spark; *direct* is a whole query
+from its start to its end, or, where it says *running query*, one batch of a query that runs.
+""",
+    "bench-delta": """## Delta Lake
+
+`make bench-delta`: the same {rows:,} rows, appended to a local table. `write_deltalake` makes no fsync, and computes no
+fingerprint; both are in the time of this sink.
+""",
+}
+"""Stem of the report's name -> what stands above its figures."""
+
 
 def page() -> str:
-    """The page; it says so if nothing was measured yet."""
-    if not STORED.exists():
+    """The page; it says so of what was not measured yet."""
+    return "\n".join([_kafka(), *(_table(name, head) for name, head in _TABLES.items())])
+
+
+def _table(name: str, head: str) -> str:
+    """A run of one of the benchmarks of table sinks."""
+    stored = _stored(name)
+    if not stored.exists():
+        todo = f"`make {name}`, then `python -m docs.benchmark build/{name}.json`"
+        return f"{head.splitlines()[0]}\n\nNot measured yet: {todo}.\n"
+    run: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
+    lines = [
+        head.format(**run),
+        "| ratio of rows per second | median | each repetition | by CPU |",
+        "|---|---:|---|---:|",
+    ]
+    for ratio in run["ratios"]:
+        each = _each(ratio["ratios"])
+        lines.append(f"| {ratio['name']} | {ratio['ratio']:.2f} | {each} | {ratio['cpu_ratio']:.2f} |")
+    lines += [
+        "",
+        "| case | rows/s, median | CPU, us a row | largest worker, MiB | JVM, MiB |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for case, runs in run["cases"].items():
+        rate = run["rows"] / statistics.median(r["seconds"] for r in runs)
+        cpu = statistics.median(1e6 * r["cpu_seconds"] / run["rows"] for r in runs)
+        worker, jvm = (max(r[k] for r in runs) / 2**20 for k in ("worker_bytes", "jvm_bytes"))
+        lines.append(f"| {case} | {rate:,.0f} | {cpu:.2f} | {worker:,.0f} | {jvm:,.0f} |")
+    return "\n".join([*lines, "", f"Versions: {_versions(run['versions'])}.", ""])
+
+
+def _kafka() -> str:
+    stored = _stored("bench")
+    if not stored.exists():
         return "# Benchmark\n\nNot measured yet: `make bench`, then `python -m docs.benchmark build/bench.json`.\n"
-    run: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
+    run: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
     versions = run["versions"]
-    rest = ", ".join(f"{name} {v}" for name, v in versions.items() if name != "cores")
     lines = [_HEAD.format(records=run["records"], cores=versions["cores"])]
     lines += ["| ratio of records per second | median | each repetition |", "|---|---:|---|"]
     for ratio in run["ratios"]:
@@ -47,7 +99,15 @@ def page() -> str:
         lines.append(
             f"| {case['name'].removeprefix('one record, ')} | {case['median_ms']:.0f} | {case['p95_ms']:.0f} |"
         )
-    return "\n".join([*lines, "", f"Versions: {rest}.", ""])
+    return "\n".join([*lines, "", f"Versions: {_versions(versions)}.", ""])
+
+
+def _versions(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {v}" for name, v in found.items() if name != "cores")
+
+
+def _stored(name: str) -> Path:
+    return HERE / f"{name.replace('bench', 'benchmark')}.json"
 
 
 def _each(ratios: list[float]) -> str:
@@ -55,4 +115,5 @@ def _each(ratios: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    shutil.copyfile(sys.argv[1], STORED)
+    for report in map(Path, sys.argv[1:]):
+        shutil.copyfile(report, _stored(report.stem))
