@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -75,6 +76,10 @@ class Registered:
 
 class Missing(Exception):
     """What was asked for is not there."""
+
+
+class NotPlaced(Unreachable):
+    """A broker could not store where a subscription stands; it may the next time."""
 
 
 class Admin:
@@ -169,11 +174,12 @@ class Admin:
     def move(self, physical: str, subscription: str, to: Position, exists: bool) -> None:
         """Let a subscription have behind it what is up to `to`; make it if it does not exist."""
         path = f"{self._path(physical)}/subscription/{quote(subscription, safe='')}"
-        body = {"ledgerId": to.ledger, "entryId": to.entry, "partitionIndex": -1}
-        if exists:
-            self._ask("POST", f"{path}/resetcursor", {**body, "excluded": True})
-        else:
-            self._ask("PUT", path, {**body, "excluded": True})
+        body = {"ledgerId": to.ledger, "entryId": to.entry, "partitionIndex": -1, "excluded": True}
+        if not exists:
+            with suppress(NotPlaced):  # it is made then, and stands at the end
+                self._ask("PUT", path, body)
+                return
+        self._ask("POST", f"{path}/resetcursor", body)
 
     def _path(self, topic: str) -> str:
         domain, _, rest = topic.partition("://")
@@ -194,8 +200,9 @@ class Admin:
         while True:
             try:
                 answer = self._once(method, self._options.admin_url + path, body)
-            except Unreachable:
-                if time.monotonic() > deadline:
+            except Unreachable as error:
+                again = not (isinstance(error, NotPlaced) and method == "PUT")  # that would be told that it exists
+                if not again or time.monotonic() > deadline:
                     raise
                 time.sleep(_PAUSE_S)
             else:
@@ -248,6 +255,13 @@ class Admin:
             )
         if code >= 500:
             return self._unreachable(f"{code} {said}")
+        if code == 412 and "unable to persist" in said:
+            # Seen right after a broker's start and under load.
+            return NotPlaced(
+                "PULSAR_UNREACHABLE",
+                f"Pulsar at {self._options.admin_url} could not store where a subscription stands, {url}: {said}",
+                next_step="look whether its bookies run and have room, then start again",
+            )
         return DeliveredError("PULSAR_ADMIN", f"{self._options.admin_url} answered {code} to {url}: {said}")
 
     def _unreachable(self, said: str) -> Unreachable:

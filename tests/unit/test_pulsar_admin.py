@@ -1,0 +1,87 @@
+"""Answers of Pulsar's HTTP service that a real one gives only on a bad day."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from delivered.connectors.pulsar import admin
+from delivered.connectors.pulsar.options import parse
+from delivered.connectors.pulsar.positions import Position
+from delivered.model.errors import Unreachable
+
+TOPIC = "persistent://public/default/orders-partition-1"
+FULL = {
+    "reason": "Unable to find position for position specified: unable to persist readPosition for cursor reset 38:-1"
+}
+"""What Pulsar 4.0.4 said, with the code 412, in a run of the verifier on a busy machine."""
+
+
+class Service:
+    """Gives written answers and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.answers: list[int] = []
+        self.asked: list[tuple[str, str]] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def _answer(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(length))
+                service.asked.append((self.command, f"{body['ledgerId']}:{body['entryId']}"))
+                code = service.answers.pop(0)
+                said = json.dumps(FULL).encode() if code == 412 else b""
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
+
+            do_PUT = do_POST = _answer  # noqa: N815 - so the library looks for them
+
+            def log_message(self, *_: object) -> None:
+                """Tests keep quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    def admin(self, patient: bool = True) -> admin.Admin:
+        at = f"127.0.0.1:{self.server.server_port}"
+        return admin.Admin(parse({"url": f"pulsar://{at}", "adminUrl": f"http://{at}", "topics": "orders"}), patient)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    thread = threading.Thread(target=made.server.serve_forever)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    thread.join()
+
+
+def test_a_subscription_that_was_made_and_could_not_be_placed_is_placed(service: Service) -> None:
+    """To make it again would be refused: it exists, and stands at the topic's end, where it holds nothing back."""
+    service.answers = [412, 412, 204]
+    service.admin().move(TOPIC, "pipeline", Position(38, -1), exists=False)
+    assert service.asked == [("PUT", "38:-1"), ("POST", "38:-1"), ("POST", "38:-1")]
+
+
+def test_a_place_that_is_never_stored_is_an_error_that_says_so(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "SOURCE_PATIENCE_S", 0.5)
+    service.answers = [412] * 100
+    with pytest.raises(Unreachable, match=r"could not store where a subscription stands.*unable to persist"):
+        service.admin().move(TOPIC, "pipeline", Position(38, -1), exists=False)
+    assert [method for method, _ in service.asked[:2]] == ["PUT", "POST"]
+
+
+def test_one_that_is_made_at_once_is_not_moved(service: Service) -> None:
+    service.answers = [204]
+    service.admin().move(TOPIC, "pipeline", Position(38, 4), exists=False)
+    assert service.asked == [("PUT", "38:4")]
