@@ -52,6 +52,7 @@ SINK = {"endpoints": "proxy:8081", "topic": "orders", "ledger": "/nowhere/l.db"}
         ({"prefetch": "60000"}, "from 1 to 50000"),
         ({"accessKey": "me"}, "go together"),
         ({"tls": "yes"}, "true, false"),
+        ({"tlsTrustCertsFile": "/ca.pem"}, "nothing would be checked by it"),
         ({"gruop": "x"}, "knows no option 'gruop'"),
     ],
 )

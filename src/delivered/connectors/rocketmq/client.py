@@ -19,6 +19,7 @@ from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+from delivered.connectors.rocketmq.channels import Channels, untrusted
 from delivered.connectors.rocketmq.options import Place
 from delivered.model.errors import DeliveredError, MissingExtra, OutcomeUnknown, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
@@ -55,6 +56,7 @@ def library() -> SimpleNamespace:
         code=protocol.Code,
         RpcClient=RpcClient,
         RpcEndpoints=RpcEndpoints,
+        Stub=protocol.MessagingServiceStub,
         ClientConfiguration=ClientConfiguration,
         Credentials=Credentials,
         ClientId=ClientId,
@@ -81,7 +83,8 @@ class Session:
             options.endpoints, made.Credentials(options.access_key, secret), options.namespace
         )
         self._id = made.ClientId().client_id
-        self._rpc = made.RpcClient(options.tls)
+        self._channels = Channels(made, options)
+        made.RpcClient()  # starts the client's own thread
         self._streams: dict[Any, Any] = {}
         self.closed = False
         try:
@@ -117,12 +120,12 @@ class Session:
 
     async def call(self, proxy: Any, name: str, request: Any, timeout_s: float) -> Any:
         """One request and its answer, whose status nobody looked at."""
-        stub = self._rpc.retrieve_or_create_channel(proxy).async_stub
+        stub = self._channels.stub(proxy)
         return await getattr(stub, name)(request, metadata=self._sign(), timeout=timeout_s)
 
     def stream(self, proxy: Any, name: str, request: Any, timeout_s: float) -> Any:
         """One request and its answers; for the client's own thread."""
-        stub = self._rpc.retrieve_or_create_channel(proxy).async_stub
+        stub = self._channels.stub(proxy)
         return getattr(stub, name)(request, metadata=self._sign(), timeout=timeout_s)
 
     def fail(self, error: DeliveredError) -> None:
@@ -157,7 +160,7 @@ class Session:
             return self._group_missing(said)
         if code is codes.INVALID_ARGUMENT:
             return UsageError("ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} said: {said[:_SAID_MAX]}")
-        return self._unreachable(said)
+        return untrusted(self.options, said) or self._unreachable(said)
 
     def said(self, status: Any) -> DeliveredError:
         """What a status that is not OK means, in plain words."""
@@ -209,7 +212,7 @@ class Session:
         return list(answer.message_queues)
 
     async def _introduce(self, proxy: Any) -> None:
-        stub = self._rpc.retrieve_or_create_channel(proxy).async_stub
+        stub = self._channels.stub(proxy)
         stream = self._streams[proxy] = stub.Telemetry(metadata=self._sign())
         command = self.library.calls.TelemetryCommand()
         settings = command.settings
@@ -250,8 +253,7 @@ class Session:
                     leaving.group.CopyFrom(self.resource(group))
                 await self.call(proxy, "NotifyClientTermination", leaving, 2.0)
             stream.cancel()
-        # The library closes channels from another thread than its own.
-        await asyncio.get_running_loop().run_in_executor(None, self._rpc.stop)
+        await self._channels.close()
 
     def _unreachable(self, said: str) -> Unreachable:
         return Unreachable(

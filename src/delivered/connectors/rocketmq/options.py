@@ -26,7 +26,8 @@ _PLACE = (
     Option("namespace", "Of topic and group, where the servers have them.", ""),
     Option("accessKey", "Name of the user, where the servers ask for one."),
     Option("secretKey", "Of that user.", secret=True),
-    Option("tls", "Whether the proxies are spoken to over TLS.", "false"),
+    Option("tls", "Whether the proxies are spoken to over TLS; certificates and host names are checked.", "false"),
+    Option("tlsTrustCertsFile", "PEM file with the certificates to trust.", "those that gRPC brings along"),
 )
 
 SOURCE_OPTIONS = OptionTable(
@@ -80,6 +81,7 @@ class Place:
     Attributes:
         access_key: None: nobody is asked for.
         secret_key: may be a reference.
+        trusted: PEM file of certificates; None: gRPC's own.
     """
 
     endpoints: str
@@ -88,6 +90,7 @@ class Place:
     access_key: str | None
     secret_key: str | None
     tls: bool
+    trusted: str | None
 
 
 @dataclass(frozen=True)
@@ -183,11 +186,19 @@ def _place(owner: str, options: Mapping[str, str]) -> dict[str, Any]:
             f"{owner}: accessKey and secretKey go together; one of them is missing.",
             next_step="set secretKey to env:NAME or file:PATH",
         )
+    tls, trusted = flag(owner, "tls", options.get("tls", "false")), options.get("tlsTrustCertsFile")
+    if trusted is not None and not tls:
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{owner}: option 'tlsTrustCertsFile' is set, and tls is false: nothing would be checked by it.",
+            next_step="set tls to true, or take tlsTrustCertsFile out",
+        )
     return {
         "endpoints": endpoints,
         "topic": options["topic"],
         "namespace": options.get("namespace", ""),
         "access_key": options.get("accessKey"),
         "secret_key": options.get("secretKey"),
-        "tls": flag(owner, "tls", options.get("tls", "false")),
+        "tls": tls,
+        "trusted": trusted,
     }

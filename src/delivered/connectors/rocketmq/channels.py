@@ -1,0 +1,81 @@
+"""gRPC channels to the proxies, one for each, made and closed in the client's own thread.
+
+Those of the client library take the certificates that gRPC trusts, and no others.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from delivered.connectors.rocketmq.options import Place
+from delivered.model.errors import UsageError
+
+_OPTIONS = [
+    ("grpc.enable_retries", 0),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+_DISTRUST = ("CERTIFICATE_VERIFY_FAILED", "not in peer certificate", "Hostname Verification Check failed")
+
+
+class Channels:
+    """Of one session."""
+
+    def __init__(self, library: SimpleNamespace, options: Place) -> None:
+        """Raises UsageError: the file of trusted certificates cannot be used."""
+        self._library = library
+        self._tls = options.tls
+        self._trusted = None if options.trusted is None else _certificates(options.trusted)
+        self._made: dict[Any, tuple[Any, Any]] = {}
+
+    def stub(self, proxy: Any) -> Any:
+        if proxy not in self._made:
+            grpc = self._library.grpc
+            if self._tls:
+                # Certificate and host name are checked; gRPC has no way to leave that out.
+                trust = grpc.ssl_channel_credentials(self._trusted)
+                channel = grpc.aio.secure_channel(proxy.facade, trust, _OPTIONS)
+            else:
+                channel = grpc.aio.insecure_channel(proxy.facade, _OPTIONS)
+            self._made[proxy] = channel, self._library.Stub(channel)
+        return self._made[proxy][1]
+
+    async def close(self) -> None:
+        made, self._made = self._made, {}
+        for channel, _ in made.values():
+            await channel.close()
+
+
+def untrusted(options: Place, said: str) -> UsageError | None:
+    """What gRPC said, if it is about a certificate."""
+    if not options.tls or not any(word in said for word in _DISTRUST):
+        return None
+    trusted = f"those in {options.trusted}" if options.trusted is not None else "those that gRPC brings along"
+    return UsageError(
+        "CERTIFICATE_REFUSED",
+        f"The certificate of a proxy at {options.endpoints} was not accepted: {said[-300:]}. Trusted are {trusted}. "
+        "Nothing was sent.",
+        next_step="set tlsTrustCertsFile to the certificate of who signed it, after making sure whose it is (openssl "
+        f"s_client -showcerts -connect {options.endpoints.split(';')[0]}), and name the proxies as it does",
+    )
+
+
+def _certificates(path: str) -> bytes:
+    """gRPC says nothing of a file that holds none: every connection fails."""
+    try:
+        ssl.create_default_context(cafile=path)
+        return Path(path).read_bytes()
+    except ssl.SSLError:
+        why = "it holds no certificate in PEM"
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+    raise UsageError(
+        "TLS_FILES",
+        f"The option tlsTrustCertsFile is {path!r}, which cannot be used here: {why}.",
+        next_step="name a PEM file with the certificates of who signed the proxies'; it must be there on the driver, "
+        "on every executor and where receivers run",
+    )
