@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,30 @@ def resolve_secret(name: str, value: str) -> str:
                 next_step="put the file on the driver and on every executor",
             ) from None
     return value
+
+
+def trust(name: str, path: str | None) -> ssl.SSLContext:
+    """What checks certificates and host names.
+
+    Args:
+        name: of the option.
+        path: its value, a PEM file with the certificates to trust; None: those that the system trusts.
+
+    Raises:
+        UsageError: the file is not here, or holds no certificate.
+    """
+    try:
+        return ssl.create_default_context(cafile=path)
+    except ssl.SSLError:
+        why = "it holds no certificate in PEM"
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+    raise UsageError(
+        "TLS_FILES",
+        f"The option {name} is {path!r}, which cannot be used here: {why}.",
+        next_step="name a PEM file with the certificates of who signed the servers'; it must be there on the driver, "
+        "on every executor and where receivers run",
+    )
 
 
 def redacted(options: Mapping[str, str]) -> dict[str, str]:

@@ -35,9 +35,12 @@ SERVER_PROPERTIES: dict[str, dict[str, str]] = {
     # What a killed server wrote, the system keeps: no cell pulls a plug.
     PULSAR: {"journalSyncData": "false"},
     ACTIVEMQ: {"journalDatasync": "false"},
-    # Else nothing that a killed receiver held comes again before ten seconds.
-    # Else a broker 5.5.0 turns a core without end after the first transaction, which every other cell would pay for.
-    ROCKETMQ: {"proxy.minInvisibleTimeMillsForRecv": "1000", "transactionOpBatchInterval": "3600000"},
+    ROCKETMQ: {
+        # What a killed receiver held should come again before the ten seconds of the default.
+        "proxy.minInvisibleTimeMillsForRecv": "1000",
+        # Else a broker 5.5.0 turns a core without end after the first transaction; every other cell would pay for it.
+        "transactionOpBatchInterval": "3600000",
+    },
 }
 _PROXIES: dict[str, Callable[[str, Callable[[Fired], None]], Wire[Any]]] = {
     KAFKA: Proxy,

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from delivered.connectors.pulsar.options import Place
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.options import trust
 
 _PORT = 6651
 _NAMES = (62, 64)
@@ -22,15 +23,7 @@ def trusted_file(options: Place) -> str | None:
 
 def context(options: Place) -> ssl.SSLContext:
     """Checks certificates and host names. Raises UsageError if the file of trusted ones cannot be used."""
-    try:
-        return ssl.create_default_context(cafile=options.trusted)
-    except OSError as error:
-        raise UsageError(
-            "TLS_FILES",
-            f"The option tlsTrustCertsFile is {options.trusted!r}, which cannot be used here: {_reason(error)}.",
-            next_step="name a PEM file with the certificates of who signed the brokers'; it must be there on the "
-            "driver and on every executor",
-        ) from None
+    return trust("tlsTrustCertsFile", options.trusted)
 
 
 def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
@@ -80,9 +73,3 @@ def trouble(options: Place) -> DeliveredError | None:
 def _split(address: str) -> tuple[str, int]:
     parts = urlsplit(f"//{address}")
     return parts.hostname or "", parts.port or _PORT
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, ssl.SSLError):
-        return "it holds no certificate in PEM"
-    return (error.strerror or str(error)).lower()

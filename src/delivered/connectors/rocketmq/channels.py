@@ -5,13 +5,13 @@ Those of the client library take the certificates that gRPC trusts, and no other
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from delivered.connectors.rocketmq.options import Place
 from delivered.model.errors import UsageError
+from delivered.model.options import trust
 
 _OPTIONS = [
     ("grpc.enable_retries", 0),
@@ -66,16 +66,5 @@ def untrusted(options: Place, said: str) -> UsageError | None:
 
 def _certificates(path: str) -> bytes:
     """gRPC says nothing of a file that holds none: every connection fails."""
-    try:
-        ssl.create_default_context(cafile=path)
-        return Path(path).read_bytes()
-    except ssl.SSLError:
-        why = "it holds no certificate in PEM"
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-    raise UsageError(
-        "TLS_FILES",
-        f"The option tlsTrustCertsFile is {path!r}, which cannot be used here: {why}.",
-        next_step="name a PEM file with the certificates of who signed the proxies'; it must be there on the driver, "
-        "on every executor and where receivers run",
-    )
+    trust("tlsTrustCertsFile", path)
+    return Path(path).read_bytes()
