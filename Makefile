@@ -37,6 +37,7 @@ bridges: setup ## RocketMQ to Kafka, Pulsar to Delta, RabbitMQ to PostgreSQL, ex
 
 test: setup ## all tests, with real servers, in two processes: half an hour on two cores
 	@mkdir -p build
+	@$(BIN)/delivered brokers fetch > build/fetch.log 2>&1 &
 	@$(BIN)/python -m pytest $(BESIDE) > build/test-beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); others=$$?; \
 	echo "waiting for $(BESIDE): build/test-beside.log"; \

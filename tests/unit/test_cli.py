@@ -23,6 +23,7 @@ COMMANDS = [
     ["transactions", "abort"],
     ["transactions", "apply"],
     ["brokers", "start"],
+    ["brokers", "fetch"],
     ["brokers", "stop"],
     ["brokers", "status"],
 ]
@@ -131,9 +132,20 @@ def test_brokers_of_an_empty_folder(tmp_path: Path) -> None:
     assert "no server was ever started" in out
     code, out, _ = call("brokers", "stop", "kafka", "--folder", tmp_path, "-o", "json")
     assert (code, json.loads(out)["stopped"]) == (0, False)
-    code, _, err = call("brokers", "start", "kafak")
-    assert code == 2
-    assert "kafka" in err
+    for command in ("start", "stop", "fetch"):
+        code, _, err = call("brokers", command, "kafak")
+        assert code == 2
+        assert "kafka" in err
+
+
+def test_what_cannot_be_fetched_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELIVERED_CACHE", str(tmp_path))
+    (tmp_path / "mariadb").write_text("in the way")
+    code, _, err = call("brokers", "fetch", "postgres", "mysql")
+    assert code == 1
+    assert "mariadb" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["mariadb"]
+    assert call("brokers", "fetch", "postgres")[0] == 0
 
 
 def test_usage_errors_exit_2() -> None:

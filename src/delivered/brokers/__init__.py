@@ -14,7 +14,18 @@ from __future__ import annotations
 
 from delivered.brokers.fetch import cache_folder
 from delivered.brokers.java import java_home
-from delivered.brokers.run import KINDS, Broker, Status, attach, default_folder, start, status, stop
+from delivered.brokers.run import (
+    KINDS,
+    Broker,
+    Status,
+    attach,
+    default_folder,
+    prefetch,
+    require_kind,
+    start,
+    status,
+    stop,
+)
 
 __all__ = [
     "KINDS",
@@ -24,6 +35,8 @@ __all__ = [
     "cache_folder",
     "default_folder",
     "java_home",
+    "prefetch",
+    "require_kind",
     "start",
     "status",
     "stop",

@@ -29,6 +29,11 @@ def url(address: str) -> str:
     return f"stomp://{address}"
 
 
+def fetch(java: Path, say: Say) -> Path:
+    """The server's folder, fetched once."""
+    return fetch_archive(f"artemis/{VERSION}", ARTIFACT, ("lib",), "47 MB", java, say)
+
+
 def prepare(
     folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], heap_mb: int, say: Say
 ) -> list[str]:
@@ -41,7 +46,7 @@ def prepare(
         DeliveredError: no Java, or the download failed.
     """
     java = java_home() / "bin" / "java"
-    home = fetch_archive(f"artemis/{VERSION}", ARTIFACT, ("lib",), "47 MB", java, say)
+    home = fetch(java, say)
     etc = folder / "etc"
     etc.mkdir(exist_ok=True)
     files = {

@@ -142,7 +142,7 @@ def _run_ivy(name: str, needs: str, types: Sequence[str], java: Path, work: Path
         encoding="utf-8",
     )
     pattern = str(work / "lib" / "[artifact]-[revision](-[classifier]).[ext]")
-    command = [str(java), "-cp", str(_spark_jars() / "*"), "org.apache.ivy.Main"]
+    command = [str(java), "-XX:TieredStopAtLevel=1", "-cp", str(_spark_jars() / "*"), "org.apache.ivy.Main"]
     command += ["-settings", str(settings), "-ivy", str(module), "-confs", "default"]
     command += ["-retrieve", pattern, "-types", *types]
     try:

@@ -94,9 +94,14 @@ def answers(address: str, timeout_s: float = 2.0) -> bool:
     return False
 
 
+def fetch(java: Path, say: Say) -> Path:
+    """The folder with the server's JARs, fetched once."""
+    return fetch_jars(f"kafka/{VERSION}", ARTIFACTS, java, say)
+
+
 def _java(home: Path, heap_mb: int, say: Say) -> list[str]:
     java = home / "bin" / "java"
-    jars = fetch_jars(f"kafka/{VERSION}", ARTIFACTS, java, say)
+    jars = fetch(java, say)
     level = os.environ.get("DELIVERED_BROKER_LOG", "warn")
     return [
         str(java),

@@ -43,13 +43,18 @@ def url(address: str) -> str:
     return f"mysql://{USER}@{address}/{DATABASE}"
 
 
+def fetch(say: Say) -> Path:
+    """The folder with the files of its Debian packages, fetched once."""
+    return unpacked("MariaDB", cache_folder() / "mariadb" / "debian", PACKAGES, "10 MB", say)
+
+
 def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say) -> list[str]:
     """Fetch the server if need be, make its data folder if it is new, write its settings; returns the command to run.
 
     Raises:
         DeliveredError: this is no Debian, the packages cannot be had, or the server could not make its tables.
     """
-    root, data = unpacked("MariaDB", cache_folder() / "mariadb" / "debian", PACKAGES, "10 MB", say), folder / "data"
+    root, data = fetch(say), folder / "data"
     start, users = folder / "my.cnf", folder / "users.sql"
     settings = {
         "datadir": data,

@@ -83,6 +83,11 @@ def with_tokens(secret: bytes) -> dict[str, str]:
     }
 
 
+def fetch(java: Path, say: Say) -> Path:
+    """The server's folder, fetched once."""
+    return fetch_archive(f"pulsar/{VERSION}", ARTIFACT, ("lib", "conf"), "239 MB", java, say)
+
+
 def prepare(
     home: Path, folder: Path, listeners: Mapping[str, str], heap_mb: int, properties: Mapping[str, str], say: Say
 ) -> list[str]:
@@ -92,7 +97,7 @@ def prepare(
         home: of the Java runtime.
     """
     java = home / "bin" / "java"
-    root = fetch_archive(f"pulsar/{VERSION}", ARTIFACT, ("lib", "conf"), "239 MB", java, say)
+    root = fetch(java, say)
     tls = _tls_properties(home, folder, listeners) if HTTPS in listeners else {}
     config = {**_distributed(root / "conf" / "standalone.conf"), **_properties(listeners), **tls, **properties}
     file = folder / "standalone.conf"

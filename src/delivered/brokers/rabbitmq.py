@@ -43,7 +43,7 @@ def prepare(folder: Path, listeners: Mapping[str, str], properties: Mapping[str,
     Raises:
         DeliveredError: this is no Debian, or the packages cannot be had.
     """
-    root = _unpacked(say)
+    root = fetch(say)
     settings = {"listeners.tcp.1": listeners[AMQP], **_SETTINGS, **properties}
     (folder / "rabbitmq.conf").write_text("".join(f"{k} = {v}\n" for k, v in settings.items()), encoding="utf-8")
     (folder / "enabled_plugins").write_text("[].\n", encoding="utf-8")
@@ -94,7 +94,9 @@ def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
     return f"#!/bin/sh\n{exports}{starts}"
 
 
-def _unpacked(say: Say) -> Path:
+def fetch(say: Say) -> Path:
+    """The folder with the files of its Debian packages, fetched once."""
+
     def mend(made: Path, root: Path) -> None:
         erl = made / "usr/lib/erlang/bin/erl"
         erl.write_text(erl.read_text().replace("ROOTDIR=/usr/lib/erlang", f"ROOTDIR='{root}/usr/lib/erlang'"))

@@ -42,6 +42,11 @@ def url(address: str) -> str:
     return address
 
 
+def fetch(java: Path, say: Say) -> Path:
+    """The folder with the server's JARs, fetched once."""
+    return fetch_jars(f"rocketmq/{VERSION}", ARTIFACTS, java, say)
+
+
 def prepare(
     folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], heap_mb: int, say: Say
 ) -> list[str]:
@@ -54,7 +59,7 @@ def prepare(
         DeliveredError: no Java, the download failed, or the system makes no network namespace.
     """
     java = java_home() / "bin" / "java"
-    jars = fetch_jars(f"rocketmq/{VERSION}", ARTIFACTS, java, say)
+    jars = fetch(java, say)
     ports = {name: int(address.rpartition(":")[2]) for name, address in listeners.items()}
     for name in ("conf", "logs"):
         (folder / name).mkdir(exist_ok=True)

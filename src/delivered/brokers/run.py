@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,31 @@ def default_folder(kind: str) -> Path:
     return cache_folder() / "data" / kind
 
 
+def require_kind(kind: str) -> None:
+    """Raises UsageError if no server of this kind is known."""
+    if kind not in KINDS:
+        raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.")
+
+
+def prefetch(kinds: Sequence[str], say: Say = _silent) -> None:
+    """Put what servers of these kinds are made of into the cache, beside each other, so that a later start need not.
+
+    Args:
+        kinds: of `KINDS`.
+        say: as for `start`; called by several threads.
+
+    Raises:
+        UsageError: unknown kind.
+        DeliveredError: no Java, or a download failed; the others went on to their end.
+    """
+    for kind in kinds:
+        require_kind(kind)
+    with ThreadPoolExecutor(max(1, len(kinds))) as pool:
+        running = [pool.submit(get, say) for k in kinds if (get := SERVERS[k].fetch) is not None]
+    for each in running:
+        each.result()
+
+
 def start(
     kind: str,
     folder: Path | str | None = None,
@@ -139,8 +165,7 @@ def start(
         DeliveredError: no Java or no such server here, download failed, or the server did not come up; the message
             ends with its last words.
     """
-    if kind not in KINDS:
-        raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.")
+    require_kind(kind)
     for name, wanted in (("tls", tls), ("scram", bool(scram))):
         if wanted and name not in SERVERS[kind].takes:
             able = ", ".join(k for k, server in SERVERS.items() if name in server.takes)

@@ -20,6 +20,7 @@ class Server:
     Attributes:
         listeners: settings -> names of its listeners, one port each.
         main: the listener without TLS and passwords.
+        fetch: puts what it is made of into the cache; None: it comes with the package or the system.
         hidden: listeners that are not for clients.
         prepare: writes configuration and storage, unless they are there; returns the command to run.
         answers: whether the server takes requests.
@@ -30,12 +31,17 @@ class Server:
 
     listeners: Callable[[Mapping[str, Any]], list[str]]
     main: str
+    fetch: Callable[[Say], object] | None
     prepare: Callable[[Path, State, Say], list[str]]
     answers: Callable[[State], bool]
     url: Callable[[str], str]
     hidden: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
     stop: signal.Signals = signal.SIGTERM
+
+
+def _java() -> Path:
+    return java_home() / "bin" / "java"
 
 
 def _activemq(folder: Path, state: State, say: Say) -> list[str]:
@@ -75,6 +81,7 @@ SERVERS: Mapping[str, Server] = {
     "activemq": Server(
         listeners=lambda _: [activemq.STOMP],
         main=activemq.STOMP,
+        fetch=lambda say: activemq.fetch(_java(), say),
         prepare=_activemq,
         answers=lambda state: activemq.answers(state.listeners[activemq.STOMP]),
         url=activemq.url,
@@ -83,6 +90,7 @@ SERVERS: Mapping[str, Server] = {
         listeners=lambda settings: kafka.listeners_wanted(settings["tls"], bool(settings["scram"])),
         main=kafka.PLAINTEXT,
         hidden=frozenset({kafka.CONTROLLER}),
+        fetch=lambda say: kafka.fetch(_java(), say),
         prepare=_kafka,
         answers=lambda state: kafka.answers(state.listeners[kafka.PLAINTEXT]),
         url=str,
@@ -91,6 +99,7 @@ SERVERS: Mapping[str, Server] = {
     "mysql": Server(
         listeners=lambda _: [mysql.MYSQL],
         main=mysql.MYSQL,
+        fetch=mysql.fetch,
         prepare=_mysql,
         answers=lambda state: mysql.answers(state.listeners[mysql.MYSQL]),
         url=mysql.url,
@@ -98,6 +107,7 @@ SERVERS: Mapping[str, Server] = {
     "postgres": Server(
         listeners=lambda _: [postgres.POSTGRESQL],
         main=postgres.POSTGRESQL,
+        fetch=None,
         prepare=_postgres,
         answers=lambda state: postgres.answers(state.listeners[postgres.POSTGRESQL]),
         url=postgres.url,
@@ -106,6 +116,7 @@ SERVERS: Mapping[str, Server] = {
     "pulsar": Server(
         listeners=lambda settings: pulsar.listeners_wanted(settings["tls"]),
         main=pulsar.PULSAR,
+        fetch=lambda say: pulsar.fetch(_java(), say),
         prepare=_pulsar,
         answers=lambda state: pulsar.answers(state.listeners[pulsar.HTTP], state.settings["properties"]),
         url=pulsar.url,
@@ -115,6 +126,7 @@ SERVERS: Mapping[str, Server] = {
         listeners=lambda _: [rabbitmq.AMQP, rabbitmq.EPMD, rabbitmq.ERLANG],
         main=rabbitmq.AMQP,
         hidden=frozenset({rabbitmq.EPMD, rabbitmq.ERLANG}),
+        fetch=rabbitmq.fetch,
         prepare=_rabbitmq,
         answers=lambda state: rabbitmq.answers(state.listeners[rabbitmq.AMQP]),
         url=rabbitmq.url,
@@ -122,6 +134,7 @@ SERVERS: Mapping[str, Server] = {
     "rocketmq": Server(
         listeners=lambda _: [rocketmq.GRPC, rocketmq.NAMESRV, rocketmq.BROKER],
         main=rocketmq.GRPC,
+        fetch=lambda say: rocketmq.fetch(_java(), say),
         prepare=_rocketmq,
         answers=lambda state: rocketmq.answers(state.listeners),
         url=rocketmq.url,

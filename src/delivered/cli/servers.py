@@ -36,6 +36,22 @@ def start(
 
 @app.command()
 @command
+def fetch(
+    kinds: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Fetch servers into the user's cache, for a start without the network."""
+    chosen = kinds or list(brokers.KINDS)
+    with working("fetching") as progress:
+        brokers.prefetch(chosen, say=progress)
+    if output is Output.JSON:
+        say_json({"kinds": chosen, "folder": str(brokers.cache_folder())})
+    else:
+        say(f"{', '.join(chosen)}: in {brokers.cache_folder()}, or with the package")
+
+
+@app.command()
+@command
 def stop(kind: KindArgument = "kafka", folder: FolderOption = None, output: OutputOption = Output.TEXT) -> None:
     """Stop the server of a folder; its data stays."""
     place = _place(kind, folder)
@@ -67,10 +83,7 @@ def _properties(given: list[str]) -> dict[str, str]:
 
 
 def _place(kind: str, folder: Path | None) -> Path:
-    from delivered.model.errors import UsageError
-
-    if kind not in brokers.KINDS:
-        raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(brokers.KINDS)}.")
+    brokers.require_kind(kind)
     return folder if folder is not None else brokers.default_folder(kind)
 
 
