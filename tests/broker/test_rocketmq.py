@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -129,6 +130,57 @@ def _hidden_for_longer(rocketmq: Rocketmq, kind: str, invisible_s: int) -> bool:
     if not late:
         assert (came_to_other, acknowledged) == (0, Ok(20))
     return not late
+
+
+def test_what_arrives_when_a_receiver_has_just_ended_is_not_forgotten(rocketmq: Rocketmq) -> None:
+    """Long polls wait at the broker for seconds after their receiver: messages are handed to nobody."""
+    topic, group = rocketmq.topic(), rocketmq.group()
+    options = parse(given(rocketmq, topic, group, invisibleSeconds="3"))
+    missing: set[str] = set()
+    for n in range(20):
+        receiver = RocketmqReceiver(options)
+        _take(receiver, missing, 0.15)
+        receiver.close()
+        later = [f"{n}-{k}" for k in range(3)]
+        rocketmq.send(topic, [(i, b"x") for i in later])
+        missing.update(later)
+    receiver = RocketmqReceiver(options)
+    deadline = time.monotonic() + 60
+    while missing and time.monotonic() < deadline:
+        _take(receiver, missing, 0.5)
+    receiver.close()
+    assert missing == set()
+
+
+@pytest.mark.matrix
+def test_brokers_that_forget_are_told_of_and_waited_for(
+    new_rocketmq: Callable[..., Rocketmq], caplog: pytest.LogCaptureFixture
+) -> None:
+    rocketmq = new_rocketmq(popConsumerKVServiceEnable="false")
+    topic, group = rocketmq.topic(), rocketmq.group()
+    receiver = RocketmqReceiver(parse(given(rocketmq, topic, group)))
+    missing: set[str] = set()
+    deadline = time.monotonic() + 30
+    for n in itertools.count():  # the first of eight queues looks like the other way of noting
+        assert time.monotonic() < deadline
+        if any("can forget messages" in r.getMessage() for r in caplog.records):
+            break
+        rocketmq.send(topic, [(f"{n}", b"x")])
+        missing.add(f"{n}")
+        while missing and time.monotonic() < deadline:
+            _take(receiver, missing, 0.1)
+    _take(receiver, missing, 0.1)
+    polls = [p for p in receiver._polls if p is not None]
+    receiver.close()
+    assert polls
+    assert not any(p.cancelled() for p in polls), "what it would have brought, the broker may forget"
+
+
+def _take(receiver: RocketmqReceiver, missing: set[str], wait_s: float) -> None:
+    found = receiver.receive(32, wait_s)
+    missing.difference_update(found.ids)
+    if found.handles:
+        receiver.acknowledge(found.handles)
 
 
 def test_no_more_than_the_prefetch_is_held(rocketmq: Rocketmq) -> None:

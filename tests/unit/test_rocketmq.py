@@ -20,7 +20,7 @@ from delivered.connectors.rocketmq.halves import Half, Handle, packed, unpacked
 from delivered.connectors.rocketmq.message import content
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions, parse, parse_sink
 from delivered.connectors.rocketmq.publish import BUNCH_BYTES_MAX, BUNCH_MAX, Message, bunches
-from delivered.connectors.rocketmq.receiver import renewed
+from delivered.connectors.rocketmq.receiver import forgetful, renewed
 from delivered.connectors.rocketmq.stored import joined, parsed
 from delivered.connectors.rocketmq.writer import RocketmqWriter
 from delivered.model.errors import BadRecord, UsageError
@@ -197,6 +197,12 @@ def test_a_renewed_receipt_begins_at_its_own_message() -> None:
     assert renewed("0 1795304499890 2000 3 0 delivered 1 4 0 0") == "4 1795304499890 2000 3 0 delivered 1 4 0 0"
     for strange in ("", "opaque", "a b c d e f g h", "0 1 2 3 4 5 6 x"):
         assert renewed(strange) == strange
+
+
+def test_receipts_tell_how_a_broker_notes_what_it_hands_out() -> None:
+    assert forgetful("0 1795304499890 2000 3 0 delivered 1 4 0 0")
+    for other in ("0 1795304499890 2000 0 0 delivered 1 4 0 0", "0 1 2000 999 0 delivered 1 4 0", "0 1 2 3", "opaque"):
+        assert not forgetful(other)
 
 
 def message(**system: Any) -> Any:

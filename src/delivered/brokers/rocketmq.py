@@ -220,6 +220,9 @@ def _broker(folder: Path, port: int, name_server: str) -> dict[str, str]:
         # A development machine is seldom empty; the default would stop all senders.
         "diskMaxUsedSpaceRatio": "99",
         "timerWheelEnable": "true",
+        # Else it forgets messages that it handed to a receiver in the moment that one ended (decision 029).
+        "popConsumerKVServiceInit": "true",
+        "popConsumerKVServiceEnable": "true",
     }
 
 

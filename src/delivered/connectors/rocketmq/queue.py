@@ -42,6 +42,8 @@ class RocketmqQueue:
             ids,
             f"the group {options.group} lets a message be handed out often enough (retryMaxTimes, 16 unless set): "
             "above, RocketMQ puts it into the group's dead letters (%DLQ%), and not into the log",
+            "brokers run with popConsumerKVServiceEnable=true: else they can forget messages that arrive within five "
+            "seconds after a receiver ended (seen with 5.5.0; `delivered receive` warns)",
             f"the topic {options.topic} keeps messages for longer than receivers may be down (fileReservedTime)",
         )
 
