@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,9 @@ PORTS_LOW, PORTS_HIGH = 20_000, 32_000
 
 STOP_TIMEOUT_S = 30.0
 _PR_SET_PDEATHSIG = 1
+
+_LASTING = ThreadPoolExecutor(1, "delivered-servers")
+"""One for all threads: what a second one had started would end with it."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,8 @@ def launch(command: Sequence[str], log: Path, environment: dict[str, str], dies_
     """Start a program in a session of its own, with its output appended to `log`."""
     if dies_with_parent:
         # Linux counts the thread that started it as the parent: this one lives as long as the process.
-        return _lasting_thread().submit(_launch, command, log, environment, True).result()
+        return _LASTING.submit(_launch, command, log, environment, True).result()
     return _launch(command, log, environment, False)
-
-
-@lru_cache(maxsize=1)
-def _lasting_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "delivered-servers")
 
 
 def _launch(command: Sequence[str], log: Path, environment: dict[str, str], dies_with_parent: bool) -> Identity:
