@@ -134,6 +134,10 @@ def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
     )
 
 
+ALL_DOWN = "_ALL_BROKERS_DOWN"
+"""Follows what says why ("Connection refused"), and must not hide it."""
+
+
 class Trouble:
     """Remembers why connections fail: librdkafka tells it beside the requests, which merely time out.
 
@@ -149,7 +153,8 @@ class Trouble:
         self.note(error.name(), error.str())
 
     def note(self, name: str, said: str) -> None:
-        self.last = said
+        if name != ALL_DOWN or not self.last:
+            self.last = said
         if name in ("_AUTHENTICATION", "_SSL"):
             self.refused = (name, said)
 

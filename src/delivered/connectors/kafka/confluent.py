@@ -44,7 +44,7 @@ class ConfluentProducer:
             self.failures.add(error.code(), error.name(), size)
 
     def _on_error(self, error: Any) -> None:
-        self.failures.last_error = f"{error.name()}: {error.str()}"
+        self.failures.note(error.name(), error.str())
         if error.fatal():
             self._fatal = error
             self.failures.fatal = error.name()

@@ -76,7 +76,7 @@ def _on_failed(_rk: int, message: Any, opaque: int) -> None:
 def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
     producer = _producers.get(opaque)
     if producer is not None:
-        producer.failures.last_error = f"{producer.name_of(code)}: {reason.decode(errors='replace')}"
+        producer.failures.note(producer.name_of(code), reason.decode(errors="replace"))
         producer.note_fatal()
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from delivered.connectors.kafka.client import ALL_DOWN
+
 POLL_MS = 5
 """How long a writer sleeps while the queue is full."""
 
@@ -67,7 +69,7 @@ class Failures:
 
     Attributes:
         largest: bytes of key and value of the largest of them.
-        last_error: what the client last said about its connections.
+        last_error: what the client last said about its connections, and why.
         fatal: name of the error after which the client sends nothing more; records then fail with "_FATAL" alone.
     """
 
@@ -85,6 +87,11 @@ class Failures:
         self.count += 1
         self.largest = max(self.largest, size)
         self.by_name[name] = self.by_name.get(name, 0) + 1
+
+    def note(self, name: str, said: str) -> None:
+        """What the client says about its connections."""
+        if name != ALL_DOWN or not self.last_error:
+            self.last_error = f"{name}: {said}"
 
     def hint(self) -> str:
         return f" (last said: {self.last_error})" if self.last_error else ""
