@@ -134,8 +134,10 @@ def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
     )
 
 
-ALL_DOWN = "_ALL_BROKERS_DOWN"
-"""Follows what says why ("Connection refused"), and must not hide it."""
+def says_more(name: str, known: str) -> bool:
+    """Whether an error of the client is to replace what it said before: that all brokers are down follows what says
+    why ("Connection refused"), and must not hide it."""
+    return name != "_ALL_BROKERS_DOWN" or not known
 
 
 class Trouble:
@@ -153,7 +155,7 @@ class Trouble:
         self.note(error.name(), error.str())
 
     def note(self, name: str, said: str) -> None:
-        if name != ALL_DOWN or not self.last:
+        if says_more(name, self.last):
             self.last = said
         if name in ("_AUTHENTICATION", "_SSL"):
             self.refused = (name, said)

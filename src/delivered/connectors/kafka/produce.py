@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from delivered.connectors.kafka.client import ALL_DOWN
+from delivered.connectors.kafka.client import says_more
 
 POLL_MS = 5
 """How long a writer sleeps while the queue is full."""
@@ -90,7 +90,7 @@ class Failures:
 
     def note(self, name: str, said: str) -> None:
         """What the client says about its connections."""
-        if name != ALL_DOWN or not self.last_error:
+        if says_more(name, self.last_error):
             self.last_error = f"{name}: {said}"
 
     def hint(self) -> str:

@@ -37,8 +37,8 @@ class Channels:
             grpc = self._library.grpc
             if self._tls:
                 # Certificate and host name are checked; gRPC has no way to leave that out.
-                trust = grpc.ssl_channel_credentials(self._trusted)
-                channel = grpc.aio.secure_channel(proxy.facade, trust, _OPTIONS)
+                credentials = grpc.ssl_channel_credentials(self._trusted)
+                channel = grpc.aio.secure_channel(proxy.facade, credentials, _OPTIONS)
             else:
                 channel = grpc.aio.insecure_channel(proxy.facade, _OPTIONS)
             self._made[proxy] = channel, self._library.Stub(channel)

@@ -45,8 +45,9 @@ MISSING = ("DELIVERED_TOPIC_MISSING", "DELIVERED_GROUP_MISSING")
 
 _FORGETFUL = (
     "RocketMQ at %s can forget messages for good that arrive within five seconds after a receiver ended or was killed "
-    "(11 in 100 with 5.5.0): its brokers run with popConsumerKVServiceEnable=false. Set popConsumerKVServiceInit=true "
-    "and popConsumerKVServiceEnable=true in broker.conf; see docs/connectors/rocketmq.md"
+    "(13 of 120 with 5.5.0, proxy and broker in one process): its brokers run with popConsumerKVServiceEnable=false. "
+    "Set popConsumerKVServiceInit=true and popConsumerKVServiceEnable=true in broker.conf; see "
+    "docs/connectors/rocketmq.md"
 )
 
 
