@@ -82,11 +82,15 @@ def _demo(system: System, folder: Path, console: Console) -> list[Result]:
             lives = {guarantee: life.result() for guarantee, life in running.items()}
         step = progress.add_task("audit: reading source and sinks", total=len(CRASHES))
         spark = _session(folder / "audit.log")
-        results = []
-        for guarantee in CRASHES:
+
+        def audited(guarantee: str) -> Result:
             pipeline = folder / guarantee / "pipeline.yaml"
-            results.append(_audit(spark, pipeline, lives[guarantee], say))
+            result = _audit(spark.newSession(), pipeline, lives[guarantee], say)
             progress.advance(step)
+            return result
+
+        with ThreadPoolExecutor(len(CRASHES)) as pool:
+            results = list(pool.map(audited, CRASHES))
         spark.stop()
     return results
 
@@ -139,7 +143,7 @@ def _session(log: Path) -> SparkSession:
             return session(
                 "audit",
                 master="local[2]",
-                conf={**JVM, "spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "2"},
+                conf={"spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "2"},
             )
     finally:
         os.dup2(kept, 2)

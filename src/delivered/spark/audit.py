@@ -35,7 +35,7 @@ from delivered.spark.audit_sent import SentRange, sent_range
 from delivered.spark.audit_spec import AuditSpec, BadExpression, expressions
 from delivered.spark.checkpoint import read_view
 from delivered.spark.final_state import check, id_sql, of_state
-from delivered.spark.frames import batches_fit_for, slice_frame
+from delivered.spark.frames import batches_fit_for, kept_plain, slice_frame
 from delivered.spark.reconcile import Result, hashed, reconcile
 from delivered.write.shard import fingerprint_seed
 
@@ -100,6 +100,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
         kept = from_arrow_schema(spec.sink.read_back().schema())
         held.enter_context(batches_fit_for(spark, probe.schema, kept))
+        held.enter_context(kept_plain(spark))
         found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.

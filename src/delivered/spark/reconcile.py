@@ -197,7 +197,8 @@ def _side(frame: DataFrame, side: str) -> DataFrame:
 
 
 def _classified(both: DataFrame) -> DataFrame:
-    by_value = both.groupBy("id", "low").agg(
+    # Numbers first: rows are sorted by what they are grouped by, and ids often begin alike.
+    by_value = both.groupBy("low", "id").agg(
         F.min("high").alias("high"),
         *[F.sum(c).alias(c) for c in ("must", "may", "there", "null_id")],
         *[F.min(c).alias(c) for c in ("shown", "key_hash", "origin", "place")],
@@ -206,7 +207,7 @@ def _classified(both: DataFrame) -> DataFrame:
     zero = F.lit(0).cast("long")
     surplus = F.greatest(there - must - may, zero)
     was_sent = (must + may) > 0
-    by_id = by_value.groupBy("id").agg(
+    by_id = by_value.groupBy(F.xxhash64("id").alias("id_hash"), "id").agg(
         *[F.sum(c).alias(c) for c in ("must", "may", "there", "null_id")],
         *[F.min(c).alias(c) for c in ("shown", "key_hash", "origin", "place")],
         F.sum(F.greatest(must - there, zero)).alias("missing"),
