@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from delivered.model.guarantee import Guarantee
+from delivered.model.identity import checked_name
 from delivered.verify.bench import Bench
 from delivered.verify.cell import Cell, Result
 from delivered.verify.clients.base import Feed, Forgets, Look, Row
@@ -55,6 +56,12 @@ def test_a_source_that_is_asked_for_is_a_part_of_the_cell_and_of_its_result(tmp_
     store.add(_result(pulsar))
     assert store.settled(pulsar)
     assert not store.settled(own)
+
+
+def test_every_cell_has_a_name_of_its_own_that_a_pipeline_can_have() -> None:
+    every = [*cells(Choice(service=ENGINE)), *cells(Choice(service=ENGINE, sources=tuple(SOURCE_KINDS)))]
+    names = [checked_name("pipeline", c.name) for c in every]
+    assert len(set(names)) == len(names)
 
 
 def test_a_result_that_names_no_source_is_of_the_one_that_the_sink_has() -> None:

@@ -17,11 +17,19 @@ from delivered.verify.verdict import Verdict
 BROKEN = Path(__file__).parent / "broken"
 
 
-def run(tmp_path: Path, connector: str, fault: str, service: str = ENGINE, sink: str = SQLITE, **more: str) -> Result:
+def run(
+    tmp_path: Path,
+    connector: str,
+    fault: str,
+    service: str = ENGINE,
+    sink: str = SQLITE,
+    workload: str = "unique",
+    **more: str,
+) -> Result:
     found = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, sink) if f.name == fault)
     ground = Ground(tmp_path, print, {"PYTHONPATH": str(BROKEN)}, sink_options={"format": connector, **more})
     try:
-        return run_cell(Cell(sink, Guarantee.EXACTLY_ONCE, "unique", found, 1, service), ground)
+        return run_cell(Cell(sink, Guarantee.EXACTLY_ONCE, workload, found, 1, service), ground)
     finally:
         ground.close()
 
@@ -29,6 +37,11 @@ def run(tmp_path: Path, connector: str, fault: str, service: str = ENGINE, sink:
 @pytest.mark.parametrize("fault", ["none", "log-entry-removed"])
 def test_the_honest_sink_passes(tmp_path: Path, fault: str) -> None:
     found = run(tmp_path, "honest", fault)
+    assert (found.verdict, found.lost, found.duplicated) == (Verdict.HELD, 0, 0), found.reasons
+
+
+def test_the_honest_sink_passes_with_upserts(tmp_path: Path) -> None:
+    found = run(tmp_path, "honest", "killed-twice", workload="changes")
     assert (found.verdict, found.lost, found.duplicated) == (Verdict.HELD, 0, 0), found.reasons
 
 
@@ -47,6 +60,22 @@ def test_a_broken_sink_is_found_out(tmp_path: Path, connector: str, fault: str, 
     assert found.verdict == Verdict.BROKEN, found
     assert any(reason.startswith(how) for reason in found.reasons), found.reasons
     assert found.final_read
+
+
+@pytest.mark.parametrize(
+    ("connector", "fault", "how"),
+    [
+        ("sends_at_once", "killed-after-staging", "torn_batch"),
+        # A driver that was taken for dead puts an old batch over a newer one.
+        ("fences_nobody", "zombie-decide", "aborted_read"),
+    ],
+)
+def test_an_upsert_that_shows_a_part_or_goes_back_is_found_out(
+    tmp_path: Path, connector: str, fault: str, how: str
+) -> None:
+    found = run(tmp_path, connector, fault, workload="changes")
+    assert found.verdict == Verdict.BROKEN, found
+    assert any(reason.startswith(how) for reason in found.reasons), found.reasons
 
 
 @pytest.mark.parametrize("sink", [POSTGRES, DELTA, FILES])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
+from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.verify import scripts
 from delivered.verify.bench import Bench, empty
 from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
@@ -52,7 +54,10 @@ class Cell:
         """Short enough for a pipeline's name."""
         short = {"exactly_once": "eo", "at_least_once": "alo", "at_most_once": "amo"}[self.guarantee.value]
         from_source = f"{self.source.replace('_', '-')}-" if self.source else ""
-        return f"{from_source}{self.sink}-{short}-{self.workload}-{self.fault.name}-{self.service[0]}{self.seed}"
+        name = f"{from_source}{self.sink}-{short}-{self.workload}-{self.fault.name}-{self.service[0]}{self.seed}"
+        if len(name) <= NAME_LENGTH_MAX:
+            return name
+        return f"{name[: NAME_LENGTH_MAX - 9]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
     @property
     def key(self) -> tuple[Any, ...]:

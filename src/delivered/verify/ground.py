@@ -141,7 +141,7 @@ def settle(
         on_fire: what a proxy tells of each request that it hit; None: the pipeline reaches its server directly.
         stack: closes the proxy.
     """
-    kind, options = SINK_KINDS[whole], ground.sink_options
+    kind, options = SINK_KINDS[whole], {**workload.sink, **ground.sink_options}
     source = chosen or (ground.template.source if ground.template is not None else kind.source)
     if not chosen and (topics or workload.topics > 1):
         source = KAFKA

@@ -27,7 +27,7 @@ from delivered.verify.sinks import KAFKA, SINK_KINDS
 from delivered.verify.source_faults import source_catalogue
 from delivered.verify.template import Template
 from delivered.verify.verdict import Verdict
-from delivered.verify.workloads import WORKLOADS
+from delivered.verify.workloads import WORKLOADS, Workload
 
 SINKS = tuple(SINK_KINDS)
 GUARANTEES = (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
@@ -102,10 +102,17 @@ def _of_sinks(choice: Choice) -> list[Cell]:
                         named = [
                             w.name
                             for w in WORKLOADS.values()
-                            if fault.name in w.faults and w.name != DEFAULT_WORKLOAD and not SINK_KINDS[sink].members
+                            if fault.name in w.faults and w.name != DEFAULT_WORKLOAD and _takes(sink, guarantee, w)
                         ]
                     found += [Cell(sink, guarantee, w, fault, choice.seed, choice.service) for w in named]
     return found
+
+
+def _takes(sink: str, guarantee: Guarantee, workload: Workload) -> bool:
+    kind = SINK_KINDS[sink]
+    if workload.replaces and not (kind.upserts and guarantee is Guarantee.EXACTLY_ONCE):
+        return False
+    return not kind.members
 
 
 def _few(found: Sequence[Cell], per_place: int) -> list[Cell]:

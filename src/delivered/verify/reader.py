@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from delivered.verify.clients.base import Look, Row
 from delivered.verify.clients.several import at_sink
 from delivered.verify.evidence import Seen
 from delivered.verify.history import End, History
+from delivered.verify.newest import Newest
 from delivered.verify.services import Trouble
 from delivered.verify.setting import Setting
+from delivered.verify.workloads import records
 
 _JOIN_S = 60.0
+_POLL_S = 0.1
 
 
 class Reader:
@@ -28,6 +32,8 @@ class Reader:
         self._history = history
         self._visible: set[str] = set()
         self._error: str | None = None
+        workload = setting.workload
+        self._newest = Newest(workload, records(workload, setting.seed)) if workload.replaces else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"reader {setting.name}", daemon=True)
 
@@ -48,14 +54,20 @@ class Reader:
         if self._error is not None:
             raise Trouble("READER_DIED", f"The reader of cell {self._setting.name} ended early: {self._error}")
 
-    def as_seen(self, row: Row) -> Seen:
+    def as_seen(self, rows: Sequence[Row]) -> list[Seen]:
+        """What rows say that were read at one moment."""
+        if self._newest is not None:
+            return self._newest.told(rows, self._history.now_s)
+        return [self._one(r) for r in rows]
+
+    def _one(self, row: Row) -> Seen:
         effect = self._setting.workload.told_by(row.key, row.value)
         lane = at_sink(row.sink, row.lane)
         return Seen(at_sink(row.sink, effect.id), lane, row.position, effect.key, effect.number, self._history.now_s)
 
     def _run(self) -> None:
         def told(look: Look) -> None:
-            found = [self.as_seen(r) for r in look.rows]
+            found = self.as_seen(look.rows)
             self.seen.extend(found)
             if look.whole:
                 self._visible |= {s.effect for s in found}
@@ -63,6 +75,35 @@ class Reader:
             self._history.add("reader", "read", End.OK, {"effects": len(found), "all": len(self.seen)})
 
         try:
-            self._setting.drain.follow(told, self._stop)
+            if self._newest is None:
+                self._setting.drain.follow(told, self._stop)
+            else:
+                self._follow_newest(self._newest)
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
+
+    def _follow_newest(self, newest: Newest) -> None:
+        """All of the sink again and again. While it cannot be read, there is nothing to see."""
+        before: frozenset[str] = frozenset()
+        while True:
+            last = self._stop.is_set()
+            try:
+                rows = self._setting.drain.read()
+            except Exception:
+                if last:
+                    raise
+                self._stop.wait(_POLL_S)
+                continue
+            now_s = self._history.now_s
+            found = newest.told(rows, now_s)
+            back = newest.went_back(found, now_s)
+            visible = frozenset(s.effect for s in found)
+            if visible != before:
+                fresh = [s for s in found if s.effect not in before]
+                self.seen += [*fresh, *back]
+                self.snapshots.append((now_s, visible))
+                before = visible
+                self._history.add("reader", "read", End.OK, {"effects": len(fresh), "all": len(self.seen)})
+            if last:
+                return
+            self._stop.wait(_POLL_S)

@@ -30,6 +30,7 @@ class SinkKind:
         guarantees: that it can give; of the others it is shown elsewhere that they are refused.
         sends: what a task sends is there at once, for everybody.
         ordered: a key's rows arrive in the order in which a task wrote them.
+        upserts: under exactly_once a row can take the place of the one with its key.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SinkKind:
     guarantees: tuple[Guarantee, ...] = tuple(Guarantee)
     sends: bool = False
     ordered: bool = True
+    upserts: bool = False
 
 
 _NO_READER = {"F5": "its readers take messages one by one: they are not in the middle of anything"}
@@ -61,14 +63,14 @@ SEVERAL = f"{KAFKA}-{POSTGRES}-{DELTA}"
 SINK_KINDS = {
     s.name: s
     for s in (
-        SinkKind(SQLITE, SQLITE, locks=True, locked="DATABASE_LOCKED"),
+        SinkKind(SQLITE, SQLITE, locks=True, locked="DATABASE_LOCKED", upserts=True),
         SinkKind(KAFKA, KAFKA, server=KAFKA, source=KAFKA, two_phase=True),
-        SinkKind(POSTGRES, POSTGRES, server=POSTGRES, locks=True),
-        SinkKind(POSTGRES_2PC, POSTGRES, server=POSTGRES, two_phase=True, locks=True),
-        SinkKind(MYSQL, MYSQL, server=MYSQL, locks=True),
-        SinkKind(MYSQL_XA, MYSQL, server=MYSQL, two_phase=True, locks=True),
-        SinkKind(DELTA, DELTA),
-        SinkKind(ICEBERG, ICEBERG),
+        SinkKind(POSTGRES, POSTGRES, server=POSTGRES, locks=True, upserts=True),
+        SinkKind(POSTGRES_2PC, POSTGRES, server=POSTGRES, two_phase=True, locks=True, upserts=True),
+        SinkKind(MYSQL, MYSQL, server=MYSQL, locks=True, upserts=True),
+        SinkKind(MYSQL_XA, MYSQL, server=MYSQL, two_phase=True, locks=True, upserts=True),
+        SinkKind(DELTA, DELTA, upserts=True),
+        SinkKind(ICEBERG, ICEBERG, upserts=True),
         SinkKind(FILES, FILES, absent={"F2": "a folder of this machine: there is no network, and nobody else writes"}),
         # Two prepare, and Delta, which cannot, decides as the last resource.
         SinkKind(SEVERAL, "", server=KAFKA, source=KAFKA, two_phase=True, members=(KAFKA, POSTGRES_2PC, DELTA)),

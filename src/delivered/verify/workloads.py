@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from delivered.verify import transforms
 
@@ -69,6 +69,8 @@ class Workload:
         topics: of source and sink; more than one wants a source with topics.
         faults: those that are tried with it, beside what needs it by name.
         teller: (key, value) of the sink -> effect; None: the value says it, as `Record.value` made it.
+        replaces: a row takes the place of the one with its key, so the sink holds the newest of each; `sink`: options
+            that ask for it.
     """
 
     name: str
@@ -87,6 +89,8 @@ class Workload:
     faults: tuple[str, ...] = ("none", "killed-twice")
     deterministic: bool = True
     teller: Callable[[str | None, str], Effect] | None = None
+    replaces: bool = False
+    sink: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def needs_spark(self) -> bool:
@@ -222,6 +226,35 @@ _RANDOM_SQL = "SELECT key, concat(CAST(value AS STRING), '#', uuid()) AS value F
 _SAME_SQL = "SELECT key, value FROM source"
 _MODULE = "delivered.verify.transforms"
 
+_OF_CHANGES = (
+    "none",
+    "lock-held",
+    "replies-lost",
+    "late-commit",
+    "other-writers",
+    "broker-killed",
+    "broker-restarted",
+    "killed-in-transaction",
+    "worker-killed",
+    "slow-reader",
+    "killed-before",
+    "killed-between",
+    "killed-after",
+    "killed-twice",
+    "killed-after-staging",
+    "killed-at-random",
+    "task-retried",
+    "zombie-decide",
+    "zombie-prepare",
+    "zombie-apply",
+    "second-driver",
+    "rolled-back-before-decide",
+    "rolled-back-after-decide",
+    "log-entry-removed",
+    "older-checkpoint",
+    "checkpoint-deleted",
+)
+
 WORKLOADS: dict[str, Workload] = {
     w.name: w
     for w in (
@@ -243,6 +276,15 @@ WORKLOADS: dict[str, Workload] = {
             _sparse,
             arrow=f"{_MODULE}:sparse",
             rows_per_batch=100,
+        ),
+        Workload(
+            "changes",
+            "upserts: the newest record of each of 16 keys is in the sink",
+            _keyed,
+            faults=_OF_CHANGES,
+            replaces=True,
+            # Without a version, so that a batch that is applied late or twice shows.
+            sink={"mode": "upsert", "keyColumns": "key"},
         ),
         Workload("big", "records of 1 MB", _big, records=48, rows_per_batch=12),
         Workload(

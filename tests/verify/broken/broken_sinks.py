@@ -44,22 +44,27 @@ def connect(path: str) -> sqlite3.Connection:
     return connection
 
 
-def insert(connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
+def insert(connection: sqlite3.Connection, rows: Sequence[Row], replace: bool = False) -> None:
+    for key, value in rows if replace else ():
+        connection.execute("DELETE FROM effects WHERE key = ?", (key,))
+        connection.execute("INSERT INTO effects VALUES (?, ?)", (key, value))
+    if replace:
+        return
     connection.executemany("INSERT INTO effects VALUES (?, ?)", rows)
 
 
 class Writer:
     """Keeps rows in a file beside the table until the batch is decided."""
 
-    def __init__(self, path: str, at_once: bool) -> None:
-        self._path, self._at_once = path, at_once
+    def __init__(self, path: str, at_once: bool, replace: bool) -> None:
+        self._path, self._at_once, self._replace = path, at_once, replace
         self._rows: list[Row] = []
 
     def stage(self, batch: pa.RecordBatch) -> None:
         rows = list(zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True))
         if self._at_once:
             with closing(connect(self._path)) as connection:
-                insert(connection, rows)
+                insert(connection, rows, self._replace)
         else:
             self._rows += rows
 
@@ -114,7 +119,7 @@ class Ledger:
 
     def _add(self, connection: sqlite3.Connection, prepared: Prepared) -> None:
         rows: list[Row] = pickle.loads(Path(prepared.handle["file"]).read_bytes())
-        insert(connection, rows)
+        insert(connection, rows, self._sink.options.write.upserts)
         if self._sink.flaw == "trusts_xor":
             # "Look whether it is in": a pair that was doubled cancels, so the check passes and adds it again.
             there = connection.execute("SELECT key, value FROM effects").fetchall()
@@ -166,7 +171,9 @@ class Resource:
     def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
         path = Path(self._sink.options.path)
         kept = {p.handle["file"] for p in keep if p.handle}
+        # No ledger here asks who decides: what an older driver staged must be gone before it can.
         found = [f for f in path.parent.glob(f"{path.name}.staged-*") if str(f) not in kept]
+        found = [] if self._sink.flaw == "fences_nobody" else found
         for file in found:
             if self._sink.flaw == "applies_undecided":
                 with closing(connect(str(path))) as connection:
@@ -195,7 +202,7 @@ class BrokenSink(SqliteSink):
         return batch.select(["key", "value"])
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Any:
-        return Writer(self.options.path, at_once=self.flaw == "sends_at_once")
+        return Writer(self.options.path, self.flaw == "sends_at_once", self.options.write.upserts)
 
     def ledger(self, scope: Scope) -> Any:
         return Ledger(self, scope)
@@ -223,4 +230,5 @@ SENDS_AT_ONCE = BrokenConnector("sends_at_once")
 FORGETS_BATCHES = BrokenConnector("forgets_batches")
 BATCH_NUMBER_ALONE = BrokenConnector("batch_number_alone")
 APPLIES_UNDECIDED = BrokenConnector("applies_undecided")
+FENCES_NOBODY = BrokenConnector("fences_nobody")
 TRUSTS_XOR = BrokenConnector("trusts_xor")

@@ -1,7 +1,10 @@
 """mechanism one_transaction: tables in which tasks leave their shards, committed, for the driver to move.
 
-They are logged: what a task promised must survive a crash of the server. A table is made for one attempt of one
+Upserts of every mechanism pass through one too, inside a task's own transaction. A table is made for one attempt of one
 shard, and its name says so: `s_<check>_<batch>_<shard>_<nonce>` in the ledger's schema.
+
+All are logged. What a task promised must survive a crash of the server; and a server whose first process is killed
+while a transaction that made an unlogged table is open may have to be started twice (docs/decisions/030).
 """
 
 from __future__ import annotations
@@ -18,19 +21,13 @@ if TYPE_CHECKING:
     import psycopg
 
 
-def create(
-    connection: psycopg.Connection[Any], options: PostgresOptions, table: str, target: Target, kept: bool
-) -> None:
-    """Inside the open transaction, make a table with the columns of the rows. Raises psycopg.Error.
-
-    Args:
-        kept: it outlives the transaction, and must outlive a crash of the server.
-    """
+def create(connection: psycopg.Connection[Any], options: PostgresOptions, table: str, target: Target) -> None:
+    """Inside the open transaction, make a table with the columns of the rows. Raises psycopg.Error."""
     name = f"{quoted(options.ledger_schema)}.{quoted(table)}"
     write = options.write
     columns = ", ".join(map(quoted, target.merge.columns))
     connection.execute(
-        f"CREATE {'' if kept else 'UNLOGGED '}TABLE {name} WITH (autovacuum_enabled = false) "  # noqa: S608
+        f"CREATE TABLE {name} WITH (autovacuum_enabled = false) "  # noqa: S608
         f"AS SELECT {columns} FROM {target.name} WITH NO DATA"
     )
     if write.upserts:

@@ -131,7 +131,7 @@ class CopyWriter:
         into = self._target.name
         if self._moved_later or self._upserts:
             self._staged = Names(self._work.scope, self._options.ledger_schema).staging(self._work, new_nonce())
-            stage.create(connection, self._options, self._staged, self._target, kept=self._moved_later)
+            stage.create(connection, self._options, self._staged, self._target)
             into = self._staging.full(self._staged)
         self._cursor = connection.cursor()
         self._copying = self._cursor.copy(f"COPY {into} ({self._target.columns}) FROM STDIN (FORMAT binary)")

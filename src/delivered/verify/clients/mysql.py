@@ -39,6 +39,8 @@ class MysqlTable(SqlTable):
     def create(self) -> None:
         self.remove()
         key, value = (_KINDS[k] for k in self._kinds)
+        if self.upserted:
+            key = "varbinary(255) NOT NULL UNIQUE"
         with self._cursor("") as cursor:
             cursor.execute(f"CREATE DATABASE {self.database} CHARACTER SET utf8mb4 COLLATE utf8mb4_bin")
             cursor.execute(

@@ -56,9 +56,12 @@ class PgTable(SqlTable):
             connection.execute(f"CREATE DATABASE {self.database}")
         if self._kinds is not None:
             key, value = self._kinds
+            unique = " PRIMARY KEY" if self.upserted else ""
             where = f"TABLESPACE {_TABLESPACE}" if self._disk is not None else ""
             with self._session() as connection:
-                connection.execute(f"CREATE TABLE {self.name} (key {key}, value {value}, {SEEN} bigserial) {where}")
+                connection.execute(
+                    f"CREATE TABLE {self.name} (key {key}{unique}, value {value}, {SEEN} bigserial) {where}"
+                )
 
     def remove(self) -> None:
         with self._session("postgres") as connection:

@@ -46,6 +46,11 @@ class SqlTable(ABC):
         self._given = seen_by_pipeline or server.bootstrap
         self._asked = {**({"mechanism": "two_phase"} if two_phase else {}), **(extra or {})}
 
+    @property
+    def upserted(self) -> bool:
+        """Rows take the place of those with their key: the table must have one of each."""
+        return self._asked.get("mode") == "upsert"
+
     def read(self) -> list[Row]:
         """
         Raises:
