@@ -6,6 +6,9 @@ from delivered.verify.bench import Bench
 from delivered.verify.evidence import Stop
 from delivered.verify.scripts import Script, point_of, waits
 
+_KEYS_HELD = "LOCK_TIMEOUT"
+"""How a writer is turned away whose keys another one's open transaction holds."""
+
 
 def zombie(step: str, locked: str | None) -> Script:
     """A driver is paused before a step; another takes over and finishes; the first one wakes up and goes on.
@@ -14,7 +17,9 @@ def zombie(step: str, locked: str | None) -> Script:
         locked: how others are turned away while one writer holds all of the sink.
 
     One that holds all of the sink while it is paused cannot be taken over from: the other must say so, and the first
-    ends well. One that had decided has nothing left that it could be stopped from: it may end either way.
+    ends well. With upserts by two phases it holds its keys: the other may be turned away by them, and whoever starts
+    when the first one has ended goes on. One that had decided has nothing left that it could be stopped from: it may
+    end either way.
     """
 
     def script(bench: Bench) -> None:
@@ -28,7 +33,9 @@ def zombie(step: str, locked: str | None) -> Script:
         code = bench.end(bench.start("", "--takeover"))
         held = code is not None and code == locked
         if not held:
-            bench.stops.append(Stop((), code, "the second driver, which takes over"))
+            keys_held = bench.setting.workload.replaces and not bench.setting.drain.batch_atomic
+            right = (_KEYS_HELD,) if keys_held and code == _KEYS_HELD else ()
+            bench.stops.append(Stop(right, code, "the second driver, which takes over"))
         first.go_on(hit)
         first.resume()
         bench.fire("woken up")
