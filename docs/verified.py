@@ -71,26 +71,30 @@ def sources(results: Sequence[dict[str, Any]]) -> list[str]:
     sinks = [s for s in SINKS if any(r["sink"] == s for r in results)]
     if not asked:
         return [UNPROVEN.capitalize() + "."]
-    lines = ["| source | run by | " + " | ".join(sinks) + " |", "|---" * (2 + len(sinks)) + "|"]
-    for source in asked:
-        for service in SERVICES:
-            row = [r for r in results if (r["source"], r["service"]) == (source, service)]
-            if row:
-                cells = [cell([r for r in row if r["sink"] == s]) for s in sinks]
-                lines.append(f"| {source} | {service} | " + " | ".join(cells) + " |")
-    return lines
+    return _by_service("source", asked, sinks, "sink", results)
 
 
 def upserts(results: Sequence[dict[str, Any]]) -> list[str]:
     """Sinks that write by key against failure points."""
     places = [p for p in _PLACES if any(r["place"] == p for r in results)]  # nothing is done to their producer
-    lines = ["| sink | run by | " + " | ".join(places) + " |", "|---" * (2 + len(places)) + "|"]
-    for sink in (s for s in SINKS if SINK_KINDS[s].upserts):
+    return _by_service("sink", [s for s in SINKS if SINK_KINDS[s].upserts], places, "place", results)
+
+
+def _by_service(
+    left: str, names: Sequence[str], tops: Sequence[str], top: str, results: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Lines for each name and service that has results, with a cell for each of `tops`.
+
+    Args:
+        left, top: what stands in the lines and in the columns, as results call it.
+    """
+    lines = [f"| {left} | run by | " + " | ".join(tops) + " |", "|---" * (2 + len(tops)) + "|"]
+    for name in names:
         for service in SERVICES:
-            row = [r for r in results if (r["sink"], r["service"]) == (sink, service)]
+            row = [r for r in results if (r[left], r["service"]) == (name, service)]
             if row:
-                cells = [cell([r for r in row if r["place"] == p]) for p in places]
-                lines.append(f"| {sink} | {service} | " + " | ".join(cells) + " |")
+                cells = [cell([r for r in row if r[top] == t]) for t in tops]
+                lines.append(f"| {name} | {service} | " + " | ".join(cells) + " |")
     return lines
 
 

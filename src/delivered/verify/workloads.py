@@ -69,8 +69,7 @@ class Workload:
         topics: of source and sink; more than one wants a source with topics.
         faults: those that are tried with it, beside what needs it by name.
         teller: (key, value) of the sink -> effect; None: the value says it, as `Record.value` made it.
-        replaces: a row takes the place of the one with its key, so the sink holds the newest of each; `sink`: options
-            that ask for it.
+        sink: more options of the sink in the pipeline file.
     """
 
     name: str
@@ -89,8 +88,12 @@ class Workload:
     faults: tuple[str, ...] = ("none", "killed-twice")
     deterministic: bool = True
     teller: Callable[[str | None, str], Effect] | None = None
-    replaces: bool = False
     sink: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def replaces(self) -> bool:
+        """A row takes the place of the one with its key, so the sink holds the newest of each."""
+        return self.sink.get("mode") == "upsert"
 
     @property
     def needs_spark(self) -> bool:
@@ -282,7 +285,6 @@ WORKLOADS: dict[str, Workload] = {
             "upserts: the newest record of each of 16 keys is in the sink",
             _keyed,
             faults=_OF_CHANGES,
-            replaces=True,
             # Without a version, so that a batch that is applied late or twice shows.
             sink={"mode": "upsert", "keyColumns": "key"},
         ),

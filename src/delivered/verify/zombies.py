@@ -33,8 +33,8 @@ def zombie(step: str, locked: str | None) -> Script:
         code = bench.end(bench.start("", "--takeover"))
         held = code is not None and code == locked
         if not held:
-            keys_held = bench.setting.workload.replaces and not bench.setting.drain.batch_atomic
-            right = (_KEYS_HELD,) if keys_held and code == _KEYS_HELD else ()
+            upserts_prepared = bench.setting.workload.replaces and not bench.setting.drain.batch_atomic
+            right = (code,) if upserts_prepared and code == _KEYS_HELD else ()
             bench.stops.append(Stop(right, code, "the second driver, which takes over"))
         first.go_on(hit)
         first.resume()
