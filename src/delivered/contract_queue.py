@@ -20,7 +20,7 @@ class Bunch:
 
     Attributes:
         ids: what the sender named them by; None: it did not.
-        headers: name and value; an empty list where there are none.
+        headers: name and value; an empty sequence where there are none.
         times_us: Unix time that the sender set; None: it did not.
         handles: what `Receiver.acknowledge` takes; opaque.
     """
@@ -35,10 +35,25 @@ class Bunch:
     def __len__(self) -> int:
         return len(self.handles)
 
+    def split(self, count: int) -> tuple[Bunch, Bunch]:
+        """The first `count`, and the others; one of the two may be this very bunch."""
+        if len(self) <= count:
+            return self, Bunch()
+        if not count:
+            return Bunch(), self
+        lists = self._lists()
+        return Bunch(*(column[:count] for column in lists)), Bunch(*(column[count:] for column in lists))
+
     def pick(self, at: Sequence[int]) -> Bunch:
         """Those at these places, in this order."""
-        lists = (self.ids, self.keys, self.values, self.headers, self.times_us, self.handles)
-        return Bunch(*([column[i] for i in at] for column in lists))  # type: ignore[arg-type]
+        return Bunch(*([column[i] for i in at] for column in self._lists()))
+
+    def extend(self, others: Bunch) -> None:
+        for mine, more in zip(self._lists(), others._lists(), strict=True):
+            mine += more
+
+    def _lists(self) -> tuple[list[Any], ...]:
+        return self.ids, self.keys, self.values, self.headers, self.times_us, self.handles
 
 
 class Receiver(Protocol):

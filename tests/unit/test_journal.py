@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,28 @@ def test_a_message_enters_once(log: Path) -> None:
     assert journal.append(bunch("b", "c")) == Ok(Entered(1, 1))
     assert open_log(log).append(bunch("a", "b", "c")) == Ok(Entered(0, 3))
     assert values(log) == [b"value of a", b"value of b", b"value of c"]
+
+
+def test_messages_with_nothing_but_an_id_are_written_as_any_others(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = replace(bunch("a", "ü", "c" * 300), headers=[(), [], ()])
+    alone = journals.rows_of(replace(plain, times_us=[1, 2, 3]))
+    monkeypatch.setattr(journals, "_ids_alone", None)  # mixed ones do not go there
+    mixed = journals.rows_of(replace(plain, headers=[(), [("h", None)], ()], times_us=[1, 2, 3]))
+    without = journals.rows_of(replace(plain, ids=["a", None, "c" * 300], times_us=[1, 2, 3]))
+    assert alone.schema == mixed.schema == without.schema
+    headers = alone.column("headers").to_pylist()
+    assert headers == [[{"key": "delivered.id", "value": i.encode()}] for i in plain.ids if i is not None]
+    assert mixed.column("headers").to_pylist() == [headers[0], [*headers[1], {"key": "h", "value": None}], headers[2]]
+    assert without.column("headers").to_pylist() == [headers[0], [], headers[2]]
+
+
+def test_a_bunch_splits_into_what_it_held() -> None:
+    whole = bunch("a", "b", "c")
+    for count in range(5):
+        first, rest = bunch("a", "b", "c").split(count)
+        assert (len(first), len(rest)) == (min(count, 3), max(0, 3 - count))
+        first.extend(rest)
+        assert first == whole
 
 
 def test_records_carry_id_and_headers(log: Path) -> None:

@@ -103,13 +103,7 @@ class _Gathering:
         if not len(self.bunch):
             self.bunch, self.since = arrived, time.monotonic()
         else:
-            mine = self.bunch
-            mine.ids += arrived.ids
-            mine.keys += arrived.keys
-            mine.values += arrived.values
-            mine.headers += arrived.headers
-            mine.times_us += arrived.times_us
-            mine.handles += arrived.handles
+            self.bunch.extend(arrived)
         self.bytes += sum(map(len, arrived.values))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from delivered.connectors.rabbitmq.client import connect, explained, pika
@@ -16,6 +16,8 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 
 _PROPERTIES = tuple((n, f"amqp.{n}") for n in ("content_type", "correlation_id", "type", "reply_to", "app_id"))
 """AMQP's own properties that become headers where a message has them."""
+_own = attrgetter(*(name for name, _ in _PROPERTIES))
+_NO_OWN = (None,) * len(_PROPERTIES)
 
 
 class RabbitmqReceiver:
@@ -24,7 +26,7 @@ class RabbitmqReceiver:
     def __init__(self, options: RabbitmqOptions) -> None:
         self._options = options
         self._errors = (pika().exceptions.AMQPError, OSError)
-        self._arrived: deque[tuple[Any, Any, bytes]] = deque()
+        self._arrived = Bunch()
         self._acknowledged = 0
         self._cancelled = False
         self._connection = connect(options)
@@ -42,7 +44,7 @@ class RabbitmqReceiver:
         if not self._connection.is_open:  # an acknowledgement found out; the client's own error would say nothing
             raise Unreachable("RABBITMQ_UNREACHABLE", f"The connection to RabbitMQ at {self._options.place} is lost.")
         try:
-            self._connection.process_data_events(0 if arrived and count_max else wait_s)
+            self._connection.process_data_events(0 if len(arrived) and count_max else wait_s)
         except self._errors as error:
             found = explained(error, self._options)
             if isinstance(found, UsageError):
@@ -60,7 +62,8 @@ class RabbitmqReceiver:
             raise Unreachable(
                 "RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._options.place} closed the channel: {reason}"
             )
-        return _bunch([arrived.popleft() for _ in range(min(count_max, len(arrived)))])
+        taken, self._arrived = arrived.split(count_max)
+        return taken
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
         """RabbitMQ does not answer an acknowledgement. Ok: it was sent; if it is lost, the messages come again."""
@@ -87,32 +90,29 @@ class RabbitmqReceiver:
                 self._connection.close()
 
     def _on_message(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        """Column by column, and nothing of the client's own is kept: this is what a receiver's own time goes to."""
         del channel
-        self._arrived.append((method, properties, body))
+        key, named, sent = method.routing_key.encode(), headers(properties), properties.timestamp
+        arrived = self._arrived
+        arrived.ids.append(properties.message_id)
+        arrived.keys.append(key)
+        arrived.values.append(body)
+        arrived.headers.append(named)
+        arrived.times_us.append(None if sent is None else int(sent) * 1_000_000)
+        arrived.handles.append(method.delivery_tag)
 
     def _on_cancel(self, frame: Any) -> None:
         del frame
         self._cancelled = True
 
 
-def _bunch(taken: Sequence[tuple[Any, Any, bytes]]) -> Bunch:
-    """Column by column: per message this is what a receiver's own time goes to."""
-    return Bunch(
-        ids=[p.message_id for _, p, _ in taken],
-        keys=[m.routing_key.encode() for m, _, _ in taken],
-        values=[body for _, _, body in taken],
-        headers=[headers(p) for _, p, _ in taken],
-        times_us=[None if p.timestamp is None else int(p.timestamp) * 1_000_000 for _, p, _ in taken],
-        handles=[m.delivery_tag for m, _, _ in taken],
-    )
-
-
-def headers(properties: Any) -> list[tuple[str, bytes | None]]:
+def headers(properties: Any) -> Sequence[tuple[str, bytes | None]]:
     """Those of a message, and AMQP's own."""
     given = properties.headers
+    if not given and _own(properties) == _NO_OWN:
+        return ()
     found = [] if given is None else [(name, _bytes(value)) for name, value in given.items()]
-    for name, header in _PROPERTIES:
-        value = getattr(properties, name)
+    for value, (_, header) in zip(_own(properties), _PROPERTIES, strict=True):
         if value is not None:
             found.append((header, value.encode()))
     return found
