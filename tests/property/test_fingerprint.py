@@ -1,9 +1,15 @@
-"""Equal multisets of records give equal fingerprints; anything else gives another one."""
+"""Equal multisets of records give equal fingerprints; anything else gives another one.
+
+All of it twice: as the C library computes them, and as numpy does without it.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
 import decimal
+import os
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -11,12 +17,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivered.model import native
 from delivered.model.fingerprint import Fingerprint, fingerprint, record_hashes, seed_of
 
 SEED = seed_of("orders", "sink")
 ROWS = pa.schema([("key", pa.binary()), ("value", pa.binary())])
 values = st.one_of(st.none(), st.binary(max_size=40), st.binary(min_size=8, max_size=8), st.just(b"x" * 5000))
 rows = st.lists(st.tuples(values, values), max_size=12)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["C", "numpy"])
+def computed_by(request: pytest.FixtureRequest) -> Iterator[str]:
+    by = str(request.param)
+    if by == "C" and native.library() is None:
+        compiler = os.environ.get("CC", "cc")
+        assert shutil.which(compiler) is None, f"there is {compiler}, but no {native.LIBRARY}: run `make setup`"
+        pytest.skip("no compiler here")
+    with pytest.MonkeyPatch.context() as patch:
+        if by == "numpy":
+            patch.setattr(native, "library", lambda: None)
+        yield by
 
 
 def batch(given_rows: list[tuple[bytes | None, bytes | None]]) -> pa.RecordBatch:
@@ -102,6 +122,17 @@ def test_what_a_ledger_holds_reads_the_same() -> None:
     }
     for array, known in columns.values():
         assert str(fingerprint(pa.record_batch([array], names=["v"]), seed_of("p", "s"))) == f"10:{known}"
+
+
+@given(
+    rows, st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), min_size=12, max_size=12), st.integers(0, 3)
+)
+def test_the_library_and_numpy_agree(some: Any, numbers: Any, start: int) -> None:
+    whole = batch(some).append_column("n", pa.array(numbers[: len(some)], pa.int64())).slice(start)
+    by_default = record_hashes(whole, SEED).tolist(), fingerprint(whole, SEED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        assert by_default == (record_hashes(whole, SEED).tolist(), fingerprint(whole, SEED))
 
 
 def test_null_is_not_empty() -> None:
@@ -209,6 +240,21 @@ def test_every_arrow_type(kind: pa.DataType, some: list[Any]) -> None:
 def test_layout_of_a_type_does_not_count(one: pa.DataType, two: pa.DataType, some: list[Any]) -> None:
     made = [fingerprint(pa.record_batch([pa.array(some, t)], names=["v"]), SEED) for t in (one, two)]
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(("kind", "some"), TYPES, ids=[str(k) for k, _ in TYPES])
+def test_the_library_and_numpy_agree_on_every_type(kind: pa.DataType, some: list[Any]) -> None:
+    whole = pa.record_batch([column(kind, [None, *some, None]), column(kind, [*some, None, None])], names=["v", "w"])
+    by_default = record_hashes(whole, SEED).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        assert by_default == record_hashes(whole, SEED).tolist()
+
+
+def test_nothing_but_nulls() -> None:
+    for kind, _ in TYPES:
+        one, three = (record_hashes(pa.record_batch([pa.nulls(n, kind)], names=["v"]), SEED).tolist() for n in (1, 3))
+        assert three == one * 3
 
 
 def test_one_nan_and_one_zero() -> None:
