@@ -13,7 +13,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path("src", "delivered", "model", "mix.c")
-LIBRARY = SOURCE.with_name("_mix.so")
+LIBRARY = SOURCE.with_name("mix.lib")  # no name that Python would import
 
 
 class Native(BuildHookInterface):  # type: ignore[type-arg]

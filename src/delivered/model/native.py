@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-LIBRARY = Path(__file__).with_name("_mix.so")
+LIBRARY = Path(__file__).with_name("mix.lib")
 """Where the build leaves it (hatch_build.py)."""
 
 U64 = npt.NDArray[np.uint64]
