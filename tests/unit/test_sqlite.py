@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import decimal
 import math
@@ -271,6 +272,39 @@ def test_database_locked_for_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
     ledger.resume("me")
     assert ledger.decide(decision(prepared)) == Ok(None)
     assert count(sink) == ROWS.num_rows
+
+
+def test_a_writer_killed_in_its_commit_keeps_nobody_from_reading(tmp_path: Path) -> None:
+    """The journal that it leaves has to be rolled back; a connection by mode=ro may not, and would refuse for ever."""
+    sink = sink_at(tmp_path)
+    write(sink, pa.table({"id": [1, 2]}))
+    path = sink.options.path
+    killed_while_it_writes(path)
+    assert Path(f"{path}-journal").stat().st_size > 512
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as plain:
+        with pytest.raises(sqlite3.OperationalError) as refused:
+            plain.execute("SELECT count(*) FROM t").fetchone()
+        assert refused.value.sqlite_errorname == "SQLITE_READONLY_ROLLBACK"
+    with contextlib.closing(database.connect(path, mode="ro")) as connection:
+        assert connection.execute("SELECT count(*) FROM t").fetchone() == (2,)
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            connection.execute("DELETE FROM t")
+    killed_while_it_writes(path)
+    assert [d.batch for d in SqliteLedger(sink.options, SCOPE).history()] == [0]
+    assert count(sink) == 2
+
+
+def killed_while_it_writes(path: str) -> None:
+    """A transaction whose pages are in the file already, its journal beside it: as in the middle of a commit."""
+    script = f"""
+        import os, signal, sqlite3
+        connection = sqlite3.connect({path!r}, isolation_level=None)
+        connection.execute("PRAGMA cache_size=2")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.executemany("INSERT INTO t VALUES (?)", ((n,) for n in range(20_000)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)]).returncode == -9
 
 
 def test_p19_commit_that_a_reader_blocks_is_not_in_and_is_not_tried_again(

@@ -27,7 +27,8 @@ def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
     """Open the database. Transactions are begun and ended by hand.
 
     Args:
-        mode: "ro", "rw" or "rwc" (create).
+        mode: "ro", "rw" or "rwc" (create). "ro" changes no row, but undoes, as every reader has to, what a writer left
+            that was killed while it committed: SQLite's own mode=ro refuses such a file for ever.
 
     Raises:
         DeliveredError: it cannot be opened; the message says what to do.
@@ -40,13 +41,15 @@ def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
         )
     try:
         connection = sqlite3.connect(
-            f"file:{quote(path)}?mode={mode}",
+            f"file:{quote(path)}?mode={'rw' if mode == 'ro' else mode}",
             uri=True,
             timeout=CONNECT_TIMEOUT_S,
             isolation_level=None,
             check_same_thread=False,
         )
         connection.execute("PRAGMA synchronous=EXTRA")
+        if mode == "ro":
+            connection.execute("PRAGMA query_only=ON")
     except sqlite3.Error as error:
         raise explained(error, path) from None
     return connection
