@@ -20,8 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.model import native
-
-U64 = npt.NDArray[np.uint64]
+from delivered.model.native import U64
 
 _MASK = (1 << 64) - 1
 _WORD = np.uint64(0x9E3779B97F4A7C15)

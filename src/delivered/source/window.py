@@ -52,20 +52,15 @@ class Window:
         if not ids:
             return
         times = self._times
-        if self._all_fresh(ids):
-            times.update(dict.fromkeys(ids, 1))  # type: ignore[arg-type]
-        else:
-            for message_id in ids:
-                if message_id is not None:
-                    times[message_id] = times.get(message_id, 0) + 1
+        for message_id in ids:
+            if message_id is not None:
+                times[message_id] = times.get(message_id, 0) + 1
         lane.extend(ids)
         self._ends[partition] = first + len(ids)
         self._forget(lane, len(lane) - self._size)
 
     def fresh(self, ids: Sequence[str | None]) -> list[int]:
         """Places in `ids` of those that are not known, each id once. What has no id is always fresh."""
-        if self._all_fresh(ids):
-            return list(range(len(ids)))
         times, seen, found = self._times, set[str](), []
         for at, message_id in enumerate(ids):
             if message_id is not None:
@@ -74,11 +69,6 @@ class Window:
                 seen.add(message_id)
             found.append(at)
         return found
-
-    def _all_fresh(self, ids: Sequence[str | None]) -> bool:
-        """Whether each has an id, none is known, and none is there twice: what most bunches are, told at once."""
-        different = set(ids)
-        return len(different) == len(ids) and None not in different and self._times.keys().isdisjoint(different)
 
     def _forget(self, lane: deque[str | None], count: int) -> None:
         """Drop the oldest `count` ids of a lane."""

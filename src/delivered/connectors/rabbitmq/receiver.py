@@ -108,11 +108,11 @@ class RabbitmqReceiver:
 
 def headers(properties: Any) -> Sequence[tuple[str, bytes | None]]:
     """Those of a message, and AMQP's own."""
-    given = properties.headers
-    if not given and _own(properties) == _NO_OWN:
+    given, own = properties.headers, _own(properties)
+    if not given and own == _NO_OWN:
         return ()
     found = [] if given is None else [(name, _bytes(value)) for name, value in given.items()]
-    for value, (_, header) in zip(_own(properties), _PROPERTIES, strict=True):
+    for value, (_, header) in zip(own, _PROPERTIES, strict=True):
         if value is not None:
             found.append((header, value.encode()))
     return found
