@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs import benchmark, support, verified
+from docs import benchmark, pitfalls, support, verified
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
@@ -43,6 +43,7 @@ def pages() -> dict[Path, str]:
         DOCS / "benchmark.md": benchmark.page(),
         DOCS / "options.md": reference(),
         DOCS / "pipeline.schema.json": as_text(),
+        DOCS / "pitfalls.md": pitfalls.page(),
         DOCS / "support.md": support.page(),
         DOCS / "verified.md": verified.page(),
         readme: support.into(verified.into(readme.read_text(encoding="utf-8"))),

@@ -312,7 +312,7 @@ def test_a_death_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, tm
 def test_a_server_killed_after_ends_and_in_mid_apply(
     new_rocketmq: Callable[..., Rocketmq], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F3: the broker writes down which half messages were ended seconds after it showed them. Killed before, it asks
+    """F3, P21: the broker notes which half messages were ended seconds after it showed them. Killed before, it asks
     about them again; nobody answers, and what was shown stays shown once. The questions end, half messages do not."""
     rocketmq = new_rocketmq(transactionCheckInterval="1000", transactionTimeOut="1000", transactionCheckMax="3")
     rig = Rig(rocketmq, tmp_path)

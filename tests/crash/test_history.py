@@ -115,7 +115,7 @@ def other_rows(batch: pa.RecordBatch, run: int) -> pa.RecordBatch:
 
 
 def test_p5_expired_promise_and_other_rows_stops() -> None:
-    """P5: a decided shard expired, and the replay gives other rows: an error, and nothing more is applied."""
+    """P5, P25: a decided shard expired, and the replay gives other rows: an error, and nothing more is applied."""
     crash = Crash("commit.apply:after", 1)
     sim = Sim(EXACTLY, crashes=(crash,), expire_on_start=True, change=other_rows).run()
     assert set(codes(sim)) == {"REPLAY_DIFFERS"}
