@@ -25,11 +25,11 @@ from typing import Any
 from benchmarks.cases import SPARK_KAFKA_JARS
 from delivered.brokers.kafka import VERSION as KAFKA_VERSION
 from delivered.model.guarantee import Guarantee
-from delivered.verify.bench import HIT_TIMEOUT_S, Bench
-from delivered.verify.cell import Cell, Result, run_cell
+from delivered.verify.case import Case, Result, run_case
+from delivered.verify.environment import Environment
 from delivered.verify.evidence import Stop
 from delivered.verify.fault import BROKER, Fault
-from delivered.verify.ground import Ground
+from delivered.verify.fixture import HIT_TIMEOUT_S, Fixture
 from delivered.verify.matrix import versions
 from delivered.verify.scripts import Script
 from delivered.verify.services import SERVICES, SPARK, Service
@@ -49,7 +49,7 @@ KILLS = 4
 EXPIRY_S = 150.0
 """Above the time-out of transactions that any of them sets, but for Flink's, whose restart ends its own."""
 _blocked_s: dict[str, float] = {}
-"""Cell -> how long committed readers were held up when all was done."""
+"""Case -> how long committed readers were held up when all was done."""
 _BATCH = {"rows_per_batch": 60}
 
 
@@ -126,68 +126,68 @@ PEERS = {
 # -- faults that ask nothing of the product: no crash points, no checkpoint layout -------------------------------------
 
 
-def _works(bench: Bench) -> Any:
+def _works(fixture: Fixture) -> Any:
     """Start it, and wait until a reader sees something new, or it ended."""
-    seen = bench.effects_seen
-    run = bench.start()
-    bench.wait(lambda: not run.lives or bench.effects_seen > seen, "something new is visible", HIT_TIMEOUT_S)
+    seen = fixture.effects_seen
+    run = fixture.start()
+    fixture.wait(lambda: not run.lives or fixture.effects_seen > seen, "something new is visible", HIT_TIMEOUT_S)
     return run
 
 
-def _pause(bench: Bench, seconds: float) -> None:
+def _pause(fixture: Fixture, seconds: float) -> None:
     until = time.monotonic() + seconds
-    bench.wait(lambda: time.monotonic() >= until, "the moment comes")
+    fixture.wait(lambda: time.monotonic() >= until, "the moment comes")
 
 
-def _settled(bench: Bench) -> None:
+def _settled(fixture: Fixture) -> None:
     """Until a transaction that a killed process left open has expired, and committed readers come to the end."""
     began = time.monotonic()
     with contextlib.suppress(TimeoutError):
-        bench.wait(
-            lambda: not bench.setting.drain.open_transactions(bench.setting.name), "readers reach the end", EXPIRY_S
+        fixture.wait(
+            lambda: not fixture.setting.drain.open_transactions(fixture.setting.name), "readers reach the end", EXPIRY_S
         )
-    _blocked_s[bench.setting.name] = round(time.monotonic() - began, 1)
+    _blocked_s[fixture.setting.name] = round(time.monotonic() - began, 1)
 
 
-def undisturbed(bench: Bench) -> None:
-    bench.send(0.5)
-    bench.stops.append(Stop((), bench.end(bench.start()), "the first half"))
-    bench.send()
-    bench.drain()
+def undisturbed(fixture: Fixture) -> None:
+    fixture.send(0.5)
+    fixture.stops.append(Stop((), fixture.end(fixture.start()), "the first half"))
+    fixture.send()
+    fixture.drain()
 
 
-def killed(bench: Bench) -> None:
+def killed(fixture: Fixture) -> None:
     """SIGKILL of the whole process tree while it works, at moments that the seed knows."""
-    moments = [round(bench.random.uniform(0, 0.6), 3) for _ in range(KILLS)]
+    moments = [round(fixture.random.uniform(0, 0.6), 3) for _ in range(KILLS)]
     for number, after_s in enumerate(moments):
-        bench.send(1 / (KILLS + 1))
+        fixture.send(1 / (KILLS + 1))
         if number == 0:
-            bench.send(1 / (KILLS + 1))
-        run = _works(bench)
-        _pause(bench, after_s)
+            fixture.send(1 / (KILLS + 1))
+        run = _works(fixture)
+        _pause(fixture, after_s)
         if run.lives:
-            bench.kill(run)
-            bench.fire("kill while it works", after_s=after_s)
+            fixture.kill(run)
+            fixture.fire("kill while it works", after_s=after_s)
         else:
-            bench.end(run)
-    if bench.left:
-        bench.send()
-    bench.drain()
-    _settled(bench)
+            fixture.end(run)
+    if fixture.left:
+        fixture.send()
+    fixture.drain()
+    _settled(fixture)
 
 
-def broker_killed(bench: Bench) -> None:
+def broker_killed(fixture: Fixture) -> None:
     """SIGKILL of the broker while it works; it comes back after a second."""
-    bench.send(0.6)
-    run = _works(bench)
-    bench.broker.kill()
-    bench.fire("broker killed")
-    _pause(bench, 1.0)
-    bench.broker.restart()
-    bench.end(run)
-    bench.send()
-    bench.drain()
-    _settled(bench)
+    fixture.send(0.6)
+    run = _works(fixture)
+    fixture.broker.kill()
+    fixture.fire("broker killed")
+    _pause(fixture, 1.0)
+    fixture.broker.restart()
+    fixture.end(run)
+    fixture.send()
+    fixture.drain()
+    _settled(fixture)
 
 
 def _fault(
@@ -220,7 +220,7 @@ def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
     """Every fault with every seed; what is stored already is run again only if that is asked for."""
     kept: dict[str, dict[str, Any]] = json.loads(STORED.read_text()) if STORED.exists() else {}
     stored = frozenset() if again else frozenset(kept)
-    ground = Ground((BUILD / "peers").resolve(), print)
+    environment = Environment((BUILD / "peers").resolve(), print)
     ends = time.monotonic() + 60 * minutes
     try:
         for seed in range(1, seeds + 1):
@@ -229,16 +229,16 @@ def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
                     key = f"{peer.name}/{fault.name}/{seed}"
                     if key in stored or time.monotonic() > ends:
                         continue
-                    cell = Cell(KAFKA, peer.states, "keyed", fault, seed, _service(peer))
-                    found = run_cell(cell, ground)
+                    case = Case(KAFKA, peer.states, "keyed", fault, seed, _service(peer))
+                    found = run_case(case, environment)
                     told = {k: v for k, v in found.to_json().items() if k not in _NOT_STORED}
-                    kept[key] = {**told, "blocked_s": _blocked_s.get(cell.name)}
+                    kept[key] = {**told, "blocked_s": _blocked_s.get(case.name)}
                     lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(kept[k])}" for k in sorted(kept))
                     STORED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
                     say = f"{key}: {found.verdict}, {found.fired} faults, {found.lost} lost, {found.duplicated} doubled"
                     print(f"{say}, {found.seconds:.0f} s {'; '.join(found.reasons)}", flush=True)
     finally:
-        ground.close()
+        environment.close()
     blocked = {k: float(v["blocked_s"]) for k, v in kept.items() if v.get("blocked_s") is not None}
     PAGE.write_text(page({k: Result.from_json(v) for k, v in kept.items()}, blocked), encoding="utf-8")
 

@@ -41,7 +41,7 @@ def load() -> list[dict[str, Any]]:
 
 
 def store(paths: Sequence[Path]) -> None:
-    """Keep the results of these files, over what was stored before of the same cells."""
+    """Keep the results of these files, over what was stored before of the same cases."""
 
     def key(result: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(result.get(k, "") for k in _KEY)  # what names no source is of the one that the sink has
@@ -131,7 +131,7 @@ def _absences() -> list[str]:
 
 def recovery(results: Sequence[dict[str, Any]]) -> list[str]:
     """How soon the first new record was visible after a SIGKILL of the driver, against a plain restart."""
-    lines = ["| sink | guarantee | run by | cells | slower than 2x | worst | plain restart there |", "|---" * 7 + "|"]
+    lines = ["| sink | guarantee | run by | cases | slower than 2x | worst | plain restart there |", "|---" * 7 + "|"]
     for sink in SINKS:
         for guarantee in reversed(Guarantee):
             for service in SERVICES:
@@ -153,15 +153,15 @@ def recovery(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def soak(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Per sink and guarantee: faults in cells that hold nothing but faults, one after the other."""
+    """Per sink and guarantee: faults in cases that hold nothing but faults, one after the other."""
     found = [r for r in results if r["fault"].startswith(SOAK)]
     if not found:
         return [UNPROVEN.capitalize() + "."]
     lines = [
-        f"{sum(int(r['fired']) for r in found)} faults in {len(found)} cells, by `make soak`. Lost and doubled are",
+        f"{sum(int(r['fired']) for r in found)} faults in {len(found)} cases, by `make soak`. Lost and doubled are",
         "what was found, whether the guarantee forbids it or not.",
         "",
-        "| sink | guarantee | run by | seeds | cells | faults | lost | doubled | verdict |",
+        "| sink | guarantee | run by | seeds | cases | faults | lost | doubled | verdict |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for sink in SINKS:
@@ -210,7 +210,7 @@ def page() -> str:
             "engine in a loop that stands in for Spark, and does not speak of Spark. `-`: nothing can be done there:",
             "; ".join(_absences()) + ".",
             "",
-            f"{len(results)} cells, {fired} faults.",
+            f"{len(results)} cases, {fired} faults.",
             "",
             *matrix(results),
             "",
@@ -220,8 +220,8 @@ def page() -> str:
             "",
             "## Upserts",
             "",
-            "`exactly_once`: the cells above whose workload is `changes`. Rows take the place of those with their key,",
-            "without a version. A key that goes back, or stands behind the others of its batch, breaks a cell.",
+            "`exactly_once`: the cases above whose workload is `changes`. Rows take the place of those with their key,",
+            "without a version. A key that goes back, or stands behind the others of its batch, breaks a case.",
             "",
             *upserts([r for r in results if WORKLOADS[r["workload"]].replaces]),
             "",
@@ -253,7 +253,7 @@ def _between(results: Sequence[dict[str, Any]]) -> list[str]:
         "each of its steps, at random, and together with the driver. What its sender was told is in must be in the",
         "sink once, by its id.",
         "",
-        f"{len(results)} cells, {sum(int(r['fired']) for r in results)} faults; {lost} lost, {doubled} doubled.",
+        f"{len(results)} cases, {sum(int(r['fired']) for r in results)} faults; {lost} lost, {doubled} doubled.",
         "",
         *sources(results),
     ]

@@ -23,7 +23,7 @@ from delivered.verify.clients.rabbitmq import RabbitExchange
 from delivered.verify.clients.rocketmq import RocketTopic
 from delivered.verify.proxy_stream import StreamProxy, StreamRule
 from delivered.verify.sinks import SINK_KINDS
-from delivered.verify.wire import Fired, Mischief
+from delivered.verify.wire import Fired, NetworkFault
 
 READERS: dict[str, type[Messages]] = {
     "rabbitmq": RabbitExchange,
@@ -109,8 +109,8 @@ def test_a_connection_breaks_when_so_many_pieces_went_one_way(rabbitmq: Any) -> 
     fired: list[Fired] = []
     proxy = StreamProxy(rabbitmq.broker.bootstrap, fired.append)
     url = rabbitmq.url.replace(rabbitmq.broker.bootstrap, proxy.bootstrap)
-    for mischief in (Mischief.LOSE_REPLY, Mischief.LOSE_REQUEST):
-        proxy.add(StreamRule(mischief, skip=2))
+    for fault in (NetworkFault.LOSE_REPLY, NetworkFault.LOSE_REQUEST):
+        proxy.add(StreamRule(fault, skip=2))
         with pytest.raises(pika.exceptions.AMQPError):
             pika.BlockingConnection(pika.URLParameters(url)).channel()
     pika.BlockingConnection(pika.URLParameters(url)).close()

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaException, Producer
 from tests.conftest import Kafka
 
 from delivered.verify.clients.kafka import Topic
-from delivered.verify.proxy import Api, Fired, Mischief, Proxy, Rule
+from delivered.verify.proxy import Api, Fired, NetworkFault, Proxy, Rule
 from delivered.verify.workloads import WORKLOADS, records
 
 
@@ -49,7 +49,7 @@ def transactional(proxy: Proxy, **config: Any) -> Producer:
 def test_clients_are_led_back_to_the_proxy_and_lost_replies_are_sent_again(
     proxy: Proxy, topic: Topic, fired: list[Fired]
 ) -> None:
-    proxy.add(Rule(Api.PRODUCE, Mischief.LOSE_REPLY, times=2), Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=3))
+    proxy.add(Rule(Api.PRODUCE, NetworkFault.LOSE_REPLY, times=2), Rule(Api.PRODUCE, NetworkFault.LOSE_REQUEST, skip=3))
     sent = records(WORKLOADS["keyed"], 1, 300)
     Topic(proxy.bootstrap, topic.name).send(sent)
     assert sorted(f.rule for f in fired) == ["lose_reply:produce"] * 2 + ["lose_request:produce"][: len(fired) - 2]
@@ -91,7 +91,7 @@ def test_a_lost_reply_means_that_the_broker_did_the_work(proxy: Proxy, topic: To
     producer.produce(topic.name, b"v", partition=0)
     producer.flush(10)
     assert topic.open_transactions("px")
-    proxy.add(Rule(Api.END_TXN, Mischief.LOSE_REPLY))
+    proxy.add(Rule(Api.END_TXN, NetworkFault.LOSE_REPLY))
     producer.commit_transaction(20)
     assert [f.api for f in fired] == ["end_txn"]
     assert [r.value for r in topic.read()] == ["v"]
@@ -101,7 +101,10 @@ def test_a_late_request_arrives_although_its_connection_broke(proxy: Proxy, topi
     producer = transactional(proxy)
     producer.produce(topic.name, b"v", partition=0)
     producer.flush(10)
-    proxy.add(Rule(Api.END_TXN, Mischief.LATE_REQUEST, seconds=0.5), Rule(Api.END_TXN, Mischief.LOSE_REQUEST, times=99))
+    proxy.add(
+        Rule(Api.END_TXN, NetworkFault.LATE_REQUEST, seconds=0.5),
+        Rule(Api.END_TXN, NetworkFault.LOSE_REQUEST, times=99),
+    )
     with pytest.raises(KafkaException):
         producer.commit_transaction(0.4)
     deadline = time.monotonic() + 20

@@ -18,7 +18,7 @@ from delivered.verify.clients.base import Look
 from delivered.verify.clients.mysql import MysqlTable
 from delivered.verify.clients.postgres import PgTable
 from delivered.verify.proxy_sql import MysqlProxy, PostgresProxy, SqlProxy, SqlRule
-from delivered.verify.wire import Fired, Mischief
+from delivered.verify.wire import Fired, NetworkFault
 
 Drained = PgTable | MysqlTable
 
@@ -150,7 +150,9 @@ def test_a_session_that_sleeps_in_a_transaction_hangs(drain: Drained, client: Cl
 def test_a_lost_reply_means_that_the_server_did_the_work(
     drain: Drained, client: Client, proxy: SqlProxy, fired: list[Fired]
 ) -> None:
-    proxy.add(SqlRule("COMMIT", Mischief.LOSE_REPLY, "INSERT"), SqlRule("COMMIT", Mischief.LOSE_REQUEST, "INSERT"))
+    proxy.add(
+        SqlRule("COMMIT", NetworkFault.LOSE_REPLY, "INSERT"), SqlRule("COMMIT", NetworkFault.LOSE_REQUEST, "INSERT")
+    )
     for value in ("in", "out"):
         with pytest.raises(ERRORS), client() as connection:
             run(connection, "BEGIN", "SELECT 1")
@@ -162,7 +164,7 @@ def test_a_lost_reply_means_that_the_server_did_the_work(
 
 
 def test_a_late_commit_gets_in_when_its_sender_has_moved_on(drain: Drained, client: Client, proxy: SqlProxy) -> None:
-    proxy.add(SqlRule("COMMIT", Mischief.LATE_REQUEST, "INSERT", seconds=0.3))
+    proxy.add(SqlRule("COMMIT", NetworkFault.LATE_REQUEST, "INSERT", seconds=0.3))
     with pytest.raises(ERRORS), client() as connection:
         run(connection, "BEGIN")
         insert(connection, "late")
@@ -186,7 +188,7 @@ def test_a_late_commit_gets_in_when_its_sender_has_moved_on(drain: Drained, clie
 def test_a_rule_for_commit_leaves_that_of_prepared_ones_alone(
     system: System, drain: Drained, client: Client, proxy: SqlProxy, fired: list[Fired]
 ) -> None:
-    proxy.add(SqlRule("COMMIT", Mischief.LOSE_REQUEST), SqlRule(system.rule, Mischief.LOSE_REPLY))
+    proxy.add(SqlRule("COMMIT", NetworkFault.LOSE_REQUEST), SqlRule(system.rule, NetworkFault.LOSE_REPLY))
     with pytest.raises(ERRORS), client() as connection:
         run(connection, system.begin)
         insert(connection, "a")

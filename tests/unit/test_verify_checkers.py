@@ -18,13 +18,13 @@ from delivered.verify.verdict import Verdict
 AT_MOST, AT_LEAST, EXACTLY = Guarantee
 
 
-def rows(*effects: str, lane: str = "t") -> list[Seen]:
+def rows(*effects: str, partition: str = "t") -> list[Seen]:
     """Each as `effect` or `effect/key/number`, in the order of the sink."""
     found = []
     for position, text in enumerate(effects):
         effect, _, rest = text.partition("/")
         key, _, number = rest.partition("/")
-        found.append(Seen(effect, lane, position, key or None, int(number) if number else None, float(position)))
+        found.append(Seen(effect, partition, position, key or None, int(number) if number else None, float(position)))
     return found
 
 

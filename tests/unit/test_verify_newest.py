@@ -29,7 +29,7 @@ def judged(*looks: Sequence[Row], atomic: bool = True) -> Judgement:
     newest = Newest(CHANGES, SENT)
     told = [newest.told(rows, float(n)) for n, rows in enumerate(looks)]
     seen = [s for t in told for s in [*t, *newest.went_back(t, 0.0)]]
-    ids = [CHANGES.told_by(r.key, r.value).id for r in SENT]
+    ids = [CHANGES.effect_of(r.key, r.value).id for r in SENT]
     final = newest.told(looks[-1], 9.0)
     return judge(
         Evidence(

@@ -8,11 +8,11 @@ import pytest
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify import matrix, report, runs
-from delivered.verify.bench import empty
-from delivered.verify.cell import Cell, Result
+from delivered.verify.case import Case, Result
 from delivered.verify.fault import PLACES
 from delivered.verify.faults import catalogue
-from delivered.verify.matrix import Choice, Store, cells
+from delivered.verify.fixture import empty
+from delivered.verify.matrix import Choice, Store, cases
 from delivered.verify.scripts import can_mount, small_disk
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.sinks import KAFKA, SINK_KINDS, SQLITE
@@ -64,19 +64,19 @@ def test_a_slow_recovery_is_held_against_a_plain_restart_of_now(
 ) -> None:
     """What was known, 0.5 s, may be from a quieter machine."""
 
-    def run(cell: Cell, ground: object, plain_s: float | None = None, audit: bool = False) -> Result:
-        if cell.fault.name == "none":
+    def run(case: Case, environment: object, plain_s: float | None = None, audit: bool = False) -> Result:
+        if case.fault.name == "none":
             return result("none", plain_s=plain_now_s)
         finding = {"checker": "recovery", "verdict": "broken", "count": 1, "examples": [], "note": ""}
         return result(plain_s=plain_s, recovery_s=[1.5], recovery="broken", findings=[finding])
 
-    monkeypatch.setattr(matrix, "run_cell", run)
+    monkeypatch.setattr(matrix, "run_case", run)
     store = Store(tmp_path / "v.json")
     store.add(result("none", plain_s=0.5))
     choice = Choice(("sqlite/exactly_once/keyed/killed-between",), service=ENGINE)
-    (found,) = matrix.run_matrix(choice, store, tmp_path / "cells")
+    (found,) = matrix.run_matrix(choice, store, tmp_path / "cases")
     assert (found.plain_s, found.recovery, found.findings[0]["verdict"]) == (plain_now_s, recovery, recovery)
-    assert store.plain_s(matrix.cells(choice)[0]) == plain_now_s
+    assert store.plain_s(matrix.cases(choice)[0]) == plain_now_s
 
 
 @pytest.mark.parametrize(("slowest", "slow"), [(3.9, 0), (4.1, 1)])
@@ -91,34 +91,34 @@ def test_recovery_is_judged_against_twice_a_plain_restart(slowest: float, slow: 
 
 def test_a_plain_restart_is_taken_from_the_same_workload_if_it_is_known(tmp_path: Path) -> None:
     fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == "killed-between")
-    cell = Cell(SQLITE, Guarantee.EXACTLY_ONCE, "unique", fault, 1, ENGINE)
+    case = Case(SQLITE, Guarantee.EXACTLY_ONCE, "unique", fault, 1, ENGINE)
     store = Store(tmp_path / "v.json")
-    assert store.plain_s(cell) is None
+    assert store.plain_s(case) is None
     store.add(result("none", plain_s=2.0))
-    assert store.plain_s(cell) == 2.0
+    assert store.plain_s(case) == 2.0
     store.add(result("none", plain_s=3.0, workload="unique"))
-    assert store.plain_s(cell) == 3.0
+    assert store.plain_s(case) == 3.0
 
 
 def test_every_workload_is_run_somewhere_and_the_engine_runs_all_that_need_no_spark() -> None:
-    everywhere = {c.workload for c in cells(Choice(service=SPARK))}
+    everywhere = {c.workload for c in cases(Choice(service=SPARK))}
     assert everywhere == set(WORKLOADS)
-    engine = {c.workload for c in cells(Choice(service=ENGINE))}
+    engine = {c.workload for c in cases(Choice(service=ENGINE))}
     assert engine == {n for n, w in WORKLOADS.items() if not w.needs_spark}
 
 
 def test_a_slice_has_so_many_cells_of_each_place_guarantee_and_sink_and_the_same_ones_each_time() -> None:
-    everything = cells(Choice(only=(KAFKA, SQLITE)))
+    everything = cases(Choice(only=(KAFKA, SQLITE)))
     groups = {(c.fault.place, c.guarantee, c.sink) for c in everything}
-    slice_ = cells(Choice(only=(KAFKA, SQLITE), per_place=1))
+    slice_ = cases(Choice(only=(KAFKA, SQLITE), per_place=1))
     assert {(c.fault.place, c.guarantee, c.sink) for c in slice_} == groups
     assert len(slice_) == len(groups) == 2 * 3 * len(PLACES)
-    assert [c.key for c in slice_] == [c.key for c in cells(Choice(only=(KAFKA, SQLITE), per_place=1))]
+    assert [c.key for c in slice_] == [c.key for c in cases(Choice(only=(KAFKA, SQLITE), per_place=1))]
     kept = {c.key for c in slice_}
     for c in slice_:
         fewer = [e for e in everything if (e.fault.place, e.guarantee, e.sink) == (c.fault.place, c.guarantee, c.sink)]
         assert len(c.fault.requires) == min(len(e.fault.requires) for e in fewer)
-    more = cells(Choice(only=(KAFKA, SQLITE), per_place=2))
+    more = cases(Choice(only=(KAFKA, SQLITE), per_place=2))
     assert kept < {c.key for c in more}
     assert len(more) < len(everything)
 
@@ -144,7 +144,7 @@ def test_the_faults_that_were_asked_for_exist() -> None:
 
 @pytest.mark.skipif(not can_mount(), reason="only root may mount")
 def test_a_small_disk_that_a_killed_verifier_left_is_taken_away(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "cell" / "disk", 1):
-        (tmp_path / "cell" / "disk" / "file").touch()
-        empty(tmp_path / "cell")
-        assert list((tmp_path / "cell").iterdir()) == []
+    with small_disk(tmp_path / "case" / "disk", 1):
+        (tmp_path / "case" / "disk" / "file").touch()
+        empty(tmp_path / "case")
+        assert list((tmp_path / "case").iterdir()) == []

@@ -1,4 +1,4 @@
-"""Sources in the matrix: which cells there are, how they are named, and what must be in a sink behind a queue that
+"""Sources in the matrix: which cases there are, how they are named, and what must be in a sink behind a queue that
 forgets, from histories written by hand."""
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import pytest
 
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
-from delivered.verify.bench import Bench
-from delivered.verify.cell import Cell, Result
+from delivered.verify.case import Case, Result
 from delivered.verify.clients.base import Feed, Forgets, Look, Row
 from delivered.verify.clients.feeds import from_address
 from delivered.verify.clients.log import Log
 from delivered.verify.clients.pulsar_feed import PulsarFeed
 from delivered.verify.clients.rabbitmq_feed import RabbitQueue
 from delivered.verify.evidence import Stop
+from delivered.verify.fixture import Fixture
 from delivered.verify.gather import gather
 from delivered.verify.history import End
-from delivered.verify.matrix import Choice, Store, cells
+from delivered.verify.matrix import Choice, Store, cases
 from delivered.verify.oracle import judge
 from delivered.verify.services import ENGINE
 from delivered.verify.setting import Setting
@@ -47,9 +47,9 @@ def test_every_source_has_faults_with_every_sink_that_can_give_the_guarantee() -
 
 def test_a_source_that_is_asked_for_is_a_part_of_the_cell_and_of_its_result(tmp_path: Path) -> None:
     asked = Choice(only=("sqlite/exactly_once/*/none",), service=ENGINE, sources=(PULSAR, RABBITMQ))
-    pulsar, rabbitmq = cells(asked)
+    pulsar, rabbitmq = cases(asked)
     assert (pulsar.source, rabbitmq.source) == (PULSAR, RABBITMQ)
-    (own,) = (c for c in cells(Choice(only=("sqlite/exactly_once/keyed/none",), service=ENGINE)))
+    (own,) = (c for c in cases(Choice(only=("sqlite/exactly_once/keyed/none",), service=ENGINE)))
     assert own.source == ""
     assert len({pulsar.key, rabbitmq.key, own.key}) == len({pulsar.name, rabbitmq.name, own.name}) == 3
     store = Store(tmp_path / "v.json")
@@ -59,13 +59,13 @@ def test_a_source_that_is_asked_for_is_a_part_of_the_cell_and_of_its_result(tmp_
 
 
 def test_every_cell_has_a_name_of_its_own_that_a_pipeline_can_have() -> None:
-    every = [*cells(Choice(service=ENGINE)), *cells(Choice(service=ENGINE, sources=tuple(SOURCE_KINDS)))]
+    every = [*cases(Choice(service=ENGINE)), *cases(Choice(service=ENGINE, sources=tuple(SOURCE_KINDS)))]
     names = [checked_name("pipeline", c.name) for c in every]
     assert len(set(names)) == len(names)
 
 
 def test_a_result_that_names_no_source_is_of_the_one_that_the_sink_has() -> None:
-    (own,) = cells(Choice(only=("sqlite/exactly_once/keyed/none",), service=ENGINE))
+    (own,) = cases(Choice(only=("sqlite/exactly_once/keyed/none",), service=ENGINE))
     told = _result(own).to_json()
     del told["source"]
     assert Result.from_json(told).key == own.key
@@ -158,18 +158,18 @@ def test_what_was_confirmed_is_there_once_and_what_was_not_at_most_once(
     setting = Setting(
         "c", tmp_path, Guarantee.EXACTLY_ONCE, WORKLOADS["unique"], 1, feed, drain, tmp_path / "checkpoint"
     )
-    bench = Bench(setting)
-    *others, last = bench.records
-    bench.history.add("producer", "send", End.OK, {"ids": [r.id for r in others]})
+    fixture = Fixture(setting)
+    *others, last = fixture.records
+    fixture.history.add("producer", "send", End.OK, {"ids": [r.id for r in others]})
     if told is not None:
-        bench.history.add("producer", "send", told, {"ids": [last.id]})
+        fixture.history.add("producer", "send", told, {"ids": [last.id]})
     there = [*others, *[last] * copies]
     drain.rows = [Row("t", n, r.key, r.value) for n, r in enumerate(there)]
     feed.rows = [Row("0", n, r.key, r.value) for n, r in enumerate(dict.fromkeys(there))]
-    bench.stops.append(Stop())
-    bench.reader.start()
-    judged = judge(gather(bench, (), ordered=False))
-    bench.close()
+    fixture.stops.append(Stop())
+    fixture.reader.start()
+    judged = judge(gather(fixture, (), ordered=False))
+    fixture.close()
     damaged = {f.checker for f in judged.findings if f.verdict is Verdict.BROKEN}
     wanted = {broken} if broken else set()
     # What the log lacks, or holds without anybody having sent it, shows there, too.
@@ -177,9 +177,9 @@ def test_what_was_confirmed_is_there_once_and_what_was_not_at_most_once(
     assert (judged.verdict is Verdict.BROKEN) == bool(broken)
 
 
-def _result(cell: Cell) -> Result:
-    names = (cell.sink, cell.guarantee.value, cell.workload, cell.fault.name)
-    return Result(*names, 1, "held", 0, 0, 0, True, service=cell.service, source=cell.source)
+def _result(case: Case) -> Result:
+    names = (case.sink, case.guarantee.value, case.workload, case.fault.name)
+    return Result(*names, 1, "held", 0, 0, 0, True, service=case.service, source=case.source)
 
 
 def test_the_sink_alone_is_named_where_no_source_was_asked_for() -> None:

@@ -47,12 +47,12 @@ def sink(workload: Workload, sent: Sequence[Record]) -> list[Row]:
 
 
 def evidence(workload: Workload, sent: Sequence[Record], rows: Sequence[Row]) -> Evidence:
-    """As the bench puts it together, from what lies in source and sink."""
+    """As the fixture puts it together, from what lies in source and sink."""
     if workload.together is not None:
-        expected = Counter(workload.told_by(None, v).id for v in workload.together([r.value for r in sent]))
+        expected = Counter(workload.effect_of(None, v).id for v in workload.together([r.value for r in sent]))
     else:
-        expected = Counter(workload.told_by(r.key, v).id for r in sent for v in workload.effects(r.value))
-    told = [workload.told_by(*row) for row in rows]
+        expected = Counter(workload.effect_of(r.key, v).id for r in sent for v in workload.effects(r.value))
+    told = [workload.effect_of(*row) for row in rows]
     final = [Seen(e.id, "t", n, e.key, e.number) for n, e in enumerate(told)]
     ids = [source_id(r.value) for r in sent]
     return Evidence(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.cell import Cell, Result, run_cell
+from delivered.verify.case import Case, Result, run_case
+from delivered.verify.environment import Environment
 from delivered.verify.faults import catalogue
-from delivered.verify.ground import Ground
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.sinks import DELTA, FILES, POSTGRES, SQLITE
 from delivered.verify.verdict import Verdict
@@ -27,11 +27,11 @@ def run(
     **more: str,
 ) -> Result:
     found = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, sink) if f.name == fault)
-    ground = Ground(tmp_path, print, {"PYTHONPATH": str(BROKEN)}, sink_options={"format": connector, **more})
+    environment = Environment(tmp_path, print, {"PYTHONPATH": str(BROKEN)}, sink_options={"format": connector, **more})
     try:
-        return run_cell(Cell(sink, Guarantee.EXACTLY_ONCE, workload, found, 1, service), ground)
+        return run_case(Case(sink, Guarantee.EXACTLY_ONCE, workload, found, 1, service), environment)
     finally:
-        ground.close()
+        environment.close()
 
 
 @pytest.mark.parametrize("fault", ["none", "log-entry-removed"])

@@ -1,4 +1,4 @@
-"""Sources as parts of cells: a queue that forgets, its receiver killed; and a receiver that is wrong is found out."""
+"""Sources as parts of cases: a queue that forgets, its receiver killed; and a receiver that is wrong is found out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify import receivers
-from delivered.verify.cell import Cell, Result, run_cell
+from delivered.verify.case import Case, Result, run_case
 from delivered.verify.clients.rabbitmq_feed import RabbitQueue
+from delivered.verify.environment import Environment
 from delivered.verify.fault import Fault
-from delivered.verify.ground import Ground
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.sinks import ACTIVEMQ, PULSAR, RABBITMQ, ROCKETMQ, SQLITE
 from delivered.verify.source_faults import source_catalogue
@@ -22,10 +22,10 @@ BROKEN = Path(__file__).parent / "broken"
 POINT = "receive.persist:before"
 
 
-def run(ground: Ground, source: str, fault: str | Fault, service: str = ENGINE) -> Result:
+def run(environment: Environment, source: str, fault: str | Fault, service: str = ENGINE) -> Result:
     if isinstance(fault, str):
         fault = next(f for f in source_catalogue(Guarantee.EXACTLY_ONCE, SQLITE, source) if f.name == fault)
-    return run_cell(Cell(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, 1, service, source), ground)
+    return run_case(Case(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, 1, service, source), environment)
 
 
 @pytest.mark.matrix
@@ -36,13 +36,13 @@ def test_a_receiver_that_acknowledges_before_it_persists_is_found_out(
     monkeypatch.setattr(RabbitQueue, "patience_s", 3.0)
     script, requires = receivers.killed(POINT)
     fault = Fault("killed-persisting", "F6c", "killed before it persists", script, requires, keeps_order=False)
-    ground = Ground(tmp_path, print, {"PYTHONPATH": str(BROKEN)})
+    environment = Environment(tmp_path, print, {"PYTHONPATH": str(BROKEN)})
     try:
-        right = run(ground, RABBITMQ, fault)
-        ground.source_format = "acknowledges_first"
-        wrong = run(ground, RABBITMQ, fault)
+        right = run(environment, RABBITMQ, fault)
+        environment.source_format = "acknowledges_first"
+        wrong = run(environment, RABBITMQ, fault)
     finally:
-        ground.close()
+        environment.close()
     assert (right.verdict, right.lost, right.duplicated) == (Verdict.HELD, 0, 0), right.reasons
     assert (right.faults, right.source) == ([f"kill@{POINT}"], RABBITMQ)
     assert wrong.verdict == Verdict.BROKEN, wrong
@@ -53,9 +53,9 @@ def test_a_receiver_that_acknowledges_before_it_persists_is_found_out(
 @pytest.mark.matrix
 @pytest.mark.parametrize("source", [PULSAR, RABBITMQ_STREAM, RABBITMQ, ACTIVEMQ, ROCKETMQ])
 def test_every_source_through_spark(tmp_path: Path, source: str) -> None:
-    ground = Ground(tmp_path, print)
+    environment = Environment(tmp_path, print)
     try:
-        found = run(ground, source, "killed-deciding", SPARK)
+        found = run(environment, source, "killed-deciding", SPARK)
     finally:
-        ground.close()
+        environment.close()
     assert (found.verdict, found.lost, found.duplicated) == (Verdict.HELD, 0, 0), found.reasons

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.cell import Cell, run_cell
+from delivered.verify.case import Case, run_case
+from delivered.verify.environment import Environment
 from delivered.verify.fault import PLACES
 from delivered.verify.faults import catalogue
-from delivered.verify.ground import Ground
 from delivered.verify.history import load
-from delivered.verify.matrix import SINKS, Choice, Store, cells
+from delivered.verify.matrix import SINKS, Choice, Store, cases
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.sinks import SINK_KINDS, SQLITE
 from delivered.verify.verdict import Verdict
@@ -27,7 +27,7 @@ FIELDS = [
 
 def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "delivered.cli.main", "verify", "--out", str(folder / "verify.json")]
-    command += ["--folder", str(folder / "cells"), *arguments]
+    command += ["--folder", str(folder / "cases"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
 
 
@@ -36,7 +36,7 @@ def test_the_quick_subset_holds_and_is_not_run_twice(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads((tmp_path / "verify.json").read_text())
     assert json.loads(done.stdout) == results
-    expected = cells(Choice(quick=True, service=ENGINE))
+    expected = cases(Choice(quick=True, service=ENGINE))
     assert sorted(r["fault"] for r in results) == sorted(c.fault.name for c in expected)
     for r in results:
         assert list(r)[: len(FIELDS)] == FIELDS
@@ -53,14 +53,14 @@ def test_the_quick_subset_holds_and_is_not_run_twice(tmp_path: Path) -> None:
     assert "1/" not in again.stderr
 
 
-def test_one_cell_through_spark(tmp_path: Path) -> None:
+def test_one_case_through_spark(tmp_path: Path) -> None:
     """The product as a user runs it: `delivered run`, killed between prepare and decide."""
     fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == "killed-after-staging")
-    ground = Ground(tmp_path, print)
+    environment = Environment(tmp_path, print)
     try:
-        found = run_cell(Cell(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, 1, SPARK), ground)
+        found = run_case(Case(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, 1, SPARK), environment)
     finally:
-        ground.close()
+        environment.close()
     assert found.verdict == Verdict.HELD, found.reasons
     assert (found.fired, found.runs, found.delivered) == (1, 2, found.sent)
 
@@ -73,10 +73,10 @@ def test_every_failure_point_has_a_fault_for_every_guarantee_and_sink() -> None:
             assert all(f.requires for f in faults if f.name != "none")
 
 
-def test_the_same_seed_gives_the_same_cells_and_records() -> None:
+def test_the_same_seed_gives_the_same_cases_and_records() -> None:
     from delivered.verify.workloads import WORKLOADS, records
 
-    assert [c.key for c in cells(Choice(seed=3))] == [c.key for c in cells(Choice(seed=3))]
+    assert [c.key for c in cases(Choice(seed=3))] == [c.key for c in cases(Choice(seed=3))]
     for workload in WORKLOADS.values():
         if workload.name != "big":
             assert records(workload, 3) == records(workload, 3)
@@ -88,11 +88,11 @@ def test_the_same_seed_gives_the_same_faults(tmp_path: Path) -> None:
 
     def moments(seed: int, folder: Path) -> list[object]:
         fault = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, SQLITE) if f.name == "killed-at-random")
-        ground = Ground(folder, print)
+        environment = Environment(folder, print)
         try:
-            found = run_cell(Cell(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, seed, ENGINE), ground)
+            found = run_case(Case(SQLITE, Guarantee.EXACTLY_ONCE, "keyed", fault, seed, ENGINE), environment)
         finally:
-            ground.close()
+            environment.close()
         assert found.verdict == Verdict.HELD, found.reasons
         history = load(Path(found.folder) / "history.jsonl")
         return [(o.name, o.value["share"]) for o in history if o.process == "fault"]
@@ -106,29 +106,29 @@ def test_the_same_seed_gives_the_same_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "count"), [("F7", None), ("kafka/exactly_once/keyed/expired-random", 0), ("nothing/*", 0)]
 )
-def test_only_chooses_cells(pattern: str, count: int | None) -> None:
-    found = cells(Choice(only=(pattern,)))
+def test_only_chooses_cases(pattern: str, count: int | None) -> None:
+    found = cases(Choice(only=(pattern,)))
     assert all(c.fault.place == "F7" for c in found)
     assert (len(found) > 0) if count is None else (len(found) == count)
-    assert {c.sink for c in cells(Choice())} == set(SINKS)
+    assert {c.sink for c in cases(Choice())} == set(SINKS)
 
 
 def test_a_store_keeps_results_and_knows_what_is_settled(tmp_path: Path) -> None:
-    from delivered.verify.cell import Result
+    from delivered.verify.case import Result
 
-    cell = cells(Choice(service=ENGINE))[0]
+    case = cases(Choice(service=ENGINE))[0]
     first = Result(
-        cell.sink, cell.guarantee.value, cell.workload, cell.fault.name, 1, "unknown", 0, 0, 0, False, service=ENGINE
+        case.sink, case.guarantee.value, case.workload, case.fault.name, 1, "unknown", 0, 0, 0, False, service=ENGINE
     )
     store = Store(tmp_path / "v.json")
     store.add(first)
-    assert not store.settled(cell)
+    assert not store.settled(case)
     first.verdict = "held"
     store.add(first)
     fresh = Store(tmp_path / "v.json")
     fresh.load()
-    assert fresh.settled(cell)
-    assert fresh.results[cell.key] == first
+    assert fresh.settled(case)
+    assert fresh.results[case.key] == first
 
 
 def test_an_unknown_service_is_refused(tmp_path: Path) -> None:

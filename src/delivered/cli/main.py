@@ -226,20 +226,20 @@ def verify(
         ),
     ] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="The same seed gives the same records and the same faults.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="A few cells that say most.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases that say most.")] = False,
     service: Annotated[
         str, typer.Option(help="spark: pipelines as they are run; engine: without Spark, much quicker to kill.")
     ] = "spark",
-    audit_too: Annotated[bool, typer.Option("--audit", help="Ask `delivered audit` after every cell, too.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out cells that have a verdict.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, max=16, help="Cells at a time; each job has a broker of its own.")] = 1,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no cell after so long.")] = None,
+    audit_too: Annotated[bool, typer.Option("--audit", help="Ask `delivered audit` after every case, too.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out cases that have a verdict.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=16, help="Cases at a time; each job has a broker of its own.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no case after so long.")] = None,
     faults: Annotated[
         int | None, typer.Option(min=1, help="A soak: seed after seed, until so many faults were injected.")
     ] = None,
     per_place: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each failure point, guarantee and sink only so many cells: the quickest."),
+        typer.Option(min=1, help="Of each failure point, guarantee and sink only so many cases: the quickest."),
     ] = None,
     source: Annotated[
         list[str],
@@ -251,8 +251,8 @@ def verify(
     out: Annotated[Path, typer.Option(help="Results as JSON; a page is written beside it.")] = Path(
         "build/verify.json"
     ),
-    folder: Annotated[Path, typer.Option(help="Histories and output of every cell.")] = Path("build/verify"),
-    listing: Annotated[bool, typer.Option("--list", help="Only show which cells there are.")] = False,
+    folder: Annotated[Path, typer.Option(help="Histories and output of every case.")] = Path("build/verify"),
+    listing: Annotated[bool, typer.Option("--list", help="Only show which cases there are.")] = False,
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Break pipelines on purpose at every failure point and judge, from outside, whether their guarantee held."""

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from delivered.cli.output import Output, note, say
 from delivered.model.errors import UsageError
-from delivered.verify.cell import Result
-from delivered.verify.matrix import SPARK, Choice, Store, cells, own_cells, run_matrix, worst
+from delivered.verify.case import Result
+from delivered.verify.matrix import SPARK, Choice, Store, cases, own_cases, run_matrix, worst
 from delivered.verify.runs import RunLog
 from delivered.verify.template import load
 from delivered.verify.verdict import Verdict
@@ -20,7 +20,7 @@ from delivered.verify.verdict import Verdict
 def verify(
     file: Path | None, choice: Choice, out: Path, folder: Path, resume: bool, listing: bool, output: Output
 ) -> int:
-    """Run the chosen cells; returns the exit code: 0 all held, 1 something broken, 3 it cannot be told."""
+    """Run the chosen cases; returns the exit code: 0 all held, 1 something broken, 3 it cannot be told."""
     template = load(file) if file is not None else None
     if template is not None and template.needs_spark and choice.service != SPARK:
         raise UsageError(
@@ -29,9 +29,9 @@ def verify(
             next_step="write --service spark",
         )
     if listing:
-        for cell in cells(choice) if template is None else own_cells(choice, template):
-            behind = f"{cell.source} to " if cell.source else ""
-            say(f"{behind}{cell.sink}/{cell.guarantee.value}/{cell.workload}/{cell.fault.name}  {cell.fault.text}")
+        for case in cases(choice) if template is None else own_cases(choice, template):
+            behind = f"{case.source} to " if case.source else ""
+            say(f"{behind}{case.sink}/{case.guarantee.value}/{case.workload}/{case.fault.name}  {case.fault.text}")
         return 0
 
     def done(result: Result, number: int, of: int) -> None:
@@ -58,7 +58,7 @@ def verify(
         _show(everything)
         say(f"results: {out}" + (f"; page: {page}" if page.exists() else "") + (f"; runs: {listed}" if listed else ""))
     if not results and not everything:
-        note("no cell matches")
+        note("no case matches")
         return 2
     return worst(everything).exit_code
 
@@ -88,9 +88,9 @@ def _write_pages(store: Store, page: Path, log: RunLog) -> Path | None:
 
 
 def _show(results: list[Result]) -> None:
-    """One line per sink and guarantee; every cell that did not hold below."""
+    """One line per sink and guarantee; every case that did not hold below."""
     table = Table(title="delivered verify")
-    for name in ("sink", "guarantee", "service", "cells", "faults", *Verdict, "lost", "duplicated"):
+    for name in ("sink", "guarantee", "service", "cases", "faults", *Verdict, "lost", "duplicated"):
         table.add_column(str(name), justify="left" if name in ("sink", "guarantee", "service") else "right")
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for r in results:

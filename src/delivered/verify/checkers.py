@@ -80,8 +80,8 @@ def unseen(evidence: Evidence) -> Finding:
 
 def aborted_read(evidence: Evidence) -> Finding:
     """G1a: the reader got something that is not there at the end: it read what was rolled back."""
-    there = {(s.lane, s.position): s.effect for s in _final(evidence)}
-    gone = [s.effect for s in evidence.seen if there.get((s.lane, s.position)) != s.effect]
+    there = {(s.partition, s.position): s.effect for s in _final(evidence)}
+    gone = [s.effect for s in evidence.seen if there.get((s.partition, s.position)) != s.effect]
     return _found("aborted_read", gone)
 
 
@@ -114,11 +114,11 @@ def order(evidence: Evidence) -> Finding:
     newest: dict[tuple[str, str], int] = {}
     first: set[str] = set()
     wrong: list[str] = []
-    for s in sorted(_final(evidence), key=lambda s: (s.lane, s.position)):
+    for s in sorted(_final(evidence), key=lambda s: (s.partition, s.position)):
         if s.key is None or s.number is None or s.effect in first:
             continue
         first.add(s.effect)
-        at = (s.lane, s.key)
+        at = (s.partition, s.key)
         if s.number < newest.get(at, -1):
             wrong.append(f"{s.effect} (key {s.key}, number {s.number}) after number {newest[at]}")
         newest[at] = max(s.number, newest.get(at, -1))

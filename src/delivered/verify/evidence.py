@@ -15,14 +15,14 @@ class Seen:
 
     Attributes:
         effect: what tells it from all others: the record's id and a digest of what it says.
-        lane: part of the sink that keeps an order: a partition, a table.
-        position: grows within a lane in the order in which effects became visible.
+        partition: part of the sink that keeps an order: a partition, a table.
+        position: grows within a partition in the order in which effects became visible.
         key, number: the record's key, and its place in the sequence of this key; None: the workload has no sequences.
         at_s: when this reader saw it, in seconds since the run began.
     """
 
     effect: str
-    lane: str = ""
+    partition: str = ""
     position: int = 0
     key: str | None = None
     number: int | None = None
@@ -36,7 +36,7 @@ class Stop:
     Attributes:
         wanted: codes of errors that are right here, without prefix; empty: it had to go on to the end.
         got: code of the run's error; None: it ended well. "?" when it ended badly and named no code.
-        when: at which moment of the cell.
+        when: at which moment of the case.
     """
 
     wanted: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Evidence:
         audit_verdict: what the product's own audit says, "held" or "broken" or "unknown"; None: nobody asked.
         open_transactions: what blocks readers after the end; None: nobody looked.
         required, fired: names of faults.
-        stops: ends of runs on which something depends; the last one is the end of the cell.
+        stops: ends of runs on which something depends; the last one is the end of the case.
         stays_down: the pipeline is right not to go on any more: what it did not get to is not lost.
         recovery_s: seconds from each restart after a SIGKILL to the first new effect; plain_s: of a plain restart.
     """

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from delivered.verify.bench import HIT_TIMEOUT_S, Bench
+from delivered.verify.fixture import HIT_TIMEOUT_S, Fixture
 from delivered.verify.scripts import Script, waits
 
 TRANSACTION_TIMEOUT_S = 10
-"""Of cells in which transactions must expire. Longer than a batch on a busy machine, its first imports included."""
+"""Of cases in which transactions must expire. Longer than a batch on a busy machine, its first imports included."""
 _EXPIRED_TIMEOUT_S = 60
 
 
-def _open(bench: Bench) -> list[str]:
-    return bench.setting.drain.open_transactions(bench.setting.name)
+def _open(fixture: Fixture) -> list[str]:
+    return fixture.setting.drain.open_transactions(fixture.setting.name)
 
 
-def promise_lost(moment: str, deterministic: bool, lose: Callable[[Bench], None]) -> Script:
+def promise_lost(moment: str, deterministic: bool, lose: Callable[[Fixture], None]) -> Script:
     """What tasks prepared is lost before, or after, their batch is decided.
 
     Args:
         lose: sees to it, and notes it.
     """
 
-    def script(bench: Bench) -> None:
-        bench.send()
-        run = bench.start(f"commit.decide:{moment}!wait")
-        hit = waits(bench, run)
+    def script(fixture: Fixture) -> None:
+        fixture.send()
+        run = fixture.start(f"commit.decide:{moment}!wait")
+        hit = waits(fixture, run)
         if hit is None:
             return
-        lose(bench)
+        lose(fixture)
         if moment == "before":
             run.go_on(hit)
-            bench.end(run)
+            fixture.end(run)
         else:
-            bench.kill(run)
+            fixture.kill(run)
         if deterministic:
-            bench.drain()
+            fixture.drain()
             return
-        bench.stays_down = True
-        bench.must_stop("REPLAY_DIFFERS", when="the batch runs again and gives other rows")
+        fixture.stays_down = True
+        fixture.must_stop("REPLAY_DIFFERS", when="the batch runs again and gives other rows")
 
     return script
 
@@ -47,52 +47,52 @@ def promise_lost(moment: str, deterministic: bool, lose: Callable[[Bench], None]
 def expired(moment: str, deterministic: bool) -> Script:
     """The broker aborts prepared transactions before, or after, their batch is decided."""
 
-    def lose(bench: Bench) -> None:
-        opened = _open(bench)
-        bench.wait(lambda: not _open(bench), "transactions expire", _EXPIRED_TIMEOUT_S)
+    def lose(fixture: Fixture) -> None:
+        opened = _open(fixture)
+        fixture.wait(lambda: not _open(fixture), "transactions expire", _EXPIRED_TIMEOUT_S)
         if opened:
-            bench.fire("transactions expired", opened=opened)
+            fixture.fire("transactions expired", opened=opened)
 
     return promise_lost(moment, deterministic, lose)
 
 
-def paused_past_timeout(bench: Bench) -> None:
+def paused_past_timeout(fixture: Fixture) -> None:
     """All of a driver is paused with a prepared batch until its transactions are gone; then it wakes up and decides."""
-    bench.send()
-    run = bench.start("commit.decide:before@batch=1!wait")
-    hit = waits(bench, run)
+    fixture.send()
+    run = fixture.start("commit.decide:before@batch=1!wait")
+    hit = waits(fixture, run)
     if hit is None:
         return
-    opened, processes = _open(bench), run.pause()
-    bench.wait(lambda: not _open(bench), "transactions expire", _EXPIRED_TIMEOUT_S)
+    opened, processes = _open(fixture), run.pause()
+    fixture.wait(lambda: not _open(fixture), "transactions expire", _EXPIRED_TIMEOUT_S)
     if opened:
-        bench.fire("paused past the time-out", opened=opened, processes=processes)
+        fixture.fire("paused past the time-out", opened=opened, processes=processes)
     run.go_on(hit)
     run.resume()
-    bench.end(run)
-    bench.drain()
+    fixture.end(run)
+    fixture.drain()
 
 
 def broker_restarted(*points: str) -> tuple[Script, tuple[str, ...]]:
     """At each point the broker is stopped as an operator does it, with transactions open, and started again."""
 
-    def script(bench: Bench) -> None:
-        broker = bench.broker
+    def script(fixture: Fixture) -> None:
+        broker = fixture.broker
         for point in points:
-            bench.send(1 / (len(points) + 1))
-            run = bench.start(f"{point}!wait")
+            fixture.send(1 / (len(points) + 1))
+            run = fixture.start(f"{point}!wait")
             found = run.wait_hit(HIT_TIMEOUT_S)
             if found is None:
-                bench.end(run)
+                fixture.end(run)
                 continue
-            opened = _open(bench)
+            opened = _open(fixture)
             broker.stop()
             broker.restart()
             if opened:
-                bench.fire(f"broker restarted@{point}", opened=opened)
+                fixture.fire(f"broker restarted@{point}", opened=opened)
             run.go_on(found[0])
-            bench.end(run)
-        bench.send()
-        bench.drain()
+            fixture.end(run)
+        fixture.send()
+        fixture.drain()
 
     return script, tuple(f"broker restarted@{p}" for p in points)

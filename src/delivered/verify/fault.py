@@ -32,7 +32,7 @@ class Fault:
     Attributes:
         place: one of `PLACES`.
         requires: names that must fire, each as often as it stands here.
-        workload: the one that this fault needs; None: the cell's.
+        workload: the one that this fault needs; None: the case's.
         extra: more keys of the pipeline file.
         needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a
             small disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads

@@ -22,7 +22,7 @@ from delivered.verify.proxy import Api, Rule
 from delivered.verify.random_kills import random_kills
 from delivered.verify.scripts import kills
 from delivered.verify.sinks import DELTA, FILES, ICEBERG, KAFKA, MYSQL, POSTGRES, SINK_KINDS, SQLITE, SinkKind
-from delivered.verify.wire import Mischief
+from delivered.verify.wire import NetworkFault
 
 
 def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
@@ -115,9 +115,9 @@ def _reader(kind: SinkKind) -> Iterator[Fault]:
         yield Fault("slow-reader", "F5", text, tables.slow_reader, ("reader slow",))
         return
     script, requires = scripts.network(
-        Rule(Api.FETCH, Mischief.LOSE_REPLY, skip=3, times=2),
-        Rule(Api.FETCH, Mischief.LOSE_REQUEST, skip=5),
-        Rule(Api.FETCH, Mischief.DELAY_REPLY, skip=6, seconds=2.0),
+        Rule(Api.FETCH, NetworkFault.LOSE_REPLY, skip=3, times=2),
+        Rule(Api.FETCH, NetworkFault.LOSE_REQUEST, skip=5),
+        Rule(Api.FETCH, NetworkFault.DELAY_REPLY, skip=6, seconds=2.0),
     )
     text = "replies of Fetch are lost and delayed between broker and source"
     yield Fault("fetch-lost", "F5", text, script, requires, needs=frozenset({PROXY}))
@@ -286,7 +286,7 @@ _SMALL_BATCHES = {"rows_per_batch": 20}
 
 
 def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
-    """Many faults in one cell, for the number of them."""
+    """Many faults in one case, for the number of them."""
     script, requires = random_kills(SOAK_KILLS)
     text = f"killed {SOAK_KILLS} times at random moments, in small batches"
     yield Fault("soak-kills", "F6b", text, script, requires, extra=_SMALL_BATCHES, soak=True)
@@ -294,9 +294,9 @@ def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         return
     apis = [Api.PRODUCE] if guarantee is not EXACTLY else [Api.PRODUCE, Api.ADD_PARTITIONS_TO_TXN, Api.END_TXN]
     script, requires = scripts.network(
-        *(Rule(a, Mischief.LOSE_REPLY, skip=3, times=SOAK_FRAMES, every=11) for a in apis),
-        *(Rule(a, Mischief.LOSE_REQUEST, skip=8, times=SOAK_FRAMES, every=11) for a in apis),
-        Rule(Api.FETCH, Mischief.LOSE_REPLY, skip=5, times=SOAK_FRAMES, every=9),
+        *(Rule(a, NetworkFault.LOSE_REPLY, skip=3, times=SOAK_FRAMES, every=11) for a in apis),
+        *(Rule(a, NetworkFault.LOSE_REQUEST, skip=8, times=SOAK_FRAMES, every=11) for a in apis),
+        Rule(Api.FETCH, NetworkFault.LOSE_REPLY, skip=5, times=SOAK_FRAMES, every=9),
         most=SOAK_STARTS_MAX,
     )
     text = "every so many requests one, or its reply, never arrives"

@@ -141,7 +141,7 @@ class Loop:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _workers(self) -> ProcessPoolExecutor:
-        """Forked when all that they need is imported: a start of a cell would spend most of its time on that, twice."""
+        """Forked when all that they need is imported: a start of a case would spend most of its time on that, twice."""
         systems = [s.system for s in self.pipeline.sinks]
         wanted = [m for s in systems for m in (f"delivered.connectors.{s}.writer", *_CLIENTS.get(s, ()))]
         for module in wanted:

@@ -1,4 +1,4 @@
-"""Which cells there are, and how they are run: in parallel, seeded, resumable, with every result on disk at once."""
+"""Which cases there are, and how they are run: in parallel, seeded, resumable, with every result on disk at once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.cell import Cell, Result, run_cell
+from delivered.verify.case import Case, Result, run_case
 from delivered.verify.checkers import compared
+from delivered.verify.environment import Environment, Say
 from delivered.verify.fault import CLUSTER, MOUNT, TOPICS
 from delivered.verify.faults import catalogue
-from delivered.verify.ground import Ground, Say
 from delivered.verify.scripts import can_mount
 from delivered.verify.services import ENGINE, SERVICES, SPARK
 from delivered.verify.sinks import KAFKA, SINK_KINDS
@@ -45,9 +45,9 @@ class Choice:
             one of the four; empty: everything.
         quick: the quick subset.
         service: what runs the pipelines: "spark", or "engine", which is the product without Spark.
-        minutes: no cell begins after so long; None: no bound.
-        faults: go on with the next seeds until so many faults fired; None: one seed. The soak's cells, and no others.
-        per_place: of each failure point, guarantee and sink only so many cells: those with the fewest faults, which
+        minutes: no case begins after so long; None: no bound.
+        faults: go on with the next seeds until so many faults fired; None: one seed. The soak's cases, and no others.
+        per_place: of each failure point, guarantee and sink only so many cases: those with the fewest faults, which
             need the fewest starts; None: all.
         sources: feed every sink from each of these, and do what is done to a source and a sink; empty: the one that
             each sink has, and all that is done to a sink.
@@ -65,7 +65,7 @@ class Choice:
     sources: tuple[str, ...] = ()
 
 
-def cells(choice: Choice) -> list[Cell]:
+def cases(choice: Choice) -> list[Case]:
     """In the order in which they run: the strictest guarantee first, the default workload before the others."""
     found = _of_sources(choice) if choice.sources else _of_sinks(choice)
     if choice.quick:
@@ -75,9 +75,9 @@ def cells(choice: Choice) -> list[Cell]:
     return chosen if choice.per_place is None else _few(chosen, choice.per_place)
 
 
-def _of_sources(choice: Choice) -> list[Cell]:
+def _of_sources(choice: Choice) -> list[Case]:
     return [
-        Cell(sink, guarantee, DEFAULT_WORKLOAD, fault, choice.seed, choice.service, source)
+        Case(sink, guarantee, DEFAULT_WORKLOAD, fault, choice.seed, choice.service, source)
         for guarantee in GUARANTEES
         for source in choice.sources
         for sink in SINKS
@@ -86,8 +86,8 @@ def _of_sources(choice: Choice) -> list[Cell]:
     ]
 
 
-def _of_sinks(choice: Choice) -> list[Cell]:
-    found: list[Cell] = []
+def _of_sinks(choice: Choice) -> list[Case]:
+    found: list[Case] = []
     for other_workloads in (False, True):
         for guarantee in GUARANTEES:
             for sink in SINKS:
@@ -104,7 +104,7 @@ def _of_sinks(choice: Choice) -> list[Cell]:
                             for w in WORKLOADS.values()
                             if fault.name in w.faults and w.name != DEFAULT_WORKLOAD and _takes(sink, guarantee, w)
                         ]
-                    found += [Cell(sink, guarantee, w, fault, choice.seed, choice.service) for w in named]
+                    found += [Case(sink, guarantee, w, fault, choice.seed, choice.service) for w in named]
     return found
 
 
@@ -115,25 +115,25 @@ def _takes(sink: str, guarantee: Guarantee, workload: Workload) -> bool:
     return not kind.members
 
 
-def _few(found: Sequence[Cell], per_place: int) -> list[Cell]:
+def _few(found: Sequence[Case], per_place: int) -> list[Case]:
     """In the order in which they are. What an undisturbed run shows is needed to judge the others, so it stays."""
-    groups: dict[tuple[str, str, str, str], list[Cell]] = {}
+    groups: dict[tuple[str, str, str, str], list[Case]] = {}
     for c in found:
         groups.setdefault((c.fault.place, c.guarantee.value, c.sink, c.source), []).append(c)
     kept = {id(c) for g in groups.values() for c in sorted(g, key=lambda c: len(c.fault.requires))[:per_place]}
     return [c for c in found if id(c) in kept]
 
 
-def _possible(cell: Cell) -> bool:
-    service = SERVICES[cell.service]
-    return service.can_run(WORKLOADS[cell.workload]) and (service.sql or CLUSTER not in cell.fault.needs)
+def _possible(case: Case) -> bool:
+    service = SERVICES[case.service]
+    return service.can_run(WORKLOADS[case.workload]) and (service.sql or CLUSTER not in case.fault.needs)
 
 
-def own_cells(choice: Choice, template: Template) -> list[Cell]:
+def own_cases(choice: Choice, template: Template) -> list[Case]:
     """Of a user's pipeline: its guarantee, its sink, and every fault that needs no workload of its own. The undisturbed
     run comes first: it says what must come out."""
     found = [
-        Cell(template.sink, template.guarantee, template.workload.name, fault, choice.seed, choice.service)
+        Case(template.sink, template.guarantee, template.workload.name, fault, choice.seed, choice.service)
         for fault in catalogue(template.guarantee, template.sink)
         if fault.workload is None
         and not fault.soak
@@ -146,9 +146,9 @@ def own_cells(choice: Choice, template: Template) -> list[Cell]:
     return [undisturbed, *(c for c in others if not choice.only or any(_matches(c, p) for p in choice.only))]
 
 
-def _matches(cell: Cell, pattern: str) -> bool:
-    parts = (cell.sink, cell.guarantee.value, cell.workload, cell.fault.name)
-    return fnmatch.fnmatchcase("/".join(parts), pattern) or pattern in parts or pattern == cell.fault.place
+def _matches(case: Case, pattern: str) -> bool:
+    parts = (case.sink, case.guarantee.value, case.workload, case.fault.name)
+    return fnmatch.fnmatchcase("/".join(parts), pattern) or pattern in parts or pattern == case.fault.place
 
 
 @dataclass
@@ -172,15 +172,15 @@ class Store:
         fresh.write_text(text + "\n", encoding="utf-8")
         fresh.replace(self.path)
 
-    def settled(self, cell: Cell) -> bool:
-        found = self.results.get(cell.key)
+    def settled(self, case: Case) -> bool:
+        found = self.results.get(case.key)
         return found is not None and found.verdict in _SETTLED
 
-    def plain_s(self, cell: Cell) -> float | None:
+    def plain_s(self, case: Case) -> float | None:
         """How long a plain restart took to its first effect, with this sink, guarantee and service; of this workload
         if that is known, else of the default one."""
-        for workload in (cell.workload, DEFAULT_WORKLOAD):
-            key = (cell.sink, cell.guarantee.value, workload, "none", cell.seed, cell.service, cell.source)
+        for workload in (case.workload, DEFAULT_WORKLOAD):
+            key = (case.sink, case.guarantee.value, workload, "none", case.seed, case.service, case.source)
             found = self.results.get(key)
             if found is not None and found.plain_s is not None:
                 return found.plain_s
@@ -195,20 +195,20 @@ def run_matrix(
     resume: bool = False,
     say: Say = lambda _: None,
     done: Callable[[Result, int, int], None] = lambda *_: None,
-    environment: dict[str, str] | None = None,
+    env: dict[str, str] | None = None,
     template: Template | None = None,
 ) -> list[Result]:
-    """Run the chosen cells; return the results of this call.
+    """Run the chosen cases; return the results of this call.
 
     Args:
-        resume: leave out cells that have a verdict in the store; else results of earlier runs are forgotten cell by
-            cell as they are run again.
-        done: called after each cell with its result, how many are done, and how many there are.
-        template: a user's pipeline in place of the verifier's own; then one cell at a time.
+        resume: leave out cases that have a verdict in the store; else results of earlier runs are forgotten case by
+            case as they are run again.
+        done: called after each case with its result, how many are done, and how many there are.
+        template: a user's pipeline in place of the verifier's own; then one case at a time.
     """
-    todo = cells(choice) if template is None else own_cells(choice, template)
+    todo = cases(choice) if template is None else own_cases(choice, template)
     if choice.faults is not None:
-        todo = [c for n in range(SEEDS_MAX) for c in cells(replace(choice, seed=choice.seed + n))]
+        todo = [c for n in range(SEEDS_MAX) for c in cases(replace(choice, seed=choice.seed + n))]
     if resume:
         store.load()
         todo = [c for c in todo if not store.settled(c) or (template is not None and c.fault.name == "none")]
@@ -216,10 +216,10 @@ def run_matrix(
         left_out = [c for c in todo if MOUNT in c.fault.needs]
         todo = [c for c in todo if MOUNT not in c.fault.needs]
         if left_out:
-            say(f"{len(left_out)} cells need to mount a small disk, which only root may; they are left out")
-    waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
-    for cell in todo:
-        waiting.put(cell)
+            say(f"{len(left_out)} cases need to mount a small disk, which only root may; they are left out")
+    waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
+    for case in todo:
+        waiting.put(case)
     lock, results = threading.Lock(), list[Result]()
     ends = None if choice.minutes is None else time.monotonic() + choice.minutes * 60
 
@@ -229,15 +229,15 @@ def run_matrix(
         return ends is not None and time.monotonic() >= ends
 
     def work(number: int) -> None:
-        ground = Ground(folder / f"ground{number}", say, environment, template=template)
+        environment = Environment(folder / f"environment{number}", say, env, template=template)
         try:
             while not enough():
                 try:
-                    cell = waiting.get_nowait()
+                    case = waiting.get_nowait()
                 except queue.Empty:
                     return
-                result = run_cell(cell, ground, plain_s=store.plain_s(cell), audit=choice.audit)
-                again = _plain_now(cell, result, ground)
+                result = run_case(case, environment, plain_s=store.plain_s(case), audit=choice.audit)
+                again = _plain_now(case, result, environment)
                 with lock:
                     if again is not None:
                         store.add(again)
@@ -245,10 +245,10 @@ def run_matrix(
                     store.add(result)
                     done(result, len(results), len(todo))
         finally:
-            ground.close()
+            environment.close()
 
     threads = [
-        threading.Thread(target=work, args=(n,), name=f"ground {n}")
+        threading.Thread(target=work, args=(n,), name=f"environment {n}")
         for n in range(choice.jobs if template is None else 1)
     ]
     for t in threads:
@@ -258,14 +258,14 @@ def run_matrix(
     return results
 
 
-def _plain_now(cell: Cell, result: Result, ground: Ground) -> Result | None:
+def _plain_now(case: Case, result: Result, environment: Environment) -> Result | None:
     """A restart after a kill that seems slow is held against a plain restart of the same minutes: the one that was
-    known may come from quieter ones. Returns the undisturbed cell that was run for this."""
-    if result.recovery != Verdict.BROKEN.value or ground.template is not None:
+    known may come from quieter ones. Returns the undisturbed case that was run for this."""
+    if result.recovery != Verdict.BROKEN.value or environment.template is not None:
         return None
-    undisturbed = next(f for f in catalogue(cell.guarantee, cell.sink) if f.name == "none")
-    workload = cell.workload if "none" in WORKLOADS[cell.workload].faults else DEFAULT_WORKLOAD
-    plain = run_cell(replace(cell, fault=undisturbed, workload=workload), ground)
+    undisturbed = next(f for f in catalogue(case.guarantee, case.sink) if f.name == "none")
+    workload = case.workload if "none" in WORKLOADS[case.workload].faults else DEFAULT_WORKLOAD
+    plain = run_case(replace(case, fault=undisturbed, workload=workload), environment)
     if plain.verdict != Verdict.HELD.value or plain.plain_s is None:
         return None
     finding = compared(result.recovery_s, plain.plain_s)
@@ -276,7 +276,7 @@ def _plain_now(cell: Cell, result: Result, ground: Ground) -> Result | None:
 
 
 def worst(results: Sequence[Result]) -> Verdict:
-    """Of many cells; UNKNOWN if there was none."""
+    """Of many cases; UNKNOWN if there was none."""
     return Verdict.worst([Verdict(r.verdict) for r in results])
 
 
@@ -291,4 +291,4 @@ def versions() -> dict[str, str]:
     return found
 
 
-__all__ = ["ENGINE", "SINKS", "SPARK", "Choice", "Store", "cells", "run_matrix", "versions", "worst"]
+__all__ = ["ENGINE", "SINKS", "SPARK", "Choice", "Store", "cases", "run_matrix", "versions", "worst"]

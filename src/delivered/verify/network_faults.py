@@ -12,7 +12,7 @@ from delivered.verify.proxy import Api, Rule
 from delivered.verify.proxy_sql import SqlRule
 from delivered.verify.proxy_stream import StreamRule
 from delivered.verify.sinks import MYSQL, POSTGRES, SinkKind
-from delivered.verify.wire import Mischief
+from delivered.verify.wire import NetworkFault
 
 
 def kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
@@ -22,28 +22,28 @@ def kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
                 "replies-lost",
                 "the reply of one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
                 [
-                    Rule(Api.INIT_PRODUCER_ID, Mischief.LOSE_REPLY),
-                    Rule(Api.ADD_PARTITIONS_TO_TXN, Mischief.LOSE_REPLY, skip=2),
-                    Rule(Api.PRODUCE, Mischief.LOSE_REPLY, skip=6),
-                    Rule(Api.END_TXN, Mischief.LOSE_REPLY, skip=2),
+                    Rule(Api.INIT_PRODUCER_ID, NetworkFault.LOSE_REPLY),
+                    Rule(Api.ADD_PARTITIONS_TO_TXN, NetworkFault.LOSE_REPLY, skip=2),
+                    Rule(Api.PRODUCE, NetworkFault.LOSE_REPLY, skip=6),
+                    Rule(Api.END_TXN, NetworkFault.LOSE_REPLY, skip=2),
                 ],
             ),
             (
                 "requests-lost",
                 "one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
                 [
-                    Rule(Api.INIT_PRODUCER_ID, Mischief.LOSE_REQUEST, skip=1),
-                    Rule(Api.ADD_PARTITIONS_TO_TXN, Mischief.LOSE_REQUEST, skip=3),
-                    Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=8),
-                    Rule(Api.END_TXN, Mischief.LOSE_REQUEST, skip=3),
+                    Rule(Api.INIT_PRODUCER_ID, NetworkFault.LOSE_REQUEST, skip=1),
+                    Rule(Api.ADD_PARTITIONS_TO_TXN, NetworkFault.LOSE_REQUEST, skip=3),
+                    Rule(Api.PRODUCE, NetworkFault.LOSE_REQUEST, skip=8),
+                    Rule(Api.END_TXN, NetworkFault.LOSE_REQUEST, skip=3),
                 ],
             ),
             (
                 "late-end-txn",
                 "an EndTxn arrives two seconds after its sender gave up on it, another is delayed",
                 [
-                    Rule(Api.END_TXN, Mischief.LATE_REQUEST, skip=1, times=2, seconds=2.0),
-                    Rule(Api.END_TXN, Mischief.DELAY_REPLY, skip=2, seconds=2.0),
+                    Rule(Api.END_TXN, NetworkFault.LATE_REQUEST, skip=1, times=2, seconds=2.0),
+                    Rule(Api.END_TXN, NetworkFault.DELAY_REPLY, skip=2, seconds=2.0),
                 ],
             ),
         ):
@@ -51,7 +51,7 @@ def kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
             yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}), quick=name == "replies-lost")
         return
     script, requires = scripts.network(
-        Rule(Api.PRODUCE, Mischief.LOSE_REPLY, skip=4), Rule(Api.PRODUCE, Mischief.LOSE_REQUEST, skip=6)
+        Rule(Api.PRODUCE, NetworkFault.LOSE_REPLY, skip=4), Rule(Api.PRODUCE, NetworkFault.LOSE_REQUEST, skip=6)
     )
     text = "the reply of one Produce never arrives, and one Produce never arrives"
     yield Fault("produce-lost", "F2", text, script, requires, needs=frozenset({PROXY}))
@@ -92,7 +92,7 @@ def sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     two, say = kind.two_phase and guarantee is EXACTLY, _WORDS[kind.format]
     shard = (say.prepare, "") if two else ("COMMIT", say.rows)
     named = f"{say.prepare}, {say.commit} and decision's COMMIT" if two else "COMMIT of a shard and a decision"
-    lose, drop, late = Mischief.LOSE_REPLY, Mischief.LOSE_REQUEST, Mischief.LATE_REQUEST
+    lose, drop, late = NetworkFault.LOSE_REPLY, NetworkFault.LOSE_REQUEST, NetworkFault.LATE_REQUEST
     for name, text, rules in (
         (
             "replies-lost",
@@ -117,7 +117,7 @@ def sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
             "a decision's COMMIT arrives two seconds after its sender gave up on it, the answer to another is late",
             [
                 SqlRule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
-                SqlRule("COMMIT", Mischief.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
+                SqlRule("COMMIT", NetworkFault.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
                 *([SqlRule(say.commit, late, skip=1, seconds=2.0)] if two else []),
             ],
         ),
@@ -137,8 +137,8 @@ def stream_network(kind: SinkKind) -> Iterator[Fault]:
     if "F2" in kind.absent:
         return
     script, requires = scripts.network(
-        StreamRule(Mischief.LOSE_REPLY, skip=12, times=2, every=9),
-        StreamRule(Mischief.LOSE_REQUEST, skip=20, times=2, every=9),
+        StreamRule(NetworkFault.LOSE_REPLY, skip=12, times=2, every=9),
+        StreamRule(NetworkFault.LOSE_REQUEST, skip=20, times=2, every=9),
         most=6,
     )
     text = "the connection breaks four times: what was sent is lost, or what was answered"

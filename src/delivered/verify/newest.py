@@ -22,17 +22,17 @@ class Newest:
 
     def __init__(self, workload: Workload, sent: Sequence[Record]) -> None:
         self._workload = workload
-        self._effects = {(r.key, r.number): workload.told_by(r.key, r.value).id for r in sent}
+        self._effects = {(r.key, r.number): workload.effect_of(r.key, r.value).id for r in sent}
         self._at: dict[str, int] = {}
 
     def told(self, rows: Sequence[Row], at_s: float) -> list[Seen]:
         """All that the rows of a sink, seen at one moment, say."""
         found: list[Seen] = []
         for row in rows:
-            effect = self._workload.told_by(row.key, row.value)
+            effect = self._workload.effect_of(row.key, row.value)
             key, number = effect.key, effect.number
             if key is None or number is None:
-                found.append(Seen(effect.id, row.lane, row.position, at_s=at_s))
+                found.append(Seen(effect.id, row.partition, row.position, at_s=at_s))
                 continue
             ids = [self._effects.get((key, i), f"{key} {i}: nobody sent it") for i in range(number)]
             found += [Seen(e, key, i, key, i, at_s) for i, e in enumerate([*ids, effect.id])]

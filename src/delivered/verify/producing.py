@@ -13,7 +13,7 @@ import psutil
 from delivered.verify.clients.base import Feed
 from delivered.verify.history import End, History
 from delivered.verify.producer import read_notes, write_records
-from delivered.verify.services import Trouble
+from delivered.verify.services import VerifierError
 from delivered.verify.workloads import Record
 
 
@@ -81,13 +81,13 @@ class Producer:
         """Wait until it has sent everything; if it fails, start it again, at most so often in all.
 
         Raises:
-            Trouble: it failed.
+            VerifierError: it failed.
         """
         for left in reversed(range(most)):
             if self._process is None or self._process.wait(timeout_s) == 0:
                 break
             if not left:
-                raise Trouble("PRODUCER_FAILED", f"The producer of {self._folder.name} failed; see producer.log.")
+                raise VerifierError("PRODUCER_FAILED", f"The producer of {self._folder.name} failed; see producer.log.")
             self.start()
         self._note()
 

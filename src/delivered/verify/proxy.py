@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from delivered.verify.wire import Fired, Mischief, Wire, read_exactly, reset
+from delivered.verify.wire import Fired, NetworkFault, Wire, read_exactly, reset
 
 _FRAME_BYTES_MAX = 128 << 20
 
@@ -53,7 +53,7 @@ class Rule:
     """
 
     api: Api
-    mischief: Mischief
+    fault: NetworkFault
     skip: int = 0
     times: int = 1
     every: int = 1
@@ -62,7 +62,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        return f"{self.mischief}:{self.api.name.lower()}"
+        return f"{self.fault}:{self.api.name.lower()}"
 
 
 @dataclass
@@ -86,11 +86,11 @@ class Proxy(Wire[Rule]):
             self._open.wait()
             api, version, correlation = struct.unpack_from(">hhi", frame)
             rule = self._match(api, frame, version, correlation)
-            if rule is not None and rule.mischief in (Mischief.LOSE_REQUEST, Mischief.RESET):
-                if rule.mischief is Mischief.RESET:
+            if rule is not None and rule.fault in (NetworkFault.LOSE_REQUEST, NetworkFault.RESET):
+                if rule.fault is NetworkFault.RESET:
                     reset(client)
                 return
-            if rule is not None and rule.mischief is Mischief.LATE_REQUEST:
+            if rule is not None and rule.fault is NetworkFault.LATE_REQUEST:
                 self._late(client, broker, frame, rule.seconds)
                 return
             with pending.lock:
@@ -104,9 +104,9 @@ class Proxy(Wire[Rule]):
             (correlation,) = struct.unpack_from(">i", frame)
             with pending.lock:
                 api, rule = pending.asked.pop(correlation, (-1, None))
-            if rule is not None and rule.mischief is Mischief.LOSE_REPLY:
+            if rule is not None and rule.fault is NetworkFault.LOSE_REPLY:
                 return
-            if rule is not None and rule.mischief is Mischief.DELAY_REPLY:
+            if rule is not None and rule.fault is NetworkFault.DELAY_REPLY:
                 time.sleep(rule.seconds)
             if api in _NAMES_BROKERS:
                 frame = self._readdressed(frame)
@@ -152,4 +152,4 @@ def _write_frame(target: socket.socket, frame: bytes) -> None:
     target.sendall(struct.pack(">i", len(frame)) + frame)
 
 
-__all__ = ["Api", "Fired", "Mischief", "Proxy", "Rule"]
+__all__ = ["Api", "Fired", "NetworkFault", "Proxy", "Rule"]

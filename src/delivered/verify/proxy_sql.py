@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from delivered.verify.wire import Fired, Mischief, Wire, read_exactly, reset
+from delivered.verify.wire import Fired, NetworkFault, Wire, read_exactly, reset
 
 _MESSAGE_BYTES_MAX = 64 << 20
 _LATE_ANSWER_S = 15.0
@@ -36,7 +36,7 @@ class SqlRule:
     """
 
     statement: str
-    mischief: Mischief
+    fault: NetworkFault
     within: str = ""
     skip: int = 0
     times: int = 1
@@ -46,7 +46,7 @@ class SqlRule:
     @property
     def name(self) -> str:
         of = f" of {self.within}" if self.within else ""
-        return f"{self.mischief}:{self.statement.lower()}{of}"
+        return f"{self.fault}:{self.statement.lower()}{of}"
 
     def fits(self, statement: str, said: list[str]) -> bool:
         same = statement == self.statement if self.statement == "COMMIT" else statement.startswith(self.statement)
@@ -92,11 +92,11 @@ class SqlProxy(Wire[SqlRule]):
             message, statement = self._message(client)
             self._open.wait()
             rule = None if statement is None else self._match(statement.strip(), session)
-            if rule is not None and rule.mischief in (Mischief.LOSE_REQUEST, Mischief.RESET):
-                if rule.mischief is Mischief.RESET:
+            if rule is not None and rule.fault in (NetworkFault.LOSE_REQUEST, NetworkFault.RESET):
+                if rule.fault is NetworkFault.RESET:
                     reset(client)
                 return
-            if rule is not None and rule.mischief is Mischief.LATE_REQUEST:
+            if rule is not None and rule.fault is NetworkFault.LATE_REQUEST:
                 self._late(client, server, message, rule.seconds)
                 return
             with session.lock:
@@ -112,7 +112,7 @@ class SqlProxy(Wire[SqlRule]):
             # Clients ask one thing at a time, but for what opens a session: what comes next answers the statement.
             with session.lock:
                 rule, session.hit = session.hit, None
-            if rule is not None and rule.mischief is Mischief.LOSE_REPLY:
+            if rule is not None and rule.fault is NetworkFault.LOSE_REPLY:
                 return
             if rule is not None:
                 time.sleep(rule.seconds)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from delivered.verify.wire import Fired, Mischief, Wire
+from delivered.verify.wire import Fired, NetworkFault, Wire
 
 _PIECE = 1 << 16
 ASKED, ANSWERED = "asked", "answered"
@@ -17,23 +17,23 @@ class StreamRule:
     """A piece is what one read of a socket gives.
 
     Attributes:
-        mischief: LOSE_REQUEST: what the client sent is lost; LOSE_REPLY: what the server answered. The connection
+        fault: LOSE_REQUEST: what the client sent is lost; LOSE_REPLY: what the server answered. The connection
             breaks.
         skip, times, every: see `wire.AnyRule`.
     """
 
-    mischief: Mischief
+    fault: NetworkFault
     skip: int = 0
     times: int = 1
     every: int = 1
 
     @property
     def way(self) -> str:
-        return ASKED if self.mischief is Mischief.LOSE_REQUEST else ANSWERED
+        return ASKED if self.fault is NetworkFault.LOSE_REQUEST else ANSWERED
 
     @property
     def name(self) -> str:
-        return f"{self.mischief}:{self.way}"
+        return f"{self.fault}:{self.way}"
 
 
 class StreamProxy(Wire[StreamRule]):

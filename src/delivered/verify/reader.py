@@ -6,11 +6,11 @@ import threading
 from collections.abc import Sequence
 
 from delivered.verify.clients.base import Look, Row
-from delivered.verify.clients.several import at_sink
+from delivered.verify.clients.sink_group import at_sink
 from delivered.verify.evidence import Seen
 from delivered.verify.history import End, History
 from delivered.verify.newest import Newest
-from delivered.verify.services import Trouble
+from delivered.verify.services import VerifierError
 from delivered.verify.setting import Setting
 from delivered.verify.workloads import records
 
@@ -49,10 +49,10 @@ class Reader:
     def check(self) -> None:
         """
         Raises:
-            Trouble: it ended early.
+            VerifierError: it ended early.
         """
         if self._error is not None:
-            raise Trouble("READER_DIED", f"The reader of cell {self._setting.name} ended early: {self._error}")
+            raise VerifierError("READER_DIED", f"The reader of case {self._setting.name} ended early: {self._error}")
 
     def as_seen(self, rows: Sequence[Row]) -> list[Seen]:
         """What rows say that were read at one moment."""
@@ -61,9 +61,11 @@ class Reader:
         return [self._one(r) for r in rows]
 
     def _one(self, row: Row) -> Seen:
-        effect = self._setting.workload.told_by(row.key, row.value)
-        lane = at_sink(row.sink, row.lane)
-        return Seen(at_sink(row.sink, effect.id), lane, row.position, effect.key, effect.number, self._history.now_s)
+        effect = self._setting.workload.effect_of(row.key, row.value)
+        partition = at_sink(row.sink, row.partition)
+        return Seen(
+            at_sink(row.sink, effect.id), partition, row.position, effect.key, effect.number, self._history.now_s
+        )
 
     def _run(self) -> None:
         def told(look: Look) -> None:

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
-from delivered.verify.bench import END_TIMEOUT_S, HIT_TIMEOUT_S, Bench
+from delivered.verify.fixture import END_TIMEOUT_S, HIT_TIMEOUT_S, Fixture
 from delivered.verify.scripts import Script, after, source_restarted, waits
-from delivered.verify.services import Run, Trouble
+from delivered.verify.services import Run, VerifierError
 
 POINTS = tuple(
     f"{s}:{m}"
@@ -26,13 +26,13 @@ def killed(*points: str) -> tuple[Script, tuple[str, ...]]:
     so that what comes again is in the sink already."""
     points = points or POINTS
 
-    def script(bench: Bench) -> None:
+    def script(fixture: Fixture) -> None:
         for number, point in enumerate(points):
-            _kill_at(bench, point, 1 / (len(points) + 1))
+            _kill_at(fixture, point, 1 / (len(points) + 1))
             if len(points) > 1 and number == len(points) // 2:
-                bench.end(bench.start())
-        bench.send()
-        bench.drain()
+                fixture.end(fixture.start())
+        fixture.send()
+        fixture.drain()
 
     return script, tuple(f"kill@{p}" for p in points)
 
@@ -40,18 +40,18 @@ def killed(*points: str) -> tuple[Script, tuple[str, ...]]:
 def killed_at_random(times: int) -> tuple[Script, tuple[str, ...]]:
     """A moment is a share of how long a receiver worked on as many messages, from the first ones it took."""
 
-    def script(bench: Bench) -> None:
+    def script(fixture: Fixture) -> None:
         share = 1 / (times + 2)
-        _, began_s = _at_work(bench, share)
-        bench.arrive()
+        _, began_s = _at_work(fixture, share)
+        fixture.arrive()
         length_s = time.monotonic() - began_s
-        for moment in [round(bench.random.uniform(0, 1), 3) for _ in range(times)]:
-            run, began_s = _at_work(bench, share)
-            bench.wait(after(moment * length_s), "the moment comes")
-            bench.receivers.kill(run)
-            bench.fire("receiver killed at random", share=moment, after_s=round(time.monotonic() - began_s, 3))
-        bench.send()
-        bench.drain()
+        for moment in [round(fixture.random.uniform(0, 1), 3) for _ in range(times)]:
+            run, began_s = _at_work(fixture, share)
+            fixture.wait(after(moment * length_s), "the moment comes")
+            fixture.receivers.kill(run)
+            fixture.fire("receiver killed at random", share=moment, after_s=round(time.monotonic() - began_s, 3))
+        fixture.send()
+        fixture.drain()
 
     return script, ("receiver killed at random",) * times
 
@@ -59,76 +59,76 @@ def killed_at_random(times: int) -> tuple[Script, tuple[str, ...]]:
 def killed_with_driver(*pairs: tuple[str, str]) -> tuple[Script, tuple[str, ...]]:
     """Each pair: the receiver stands at one point, the driver at the other, and both are killed."""
 
-    def script(bench: Bench) -> None:
+    def script(fixture: Fixture) -> None:
         share = 1 / (2 * len(pairs) + 1)
         for of_receiver, of_driver in pairs:
-            bench.send(share)
-            receiver = _standing(bench, of_receiver, share)
-            run = bench.start(of_driver)
-            stood = waits(bench, run) is not None
+            fixture.send(share)
+            receiver = _standing(fixture, of_receiver, share)
+            run = fixture.start(of_driver)
+            stood = waits(fixture, run) is not None
             if stood:
-                bench.kill(run)
-            bench.receivers.kill(receiver)
+                fixture.kill(run)
+            fixture.receivers.kill(receiver)
             if stood:
-                bench.fire(f"kill@{of_receiver} and {of_driver}")
-        bench.send()
-        bench.drain()
+                fixture.fire(f"kill@{of_receiver} and {of_driver}")
+        fixture.send()
+        fixture.drain()
 
     return script, tuple(f"kill@{a} and {b}" for a, b in pairs)
 
 
-def queue_killed(bench: Bench) -> None:
+def queue_killed(fixture: Fixture) -> None:
     """The server dies when a receiver has persisted messages and not acknowledged them, while a producer sends; what
     that was not told about it does not send again."""
-    bench.send(0.2)
-    receiver = bench.receivers.start("receive.ack:before!wait")
-    bench.send(0.2, arrive=False)
+    fixture.send(0.2)
+    receiver = fixture.receivers.start("receive.ack:before!wait")
+    fixture.send(0.2, arrive=False)
     hit = _hit(receiver)
-    producer = bench.produce_aside(portion=20, pause_s=0.05, again=False)
+    producer = fixture.produce_aside(portion=20, pause_s=0.05, again=False)
     producer.start()
-    bench.wait(lambda: producer.acknowledged >= 3, "portions are acknowledged")
-    source_restarted(bench)
+    fixture.wait(lambda: producer.acknowledged >= 3, "portions are acknowledged")
+    source_restarted(fixture)
     receiver.go_on(hit)
     producer.finish(END_TIMEOUT_S, most=3)
-    bench.drain()
+    fixture.drain()
 
 
-def zombie(bench: Bench) -> None:
+def zombie(fixture: Fixture) -> None:
     """A receiver stands with what it took and is paused, until another one took all of it; then it goes on, and must
     not append again what the log holds."""
-    first = bench.receivers.start("receive.persist:before!wait")
-    bench.send(0.4, arrive=False)
+    first = fixture.receivers.start("receive.persist:before!wait")
+    fixture.send(0.4, arrive=False)
     hit = _hit(first)
     first.pause()
-    bench.fire("receiver paused")
-    source_restarted(bench)  # who does not answer is given up, and its messages are handed to others
-    bench.receivers.start(beside=True)
-    bench.arrive()
-    bench.end(bench.start())
+    fixture.fire("receiver paused")
+    source_restarted(fixture)  # who does not answer is given up, and its messages are handed to others
+    fixture.receivers.start(beside=True)
+    fixture.arrive()
+    fixture.end(fixture.start())
     first.go_on(hit)
     first.resume()
-    bench.fire("receiver woken up")
-    bench.send()
-    bench.drain()
+    fixture.fire("receiver woken up")
+    fixture.send()
+    fixture.drain()
 
 
-def _kill_at(bench: Bench, point: str, share: float) -> None:
-    bench.receivers.kill(_standing(bench, point, share))
-    bench.fire(f"kill@{point}")
+def _kill_at(fixture: Fixture, point: str, share: float) -> None:
+    fixture.receivers.kill(_standing(fixture, point, share))
+    fixture.fire(f"kill@{point}")
 
 
-def _standing(bench: Bench, point: str, share: float) -> Run:
+def _standing(fixture: Fixture, point: str, share: float) -> Run:
     """Start a receiver and send it a share of the records; returns it when it stands at its point."""
-    run = bench.receivers.start(point)
-    bench.send(share, arrive=False)
+    run = fixture.receivers.start(point)
+    fixture.send(share, arrive=False)
     _hit(run)
     return run
 
 
-def _at_work(bench: Bench, share: float) -> tuple[Run, float]:
+def _at_work(fixture: Fixture, share: float) -> tuple[Run, float]:
     """Start a receiver with a share of the records before it; returns it when it took the first ones, and the time."""
-    run = bench.receivers.start("receive.take:after!wait")
-    bench.send(share, arrive=False)
+    run = fixture.receivers.start("receive.take:after!wait")
+    fixture.send(share, arrive=False)
     hit = _hit(run)
     run.go_on(hit)
     return run, time.monotonic()
@@ -137,5 +137,5 @@ def _at_work(bench: Bench, share: float) -> tuple[Run, float]:
 def _hit(run: Run) -> Path:
     found = run.wait_hit(HIT_TIMEOUT_S)
     if found is None:
-        raise Trouble("RECEIVER_FAILED", f"{run.name} ended with {run.code} before it came to its point.")
+        raise VerifierError("RECEIVER_FAILED", f"{run.name} ended with {run.code} before it came to its point.")
     return found[0]

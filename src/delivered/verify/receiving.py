@@ -9,7 +9,7 @@ from pathlib import Path
 from delivered.verify.clients.base import Forgets
 from delivered.verify.evidence import Stop
 from delivered.verify.history import End, History
-from delivered.verify.services import Run, Trouble, last_words, start_receiver, wait_for
+from delivered.verify.services import Run, VerifierError, last_words, start_receiver, wait_for
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 60.0
@@ -33,13 +33,13 @@ class Receiving:
         queue: Forgets,
         pipeline: Path,
         history: History,
-        environment: Mapping[str, str],
+        env: Mapping[str, str],
     ) -> None:
         self._folder = folder
         self._queue = queue
         self._pipeline = pipeline
         self._history = history
-        self._environment = environment
+        self._env = env
         self.stops: list[Stop] = []
         self._runs: list[Run] = []
         self._over: set[int] = set()
@@ -49,7 +49,7 @@ class Receiving:
         """See that the log is there: before, no pipeline can be planned.
 
         Raises:
-            Trouble: the receiver that was started for it ended.
+            VerifierError: the receiver that was started for it ended.
         """
         log = self._queue.log / "_delta_log"
         if log.exists():
@@ -57,7 +57,7 @@ class Receiving:
         run = next((r for r in self._runs if r.lives), None) or self.start()
         wait_for(lambda: log.exists() or not run.lives, _START_TIMEOUT_S, "a receiver makes its log")
         if not run.lives:
-            raise Trouble("RECEIVER_FAILED", f"The first receiver ended with {run.code}: {last_words(run)}")
+            raise VerifierError("RECEIVER_FAILED", f"The first receiver ended with {run.code}: {last_words(run)}")
 
     def start(self, crash: str = "", *, beside: bool = False) -> Run:
         """Start a receiver, to stop at these points.
@@ -68,11 +68,11 @@ class Receiving:
         if not beside:
             self.stop()
         if len(self._runs) >= _STARTS_MAX:
-            raise Trouble(
+            raise VerifierError(
                 "RECEIVER_FAILED", f"Receivers were started {_STARTS_MAX} times: {last_words(self._runs[-1])}"
             )
         number = len(self._runs) + 1
-        run = start_receiver(number, self._pipeline, self._folder, crash, self._environment)
+        run = start_receiver(number, self._pipeline, self._folder, crash, self._env)
         self._runs.append(run)
         self._history.add(run.name, "run", End.BEGUN, {"crash": crash})
         return run
@@ -93,7 +93,7 @@ class Receiving:
         """End all that live: nothing is left for them. May be called again."""
         for run in self._runs:
             if run.lives:
-                self._history.add(run.name, "run", End.OK, {"ended with the cell": run.kill()})
+                self._history.add(run.name, "run", End.OK, {"ended with the case": run.kill()})
 
     def settle(self, sent: Collection[str]) -> None:
         """Wait until all of these ids are in the log, or nothing is left that could come there. What was waited for

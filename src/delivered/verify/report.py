@@ -1,4 +1,4 @@
-"""A run of the matrix as one HTML file: verdicts, reasons, a timeline per cell, how to run each again.
+"""A run of the matrix as one HTML file: verdicts, reasons, a timeline per case, how to run each again.
 
 Nothing is fetched and no script runs. Verdicts are told by words and shapes as well as by colours of the Okabe-Ito
 palette, on a light and on a dark page.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.errors import MissingExtra
-from delivered.verify.cell import Result
+from delivered.verify.case import Result
 from delivered.verify.checkers import RECOVERY_RATIO_MAX
 from delivered.verify.fault import PLACES
 from delivered.verify.history import End, Operation, load
@@ -27,11 +27,11 @@ _WIDTH, _LEFT, _ROW, _TOP = 880, 96, 18, 42
 
 @dataclass(frozen=True)
 class Square:
-    """One field of the matrix: all cells of a failure point, for one guarantee and sink."""
+    """One field of the matrix: all cases of a failure point, for one guarantee and sink."""
 
     verdict: str
     sign: str
-    cells: int
+    cases: int
     faults: int
 
 
@@ -44,7 +44,7 @@ def write_report(results: Sequence[Result], path: Path) -> None:
     path.write_text(page(results), encoding="utf-8")
 
 
-def environment() -> Any:
+def templates() -> Any:
     """What pages are made with.
 
     Raises:
@@ -61,7 +61,7 @@ def page(results: Sequence[Result]) -> str:
     """The whole file."""
     columns = sorted({(r.between, r.guarantee, r.service) for r in results}, key=_order)
     text: str = (
-        environment()
+        templates()
         .from_string(_TEMPLATE)
         .render(
             style=STYLE,
@@ -99,11 +99,11 @@ class Speed:
     """How soon the first new record was visible after a SIGKILL of the driver, for one guarantee and sink.
 
     Attributes:
-        cells: in which that was measured; slow: those that took longer than twice a plain restart.
-        plain_s, slowest_s: a plain restart, and the slowest restart after a kill, of the cell with the worst ratio.
+        cases: in which that was measured; slow: those that took longer than twice a plain restart.
+        plain_s, slowest_s: a plain restart, and the slowest restart after a kill, of the case with the worst ratio.
     """
 
-    cells: int
+    cases: int
     slow: int
     plain_s: float
     slowest_s: float
@@ -114,7 +114,7 @@ class Speed:
 
 
 def recovery(results: Iterable[Result], column: tuple[str, str, str]) -> Speed | None:
-    """None: it was measured in no cell."""
+    """None: it was measured in no case."""
     found = [
         (r.plain_s, max(r.recovery_s))
         for r in results
@@ -240,32 +240,32 @@ _TEMPLATE = """<!doctype html>
 <body>
 <h1>delivered verify</h1>
 <p class="made">{{ made }}</p>
-<p>{{ total }} cells, {{ fired }} faults injected:
+<p>{{ total }} cases, {{ fired }} faults injected:
 {% for verdict, count in verdicts.items() if count %}<b class="{{ verdict }}">{{ signs[verdict] }} {{ count }}
 {{ verdict }}</b>{% if not loop.last %}, {% endif %}{% endfor %}. {{ lost }} records lost where none may be,
 {{ doubled }} doubled where none may be. Every number comes from reading the sink with clients of the judge's own; a
-cell whose fault did not fire, or whose sink nobody read at the end, is invalid.</p>
+case whose fault did not fire, or whose sink nobody read at the end, is invalid.</p>
 <h2>Matrix</h2>
 <div class="scroll"><table>
 <tr><th>failure point</th>{% for sink, guarantee, service in columns %}<th>{{ guarantee }}<small>{{ sink }}, {{ service
 }}</small></th>{% endfor %}</tr>
 {% for place, text in places %}<tr><th>{{ place }}<small>{{ text }}</small></th>
 {% for column in columns %}{% set s = square(place, column) %}<td class="square">
-{% if s %}<b class="{{ s.verdict }}">{{ s.sign }} {{ s.verdict }}</b><small>{{ s.cells }} cells, {{ s.faults }}
+{% if s %}<b class="{{ s.verdict }}">{{ s.sign }} {{ s.verdict }}</b><small>{{ s.cases }} cases, {{ s.faults }}
 faults</small>{% else %}<small>not run</small>{% endif %}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 {% if speeds %}<h2>Back after a kill</h2>
 <p>From the start after a SIGKILL of the driver until a reader sees the first new record. It should take at most {{
 ratio_max | round | int }} times a plain restart; this is reported beside the verdicts, it is not part of them.</p>
-<div class="scroll"><table><tr><th>guarantee</th><th>cells</th><th>slower</th><th>worst ratio</th><th>there</th></tr>
+<div class="scroll"><table><tr><th>guarantee</th><th>cases</th><th>slower</th><th>worst ratio</th><th>there</th></tr>
 {% for (sink, guarantee, service), s in speeds %}<tr><th>{{ guarantee }}<small>{{ sink }}, {{ service }}</small></th>
-<td>{{ s.cells }}</td><td><b class="{{ s.verdict.value }}">{{ signs[s.verdict.value] }} {{ s.slow }}</b></td>
+<td>{{ s.cases }}</td><td><b class="{{ s.verdict.value }}">{{ signs[s.verdict.value] }} {{ s.slow }}</b></td>
 <td>{{ (s.slowest_s / s.plain_s) | round(2) }}</td><td>{{ s.slowest_s | round(1) }} s, plain {{ s.plain_s | round(1) }}
 s</td></tr>
 {% endfor %}</table></div>
-{% endif %}<h2>Cells</h2>
-{% for (sink, guarantee, service), cells in groups %}<h3>{{ guarantee }}, {{ sink }}, {{ service }}</h3>
-{% for r in cells %}<details{% if r.verdict != "held" %} open{% endif %}><summary><b class="{{ r.verdict }}">{{
+{% endif %}<h2>Cases</h2>
+{% for (sink, guarantee, service), cases in groups %}<h3>{{ guarantee }}, {{ sink }}, {{ service }}</h3>
+{% for r in cases %}<details{% if r.verdict != "held" %} open{% endif %}><summary><b class="{{ r.verdict }}">{{
 signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.workload }}: {{ r.text }}</summary>
 <div>{% for reason in r.reasons %}<p class="broken">{{ reason }}</p>{% endfor %}
 <p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} doubled

@@ -1,6 +1,6 @@
 """Runs of `delivered verify`, each kept as it was: a file of results, a page, and a page that lists them all.
 
-runs/<when>.json    written anew after every cell, so that a run that was killed is listed too
+runs/<when>.json    written anew after every case, so that a run that was killed is listed too
 runs/<when>.html    the run's own page, with its timelines; nothing else is needed to read it later
 index.html          every run of the folder, newest first
 """
@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from delivered.verify.cell import Result
+from delivered.verify.case import Result
 from delivered.verify.matrix import versions
-from delivered.verify.report import SIGNS, STYLE, environment, write_report
+from delivered.verify.report import SIGNS, STYLE, templates, write_report
 from delivered.verify.verdict import Verdict
 
 RUNS, INDEX = "runs", "index.html"
@@ -72,7 +72,7 @@ class RunLog:
         self._save()
 
     def end(self) -> Path | None:
-        """Write the run's page and the list of all runs. Returns the list; None: no cell was run.
+        """Write the run's page and the list of all runs. Returns the list; None: no case was run.
 
         Raises:
             MissingExtra: the pages need the extra `report`.
@@ -117,7 +117,7 @@ def write_index(folder: Path) -> Path:
 def index(runs: Sequence[Run], folder: Path) -> str:
     """The whole file."""
     text: str = (
-        environment()
+        templates()
         .from_string(_TEMPLATE)
         .render(
             style=STYLE,
@@ -145,9 +145,9 @@ _TEMPLATE = """<!doctype html>
 </head>
 <body>
 <h1>delivered verify: runs</h1>
-<p class="made">runs: {{ runs | length }}, cells: {{ total }}, faults injected: {{ fired }}</p>
+<p class="made">runs: {{ runs | length }}, cases: {{ total }}, faults injected: {{ fired }}</p>
 <div class="scroll"><table>
-<tr><th>began</th><th>asked</th><th>run by</th><th>verdict</th><th>cells</th><th>faults</th>
+<tr><th>began</th><th>asked</th><th>run by</th><th>verdict</th><th>cases</th><th>faults</th>
 <th>lost, doubled<small>where none may be</small></th><th>back within 2x<small>of a plain restart</small></th>
 <th>took</th></tr>
 {% for r in runs %}<tr>
@@ -161,7 +161,7 @@ _TEMPLATE = """<!doctype html>
 <td>{{ r.results | sum(attribute="fired") }}</td><td>{{ lost(r) }}, {{ doubled(r) }}</td>
 {% set measured = r.results | selectattr("recovery", "in", ["held", "broken"]) | list %}
 <td class="square">{% if measured %}{{ measured | selectattr("recovery", "equalto", "held") | list | length }} of {{
-measured | length }}<small>cells with kills</small>{% else %}<small>not measured</small>{% endif %}</td>
+measured | length }}<small>cases with kills</small>{% else %}<small>not measured</small>{% endif %}</td>
 <td class="square">{% if r.seconds is not none %}{{ (r.seconds / 60) | round(1) }} min{% else %}-{% endif %}</td>
 </tr>
 {% endfor %}</table></div>

@@ -50,7 +50,7 @@ class Run:
     """One start of `delivered run`, or of `delivered receive`, in a session of its own.
 
     Attributes:
-        number: 1 for the first of a cell.
+        number: 1 for the first of a case.
         output: file with what it said.
         after_kill: it was started because the run before it was killed.
         role: what it is, for people.
@@ -182,38 +182,36 @@ def start(
     folder: Path,
     crash: str = "",
     arguments: tuple[str, ...] = (),
-    environment: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
     service: Service | None = None,
 ) -> Run:
     """Start a pipeline, as `service` does it; by default `delivered run`.
 
     Args:
-        folder: of the cell; the run's output and crash points get into it.
+        folder: of the case; the run's output and crash points get into it.
         crash: points to stop at, as in DELIVERED_CRASH.
         arguments: more of the command line.
     """
     command = [*(service or SERVICES[SPARK]).command(pipeline, folder, number), *arguments]
-    return _started("driver", number, folder / f"run{number}", command, crash, environment)
+    return _started("driver", number, folder / f"run{number}", command, crash, env)
 
 
 def start_receiver(
-    number: int, pipeline: Path, folder: Path, crash: str = "", environment: Mapping[str, str] | None = None
+    number: int, pipeline: Path, folder: Path, crash: str = "", env: Mapping[str, str] | None = None
 ) -> Run:
     """Start `delivered receive` on a pipeline's source; the rest as in `start`."""
     command = [*DELIVERED, "receive", str(pipeline), "--output", "json"]
-    return _started("receiver", number, folder / f"receiver{number}", command, crash, environment)
+    return _started("receiver", number, folder / f"receiver{number}", command, crash, env)
 
 
-def _started(
-    role: str, number: int, place: Path, command: list[str], crash: str, environment: Mapping[str, str] | None
-) -> Run:
+def _started(role: str, number: int, place: Path, command: list[str], crash: str, env: Mapping[str, str] | None) -> Run:
     """
     Args:
         place: its files are named after it.
     """
     crash_folder, output = place.with_name(f"{place.name}.hits"), place.with_name(f"{place.name}.log")
     crash_folder.mkdir(exist_ok=True)
-    told = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    told = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(env or {})}
     told.pop(CRASH, None)
     if crash:
         told |= {CRASH: crash, CRASH_DIR: str(crash_folder)}
@@ -229,17 +227,17 @@ def _started(
     return Run(number, process, crash_folder, output, role=role)
 
 
-def audit(pipeline: Path, folder: Path, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def audit(pipeline: Path, folder: Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What `delivered audit` says of the pipeline.
 
     Raises:
-        Trouble: it gave no report.
+        VerifierError: it gave no report.
     """
     output = folder / "audit.json"
     with output.open("wb") as out, (folder / "audit.log").open("wb") as errors:
         done = subprocess.run(
             [*DELIVERED, "audit", str(pipeline), "--output", "json", "--spark-log", str(folder / "audit.spark.log")],
-            env={**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, **(environment or {})},
+            env={**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=errors,
@@ -250,7 +248,9 @@ def audit(pipeline: Path, folder: Path, environment: Mapping[str, str] | None = 
         report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     except ValueError:
         said = (folder / "audit.log").read_text(encoding="utf-8", errors="replace")[-500:]
-        raise Trouble("AUDIT_FAILED", f"`delivered audit` ended with {done.returncode} and no report: {said}") from None
+        raise VerifierError(
+            "AUDIT_FAILED", f"`delivered audit` ended with {done.returncode} and no report: {said}"
+        ) from None
     return report
 
 
@@ -263,12 +263,12 @@ def _engine_command(pipeline: Path, folder: Path, number: int) -> list[str]:
     return [sys.executable, "-m", "delivered.verify.loop", str(pipeline)]
 
 
-def _engine_accounts(pipeline: Path, folder: Path, environment: Mapping[str, str] | None) -> dict[str, Any]:
+def _engine_accounts(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
     """Without Spark there is no audit job; what the ledger says was given up can be asked all the same."""
     del folder
     done = subprocess.run(
         [sys.executable, "-m", "delivered.verify.loop", str(pipeline), "--accounts"],
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
         timeout=AUDIT_TIMEOUT_S,
@@ -277,7 +277,7 @@ def _engine_accounts(pipeline: Path, folder: Path, environment: Mapping[str, str
     try:
         accounts: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        raise Trouble("ACCOUNTS_FAILED", f"The ledger could not be asked: {done.stderr[-500:]}") from None
+        raise VerifierError("ACCOUNTS_FAILED", f"The ledger could not be asked: {done.stderr[-500:]}") from None
     return {"verdict": None, "counts": accounts}
 
 
@@ -286,8 +286,8 @@ class Service:
     """What runs a pipeline.
 
     Attributes:
-        command: (pipeline file, the cell's folder, number of the run) -> what to start.
-        audit: (pipeline file, the cell's folder, environment) -> what the product says of itself.
+        command: (pipeline file, the case's folder, number of the run) -> what to start.
+        audit: (pipeline file, the case's folder, env) -> what the product says of itself.
         sql: whether it can run a transform in SQL, or one of DataFrames.
     """
 
@@ -315,7 +315,7 @@ def last_words(run: Run) -> str:
     return " | ".join(lines[-5:])[-800:]
 
 
-class Trouble(DeliveredError):
-    """The verifier itself could not go on; the cell is unknown, not broken."""
+class VerifierError(DeliveredError):
+    """The verifier itself could not go on; the case is unknown, not broken."""
 
     exit_code = 3

@@ -1,4 +1,4 @@
-"""What one cell is given: its place, its records, source and sink, and what stands between them."""
+"""What one case is given: its place, its records, source and sink, and what stands between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Setting:
         proxy, broker: None without a server.
         source_broker: holds the source; None: no server does.
         plain_s: time to the first effect of a plain restart; None: not known.
-        environment: of the pipeline's processes.
+        env: of the pipeline's processes.
         template: a pipeline of the user's to take in place of the verifier's own.
     """
 
@@ -42,6 +42,6 @@ class Setting:
     broker: brokers.Broker | None = None
     source_broker: brokers.Broker | None = None
     plain_s: float | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
     service: Service = SERVICES[SPARK]
     template: Template | None = None

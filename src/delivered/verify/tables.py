@@ -3,12 +3,12 @@ prepared in it."""
 
 from __future__ import annotations
 
-from delivered.verify.bench import Bench
 from delivered.verify.clients.base import Disturbed, Lockable, Prepares, ReadAtLength, Shared
 from delivered.verify.evidence import Stop
 from delivered.verify.expiry import promise_lost
+from delivered.verify.fixture import Fixture
 from delivered.verify.scripts import Script, after, point_of, waits
-from delivered.verify.services import Trouble
+from delivered.verify.services import VerifierError
 
 _HELD_S = 3.0
 
@@ -16,64 +16,64 @@ _HELD_S = 3.0
 def lock_held(step: str) -> Script:
     """Another program holds what a writer must wait for when it comes to a step."""
 
-    def script(bench: Bench) -> None:
-        drain = bench.setting.drain
+    def script(fixture: Fixture) -> None:
+        drain = fixture.setting.drain
         if not isinstance(drain, Lockable):
-            raise _cannot(bench, "be locked")
-        bench.send()
-        run = bench.start(f"{point_of(bench, step)}:before!wait")
-        hit = waits(bench, run)
+            raise _cannot(fixture, "be locked")
+        fixture.send()
+        run = fixture.start(f"{point_of(fixture, step)}:before!wait")
+        hit = waits(fixture, run)
         if hit is not None:
             with drain.locked():
                 run.go_on(hit)
-                bench.fire("lock held", seconds=_HELD_S)
-                bench.wait(after(_HELD_S), "the lock is held")
-            bench.end(run)
-        bench.drain()
+                fixture.fire("lock held", seconds=_HELD_S)
+                fixture.wait(after(_HELD_S), "the lock is held")
+            fixture.end(run)
+        fixture.drain()
 
     return script
 
 
-def slow_reader(bench: Bench) -> None:
+def slow_reader(fixture: Fixture) -> None:
     """A reader is in the middle of its read while a batch commits: neither may harm the other."""
-    drain = bench.setting.drain
+    drain = fixture.setting.drain
     if not isinstance(drain, ReadAtLength):
-        raise _cannot(bench, "be read at length")
-    bench.send()
-    run = bench.start(f"{point_of(bench, 'decide')}:before@batch=1!wait")
-    hit = waits(bench, run)
+        raise _cannot(fixture, "be read at length")
+    fixture.send()
+    run = fixture.start(f"{point_of(fixture, 'decide')}:before@batch=1!wait")
+    hit = waits(fixture, run)
     if hit is not None:
         disturbed = None
         try:
             with drain.reading():
                 run.go_on(hit)
-                bench.fire("reader slow", seconds=_HELD_S)
-                bench.wait(after(_HELD_S), "the reader reads")
+                fixture.fire("reader slow", seconds=_HELD_S)
+                fixture.wait(after(_HELD_S), "the reader reads")
         except Disturbed as error:
             disturbed = str(error)
-        bench.stops.append(Stop((), disturbed, "a reader while a batch commits"))
-        bench.end(run)
-    bench.drain()
+        fixture.stops.append(Stop((), disturbed, "a reader while a batch commits"))
+        fixture.end(run)
+    fixture.drain()
 
 
 def other_writers(point: str) -> tuple[Script, tuple[str, ...]]:
     """Between a batch's look at the log and its commit, others commit: one without rows, one that only moves rows."""
 
-    def script(bench: Bench) -> None:
-        drain = bench.setting.drain
+    def script(fixture: Fixture) -> None:
+        drain = fixture.setting.drain
         if not isinstance(drain, Shared):
-            raise _cannot(bench, "be written to by others")
-        bench.send()
-        run = bench.start(f"{point}@batch=1!wait")
-        hit = waits(bench, run)
+            raise _cannot(fixture, "be written to by others")
+        fixture.send()
+        run = fixture.start(f"{point}@batch=1!wait")
+        hit = waits(fixture, run)
         if hit is not None:
             drain.append_nothing()
-            bench.fire("another writer appended")
+            fixture.fire("another writer appended")
             drain.compact()
-            bench.fire("another writer compacted")
+            fixture.fire("another writer compacted")
             run.go_on(hit)
-            bench.stops.append(Stop((), bench.end(run), "the run between other writers"))
-        bench.drain()
+            fixture.stops.append(Stop((), fixture.end(run), "the run between other writers"))
+        fixture.drain()
 
     return script, ("another writer appended", "another writer compacted")
 
@@ -82,19 +82,19 @@ def table_altered(point: str) -> tuple[Script, tuple[str, ...]]:
     """The same with a commit after which the format lets nobody commit what rests on the state before: the batch may
     fail, and runs again."""
 
-    def script(bench: Bench) -> None:
-        drain = bench.setting.drain
+    def script(fixture: Fixture) -> None:
+        drain = fixture.setting.drain
         if not isinstance(drain, Shared):
-            raise _cannot(bench, "be written to by others")
-        bench.send()
-        run = bench.start(f"{point}@batch=1!wait")
-        hit = waits(bench, run)
+            raise _cannot(fixture, "be written to by others")
+        fixture.send()
+        run = fixture.start(f"{point}@batch=1!wait")
+        hit = waits(fixture, run)
         if hit is not None:
             drain.describe("altered meanwhile")
-            bench.fire("table altered")
+            fixture.fire("table altered")
             run.go_on(hit)
-            bench.end(run)
-        bench.drain()
+            fixture.end(run)
+        fixture.drain()
 
     return script, ("table altered",)
 
@@ -102,16 +102,18 @@ def table_altered(point: str) -> tuple[Script, tuple[str, ...]]:
 def rolled_back(moment: str, deterministic: bool) -> Script:
     """An operator ends prepared transactions by hand before, or after, their batch is decided."""
 
-    def lose(bench: Bench) -> None:
-        drain = bench.setting.drain
+    def lose(fixture: Fixture) -> None:
+        drain = fixture.setting.drain
         if not isinstance(drain, Prepares):
-            raise _cannot(bench, "prepare")
+            raise _cannot(fixture, "prepare")
         ended = drain.roll_back_prepared()
         if ended:
-            bench.fire("prepared transactions rolled back", ended=ended)
+            fixture.fire("prepared transactions rolled back", ended=ended)
 
     return promise_lost(moment, deterministic, lose)
 
 
-def _cannot(bench: Bench, what: str) -> Trouble:
-    return Trouble("SINK_CANNOT", f"The sink of cell {bench.setting.name} cannot {what}: the fault is not for it.")
+def _cannot(fixture: Fixture, what: str) -> VerifierError:
+    return VerifierError(
+        "SINK_CANNOT", f"The sink of case {fixture.setting.name} cannot {what}: the fault is not for it."
+    )

@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 _CONNECT_TIMEOUT_S = 5.0
 
 
-class Mischief(StrEnum):
+class NetworkFault(StrEnum):
     LOSE_REQUEST = "lose_request"
     """The request never arrives; the connection breaks."""
     LOSE_REPLY = "lose_reply"
@@ -53,7 +53,7 @@ class AnyRule(Protocol):
         times: so many are hit then; every: of so many matching requests one, from then on.
     """
 
-    mischief: Mischief
+    fault: NetworkFault
     skip: int
     times: int
     every: int

@@ -99,12 +99,12 @@ class Workload:
     def needs_spark(self) -> bool:
         return self.sql is not None or self.python is not None
 
-    def told_by(self, key: str | None, value: str) -> Effect:
+    def effect_of(self, key: str | None, value: str) -> Effect:
         """What a row in the sink says of itself."""
-        return self.teller(key, value) if self.teller is not None else told_by(value, self.deterministic)
+        return self.teller(key, value) if self.teller is not None else effect_of(value, self.deterministic)
 
 
-def told_by(value: str, deterministic: bool = True) -> Effect:
+def effect_of(value: str, deterministic: bool = True) -> Effect:
     """Read an effect off a value in the sink; whatever cannot be read is an effect that nobody sent."""
     digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest() if deterministic else "-"
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from delivered.verify.bench import Bench
 from delivered.verify.evidence import Stop
+from delivered.verify.fixture import Fixture
 from delivered.verify.scripts import Script, point_of, waits
 
 _KEYS_HELD = "LOCK_TIMEOUT"
@@ -22,43 +22,43 @@ def zombie(step: str, locked: str | None) -> Script:
     end either way.
     """
 
-    def script(bench: Bench) -> None:
-        bench.send()
-        first = bench.start(f"{point_of(bench, step)}:before@batch=1!wait")
-        hit = waits(bench, first)
+    def script(fixture: Fixture) -> None:
+        fixture.send()
+        first = fixture.start(f"{point_of(fixture, step)}:before@batch=1!wait")
+        hit = waits(fixture, first)
         if hit is None:
             return
         first.pause()
-        bench.fire("paused", processes=len(first.workers()))
-        code = bench.end(bench.start("", "--takeover"))
+        fixture.fire("paused", processes=len(first.workers()))
+        code = fixture.end(fixture.start("", "--takeover"))
         held = code is not None and code == locked
         if not held:
-            upserts_prepared = bench.setting.workload.replaces and not bench.setting.drain.batch_atomic
+            upserts_prepared = fixture.setting.workload.replaces and not fixture.setting.drain.batch_atomic
             right = (code,) if upserts_prepared and code == _KEYS_HELD else ()
-            bench.stops.append(Stop(right, code, "the second driver, which takes over"))
+            fixture.stops.append(Stop(right, code, "the second driver, which takes over"))
         first.go_on(hit)
         first.resume()
-        bench.fire("woken up")
-        code = bench.end(first)
+        fixture.fire("woken up")
+        code = fixture.end(first)
         if held:
-            bench.stops.append(Stop((), code, "the first driver, which held the sink"))
+            fixture.stops.append(Stop((), code, "the first driver, which held the sink"))
         elif step != "apply":
-            bench.stops.append(Stop((code or "an error",), code, "the zombie"))
-        bench.drain()
+            fixture.stops.append(Stop((code or "an error",), code, "the zombie"))
+        fixture.drain()
 
     return script
 
 
-def second_driver(bench: Bench) -> None:
+def second_driver(fixture: Fixture) -> None:
     """A second driver starts while the first one is in the middle of a batch; nobody asked it to take over."""
-    bench.send()
-    first = bench.start(f"{point_of(bench, 'decide')}:before@batch=1!wait")
-    hit = waits(bench, first)
+    fixture.send()
+    first = fixture.start(f"{point_of(fixture, 'decide')}:before@batch=1!wait")
+    hit = waits(fixture, first)
     if hit is None:
         return
-    code = bench.must_stop("CHECKPOINT_OWNED", when="the second driver")
-    bench.fire("second driver", code=code)
+    code = fixture.must_stop("CHECKPOINT_OWNED", when="the second driver")
+    fixture.fire("second driver", code=code)
     first.go_on(hit)
-    code = bench.end(first)
-    bench.stops.append(Stop((), code, "the first driver, which nobody may disturb"))
-    bench.drain()
+    code = fixture.end(first)
+    fixture.stops.append(Stop((), code, "the first driver, which nobody may disturb"))
+    fixture.drain()

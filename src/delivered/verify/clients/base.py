@@ -18,11 +18,11 @@ class Row:
     """A record, as a client found it.
 
     Attributes:
-        lane: partition or table; position: grows within it.
+        partition: partition or table; position: grows within it.
         sink: which of several sinks of one batch holds it; empty: there is one.
     """
 
-    lane: str
+    partition: str
     position: int
     key: str | None
     value: str
@@ -60,7 +60,7 @@ class Feed(Protocol):
         """All that is there."""
 
     def offsets(self, logged: Any) -> dict[str, int]:
-        """Lane -> end of a batch, from what the checkpoint says of this source."""
+        """Partition -> end of a batch, from what the checkpoint says of this source."""
 
     def address(self) -> dict[str, Any]:
         """JSON values by which another process makes the same client: `system`, and the arguments of its class."""
@@ -152,11 +152,11 @@ class Prepares(Protocol):
         """All of them; returns their ids."""
 
 
-def as_row(lane: str, position: int, columns: Mapping[str, Any]) -> Row:
+def as_row(partition: str, position: int, columns: Mapping[str, Any]) -> Row:
     """A row of a table. Of one with other columns than key and value, all of the row is its value."""
     if list(columns) == ["key", "value"]:
-        return Row(lane, position, as_text(columns["key"]), as_text(columns["value"]) or "")
-    return Row(lane, position, None, json.dumps({name: as_text(v) for name, v in columns.items()}))
+        return Row(partition, position, as_text(columns["key"]), as_text(columns["value"]) or "")
+    return Row(partition, position, None, json.dumps({name: as_text(v) for name, v in columns.items()}))
 
 
 def as_text(value: Any) -> str | None:

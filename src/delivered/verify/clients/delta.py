@@ -15,7 +15,7 @@ from delivered.verify.clients.base import Disturbed, Look, Row, as_row
 from delivered.verify.clients.folders import ROWS_MAX, Folder, parquet_rows
 
 _POLL_S = 0.05
-_LANE = "table"
+_PARTITION = "table"
 
 
 class DeltaTable(Folder):
@@ -41,7 +41,7 @@ class DeltaTable(Folder):
                         left[row.key, row.value] -= 1
                         found.append(row)
         behind = self._order.number("not in the log") * ROWS_MAX
-        foreign = [Row(_LANE, behind + n, *what) for n, what in enumerate(left.elements())]
+        foreign = [Row(_PARTITION, behind + n, *what) for n, what in enumerate(left.elements())]
         return found + foreign
 
     def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
@@ -91,7 +91,7 @@ class DeltaTable(Folder):
 
     def _scan(self, version: int | None = None) -> list[Row]:
         rows = self._open(version).to_pyarrow_table().to_pylist()
-        return [as_row(_LANE, n, r) for n, r in enumerate(rows)]
+        return [as_row(_PARTITION, n, r) for n, r in enumerate(rows)]
 
     def _versions(self) -> list[int]:
         names = (p.name for p in (self.path / "_delta_log").glob("*.json"))
@@ -104,4 +104,4 @@ class DeltaTable(Folder):
         return [unquote(a["add"]["path"]) for a in actions if a.get("add", {}).get("dataChange")]
 
     def _rows(self, name: str) -> list[Row]:
-        return parquet_rows(self.path / name, _LANE, self._order.number(name))
+        return parquet_rows(self.path / name, _PARTITION, self._order.number(name))

@@ -42,13 +42,13 @@ _BIG_RECORDS = {"kafka.message.max.bytes": "2097152"}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cell has its sink.
+    """Where a case has its sink.
 
     Attributes:
-        name: of the cell.
+        name: of the case.
         server: that holds the sink; None: files of this machine.
         disk: for files.
-        seen_by_pipeline: address of a proxy before the server; None: the server's own.
+        pipeline_address: address of a proxy before the server; None: the server's own.
         typed: the judge makes the table, with the columns of the workload; else the pipeline does.
         small: a small disk that the server must put the table on; None: where it likes.
         extra: more options of the sink in the pipeline file.
@@ -57,7 +57,7 @@ class Place:
     name: str
     server: brokers.Broker | None
     disk: Path
-    seen_by_pipeline: str | None
+    pipeline_address: str | None
     workload: Workload
     typed: bool = True
     small: Path | None = None
@@ -66,7 +66,7 @@ class Place:
     @property
     def held_by(self) -> brokers.Broker:
         if self.server is None:
-            raise TypeError(f"the sink of cell {self.name} has no server")
+            raise TypeError(f"the sink of case {self.name} has no server")
         return self.server
 
 
@@ -79,23 +79,23 @@ def _kafka(kind: SinkKind, at: Place) -> Drain:
     del kind
     big = _BIG_RECORDS if at.workload.name == "big" else {}
     bootstrap, topics = at.held_by.bootstrap, at.workload.topics
-    return Topic(bootstrap, f"{at.name}-out", at.seen_by_pipeline, extra={**big, **at.extra}, topics=topics)
+    return Topic(bootstrap, f"{at.name}-out", at.pipeline_address, extra={**big, **at.extra}, topics=topics)
 
 
 def _postgres(kind: SinkKind, at: Place) -> Drain:
     kinds = at.workload.kinds if at.typed else None
     return PgTable(
-        at.held_by, at.name, at.seen_by_pipeline, kinds, two_phase=kind.two_phase, disk=at.small, extra=dict(at.extra)
+        at.held_by, at.name, at.pipeline_address, kinds, two_phase=kind.two_phase, disk=at.small, extra=dict(at.extra)
     )
 
 
 def _mysql(kind: SinkKind, at: Place) -> Drain:
     two_phase = kind.two_phase
-    return MysqlTable(at.held_by, at.name, at.seen_by_pipeline, at.workload.kinds, two_phase, dict(at.extra))
+    return MysqlTable(at.held_by, at.name, at.pipeline_address, at.workload.kinds, two_phase, dict(at.extra))
 
 
 def _sent(made: type[Messages]) -> Callable[[SinkKind, Place], Drain]:
-    return lambda _, at: made(at.held_by, at.name, at.disk / "ledger.db", at.seen_by_pipeline, dict(at.extra))
+    return lambda _, at: made(at.held_by, at.name, at.disk / "ledger.db", at.pipeline_address, dict(at.extra))
 
 
 _MAKERS: dict[str, Callable[[SinkKind, Place], Drain]] = {

@@ -19,16 +19,16 @@ from delivered.verify.sinks import ACTIVEMQ, KAFKA, LOG, PULSAR, RABBITMQ, ROCKE
 from delivered.verify.sources import RABBITMQ_STREAM
 
 
-def held_by(server: brokers.Broker, source: str, cell: str, log: Path, connector: str | None = None) -> Feed:
+def held_by(server: brokers.Broker, source: str, case: str, log: Path, connector: str | None = None) -> Feed:
     """A source that a server of its own kind holds, Kafka's topics aside.
 
     Args:
-        cell: its name.
+        case: its name.
         log: folder for what receivers keep, if it needs them.
         connector: another one of the same queues, in the pipeline file.
     """
-    # A name of every server's own alphabet, however long the cell's is.
-    name = f"source-{hashlib.blake2b(cell.encode(), digest_size=8).hexdigest()}"
+    # A name of every server's own alphabet, however long the case's is.
+    name = f"source-{hashlib.blake2b(case.encode(), digest_size=8).hexdigest()}"
     match source:
         case "pulsar":
             return PulsarFeed(server.url, f"http://{server.listeners['HTTP']}", name)

@@ -51,11 +51,11 @@ class Folder:
         return []
 
 
-def parquet_rows(path: Path, lane: str, number: int) -> list[Row]:
+def parquet_rows(path: Path, partition: str, number: int) -> list[Row]:
     """Rows of one file.
 
     Args:
-        number: of the file among those of the lane.
+        number: of the file among those of the partition.
 
     Raises:
         OSError: it is not there, or no Parquet.
@@ -64,4 +64,4 @@ def parquet_rows(path: Path, lane: str, number: int) -> list[Row]:
 
     with pq.ParquetFile(path) as file:
         rows = file.read().to_pylist()
-    return [as_row(lane, number * ROWS_MAX + n, r) for n, r in enumerate(rows)]
+    return [as_row(partition, number * ROWS_MAX + n, r) for n, r in enumerate(rows)]

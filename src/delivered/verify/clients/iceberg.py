@@ -15,7 +15,7 @@ from delivered.verify.clients.base import Disturbed, Look, Row, as_row
 from delivered.verify.clients.folders import ROWS_MAX, Folder, parquet_rows
 
 _POLL_S = 0.05
-_LANE = "table"
+_PARTITION = "table"
 _TABLE = "judged.effects"
 _TRIES = 20
 _REWRITTEN = "rewritten-by"
@@ -44,7 +44,7 @@ class IcebergTable(Folder):
                     left[row.key, row.value] -= 1
                     found.append(row)
         behind = self._order.number("in no snapshot") * ROWS_MAX
-        return found + [Row(_LANE, behind + n, *what) for n, what in enumerate(left.elements())]
+        return found + [Row(_PARTITION, behind + n, *what) for n, what in enumerate(left.elements())]
 
     def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
         """Snapshot by snapshot, so that no state that a reader could meet is left out."""
@@ -151,7 +151,7 @@ class IcebergTable(Folder):
         return sorted(found)
 
     def _rows(self, path: str) -> list[Row]:
-        return parquet_rows(Path(path), _LANE, self._order.number(path))
+        return parquet_rows(Path(path), _PARTITION, self._order.number(path))
 
 
 def _line(table: Any) -> list[Any]:
@@ -165,4 +165,4 @@ def _line(table: Any) -> list[Any]:
 
 def _scanned(table: Any) -> list[Row]:
     rows = table.scan().to_arrow().to_pylist()
-    return [as_row(_LANE, n, r) for n, r in enumerate(rows)]
+    return [as_row(_PARTITION, n, r) for n, r in enumerate(rows)]

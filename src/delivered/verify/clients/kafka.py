@@ -25,7 +25,7 @@ class Topic:
 
     Args:
         bootstrap: of the broker itself, for the judge.
-        seen_by_pipeline: the address that the pipeline is given: the broker's, or a proxy's.
+        pipeline_address: the address that the pipeline is given: the broker's, or a proxy's.
         extra: more options of the source or sink in the pipeline file.
         topics: how many; the second one's name ends in "-1".
     """
@@ -37,7 +37,7 @@ class Topic:
         self,
         bootstrap: str,
         name: str,
-        seen_by_pipeline: str | None = None,
+        pipeline_address: str | None = None,
         partitions: int = PARTITIONS,
         extra: dict[str, Any] | None = None,
         topics: int = 1,
@@ -46,7 +46,7 @@ class Topic:
         self.name = name
         self.names = [name, *(f"{name}-{n}" for n in range(1, topics))]
         self.partitions = partitions
-        self._given = seen_by_pipeline or bootstrap
+        self._given = pipeline_address or bootstrap
         self._extra = extra or {}
         self._role = "sink"
         self._client: Any = None
@@ -226,7 +226,7 @@ class Topic:
         return all(max(tp.offset, 0) >= ends[tp.topic, tp.partition] for tp in at)
 
     def _rows(self, messages: list[Any]) -> list[Row]:
-        # Errors are the client's own trouble with a broker that is down; it goes on by itself.
+        # The client reports a broker that is down as errors, and reconnects by itself.
         return [
             Row(f"{m.topic()}-{m.partition()}", m.offset(), _text(m.key()), _text(m.value()) or "")
             for m in messages

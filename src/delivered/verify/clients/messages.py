@@ -28,9 +28,9 @@ class Messages(ABC):
 
     Args:
         server: that the judge may kill.
-        name: of the cell.
+        name: of the case.
         ledger: a file of the driver's machine, for what the broker has no place for.
-        seen_by_pipeline: the address that the pipeline is given: the server's, or a proxy's.
+        pipeline_address: the address that the pipeline is given: the server's, or a proxy's.
     """
 
     system = "messages"
@@ -41,13 +41,13 @@ class Messages(ABC):
         server: brokers.Broker,
         name: str,
         ledger: Path,
-        seen_by_pipeline: str | None = None,
+        pipeline_address: str | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
         self.name = f"effects-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
         self._server = server
         self._ledger = ledger
-        self._given = seen_by_pipeline or server.bootstrap
+        self._given = pipeline_address or server.bootstrap
         self._extra = extra or {}
         self._found: list[Row] = []
         self.last = ""

@@ -28,12 +28,12 @@ class MysqlTable(SqlTable):
         self,
         server: brokers.Broker,
         name: str,
-        seen_by_pipeline: str | None = None,
+        pipeline_address: str | None = None,
         kinds: tuple[str, str] = ("bytea", "bytea"),
         two_phase: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(server, name, seen_by_pipeline, two_phase, extra)
+        super().__init__(server, name, pipeline_address, two_phase, extra)
         self._kinds = kinds
 
     def create(self) -> None:
@@ -65,7 +65,7 @@ class MysqlTable(SqlTable):
 
     def open_transactions(self, pipeline: str) -> list[str]:
         """Prepared transactions, which hold their locks for ever, and sessions whose transaction does nothing."""
-        del pipeline  # one cell at a time uses the server
+        del pipeline  # one case at a time uses the server
         with self._cursor() as cursor:
             cursor.execute(
                 "SELECT CONCAT('session ', p.ID) FROM information_schema.INNODB_TRX AS t "

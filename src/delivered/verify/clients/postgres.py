@@ -34,13 +34,13 @@ class PgTable(SqlTable):
         self,
         server: brokers.Broker,
         name: str,
-        seen_by_pipeline: str | None = None,
+        pipeline_address: str | None = None,
         kinds: tuple[str, str] | None = ("bytea", "bytea"),
         two_phase: bool = False,
         disk: Path | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(server, name, seen_by_pipeline, two_phase, extra)
+        super().__init__(server, name, pipeline_address, two_phase, extra)
         self._kinds = kinds
         self._disk = disk
 
@@ -94,7 +94,7 @@ class PgTable(SqlTable):
                 "WHERE datname = current_database() AND state LIKE 'idle in transaction%%' AND application_name <> %s",
                 [_JUDGE],
             ).fetchall()
-        del pipeline  # the database is the cell's own
+        del pipeline  # the database is the case's own
         return [str(text) for (text,) in [*prepared, *idle]]
 
     def roll_back_prepared(self) -> list[str]:

@@ -80,13 +80,13 @@ class PulsarFeed:
         client = pulsar.Client(self.url, operation_timeout_seconds=10, logger=quiet())
         found: list[Row] = []
         try:
-            for lane in (f"{self.name}-partition-{n}" for n in range(PARTITIONS)):
-                reader = client.create_reader(lane, pulsar.MessageId.earliest)
+            for partition in (f"{self.name}-partition-{n}" for n in range(PARTITIONS)):
+                reader = client.create_reader(partition, pulsar.MessageId.earliest)
                 while reader.has_message_available():
                     message = reader.read_next(timeout_millis=_WAIT_MS)
                     at = message.message_id()
                     position = _order(at.ledger_id(), at.entry_id(), max(at.batch_index(), 0))
-                    found.append(Row(lane, position, message.partition_key(), as_text(message.data()) or ""))
+                    found.append(Row(partition, position, message.partition_key(), as_text(message.data()) or ""))
         finally:
             client.close()
         return found

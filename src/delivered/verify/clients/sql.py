@@ -25,8 +25,8 @@ class SqlTable(ABC):
     """A table `effects` in a database of its own.
 
     Args:
-        server: that the judge may kill; name: of the cell.
-        seen_by_pipeline: the address that the pipeline is given: the server's, or a proxy's.
+        server: that the judge may kill; name: of the case.
+        pipeline_address: the address that the pipeline is given: the server's, or a proxy's.
         extra: options of the sink.
     """
 
@@ -34,16 +34,16 @@ class SqlTable(ABC):
         self,
         server: brokers.Broker,
         name: str,
-        seen_by_pipeline: str | None = None,
+        pipeline_address: str | None = None,
         two_phase: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> None:
         self.name = "effects"
-        # A name of the server's own alphabet, however long the cell's is.
-        self.database = f"cell_{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+        # A name of the server's own alphabet, however long the case's is.
+        self.database = f"case_{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
         self.batch_atomic = not two_phase
         self._server = server
-        self._given = seen_by_pipeline or server.bootstrap
+        self._given = pipeline_address or server.bootstrap
         self._asked = {**({"mechanism": "two_phase"} if two_phase else {}), **(extra or {})}
 
     @property

@@ -1,4 +1,4 @@
-"""One cell while it runs: the pipeline file, its runs, the workload, the reader, and what a fault's script may do."""
+"""One case while it runs: the pipeline file, its runs, the workload, the reader, and what a fault's script may do."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import yaml
 
 from delivered import brokers
 from delivered.verify.clients.base import Forgets
-from delivered.verify.clients.several import sinks_of
+from delivered.verify.clients.sink_group import sinks_of
 from delivered.verify.evidence import Evidence, Stop
 from delivered.verify.history import End, History, sends
 from delivered.verify.producing import Producer
 from delivered.verify.reader import Reader
 from delivered.verify.receiving import Receiving
-from delivered.verify.services import Run, Trouble, last_words, start, wait_for
+from delivered.verify.services import Run, VerifierError, last_words, start, wait_for
 from delivered.verify.setting import Setting
 from delivered.verify.template import whole
 from delivered.verify.wire import Fired
@@ -30,7 +30,7 @@ HIT_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 420.0
 
 
-class Bench:
+class Fixture:
     """See the module. Used by one thread; the reader has its own."""
 
     def __init__(self, setting: Setting) -> None:
@@ -64,10 +64,10 @@ class Bench:
         if isinstance(feed, Forgets):
             # A file of its own: a receiver may be reading it while the pipeline's is written anew.
             file = shutil.copy(self.pipeline_file(), self.folder / "receivers.yaml")
-            self.receiving = Receiving(self.folder, feed, Path(file), self.history, self.setting.environment)
+            self.receiving = Receiving(self.folder, feed, Path(file), self.history, self.setting.env)
 
     def close(self) -> None:
-        """End everything that this bench started. May be called again."""
+        """End everything that this fixture started. May be called again."""
         for run in self.runs:
             if run.lives:
                 run.kill()
@@ -107,10 +107,10 @@ class Bench:
     def receivers(self) -> Receiving:
         """
         Raises:
-            Trouble: the source needs none.
+            VerifierError: the source needs none.
         """
         if self.receiving is None:
-            raise Trouble("NO_RECEIVER", f"The source of cell {self.setting.name} needs no receiver.")
+            raise VerifierError("NO_RECEIVER", f"The source of case {self.setting.name} needs no receiver.")
         return self.receiving
 
     def produce_aside(self, portion: int, pause_s: float, again: bool = True) -> Producer:
@@ -179,7 +179,7 @@ class Bench:
             self.receiving.ready()
         number = len(self.runs) + 1
         s = self.setting
-        run = start(number, self.pipeline_file(), self.folder, crash, arguments, s.environment, s.service)
+        run = start(number, self.pipeline_file(), self.folder, crash, arguments, s.env, s.service)
         run.started_s, run.after_kill = self.history.now_s, self._killed
         self._killed = False
         self.runs.append(run)
@@ -226,7 +226,7 @@ class Bench:
 
     def audit(self) -> None:
         """Ask the product itself, by `delivered audit`: a second opinion, and the count of what was given up."""
-        self.audited = self.setting.service.audit(self.pipeline_file(), self.folder, self.setting.environment)
+        self.audited = self.setting.service.audit(self.pipeline_file(), self.folder, self.setting.env)
         self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
 
     def _record_id(self, record: Record) -> str:
@@ -250,20 +250,20 @@ class Bench:
     def broker(self) -> brokers.Broker:
         """
         Raises:
-            Trouble: the cell has none.
+            VerifierError: the case has none.
         """
         if self.setting.broker is None:
-            raise Trouble("NO_BROKER", f"The cell {self.setting.name} has no broker to restart.")
+            raise VerifierError("NO_BROKER", f"The case {self.setting.name} has no broker to restart.")
         return self.setting.broker
 
     @property
     def source_broker(self) -> brokers.Broker:
         """
         Raises:
-            Trouble: no server holds the source.
+            VerifierError: no server holds the source.
         """
         if self.setting.source_broker is None:
-            raise Trouble("NO_BROKER", f"The source of cell {self.setting.name} has no broker to restart.")
+            raise VerifierError("NO_BROKER", f"The source of case {self.setting.name} has no broker to restart.")
         return self.setting.source_broker
 
     @property
@@ -281,7 +281,7 @@ class Bench:
 
 
 def empty(folder: Path) -> None:
-    """Take a cell's earlier files away, and a small disk that a verifier that was killed left mounted."""
+    """Take a case's earlier files away, and a small disk that a verifier that was killed left mounted."""
     for disk in [p for p in folder.glob("*") if p.is_mount()]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Where cells run: a folder, servers that are started when the first cell needs them, and for each cell the source, the
+"""Where cases run: a folder, servers that are started when the first case needs them, and for each case the source, the
 sink and the network that its names ask for."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from delivered.verify.clients.base import Drain, Feed
 from delivered.verify.clients.drains import Place
 from delivered.verify.clients.kafka import Topic
 from delivered.verify.clients.log import Log
-from delivered.verify.clients.several import Several
+from delivered.verify.clients.sink_group import SinkGroup
 from delivered.verify.proxy import Proxy
 from delivered.verify.proxy_sql import MysqlProxy, PostgresProxy
 from delivered.verify.proxy_stream import StreamProxy
@@ -28,17 +28,17 @@ from delivered.verify.workloads import Workload
 
 SERVER_PROPERTIES: dict[str, dict[str, str]] = {
     KAFKA: {
-        # Expired transactions are looked for every ten seconds by default; a cell should not wait for that.
+        # Expired transactions are looked for every ten seconds by default; a case should not wait for that.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
         "message.max.bytes": "2097152",
     },
-    # What a killed server wrote, the system keeps: no cell pulls a plug.
+    # What a killed server wrote, the system keeps: no case pulls a plug.
     PULSAR: {"journalSyncData": "false"},
     ACTIVEMQ: {"journalDatasync": "false"},
     ROCKETMQ: {
         # What a killed receiver held should come again before the ten seconds of the default.
         "proxy.minInvisibleTimeMillsForRecv": "1000",
-        # Else a broker 5.5.0 turns a core without end after the first transaction; every other cell would pay for it.
+        # Else a broker 5.5.0 turns a core without end after the first transaction; every other case would pay for it.
         "transactionOpBatchInterval": "3600000",
     },
 }
@@ -51,13 +51,13 @@ _PROXIES: dict[str, Callable[[str, Callable[[Fired], None]], Wire[Any]]] = {
 Say = Callable[[str], None]
 
 
-class Ground:
-    """Cells run on it one after the other.
+class Environment:
+    """Cases run on it one after the other.
 
     Args:
-        environment: of the pipelines' processes.
+        env: of the pipelines' processes.
         sink_options: over those of every sink in the pipeline file; `format` puts another connector in its place.
-        template: the user's own pipeline, which every cell then runs.
+        template: the user's own pipeline, which every case then runs.
         source_format: another connector in the place of every queue's.
     """
 
@@ -65,7 +65,7 @@ class Ground:
         self,
         folder: Path,
         say: Say,
-        environment: dict[str, str] | None = None,
+        env: dict[str, str] | None = None,
         sink_options: dict[str, Any] | None = None,
         template: Template | None = None,
         source_format: str | None = None,
@@ -73,16 +73,16 @@ class Ground:
         self.folder = folder
         self.source_format = source_format
         self.template = template
-        self.environment = dict(environment or {})
+        self.env = dict(env or {})
         if template is not None:
-            parts = [str(template.folder), self.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
-            self.environment["PYTHONPATH"] = os.pathsep.join(p for p in parts if p)
+            parts = [str(template.folder), self.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+            self.env["PYTHONPATH"] = os.pathsep.join(p for p in parts if p)
         self.sink_options = sink_options or {}
         self._say = say
         self._servers: dict[str, brokers.Broker] = {}
 
     def server(self, kind: str) -> brokers.Broker:
-        """The one of this ground, started if need be; `kind` as `delivered.brokers` names it."""
+        """The one of this environment, started if need be; `kind` as `delivered.brokers` names it."""
         if kind not in self._servers:
             place = self._place(kind)
             shutil.rmtree(place, ignore_errors=True)
@@ -102,7 +102,7 @@ class Ground:
 
 
 class Ends(NamedTuple):
-    """Of a cell's pipeline.
+    """Of a case's pipeline.
 
     Attributes:
         server: that holds the sink, or the source if the sink needs none; None: neither does.
@@ -118,7 +118,7 @@ class Ends(NamedTuple):
 
 
 def settle(
-    ground: Ground,
+    environment: Environment,
     name: str,
     whole: str,
     workload: Workload,
@@ -131,7 +131,7 @@ def settle(
     topics: bool = False,
     on_fire: Callable[[Fired], None] | None = None,
 ) -> Ends:
-    """Source and sink of a cell.
+    """Source and sink of a case.
 
     Args:
         whole: the sink, or several that share every batch.
@@ -141,17 +141,17 @@ def settle(
         on_fire: what a proxy tells of each request that it hit; None: the pipeline reaches its server directly.
         stack: closes the proxy.
     """
-    kind, options = SINK_KINDS[whole], {**workload.sink, **ground.sink_options}
-    source = chosen or (ground.template.source if ground.template is not None else kind.source)
+    kind, options = SINK_KINDS[whole], {**workload.sink, **environment.sink_options}
+    source = chosen or (environment.template.source if environment.template is not None else kind.source)
     if not chosen and (topics or workload.topics > 1):
         source = KAFKA
-    server = ground.server(kind.server) if kind.server is not None else None
+    server = environment.server(kind.server) if kind.server is not None else None
     proxy: Wire[Any] | None = None
     if on_fire is not None and server is not None:
         proxy = _PROXIES.get(server.kind, StreamProxy)(server.bootstrap, on_fire)
         stack.callback(proxy.close)
     held = SOURCE_KINDS[source].server
-    source_server = ground.server(held) if held is not None else None
+    source_server = environment.server(held) if held is not None else None
     server = server or source_server
     feed: Feed
     if source_server is None:
@@ -160,16 +160,16 @@ def settle(
         given = proxy.bootstrap if proxy is not None and kind.server == KAFKA else source_server.bootstrap
         feed = Topic(source_server.bootstrap, f"{name}-in", given, topics=workload.topics).as_feed()
     else:
-        feed = feeds.held_by(source_server, source, name, folder / "log", ground.source_format)
+        feed = feeds.held_by(source_server, source, name, folder / "log", environment.source_format)
 
     def drain_of(sink: str) -> Drain:
         """Of a member, too: the network is that of the server that the whole sink is named after."""
         kind = SINK_KINDS[sink]
         given = proxy.bootstrap if proxy is not None and kind.server == SINK_KINDS[whole].server else None
-        at = ground.server(kind.server) if kind.server is not None else None
+        at = environment.server(kind.server) if kind.server is not None else None
         small = disk if small_disk and sink == whole else None
-        return drains.make(kind, Place(name, at, disk, given, workload, ground.template is None, small, options))
+        return drains.make(kind, Place(name, at, disk, given, workload, environment.template is None, small, options))
 
     members = kind.members
-    drain = Several({m: drain_of(m) for m in members}) if members else drain_of(whole)
+    drain = SinkGroup({m: drain_of(m) for m in members}) if members else drain_of(whole)
     return Ends(feed, drain, server, source_server, proxy)

@@ -1,4 +1,4 @@
-"""Several sinks that share every batch: each with its own client, all of them read and judged."""
+"""SinkGroup sinks that share every batch: each with its own client, all of them read and judged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from delivered.verify.clients.base import Drain, Look, Row
 
 
-class Several:
+class SinkGroup:
     """
     Args:
         members: by their names in the pipeline file, in its order.
@@ -60,16 +60,16 @@ class Several:
 
 def names_of(drain: Drain) -> tuple[str, ...]:
     """As in `Row.sink`: one empty name if there is one sink."""
-    return tuple(drain.members) if isinstance(drain, Several) else ("",)
+    return tuple(drain.members) if isinstance(drain, SinkGroup) else ("",)
 
 
 def sinks_of(drain: Drain) -> list[dict[str, Any]]:
     """Of the pipeline file."""
-    if isinstance(drain, Several):
+    if isinstance(drain, SinkGroup):
         return [{"name": name, **member.options()} for name, member in drain.members.items()]
     return [drain.options()]
 
 
 def at_sink(sink: str, name: str) -> str:
-    """Several sinks of a batch get the same effects: at each of them it is one of its own."""
+    """SinkGroup sinks of a batch get the same effects: at each of them it is one of its own."""
     return f"{sink}: {name}" if sink else name

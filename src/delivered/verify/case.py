@@ -1,4 +1,4 @@
-"""One cell of the matrix, from its names to its verdict."""
+"""One case of the matrix, from its names to its verdict."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.verify import scripts
-from delivered.verify.bench import Bench, empty
+from delivered.verify.environment import Environment, settle
 from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
+from delivered.verify.fixture import Fixture, empty
 from delivered.verify.gather import first_effect_s, gather, plain_restart_s
-from delivered.verify.ground import Ground, settle
 from delivered.verify.history import fired
 from delivered.verify.oracle import Judgement, judge
 from delivered.verify.services import SERVICES, SPARK
@@ -34,7 +34,7 @@ DISK_MB = 24
 
 
 @dataclass(frozen=True)
-class Cell:
+class Case:
     """What is asked: this sink, this guarantee, this workload, this fault, this seed.
 
     Attributes:
@@ -66,14 +66,14 @@ class Cell:
 
 @dataclass
 class Result:
-    """What came out of a cell. The first ten fields are the format that others read.
+    """What came out of a case. The first ten fields are the format that others read.
 
     Attributes:
         source: empty: the one that the sink is fed from unless somebody asks for another.
-        plain_s: seconds from a plain restart to its first effect: of this cell if nothing was killed in it, else the
+        plain_s: seconds from a plain restart to its first effect: of this case if nothing was killed in it, else the
             one that recovery is compared with.
         recovery_s: the same of each restart after a SIGKILL of the driver; recovery: the verdict on them, apart from
-            the cell's.
+            the case's.
     """
 
     sink: str
@@ -125,7 +125,7 @@ class Result:
         return cls(**{k: v for k, v in data.items() if k in known})
 
 
-def run_cell(cell: Cell, ground: Ground, *, plain_s: float | None = None, audit: bool = False) -> Result:
+def run_case(case: Case, environment: Environment, *, plain_s: float | None = None, audit: bool = False) -> Result:
     """Run it and judge it. Whatever goes wrong with the judging itself is unknown, never a pass.
 
     Args:
@@ -133,66 +133,68 @@ def run_cell(cell: Cell, ground: Ground, *, plain_s: float | None = None, audit:
         audit: also ask `delivered audit`. Under at_most_once it is always asked, for what was given up.
     """
     began = time.monotonic()
-    folder = ground.folder / cell.name
+    folder = environment.folder / case.name
     empty(folder)
     with contextlib.ExitStack() as stack:
         try:
-            bench = stack.enter_context(_bench(cell, ground, folder, plain_s, stack))
-            judgement = _run(cell, bench, audit)
+            fixture = stack.enter_context(_fixture(case, environment, folder, plain_s, stack))
+            judgement = _run(case, fixture, audit)
         except Exception as error:
             (folder / "judge.log").write_text(traceback.format_exc(), encoding="utf-8")
             said = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
-            return _result(cell, folder, began, None, Verdict.UNKNOWN, [f"the verifier could not go on: {said}"])
-        result = _result(cell, folder, began, judgement, judgement.verdict, list(judgement.reasons))
-        _add_facts(result, bench)
+            return _result(case, folder, began, None, Verdict.UNKNOWN, [f"the verifier could not go on: {said}"])
+        result = _result(case, folder, began, judgement, judgement.verdict, list(judgement.reasons))
+        _add_facts(result, fixture)
         if judgement.verdict is Verdict.HELD:
             with contextlib.suppress(Exception):
-                bench.setting.drain.remove()
+                fixture.setting.drain.remove()
     (folder / "result.json").write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
     if judgement.verdict is Verdict.HELD:
         _tidy(folder)
     return result
 
 
-def _run(cell: Cell, bench: Bench, audit: bool) -> Judgement:
-    bench.open()
-    cell.fault.script(bench)
-    if (audit or cell.guarantee is Guarantee.AT_MOST_ONCE) and not bench.stays_down:
-        bench.audit()
-    ordered = bench.setting.workload.ordered and cell.fault.keeps_order and SINK_KINDS[cell.sink].ordered
-    if cell.source:
-        ordered = ordered and SOURCE_KINDS[cell.source].ordered
-    bench.result = gather(bench, cell.fault.requires, ordered)
-    return judge(bench.result)
+def _run(case: Case, fixture: Fixture, audit: bool) -> Judgement:
+    fixture.open()
+    case.fault.script(fixture)
+    if (audit or case.guarantee is Guarantee.AT_MOST_ONCE) and not fixture.stays_down:
+        fixture.audit()
+    ordered = fixture.setting.workload.ordered and case.fault.keeps_order and SINK_KINDS[case.sink].ordered
+    if case.source:
+        ordered = ordered and SOURCE_KINDS[case.source].ordered
+    fixture.result = gather(fixture, case.fault.requires, ordered)
+    return judge(fixture.result)
 
 
 @contextlib.contextmanager
-def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stack: contextlib.ExitStack) -> Any:
-    fault = cell.fault
+def _fixture(
+    case: Case, environment: Environment, folder: Path, plain_s: float | None, stack: contextlib.ExitStack
+) -> Any:
+    fault = case.fault
     small, disk = MOUNT in fault.needs, folder
     if small:
         disk = folder / "disk"
         stack.enter_context(scripts.small_disk(disk, DISK_MB))
-    workload = ground.template.workload if ground.template is not None else WORKLOADS[cell.workload]
+    workload = environment.template.workload if environment.template is not None else WORKLOADS[case.workload]
     ends = settle(
-        ground,
-        cell.name,
-        cell.sink,
+        environment,
+        case.name,
+        case.sink,
         workload,
         folder,
         disk,
         stack,
-        chosen=cell.source,
+        chosen=case.source,
         small_disk=small,
         topics=TOPICS in fault.needs,
-        on_fire=(lambda hit: bench.on_network_fault(hit)) if PROXY in fault.needs else None,
+        on_fire=(lambda hit: fixture.on_network_fault(hit)) if PROXY in fault.needs else None,
     )
     setting = Setting(
-        name=cell.name,
+        name=case.name,
         folder=folder,
-        guarantee=cell.guarantee,
+        guarantee=case.guarantee,
         workload=workload,
-        seed=cell.seed,
+        seed=case.seed,
         feed=ends.feed,
         drain=ends.drain,
         checkpoint=disk / "checkpoint",
@@ -201,69 +203,69 @@ def _bench(cell: Cell, ground: Ground, folder: Path, plain_s: float | None, stac
         broker=ends.server,
         source_broker=ends.source_server,
         plain_s=plain_s,
-        environment=ground.environment,
-        service=SERVICES[cell.service],
-        template=ground.template,
+        env=environment.env,
+        service=SERVICES[case.service],
+        template=environment.template,
     )
-    bench = Bench(setting)
+    fixture = Fixture(setting)
     try:
-        yield bench
+        yield fixture
     finally:
-        bench.close()
+        fixture.close()
         if small:  # else a server would miss a part of its data when the disk goes
             with contextlib.suppress(Exception):
                 ends.drain.remove()
 
 
 def _result(
-    cell: Cell, folder: Path, began: float, judgement: Judgement | None, verdict: Verdict, reasons: list[str]
+    case: Case, folder: Path, began: float, judgement: Judgement | None, verdict: Verdict, reasons: list[str]
 ) -> Result:
     return Result(
-        sink=cell.sink,
-        guarantee=cell.guarantee.value,
-        workload=cell.workload,
-        fault=cell.fault.name,
-        seed=cell.seed,
+        sink=case.sink,
+        guarantee=case.guarantee.value,
+        workload=case.workload,
+        fault=case.fault.name,
+        seed=case.seed,
         verdict=verdict.value,
         lost=judgement.count("lost") if judgement else 0,
         duplicated=judgement.count("duplicated") if judgement else 0,
         fired=0,
         final_read=False,
-        service=cell.service,
-        source=cell.source,
-        place=cell.fault.place,
-        text=cell.fault.text,
+        service=case.service,
+        source=case.source,
+        place=case.fault.place,
+        text=case.fault.text,
         reasons=reasons,
         findings=[{**asdict(f), "verdict": f.verdict.value} for f in judgement.findings] if judgement else [],
         seconds=round(time.monotonic() - began, 1),
         folder=str(folder),
-        again=f"delivered verify --only {cell.sink}/{cell.guarantee.value}/{cell.workload}/{cell.fault.name} "
-        f"--seed {cell.seed} --service {cell.service}" + (f" --source {cell.source}" if cell.source else ""),
+        again=f"delivered verify --only {case.sink}/{case.guarantee.value}/{case.workload}/{case.fault.name} "
+        f"--seed {case.seed} --service {case.service}" + (f" --source {case.source}" if case.source else ""),
     )
 
 
-def _add_facts(result: Result, bench: Bench) -> None:
-    evidence = bench.result
+def _add_facts(result: Result, fixture: Fixture) -> None:
+    evidence = fixture.result
     if evidence is None:
         return
     if evidence.stays_down:  # nothing was skipped: the records wait behind the stop
         result.lost, result.undelivered = 0, result.lost
-    result.faults = fired(bench.history)
+    result.faults = fired(fixture.history)
     result.fired = len(result.faults)
     result.final_read = evidence.final is not None
     result.sent = evidence.expected.total()
     result.delivered = Counter(s.effect for s in evidence.final or ()).total()
     result.given_up = evidence.given_up
     result.stops = [{"when": s.when, "wanted": list(s.wanted), "got": s.got} for s in evidence.stops]
-    result.runs = len(bench.runs)
-    result.first_effect_s = first_effect_s(bench)
+    result.runs = len(fixture.runs)
+    result.first_effect_s = first_effect_s(fixture)
     result.recovery_s = list(evidence.recovery_s)
-    result.plain_s = plain_restart_s(bench) if result.fault == "none" else evidence.plain_s
+    result.plain_s = plain_restart_s(fixture) if result.fault == "none" else evidence.plain_s
     result.recovery = next((str(f["verdict"]) for f in result.findings if f["checker"] == "recovery"), "")
 
 
 def _tidy(folder: Path) -> None:
-    """Of a cell that held, the history and what was said are kept; data and checkpoints are not."""
+    """Of a case that held, the history and what was said are kept; data and checkpoints are not."""
     for name in ("checkpoint", "checkpoint.older", "checkpoint.newest", "checkpoint.kept", "log", "disk", "effects"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("effects.db*"), *folder.glob("*.spark.log")]:

@@ -1,0 +1,18 @@
+"""The verifier speaks the words of its field: a case runs on a fixture in an environment, under a network fault."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "delivered"
+PET_WORDS = frozenset({"bench", "cell", "cells", "deaths", "ground", "lane", "mischief", "strangers", "trouble"})
+FILES = [*(SRC / "verify").rglob("*.py"), *(SRC / "testing").rglob("*.py"), SRC / "cli" / "verify.py"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SRC)))
+def test_no_pet_word_in_names_and_texts(file: Path) -> None:
+    words = re.findall(r"[A-Z]?[a-z]+", file.read_text(encoding="utf-8"))
+    assert not {w.lower() for w in words} & PET_WORDS
