@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from html import unescape
 
 import pytest
 
@@ -115,3 +118,15 @@ def test_a_long_history_is_bounded() -> None:
     history = check_history(chain(*([1] * 500)))
     assert (history.batches, len(history.lines)) == (500, 20)
     assert history.lines[-1].batch == 499
+
+
+def test_print_and_notebook_show_the_table_of_the_command_line() -> None:
+    made = replace(report(), samples=(Sample(Damage.LOST, "<b>7</b>", "k", None, None, 1, 0),))
+    assert str(made) == as_text(made).rstrip("\n")
+    assert "orders -> clean: exactly_once broken" in str(made)
+    html = made._repr_html_()
+    assert html.startswith("<pre")
+    assert "&lt;b&gt;7&lt;/b&gt;" in html
+    assert "<b>" not in html
+    plain = unescape(re.sub(r"<[^>]+>", "", html))
+    assert [line.rstrip() for line in plain.splitlines()] == [line.rstrip() for line in as_text(made).splitlines()]

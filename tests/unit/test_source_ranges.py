@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delivered.source.ranges import Range, admit, split
+from delivered.source.ranges import Range, admit, backwards, split
 
 SIZES = st.dictionaries(st.integers(0, 40), st.integers(0, 10**12), max_size=30)
 RANGES = st.lists(
@@ -58,3 +58,10 @@ def test_pieces_cover_their_ranges_without_overlap(ranges: list[Range[int]], pie
 def test_one_large_range_gets_most_pieces() -> None:
     pieces = split([Range("a", 0, 1000), Range("b", 5, 6)], 5)
     assert [p.key for p in pieces] == ["a"] * 4 + ["b"]
+
+
+def test_a_range_that_ends_before_it_begins_is_named() -> None:
+    assert backwards({"orders": {"0": 12, "1": 3}}, {"orders": {"0": 9, "1": 3}}) == "orders 0: from 12 to 9"
+    assert backwards({"stream": 4}, {"stream": 3}) == "stream: from 4 to 3"
+    assert backwards({"orders": {"0": 12}}, {"orders": {"0": 12, "1": 0}, "new": {"0": 5}}) is None
+    assert backwards({"p": "ledger:7"}, {"p": "ledger:3"}) is None

@@ -128,6 +128,8 @@ class AuditReport:
         samples: a bounded number per class.
         transactions: open ones that this pipeline left at the sink.
         unknowns: why something could not be told. With any of these the verdict is never `held`.
+        judged: whether what was counted may break the guarantee. False: the range it was counted over need not be the
+            pipeline's; `unknowns` say why.
         notes: what a reader of the report should know; none of it changes the verdict.
         id_says: what tells records apart in this audit.
         dedup: of a pipeline that drops the source's repeats. `counts.in_progress` then also counts what may be in the
@@ -148,6 +150,7 @@ class AuditReport:
     history: History = History()
     transactions: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
+    judged: bool = True
     notes: tuple[str, ...] = ()
     id_says: str = "the whole record"
     dedup: DedupCounts | None = None
@@ -156,7 +159,7 @@ class AuditReport:
 
     @property
     def breaches(self) -> list[str]:
-        return breaches(self.guarantee, self.counts, self.given_up)
+        return breaches(self.guarantee, self.counts, self.given_up) if self.judged else []
 
     @property
     def verdict(self) -> Verdict:
@@ -207,6 +210,18 @@ class AuditReport:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """The table that `delivered audit` prints."""
+        from delivered.audit.table import as_text
+
+        return as_text(self).rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        """The same table, for a notebook."""
+        from delivered.audit.table import as_html
+
+        return as_html(self)
 
 
 def _sample(sample: Sample) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from delivered.audit.report import AuditReport, Sample
 
 _LANES_SHOWN = 50
 _STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
+_ELEMENT = '<pre style="font-family: monospace; line-height: 1.2">{code}</pre>'
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "altered", "unexpected", "reordered")
 
 
@@ -33,10 +34,17 @@ def render(report: AuditReport) -> RenderableType:
 
 def as_text(report: AuditReport, width: int = 110) -> str:
     """The whole report as plain text."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     console.print(render(report))
     file = console.file
     return file.getvalue() if isinstance(file, io.StringIO) else ""
+
+
+def as_html(report: AuditReport, width: int = 110) -> str:
+    """The whole report as one HTML element, with its colours; every text in it is escaped."""
+    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False)
+    console.print(render(report))
+    return console.export_html(inline_styles=True, code_format=_ELEMENT)
 
 
 def _headline(report: AuditReport) -> Text:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Key = TypeVar("Key")
 
@@ -71,6 +71,22 @@ def split(ranges: Sequence[Range[Key]], pieces_min: int | None) -> list[Range[Ke
         bounds = [r.start + r.size * n // count for n in range(count + 1)]
         pieces += [Range(r.key, a, b) for a, b in pairwise(bounds)]
     return pieces
+
+
+def backwards(start: Mapping[str, Any], end: Mapping[str, Any]) -> str | None:
+    """Where a range of offsets, as a source logs them, ends before it begins, for people; None: nowhere.
+
+    Args:
+        start, end: nested by partition. Positions that are no numbers are not compared.
+    """
+    for name in start.keys() & end.keys():
+        a, b = start[name], end[name]
+        if isinstance(a, dict) and isinstance(b, dict):
+            if (inner := backwards(a, b)) is not None:
+                return f"{name} {inner}"
+        elif isinstance(a, int) and isinstance(b, int) and a > b:
+            return f"{name}: from {a} to {b}"
+    return None
 
 
 def _apportion(weights: Mapping[Key, int], seats: int, total: int) -> dict[Key, int]:

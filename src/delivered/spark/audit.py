@@ -28,6 +28,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView
+from delivered.source.ranges import backwards
 from delivered.spark import first_offsets
 from delivered.spark.audit_dedup import of_dedup
 from delivered.spark.audit_ledger import LedgerAccount, read_ledger
@@ -45,6 +46,11 @@ if TYPE_CHECKING:
 _ERROR_LENGTH_MAX = 2_000
 NOT_READABLE = "DELIVERED_NOT_READABLE"
 """Said by a sink that nobody can read back, whatever is done."""
+
+_START_UNKNOWN = (
+    "where batch 0 began is not recorded beside the checkpoint; where the source would begin today may be another place"
+)
+_START_WRONG = "what is recorded beside the checkpoint is not where its batch 0 began"
 
 Progress = Callable[[str], None]
 
@@ -94,7 +100,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     except Refused as error:
         if error.code != NOT_READABLE:
             raise
-        return _by_ledger(spec, incarnation, ledger, error)
+        return _by_ledger(spec, incarnation, ledger, _said(error))
     say("reading the sink back")
     with sent_range(spec) as read, ExitStack() as held:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
@@ -106,7 +112,12 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
             found.count()
             view = read_view(spec.checkpoint)
-            start, end, planned = _range(spec, read, ledger, view)
+            start, unsure = _start(spec, read)
+            end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
+            planned = parsed(view.offsets)
+            if (wrong := backwards(start, end or planned)) is not None:
+                reason = f"the source range ends before it begins ({wrong}): {unsure or _START_WRONG}"
+                return replace(_by_ledger(spec, incarnation, ledger, reason), range_from=json.dumps(start))
             say("reading the source range and comparing")
             unclear, ahead, once = 0, None, None
             if spec.dedup is not None:
@@ -132,13 +143,15 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
         finally:
             found.unpersist()
     report = _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
+    if unsure:
+        report = replace(report, judged=False, unknowns=(unsure, *report.unknowns))
     if once is not None and spec.dedup is not None:
         report = of_dedup(report, spec.dedup, once.counts)
     return of_state(report, mode, unclear) if mode.upserts else report
 
 
-def _by_ledger(spec: AuditSpec, incarnation: str, ledger: LedgerAccount, why: Refused) -> AuditReport:
-    """Of a sink that nobody can read back: what the pipeline says of itself, which proves nothing."""
+def _by_ledger(spec: AuditSpec, incarnation: str, ledger: LedgerAccount, why: str) -> AuditReport:
+    """Where source and sink cannot be compared: what the pipeline says of itself, which proves nothing."""
     visible = ledger.visible
     total, given_up = (visible.total.count, visible.given_up.count) if visible is not None else (0, 0)
     said = f"the ledger says that {total:,} rows were delivered and {given_up:,} given up; nobody looked"
@@ -151,7 +164,7 @@ def _by_ledger(spec: AuditSpec, incarnation: str, ledger: LedgerAccount, why: Re
         given_up=given_up,
         history=ledger.history,
         transactions=ledger.transactions,
-        unknowns=(_said(why),),
+        unknowns=(why,),
         notes=(*ledger.notes, said),
     )
 
@@ -215,15 +228,10 @@ def _place(added: list[str]) -> tuple[Column, Column]:
     return F.lit("rows"), F.monotonically_increasing_id()
 
 
-def _range(
-    spec: AuditSpec, read: SentRange, ledger: LedgerAccount, view: CheckpointView
-) -> tuple[Offsets, Offsets | None, Offsets]:
-    """Where the pipeline started, where the last visible batch ends, and where the batch about to run ends."""
+def _start(spec: AuditSpec, read: SentRange) -> tuple[Offsets, str]:
+    """Where the pipeline's first batch began, and why that is not sure; empty if it is."""
     start = spec.source_from if spec.source_from is not None else first_offsets.kept(spec.checkpoint)
-    if start is None:
-        start = read.initial()
-    end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
-    return start, end, parsed(view.offsets)
+    return (start, "") if start is not None else (read.initial(), _START_UNKNOWN)
 
 
 def parsed(text: str) -> Offsets:

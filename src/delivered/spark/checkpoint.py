@@ -62,11 +62,7 @@ def read_view(location: str) -> CheckpointView:
         lines = _read(filesystem, f"{path}/offsets/{batch}").split("\n")
         logged = _newest(filesystem, f"{path}/commits")
     except OSError as error:
-        raise Unreachable(
-            "CHECKPOINT_UNREADABLE",
-            f"The checkpoint {location!r} cannot be read from Python on the driver: {error}.",
-            next_step="make the folder readable for the driver's user",
-        ) from error
+        raise _unreadable(location, error) from error
     offsets = "\n".join(lines[_OWN_LINES:]).strip()
     if len(offsets) > OFFSETS_BYTES_MAX:
         raise InvariantBroken(
@@ -75,6 +71,27 @@ def read_view(location: str) -> CheckpointView:
             next_step="read fewer partitions with one pipeline",
         )
     return CheckpointView(incarnation, batch, offsets, logged)
+
+
+def holds_batches(location: str) -> bool:
+    """Whether Spark logged the offsets of a batch here.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    filesystem, path = open_folder(location)
+    try:
+        return _newest(filesystem, f"{path}/offsets") is not None
+    except OSError as error:
+        raise _unreadable(location, error) from error
+
+
+def _unreadable(location: str, error: OSError) -> Unreachable:
+    return Unreachable(
+        "CHECKPOINT_UNREADABLE",
+        f"The checkpoint {location!r} cannot be read from Python on the driver: {error}.",
+        next_step="make the folder readable for the driver's user",
+    )
 
 
 def _read(filesystem: fs.FileSystem, path: str) -> str:

@@ -2,7 +2,8 @@
 
 Spark logs where a batch ends, and takes where batch 0 begins from the source, again if batch 0 runs again. With
 startingOffsets "latest" that would be another place, and what lies between would be lost. So the first start writes
-the offsets down, once, and every start passes them as explicit `startingOffsets`.
+the offsets down, once, and every start of a `Pipeline` passes them as explicit `startingOffsets`. In the bare idiom the
+sink writes down what the source told it (batch_start.py). The audit reads from here on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import json
 from delivered.contract import Offsets, Source
 from delivered.model.errors import InvariantBroken
 from delivered.spark import beside
+from delivered.spark.checkpoint import holds_batches
 
 FILE = "delivered/source-offsets.json"
 
+_SPARKS_OWN = "sources/0/0"
+"""Where Spark's Kafka source keeps its first offsets: a zero byte, a line with a version, the offsets as JSON."""
+
 
 def kept(location: str) -> Offsets | None:
-    """The offsets that an earlier start wrote down, or None.
+    """The offsets that an earlier start wrote down, ours or one of Spark's own Kafka source; None: nobody did.
 
     Raises:
         InvariantBroken: the file is damaged.
@@ -25,7 +30,7 @@ def kept(location: str) -> Offsets | None:
     """
     text = beside.read(location, FILE)
     if text is None:
-        return None
+        return _kept_by_spark(location)
     try:
         found: Offsets = json.loads(text)["offsets"]
     except (ValueError, KeyError, TypeError) as error:
@@ -38,19 +43,37 @@ def kept(location: str) -> Offsets | None:
     return found
 
 
-def keep(location: str, source: Source) -> Offsets:
-    """The offsets that the first start wrote down; written now if this is the first.
+def _kept_by_spark(location: str) -> Offsets | None:
+    text = beside.read(location, _SPARKS_OWN)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text.lstrip(b"\0").split(b"\n", 1)[1])
+    except (ValueError, IndexError):
+        return None  # of another source, whose shape is its own
+    return found if isinstance(found, dict) else None
 
-    Runs on the driver, before the query starts. May be called again: the first one stands.
+
+def keep(location: str, source: Source) -> Offsets | None:
+    """The offsets that the first start wrote down; written now if this is the first. None: they are not known.
+
+    Runs on the driver, before the query starts. May be called again: the first one stands. A checkpoint that holds a
+    batch already began elsewhere than the source would begin today.
     """
     found = kept(location)
-    if found is not None:
+    if found is not None or holds_batches(location):
         return found
     driver = source.driver()
     try:
         offsets = driver.initial()
     finally:
         driver.close()
-    beside.write(location, FILE, json.dumps({"offsets": offsets}, separators=(",", ":")).encode(), first=True)
+    note(location, offsets)
     # Another start may have been first: what the file holds is what counts.
     return kept(location) or offsets
+
+
+def note(location: str, offsets: Offsets) -> None:
+    """Write down where batch 0 begins, unless that is known."""
+    if kept(location) is None:
+        beside.write(location, FILE, json.dumps({"offsets": offsets}, separators=(",", ":")).encode(), first=True)

@@ -85,7 +85,10 @@ class DeliveredDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: ARG002, N802
         return StreamReader(
-            self._source() if self._direct else self._planned_source(), self._direct, drain_of(self.options)
+            self._source() if self._direct else self._planned_source(),
+            self._direct,
+            drain_of(self.options),
+            self.driver_id,
         )
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

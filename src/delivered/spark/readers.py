@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
@@ -10,6 +11,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from delivered.contract import Slice, Source, SourceDriver
 from delivered.model.step import Moment, StepId, reach
+from delivered.spark.batch_start import hand_over, withdraw
 from delivered.spark.crash import arm
 from delivered.spark.drain import is_drained
 from delivered.write.direct import pack
@@ -38,14 +40,17 @@ def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordB
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Lives on the driver in one process per query; copies without a connection go to the tasks."""
 
-    def __init__(self, source: Source, direct: bool, drain: str | None = None) -> None:
+    def __init__(self, source: Source, direct: bool, drain: str | None = None, driver_id: str = "") -> None:
         self._source = source
         self._direct = direct
         self._drain = drain
+        self._driver_id = driver_id
         self._opened: SourceDriver | None = None
+        self._initial: dict[str, Any] | None = None
+        self._handed_over: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_source": self._source, "_direct": self._direct, "_drain": self._drain, "_opened": None}
+        return {**self.__dict__, "_opened": None, "_initial": None, "_handed_over": None}
 
     @property
     def _driver(self) -> SourceDriver:
@@ -54,7 +59,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._opened
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        return self._driver.initial()
+        self._initial = self._driver.initial()
+        return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         rows = self._source.rows_per_batch_max
@@ -72,6 +78,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._driver.freeze()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        if start == self._initial:
+            self._handed_over = hand_over(self._driver_id, start, end)
         return [SlicePartition(s) for s in self._driver.slices(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -83,6 +91,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._driver.acknowledge(end)
 
     def stop(self) -> None:
+        if self._handed_over is not None:
+            withdraw(self._handed_over)
         if self._opened is not None:
             self._opened.close()
             self._opened = None

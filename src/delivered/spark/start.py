@@ -127,7 +127,8 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
     else:
         opened = planned(source.source())
         offsets = first_offsets.keep(pipeline.checkpoint, opened)
-        source = source.with_options(startingOffsets=json.dumps(offsets))
+        if offsets is not None:
+            source = source.with_options(startingOffsets=json.dumps(offsets))
         reader = spark.readStream.format(f"delivered_{source.system}").options(**source.options)
         reader = reader.option(DRAIN, str(drain))
         plain = all(p.is_plain if is_group(pipeline) else p.is_all for p in projections)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
 from delivered.contract import Several, Sink, ready_target
-from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, ShardMessage
 from delivered.spark.crash import arm
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from delivered.commit.context import Context
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -88,6 +91,8 @@ class StreamWriter(DataSourceStreamArrowWriter):
 
         arm()
         view = read_view(self._checkpoint)
+        if view.batch == 0:
+            self._note_start(view.offsets)
         context = self._context(view.incarnation)
         first = engine.is_first(context.scope, self._driver_id, view)
         if not first:
@@ -99,6 +104,19 @@ class StreamWriter(DataSourceStreamArrowWriter):
         plan = plan_batch(context, view, first=first, since=since)
         engine.remember(context.scope, self._driver_id, view.batch, plan.epoch)
         return plan
+
+    def _note_start(self, logged: str) -> None:
+        """Keep where batch 0 begins, for the audit; a checkpoint that takes no file of ours is no reason to stop."""
+        from delivered.spark import first_offsets
+        from delivered.spark.batch_start import handed_over
+
+        begins = handed_over(self._driver_id, logged)
+        if begins is None:
+            return
+        try:
+            first_offsets.note(self._checkpoint, begins)
+        except Unreachable as error:
+            log.warning("where batch 0 begins is not kept, and no audit will know it: %s", error)
 
     @property
     def _checkpoint(self) -> str:
