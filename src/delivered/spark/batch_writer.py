@@ -37,7 +37,8 @@ def run_id(settings: PipelineSettings) -> str:
         "RUN_UNNAMED",
         f"df.write under {settings.guarantee.value} needs a run id: without it a job that is started again after a "
         "crash cannot be told from a new one.",
-        next_step='add .option("runId", "orders-2024-05-01"), or name the guarantee at_least_once',
+        next_step='add .option("runId", "orders-2024-05-01"), or name the guarantee at_least_once; in SQL '
+        "INSERT INTO t WITH ('runId' = '...')",
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
+import pyarrow as pa
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -20,6 +22,7 @@ from delivered.contract import Several, Sink, Source
 from delivered.contract_columns import planned
 from delivered.model.errors import Refused
 from delivered.pipeline.registry import connectors, find_sink, find_source
+from delivered.spark import tables
 from delivered.spark.batch_writer import BatchWriter
 from delivered.spark.direct import is_direct, read_direct, without_direct
 from delivered.spark.drain import drain_of, without_drain
@@ -32,7 +35,6 @@ from delivered.spark.stream_writer import StreamWriter
 from delivered.write.direct import SLICE_SCHEMA
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import SparkSession
 
 
@@ -47,14 +49,25 @@ class DeliveredDataSource(DataSource):
     def name(cls) -> str:
         return f"delivered_{cls.system}"
 
-    def _source(self) -> Source:
-        return find_source(self.system, without_drain(without_direct(self.options)))
+    def _source(self, schema: StructType | None = None) -> Source:
+        options = without_drain(without_direct(self.options))
+        return find_source(self.system, options if schema is None else tables.for_read(schema, options, self.system))
 
-    def _planned_source(self) -> Source:
+    def _planned_source(self, schema: StructType | None = None) -> Source:
         """The one that told the schema: Spark hands this object on when it has asked."""
         if self._planned is None:
-            self._planned = planned(self._source())
+            self._planned = planned(self._source(schema))
         return self._planned
+
+    def _table(self, options: dict[str, str]) -> StructType:
+        """The columns of a table in Spark's catalog: those that its source gives, or its sink takes."""
+        if tables.is_sink(options):
+            _, of_sink = split_options(options)
+            sink = find_sink(self.system, of_sink)
+            rows = sink.records(pa.RecordBatch.from_pylist([], schema=sink.read_back().schema())).schema
+        else:
+            rows = planned(find_source(self.system, options)).schema()
+        return tables.with_options(from_arrow_schema(rows), options)
 
     @property
     def _direct(self) -> bool:
@@ -63,8 +76,10 @@ class DeliveredDataSource(DataSource):
     def _opened(self, options: dict[str, str]) -> Sink | Several:
         return find_sink(self.system, options)
 
-    def _sink(self, schema: pa.Schema, overwrite: bool) -> tuple[Sink | Several, dict[str, str], PipelineSettings]:
-        settings, options = split_options(without_direct(self.options))
+    def _sink(
+        self, given: Mapping[str, str], schema: pa.Schema, overwrite: bool
+    ) -> tuple[Sink | Several, dict[str, str], PipelineSettings]:
+        settings, options = split_options(given)
         if overwrite:
             raise Refused(
                 "OVERWRITE",
@@ -76,16 +91,19 @@ class DeliveredDataSource(DataSource):
         return sink, options, settings
 
     def schema(self) -> StructType:
+        table = tables.created(self.options)
+        if table is not None:
+            return self._table(table)
         found = SLICE_SCHEMA if self._direct else self._planned_source().schema()
         schema: StructType = from_arrow_schema(found)
         return schema
 
-    def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
-        return BatchReader(self._planned_source())
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return BatchReader(self._planned_source(schema))
 
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: ARG002, N802
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
         return StreamReader(
-            self._source() if self._direct else self._planned_source(),
+            self._source() if self._direct else self._planned_source(schema),
             self._direct,
             drain_of(self.options),
             self.driver_id,
@@ -93,7 +111,8 @@ class DeliveredDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         rows = to_arrow_schema(schema, timezone="UTC")
-        sink, options, settings = self._sink(rows, overwrite)
+        given = tables.for_write(schema, without_direct(self.options), self.system)
+        sink, options, settings = self._sink(given, rows, overwrite)
         if isinstance(sink, Several):
             raise Refused(
                 "BATCH_SEVERAL",
@@ -105,7 +124,7 @@ class DeliveredDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         direct = read_direct(self.options, schema)
         rows = direct.schema() if direct else to_arrow_schema(schema, timezone="UTC")
-        sink, options, settings = self._sink(rows, overwrite)
+        sink, options, settings = self._sink(without_direct(self.options), rows, overwrite)
         return StreamWriter(sink, options, settings, self.driver_id, rows, direct)
 
 

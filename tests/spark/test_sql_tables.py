@@ -1,0 +1,70 @@
+"""SQL tables over our formats, as far as Spark passes a table's options to a Python source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.spark.topics import read_values, send
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture
+def tables(spark: SparkSession) -> Iterator[list[str]]:
+    """Names to drop at the end."""
+    made: list[str] = []
+    yield made
+    for name in made:
+        spark.sql(f"DROP TABLE IF EXISTS {name}")
+
+
+def count(spark: SparkSession, query: str) -> int:
+    return int(spark.sql(query).collect()[0][0])
+
+
+def test_a_table_is_read_and_inserted_into(spark: SparkSession, kafka: Any, tables: list[str]) -> None:
+    servers = f"'kafka.bootstrap.servers' '{kafka.bootstrap}'"
+    source, sink = kafka.topic(2), kafka.topic(2)
+    send(kafka, source, range(10))
+    tables += ["orders", "clean", "declared"]
+    spark.sql(f"CREATE TABLE orders USING delivered_kafka OPTIONS ({servers}, subscribe '{source}')")
+    spark.sql(
+        f"CREATE TABLE clean USING delivered_kafka OPTIONS ({servers}, topic '{sink}', guarantee 'exactly_once', "
+        "pipeline 'clean')"
+    )
+    assert spark.table("clean").columns == ["key", "value", "headers"]
+    spark.sql("CREATE OR REPLACE TEMPORARY VIEW latest AS SELECT * FROM orders")
+    assert count(spark, "SELECT count(*) FROM orders") == 10
+
+    # every statement resolves the table anew; a DataFrame that was planned stays what it was
+    loaded = spark.read.format("delivered_kafka").option("kafka.bootstrap.servers", kafka.bootstrap)
+    frame = loaded.option("subscribe", source).load()
+    assert frame.count() == 10
+    send(kafka, source, range(10, 13))
+    assert count(spark, "SELECT count(*) FROM orders") == 13
+    assert count(spark, "SELECT count(*) FROM latest") == 13
+    assert frame.count() == 10
+
+    insert = "INSERT INTO clean WITH ('runId' = 'first') (key, value) SELECT key, value FROM orders"
+    spark.sql(insert)
+    spark.sql(insert)  # the same run, given twice
+    assert sorted(read_values(kafka, sink)) == sorted(str(i).encode() for i in range(13))
+
+    spark.sql(
+        f"CREATE TABLE declared (key BINARY, value BINARY) USING delivered_kafka OPTIONS ({servers}, topic '{sink}')"
+    )
+    for statement, code in [
+        ("INSERT INTO clean (key, value) SELECT key, value FROM orders", "RUN_UNNAMED"),
+        ("INSERT OVERWRITE clean (key, value) SELECT key, value FROM orders", "OVERWRITE"),
+        ("INSERT INTO orders SELECT * FROM orders", "TABLE_OPTIONS"),
+        ("INSERT INTO declared SELECT key, value FROM orders", "TABLE_OPTIONS"),
+        ("SELECT count(*) FROM declared", "TABLE_OPTIONS"),
+        ("SELECT count(*) FROM clean", "TABLE_WRITE_ONLY"),
+        (f"CREATE TABLE orders2 USING delivered_kafka OPTIONS ({servers}, subscrib 'x')", "OPTION_UNKNOWN"),
+        (f"CREATE TABLE orders2 USING delivered_kafka OPTIONS ({servers}, 'kafka.sasl.password' 'x')", "TABLE_SECRET"),
+    ]:
+        with pytest.raises(Exception, match=rf"\[DELIVERED_{code}\]"):
+            spark.sql(statement).collect()
