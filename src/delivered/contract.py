@@ -188,7 +188,8 @@ class Sink(Protocol):
 
 @runtime_checkable
 class NeedsTarget(Protocol):
-    """What a sink has besides when its ledger lies in the target itself: there is nothing to claim without one."""
+    """What a sink has besides whose target must be there before the first claim: where the ledger lies in it, or where
+    only what we make has an identity (see `contract_target.KnowsTarget`)."""
 
     def ready_target(self, schema: pa.Schema) -> None:
         """Create the target if that was asked for, and compare it with the rows' schema.

@@ -11,6 +11,7 @@ from delivered.commit.context import Context
 from delivered.commit.messages import all_skipped, checked, complete, strangers, written
 from delivered.commit.repair import repaired
 from delivered.commit.sweep import sweep
+from delivered.commit.target import decided_targets, known_targets
 from delivered.model.errors import (
     DeliveredError,
     Fenced,
@@ -163,6 +164,7 @@ def _decision(
         given_up=own.given_up,
         decided_at_ms=time.time_ns() // 1_000_000,
         others={s: account(s, before.get(s, Account())) for s in sorted({*context.others, *before})},
+        targets=decided_targets(context, last, said[0].plan.targets) if said else known_targets(context, last),
     )
 
 

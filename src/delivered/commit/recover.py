@@ -8,6 +8,7 @@ from delivered.commit.apply import apply_decided, work_of
 from delivered.commit.context import Context
 from delivered.commit.rules import BegunBatch, DecidedBatch, NewBatch, judge
 from delivered.commit.sweep import sweep
+from delivered.commit.target import check_targets, known_targets
 from delivered.model.errors import OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Failed, Ok, Unknown
@@ -23,7 +24,7 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
     Runs on the driver, before every batch. May be called again for the same batch, after a crash anywhere.
 
         1  recover.claim   become the one owner; no older driver can decide from here on
-        2  recover.check   ledger against checkpoint
+        2  recover.check   ledger against checkpoint, and against what the sinks write to now
         3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
                            earlier one had decided
         4  recover.sweep   abort what nobody decided
@@ -38,14 +39,15 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
             the same session may have started the query again, or have fenced a decision without an answer.
 
     Raises:
-        Fenced, LedgerAhead, LedgerBehind, PromiseBroken, Refused, OutcomeUnknown: nothing was changed that a new
-            start cannot go on from.
+        Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: nothing was changed
+            that a new start cannot go on from.
     """
     state = None if first else context.ledger.resume(context.owner.id)
     if state is None or since not in (None, state.epoch):
         first, state = True, _claim(context)
     reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
     verdict = judge(state, view, context.guarantee, context.tolerance)
+    targets = check_targets(context, state.last) if first else known_targets(context, state.last)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
     guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
     match verdict:
@@ -62,7 +64,9 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
                 _undo(context, state.earlier[0] if fresh and state.earlier else None)
             if guarantee is Guarantee.AT_MOST_ONCE or (guarantee is Guarantee.AT_LEAST_ONCE and fresh):
                 _begin(context, view)
-    return BatchPlan(context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch)
+    return BatchPlan(
+        context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch, targets
+    )
 
 
 def _claim(context: Context) -> LedgerState:

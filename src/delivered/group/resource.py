@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from delivered.contract import Resource, SetsUp
+from delivered.contract_target import KnowsTarget
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome
@@ -41,6 +42,11 @@ class GroupResource:
                 case other:
                     trouble = trouble or other
         return trouble or Ok(count)
+
+    def targets(self) -> dict[str, str]:
+        """See `delivered.contract_target.KnowsTarget`: of every sink that can tell."""
+        known = [r.targets() for r in self._by_id.values() if isinstance(r, KnowsTarget)]
+        return {sink: target for targets in known for sink, target in targets.items()}
 
     def close(self) -> None:
         for resource in self._by_id.values():

@@ -10,6 +10,7 @@
      |   +- Fenced               another driver owns the ledger now
      |   +- LedgerAhead          the ledger knows batches that the checkpoint does not
      |   +- LedgerBehind         the checkpoint knows batches that the ledger does not
+     |   +- TargetChanged        what the sink writes to was dropped and made anew
      |   +- ReplayDiffers        a batch run again gave other rows
      |   +- PromiseBroken        a decided participant can no longer be applied
      +- OutcomeUnknown           it cannot be told whether a change is in (exit 3)
@@ -92,6 +93,10 @@ class LedgerAhead(InvariantBroken):
 
 class LedgerBehind(InvariantBroken):
     """The checkpoint knows batches that the ledger does not: the sink or its ledger was put back."""
+
+
+class TargetChanged(InvariantBroken):
+    """What the sink writes to was dropped and made anew: what was delivered before is not in it."""
 
 
 class ReplayDiffers(InvariantBroken):

@@ -49,6 +49,7 @@ class BatchPlan:
         rewrite: shard -> the sinks (see `Prepared.sink`) whose promise is gone; these alone are written again.
         guarantee: of the decision, where the batch was decided already: it is finished as it was begun.
         epoch: the claim that this plan rests on; a later claim voids it.
+        targets: as in the batch's `Decision`.
     """
 
     scope: Scope
@@ -59,6 +60,7 @@ class BatchPlan:
     action: Action
     rewrite: Mapping[int, frozenset[str]] = field(default_factory=dict)
     epoch: int = 0
+    targets: Mapping[str, str] = field(default_factory=dict)
 
     def action_for(self, shard: int) -> Action:
         return Action.WRITE if shard in self.rewrite else self.action
@@ -161,6 +163,7 @@ class Decision:
         given_up: running fingerprint of what at_most_once gave up there (an upper bound of what it lost).
         revision: 0, and one more each time a shard of a decided batch had to be written again.
         others: the same two for every other sink of the batch, by name.
+        targets: sink's name -> identity of what it wrote to (see `contract_target`), where it has one.
     """
 
     scope: Scope
@@ -174,6 +177,7 @@ class Decision:
     decided_at_ms: int
     revision: int = 0
     others: Mapping[str, Account] = field(default_factory=dict)
+    targets: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -188,6 +192,10 @@ class Decision:
 
     def scope_of(self, prepared: Prepared) -> Scope:
         return replace(self.scope, sink=prepared.sink) if prepared.sink else self.scope
+
+    def total_of(self, sink: str) -> Fingerprint:
+        """Running fingerprint at the sink of this name."""
+        return self.total if sink == self.scope.sink else self.others.get(sink, Account()).total
 
     def told_by(self, sink: str) -> Decision:
         """The same decision as the ledger of another of its sinks would hold it."""
@@ -230,6 +238,7 @@ class Decision:
                 "decided_at_ms": self.decided_at_ms,
                 "revision": self.revision,
                 **({"others": {n: a.to_json() for n, a in self.others.items()}} if self.others else {}),
+                **({"targets": dict(self.targets)} if self.targets else {}),
             },
             separators=(",", ":"),
             sort_keys=True,  # one text for one decision, whatever keeps it
@@ -250,6 +259,7 @@ class Decision:
             decided_at_ms=data["decided_at_ms"],
             revision=data["revision"],
             others={n: Account.from_json(a) for n, a in data.get("others", {}).items()},
+            targets=dict(data.get("targets", {})),
         )
 
 
@@ -312,8 +322,10 @@ class Tolerance:
         new_checkpoint: a new checkpoint may start over although an earlier one of this pipeline wrote to the sink.
         missing_ledger: a checkpoint with batches may meet a ledger that lacks some or all of them.
         repeated_batch: exactly_once may begin with a batch that at_least_once may have sent in part before.
+        new_target: the sink's target may be another one than the last batch was written to.
     """
 
     new_checkpoint: bool = False
     missing_ledger: bool = False
     repeated_batch: bool = False
+    new_target: bool = False

@@ -17,7 +17,16 @@ from delivered.pipeline.spec import AuditSpec, DedupSpec, PipelineSpec, SinkSpec
 
 ENVIRONMENT = {
     f"DELIVERED_{name.upper()}": name
-    for name in ("guarantee", "checkpoint", "trigger", "batch_s_max", "master", "new_checkpoint", "missing_ledger")
+    for name in (
+        "guarantee",
+        "checkpoint",
+        "trigger",
+        "batch_s_max",
+        "master",
+        "new_checkpoint",
+        "missing_ledger",
+        "new_target",
+    )
 }
 """Environment variables that stand above the file."""
 

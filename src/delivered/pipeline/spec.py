@@ -134,6 +134,9 @@ class PipelineSpec(BaseModel):
     missing_ledger: Literal["refuse", "accept"] = Field(
         "refuse", description="accept: go on although the ledger lacks batches of this checkpoint."
     )
+    new_target: Literal["refuse", "accept"] = Field(
+        "refuse", description="accept: go on although a sink's topic or table was dropped and made anew."
+    )
     master: str | None = Field(None, description="Spark master. Default: what spark-submit set, else local[*].")
     spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")
     audit: AuditSpec | None = None

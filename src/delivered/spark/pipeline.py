@@ -46,6 +46,7 @@ class Pipeline:
         conf, master: of the Spark session, if the pipeline makes one.
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
         missing_ledger: go on although the ledger lacks batches of this checkpoint.
+        new_target: go on although a sink's topic or table was dropped and made anew.
         on_bad_row: of a row that a sink refuses for itself: "fail"; "dead_letter": it goes to that sink, in the same
             batch; "drop": it is left out and counted as given up, at_most_once only.
         dead_letter: the sink of such rows.
@@ -71,6 +72,7 @@ class Pipeline:
         master: str | None = None,
         new_checkpoint: bool = False,
         missing_ledger: bool = False,
+        new_target: bool = False,
         on_bad_row: str = "fail",
         dead_letter: Endpoint | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class Pipeline:
         self.master = master
         self.new_checkpoint = new_checkpoint
         self.missing_ledger = missing_ledger
+        self.new_target = new_target
         self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
         self.dead_letter = dead_letter
         for said in (self.audit_by, *(s.audit for s in self.sinks)):
@@ -129,6 +132,7 @@ class Pipeline:
             master=spec.master,
             new_checkpoint=spec.new_checkpoint == "accept",
             missing_ledger=spec.missing_ledger == "accept",
+            new_target=spec.new_target == "accept",
             on_bad_row=spec.on_bad_row,
             dead_letter=_from_spec(spec.dead_letter, folder) if spec.dead_letter else None,
         )

@@ -23,6 +23,7 @@ PIPELINE_OPTIONS = OptionTable(
         Option("newCheckpoint", "accept: start over although an earlier checkpoint wrote to this sink.", "refuse"),
         Option("missingLedger", "accept: go on although the ledger lacks batches of this checkpoint.", "refuse"),
         Option("repeatedBatch", "accept: exactly_once may repeat a batch that a weaker guarantee began.", "refuse"),
+        Option("newTarget", "accept: go on although the sink's topic or table was dropped and made anew.", "refuse"),
         Option("runId", "df.write only: the same run, given twice, is written once."),
         Option("checkpointLocation", "Spark's: where the query keeps its checkpoint."),
         Option("queryName", "Spark's: the query's name."),
@@ -73,6 +74,7 @@ def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[st
         new_checkpoint=_accepts(values, "newCheckpoint"),
         missing_ledger=_accepts(values, "missingLedger"),
         repeated_batch=_accepts(values, "repeatedBatch"),
+        new_target=_accepts(values, "newTarget"),
     )
     sink = values.get("sink")
     return (

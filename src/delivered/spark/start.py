@@ -153,6 +153,8 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         writer = writer.option("newCheckpoint", "accept")
     if pipeline.missing_ledger:
         writer = writer.option("missingLedger", "accept")
+    if pipeline.new_target:
+        writer = writer.option("newTarget", "accept")
     if direct is not None:
         writer = mark_sink(writer, direct)
     _keep_dedup(pipeline)

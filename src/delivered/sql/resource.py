@@ -62,6 +62,10 @@ class ServerResource(ABC, Generic[C]):
         """Whether an id names a shard of this sink of this pipeline."""
 
     @abstractmethod
+    def _target(self, connection: C) -> str | None:
+        """What the server knows the table by, in words; None: it cannot tell. Raises the client's error."""
+
+    @abstractmethod
     def _staged(self, connection: C) -> list[str]:
         """Every staging table of this sink of this pipeline. Raises the client's error."""
 
@@ -121,6 +125,11 @@ class ServerResource(ABC, Generic[C]):
         except DeliveredError as error:
             return Unknown(str(error))
         return Ok(count)
+
+    def targets(self) -> dict[str, str]:
+        """See `delivered.contract_target.KnowsTarget`."""
+        known = self._ask(self._target)
+        return {} if known is None else {self._scope.sink: known}
 
     def set_up(self) -> None:
         """The table for markers, where another sink keeps the ledger. See `delivered.contract.SetsUp`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import uuid
 
 import pyarrow as pa
 
@@ -18,6 +19,20 @@ def sink_name(table: str) -> str:
     if plain == table:
         return plain
     return f"{plain}-{hashlib.blake2b(table.encode(), digest_size=4).hexdigest()}"
+
+
+_MARK = re.compile(r"delivered ([0-9a-f]{32})")
+
+
+def new_mark() -> str:
+    """A comment that tells a table we make from a later one of its name, for databases that keep no id of it."""
+    return f"delivered {uuid.uuid4().hex}"
+
+
+def marked(text: str | None) -> str | None:
+    """The id in the comment of a table; None: we did not make it."""
+    found = _MARK.search(text or "")
+    return None if found is None else found[1]
 
 
 def missing(table: str, where: str, next_step: str) -> UsageError:

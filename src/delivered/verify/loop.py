@@ -120,7 +120,11 @@ class Loop:
         scope = Scope(self.pipeline.name, self.sink_name, checkpoint.incarnation)
         own = psutil.Process()
         owner = Owner(uuid.uuid4().hex, os.uname().nodename, own.pid, int(own.create_time() * 1000))
-        tolerance = Tolerance(new_checkpoint=self.pipeline.new_checkpoint, missing_ledger=self.pipeline.missing_ledger)
+        tolerance = Tolerance(
+            new_checkpoint=self.pipeline.new_checkpoint,
+            missing_ledger=self.pipeline.missing_ledger,
+            new_target=self.pipeline.new_target,
+        )
         guarantee, sink = self.pipeline.guarantee, self.sink
         others = sink.others if isinstance(sink, Several) else frozenset()
         return Context(scope, guarantee, owner, sink.ledger(scope), sink.resource(scope), tolerance, others)

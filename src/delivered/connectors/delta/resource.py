@@ -52,6 +52,11 @@ class DeltaResource:
         except DeliveredError as error:
             return Unknown(str(error))
 
+    def targets(self) -> dict[str, str]:
+        """The table's id. See `delivered.contract_target.KnowsTarget`."""
+        table = open_table(self._options)
+        return {} if table is None else {self._scope.sink: f"table {self._options.path} with id {table.metadata().id}"}
+
     def close(self) -> None:
         self._opened = None
 

@@ -3,6 +3,7 @@
     batch=<incarnation>-<batch>/<shard>.<format>        a batch that counts, with its record `_decision.json`
     batch=<incarnation>-<batch>.<shard>-<nonce>/        a shard under at_least_once or at_most_once
     _delivered/schema.arrow                             columns and types of all files
+    _delivered/identity                                 tells this folder from a later one of its name
     _delivered/p-<pipeline>/s-<sink>/owner/<epoch>.json
                                      claims/<epoch>-<nonce>/     where a claim's decisions are put together
                                      staged/<incarnation>/<batch>-<shard>-<attempt>-<nonce>.staged
@@ -56,6 +57,10 @@ class Places:
 
 def schema_file(options: FilesOptions) -> Path:
     return options.folder / "_delivered" / "schema.arrow"
+
+
+def identity_file(options: FilesOptions) -> Path:
+    return options.folder / "_delivered" / "identity"
 
 
 def numbered(folder: Path) -> dict[int, Path]:

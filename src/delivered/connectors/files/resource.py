@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from delivered.connectors.files.disk import RECORD, Places, numbered
+from delivered.connectors.files.disk import RECORD, Places, failed, identity_file, numbered
 from delivered.connectors.files.options import FilesOptions
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
@@ -51,6 +51,17 @@ class FilesResource:
         except OSError as error:
             return Unknown(str(error))
         return Ok(count)
+
+    def targets(self) -> dict[str, str]:
+        """See `delivered.contract_target.KnowsTarget`."""
+        options = self._places.options
+        try:
+            known = identity_file(options).read_text()
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise failed(options, error) from error
+        return {self._places.scope.sink: f"folder {options.path} with id {known}"}
 
     def close(self) -> None:
         """Nothing is held."""

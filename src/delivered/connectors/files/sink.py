@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.files import types
-from delivered.connectors.files.disk import failed, schema_file
+from delivered.connectors.files.disk import failed, identity_file, schema_file
 from delivered.connectors.files.ledger import FilesLedger
 from delivered.connectors.files.options import FilesOptions
 from delivered.connectors.files.read import FolderRows, stored_schema
@@ -22,7 +22,7 @@ from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.storage.durable import make_folder, put
+from delivered.storage.durable import make_folder, put, put_first
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class FilesSink:
                 make_folder(self.options.folder)
                 put(schema_file(self.options), schema.serialize().to_pybytes())
                 known = stored_schema(self.options)
+            if not identity_file(self.options).exists():
+                put_first(identity_file(self.options), uuid.uuid4().hex.encode())
         except OSError as error:
             raise failed(self.options, error) from error
         if known is None or not known.equals(schema):

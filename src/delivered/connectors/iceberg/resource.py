@@ -60,6 +60,13 @@ class IcebergResource:
         except DeliveredError as error:
             return Unknown(str(error))
 
+    def targets(self) -> dict[str, str]:
+        """The table's UUID. See `delivered.contract_target.KnowsTarget`."""
+        table = open_table(self._options)
+        if table is None:
+            return {}
+        return {self._scope.sink: f"table {self._options.table} with UUID {table.metadata.table_uuid}"}
+
     def close(self) -> None:
         """Catalogs stay open in this process, for later batches."""
 

@@ -191,6 +191,24 @@ class Wire:
             self._refresh()
         return self._leaders[(topic, partition)]
 
+    def topic_id(self, topic: str) -> str | None:
+        """The id that a topic got when it was made; None: there is no such topic, or the brokers are older than ids.
+
+        Raises:
+            NoAnswer: nobody tells at the moment.
+        """
+        from kafka.protocol.metadata import MetadataRequest
+
+        Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
+        answer = self.ask(MetadataRequest(topics=[Topic(name=topic)], allow_auto_topic_creation=False))
+        [found] = answer.topics
+        if found.error_code == UNKNOWN_TOPIC_OR_PARTITION:
+            return None
+        if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
+            raise NoAnswer(f"topic {topic!r}: {name_of(found.error_code)}")
+        known = found.topic_id
+        return str(known) if known is not None and known.int else None
+
     def forget(self, transactional_id: str | None = None) -> None:
         """Ask again where things are."""
         if transactional_id is not None:

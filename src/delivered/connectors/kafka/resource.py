@@ -56,6 +56,21 @@ class KafkaResource:
         handles = [Handle.from_json(p.handle) for p in keep if p.handle]
         return transactions.sweep(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
 
+    def targets(self) -> dict[str, str]:
+        """The topic's id, where the sink has one topic. See `delivered.contract_target.KnowsTarget`."""
+        topic = self._options.topic
+        if topic is None:
+            return {}
+        try:
+            known = self._wire.topic_id(topic)
+        except NoAnswer as error:
+            raise Unreachable(
+                "KAFKA_NO_ANSWER",
+                f"The brokers did not tell the id of topic {topic!r}: {error}.",
+                next_step="start again when the brokers answer",
+            ) from None
+        return {} if known is None else {self._scope.sink: f"topic {topic} with id {known}"}
+
     def set_up(self) -> None:
         """The topic for markers, where another sink keeps the ledger. See `delivered.contract.SetsUp`."""
         ensure_topic(self._wire, self._topic, self._options.ledger_replication)

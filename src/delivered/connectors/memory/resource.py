@@ -59,6 +59,10 @@ class MemoryResource:
                 participant.state = State.ABORTED
         return Ok(len(gone))
 
+    def targets(self) -> dict[str, str]:
+        """See `delivered.contract_target.KnowsTarget`."""
+        return {self._scope.sink: f"generation {self._world.generation}"}
+
     def close(self) -> None:
         """Nothing is open."""
 

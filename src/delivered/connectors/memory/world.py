@@ -91,6 +91,7 @@ class World:
         visible: what readers of the sink see, in the order in which it became visible.
         log: markers, in the order of commits: (pipeline, sink, shard, incarnation, batch).
         gate: called before every change; a simulation raises here for a process that is dead.
+        generation: grows when the target is dropped and made anew.
         answers: how the next calls of a method end, by its name: "decide", "begin", "apply", "abort", "sweep".
     """
 
@@ -98,6 +99,7 @@ class World:
         self.lock = threading.RLock()
         self.inputs: list[list[tuple[bytes | None, bytes | None]]] = []
         self.visible: list[tuple[Work, pa.RecordBatch]] = []
+        self.generation = 1
         self.log: list[tuple[str, str, int, str, int]] = []
         self.participants: dict[int, Participant] = {}
         self.rooms: dict[tuple[str, str], Room] = {}
@@ -142,6 +144,12 @@ class World:
             for participant in gone:
                 participant.state = State.ABORTED
             return len(gone)
+
+    def make_target_anew(self) -> None:
+        """Drop what is visible, as when a topic is deleted and made again under its name."""
+        with self.lock:
+            self.visible.clear()
+            self.generation += 1
 
     def marker(self, work: Work) -> tuple[str, int] | None:
         """(incarnation, batch) of the shard's newest marker before the oldest open participant, as a read_committed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql import sessions, stage, transactions
+from delivered.connectors.mysql import sessions, stage, target, transactions
 from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.ledger import dialect
 from delivered.connectors.mysql.options import MysqlOptions
@@ -66,6 +66,10 @@ class MysqlResource(ServerResource["Session"]):
 
     def _is_ours(self, gid: str) -> bool:
         return transactions.is_ours(self._scope, self._options.ledger_schema, gid)
+
+    def _target(self, connection: Session) -> str | None:
+        known = target.identity(connection, self._options)
+        return None if known is None else f"table {self._options.table_text} with id {known}"
 
     def _staged(self, connection: Session) -> list[str]:
         return stage.listed(connection, self._names)

@@ -18,7 +18,7 @@ from delivered.model.errors import UsageError
 from delivered.sql.columns import Column, check_typed, compare
 from delivered.sql.database import quoted
 from delivered.sql.merge import no_unique_index, stored
-from delivered.sql.target import check_unchanged, missing
+from delivered.sql.target import check_unchanged, marked, missing, new_mark
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
@@ -86,6 +86,19 @@ def find(session: Session, options: MysqlOptions) -> Found | None:
     return None if row is None else Found(row[0], row[1], row[2], row[3] or "")
 
 
+def identity(session: Session, options: MysqlOptions) -> str | None:
+    """The id that the table got when we made it; None: somebody else made it. Raises MySQLError.
+
+    The server's own facts do not serve: id and time of creation change with an ALTER TABLE that rewrites the rows.
+    """
+    row = session.execute(
+        "SELECT table_comment FROM information_schema.tables "
+        "WHERE table_schema = coalesce(%s, database()) AND table_name = %s",
+        [options.schema, options.table],
+    ).fetchone()
+    return None if row is None else marked(row[0])
+
+
 def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
     """Make sure that rows of `schema` fit the table; create it if allowed. Outside of a transaction.
 
@@ -108,7 +121,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
         check_typed(options, schema)
         with alone(session):
             made = find(session, options) is None
-            body = f"({_body(options, kept)}) {_end(session)}"
+            body = f"({_body(options, kept)}) {_end(session)} COMMENT = '{new_mark()}'"
             session.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} {body}")
             found = find(session, options)
             if found is not None and made:  # what was known of an earlier table of this name is over

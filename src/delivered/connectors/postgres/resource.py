@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres import stage, transactions
+from delivered.connectors.postgres import stage, target, transactions
 from delivered.connectors.postgres.client import PostgresDatabase, explained
 from delivered.connectors.postgres.ledger import dialect
 from delivered.connectors.postgres.options import PostgresOptions
@@ -51,6 +51,10 @@ class PostgresResource(ServerResource["psycopg.Connection[Any]"]):
 
     def _is_ours(self, gid: str) -> bool:
         return transactions.is_ours(self._scope, self._options.ledger_schema, gid)
+
+    def _target(self, connection: psycopg.Connection[Any]) -> str | None:
+        found = target.find(connection, self._options)
+        return None if found is None else f"table {self._options.table_text} with oid {found[0]}"
 
     def _staged(self, connection: psycopg.Connection[Any]) -> list[str]:
         return stage.listed(connection, self._names)

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
-from delivered.connectors.sqlite import stage
+from delivered.connectors.sqlite import stage, target
 from delivered.connectors.sqlite.database import connect, explained
 from delivered.connectors.sqlite.migrate import version_of
 from delivered.connectors.sqlite.options import SqliteOptions
@@ -66,6 +66,19 @@ class SqliteResource:
         except OSError as error:
             return Unknown(str(error))
         return Ok(count)
+
+    def targets(self) -> dict[str, str]:
+        """See `delivered.contract_target.KnowsTarget`: of a table that we made."""
+        if not Path(self._options.path).exists():
+            return {}
+        connection = connect(self._options.path, mode="ro")
+        try:
+            known = target.identity(connection, self._options.table)
+        except sqlite3.Error as error:
+            raise explained(error, self._options.path) from error
+        finally:
+            connection.close()
+        return {} if known is None else {self._scope.sink: f"table {self._options.table} with id {known}"}
 
     def close(self) -> None:
         """Nothing is held."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pyarrow as pa
 
 from delivered.connectors.sqlite import target
-from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, rollback
+from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, rollback, writing
 from delivered.connectors.sqlite.ledger import SqliteLedger
 from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
@@ -102,6 +102,16 @@ class SqliteSink(TableSink):
                 raise target.missing_table(self.options)
         elif write.upserts and not target.has_unique_index(connection, self.options.table, write.keys):
             raise no_unique_index(write, self.options.table, self.options.where)
+
+    def ready_target(self, schema: pa.Schema) -> None:
+        """See `delivered.contract.NeedsTarget`: a table that we make is there before the first decision names it."""
+        connection = connect(self.options.path)
+        try:
+            migrate(connection, self.options.path)
+            with writing(connection, self.options.path, CONNECT_TIMEOUT_S):
+                target.ready(connection, self.options, schema)
+        finally:
+            connection.close()
 
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
         plain = fitted(batch, TYPES.plain_schema(batch.schema))

@@ -13,7 +13,7 @@ from delivered.connectors.sqlite.types import TYPES
 from delivered.model.errors import UsageError
 from delivered.sql.database import quoted
 from delivered.sql.merge import stored
-from delivered.sql.target import check_unchanged, column_missing, missing
+from delivered.sql.target import check_unchanged, column_missing, marked, missing, new_mark
 
 CHUNK_ROWS = 8_192
 """Rows that exist as Python objects at one time."""
@@ -35,7 +35,7 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
         body = ", ".join(f"{quoted(f.name)} {TYPES.declared(f.type)}" for f in schema)
         if options.write.upserts:
             body += f", PRIMARY KEY ({', '.join(map(quoted, options.write.keys))})"
-        connection.execute(f"CREATE TABLE {quoted(options.table)} ({body})")
+        connection.execute(f"CREATE TABLE {quoted(options.table)} /* {new_mark()} */ ({body})")
     else:
         compare(options, schema, columns)
     known = stored_schema(connection, options.table)
@@ -75,6 +75,13 @@ def table_columns(connection: sqlite3.Connection, table: str) -> dict[str, str]:
     """Name in lower case -> declared type; empty if there is no such table."""
     rows = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,)).fetchall()
     return {name.lower(): sql_type for name, sql_type in rows}
+
+
+def identity(connection: sqlite3.Connection, table: str) -> str | None:
+    """The id that the table got when we made it: SQLite keeps the text of CREATE TABLE. None: somebody else made it."""
+    statement = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ? COLLATE NOCASE"
+    row = connection.execute(statement, (table,)).fetchone()
+    return None if row is None else marked(row[0])
 
 
 def stored_schema(connection: sqlite3.Connection, table: str) -> pa.Schema | None:

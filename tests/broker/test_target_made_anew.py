@@ -1,0 +1,113 @@
+"""A topic or a table that is dropped and made anew while the pipeline is stopped, on servers that really do it."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conformance.test_sinks import Rig
+
+from delivered.connectors.kafka import CONNECTOR as KAFKA
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.contract import Sink
+from delivered.model.errors import TargetChanged
+from delivered.model.work import Tolerance
+
+Anew = Callable[[], None]
+
+
+def _kafka(request: pytest.FixtureRequest) -> tuple[Sink, Anew]:
+    kafka: Any = request.getfixturevalue("kafka")
+    topic = kafka.topic(2)
+    return KAFKA.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": topic}), lambda: make_topic_anew(
+        kafka, topic, 2
+    )
+
+
+def make_topic_anew(kafka: Any, topic: str, partitions: int) -> None:
+    """Delete it and make it again, as soon as the brokers let its name go."""
+    admin = kafka.admin()
+    admin.delete_topics([topic])[topic].result(30)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            kafka.topic(partitions, name=topic)
+            return
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
+
+
+def _sqlite(request: pytest.FixtureRequest) -> tuple[Sink, Anew]:
+    path = request.getfixturevalue("tmp_path") / "sink.db"
+
+    def anew() -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("DROP TABLE orders")
+
+    return SQLITE.sink({"path": str(path), "table": "orders"}), anew
+
+
+def _server(request: pytest.FixtureRequest, system: str) -> tuple[Sink, Anew]:
+    server: Any = request.getfixturevalue(system)
+    table = server.table(None)
+    return server.sink(table, ifNotExists="true"), lambda: server.execute(f"DROP TABLE {table}")
+
+
+MADE: dict[str, Callable[[pytest.FixtureRequest], tuple[Sink, Anew]]] = {
+    "kafka": _kafka,
+    "sqlite": _sqlite,
+    "postgres": lambda request: _server(request, "postgres"),
+    "mysql": lambda request: _server(request, "mysql"),
+}
+
+
+@pytest.mark.parametrize("system", MADE)
+def test_the_next_start_says_so_and_writes_nothing(request: pytest.FixtureRequest, system: str) -> None:
+    sink, make_anew = MADE[system](request)
+    rig = Rig(sink)
+    for batch in range(2):
+        made = rig.run(batch)
+        assert made is not None
+        assert made.targets
+    make_anew()
+    with pytest.raises(TargetChanged, match=r"batch 1 was written to .* 200 records") as caught:
+        rig.plan(rig.context("second"), 2)
+    assert made.targets[rig.scope.sink] in caught.value.message
+    with pytest.raises(TargetChanged):  # nor does it go on after another restart
+        rig.plan(rig.context("third"), 2)
+    accepted = replace(rig.context("fourth"), tolerance=Tolerance(new_target=True))
+    rig.run(2, accepted)
+    rig.run(3, rig.context("fifth"))
+    assert rig.visible() == rig.expected(2, 3)
+
+
+def test_a_table_that_others_make_anew_without_our_mark_is_noticed(mysql: Any) -> None:
+    table = mysql.table(None)
+    rig = Rig(mysql.sink(table, ifNotExists="true"))
+    rig.run(0)
+    mysql.execute(f"ALTER TABLE {table} ADD COLUMN more int, FORCE")  # rewrites every row, and is the same table
+    rig.run(1)
+    mysql.execute(f"DROP TABLE {table}")
+    mysql.execute(f"CREATE TABLE {table} (`key` longblob, value longblob)")
+    with pytest.raises(TargetChanged, match="no such target"):
+        rig.plan(rig.context("second"), 2)
+
+
+def test_a_sqlite_table_that_was_altered_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "sink.db"
+    rig = Rig(SQLITE.sink({"path": str(path), "table": "orders"}))
+    rig.run(0)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE orders ADD COLUMN more")
+        connection.execute("ALTER TABLE orders RENAME COLUMN more TO other")
+        connection.execute("VACUUM")
+    made = rig.run(1)
+    assert made is not None
+    assert made.targets
