@@ -79,8 +79,7 @@ soak: setup ## a thousand faults, at most half an hour, goes on where it was
 docs: setup ## reference pages and schema, from the code
 	$(BIN)/python -m docs.generate
 
-lock: ## requirements.lock anew from pyproject.toml
-	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+lock: setup ## requirements.lock anew from pyproject.toml
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 		--all-extras --group dev pyproject.toml -o requirements.lock
 

@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from delivered.cli.output import console
 from delivered.model.errors import DeliveredError
+from delivered.model.extras import EXTRA_OF
 
 if TYPE_CHECKING:
     from delivered.spark.pipeline import Pipeline
 
 _DISK_FREE_MIN = 1 << 30
-_LIBRARIES = (
-    ("confluent-kafka", "confluent_kafka", "kafka"),
-    ("kafka-python", "kafka", "kafka"),
-    ("deltalake", "deltalake", "log"),
-    ("pyiceberg", "pyiceberg", "iceberg"),
-    ("altair", "altair", "report"),
+_LIBRARIES = tuple(
+    (distribution, module, extra)
+    for module, (distribution, extra) in EXTRA_OF.items()
+    if extra not in ("spark", "java") and not module.startswith("_")
 )
 
 
@@ -72,7 +72,7 @@ def show(checks: list[Check]) -> None:
     table.add_column(overflow="fold")
     for check in checks:
         says = check.says if check.next_step is None else f"{check.says}\nNext: {check.next_step}"
-        table.add_row(marks[check.health], check.name, says)
+        table.add_row(marks[check.health], Text(check.name), Text(says))  # brackets are no markup
     console().print(table)
 
 

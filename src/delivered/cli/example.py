@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
-from delivered.model.errors import UsageError
+from delivered.model.errors import MissingExtra, UsageError
 
 RECORDS = 1_000
 FILE = "orders.yaml"
@@ -50,11 +51,15 @@ def write_example(folder: Path) -> tuple[Path, int]:
 
     Raises:
         UsageError: there is such a file already.
-        MissingExtra: the log needs `pip install "delivered[log]"`.
+        MissingExtra: what the pipeline needs to run is not installed; nothing was written.
     """
     import pyarrow as pa
 
     from delivered.connectors.log.produce import append
+
+    for module in ("pyspark", "deltalake"):
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtra("spark")
 
     file = folder / FILE
     if file.exists():

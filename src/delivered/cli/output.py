@@ -12,9 +12,9 @@ from enum import StrEnum
 from functools import wraps
 from typing import Annotated, Any, ParamSpec
 
-import click
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from delivered.model.errors import DeliveredError
 
@@ -65,8 +65,8 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
     if not shown.is_terminal:
         yield note
         return
-    with shown.status(text) as status:
-        yield lambda now: status.update(now)
+    with shown.status(Text(text)) as status:
+        yield lambda now: status.update(Text(now))
 
 
 def redact(text: str) -> str:
@@ -87,7 +87,7 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
         try:
             code = function(*args, **kwargs) or 0
             sys.stdout.flush()
-        except (typer.Exit, typer.Abort, click.ClickException):
+        except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:
             # Who read our output has enough; anything written from now on, at exit too, goes nowhere.

@@ -6,6 +6,7 @@ import re
 
 from delivered.model import errors
 from delivered.model.errors import DeliveredError
+from delivered.model.extras import missing_extra
 
 _OURS = re.compile(r"\[DELIVERED_([A-Z0-9_]+)\] (.*?)(?: Next: (.*?))?\s*(?=\n|$)", re.DOTALL)
 _LENGTH_MAX = 4_000
@@ -20,12 +21,12 @@ _REFUSED = ("OPTION_", "GUARANTEE_", "NAME_", "CHECKPOINT_NEW", "ASYNC_", "EXTRA
 
 
 def translated(error: BaseException) -> DeliveredError | None:
-    """The error of ours inside an exception of Spark's, or None: there is none."""
+    """The error of ours inside an exception of Spark's, or the extra that brings a missing library; None: neither."""
     if isinstance(error, DeliveredError):
         return error
     found = _OURS.search(str(error))
     if found is None:
-        return None
+        return missing_extra(str(error))
     code, message, next_step = found.group(1), found.group(2).strip(), found.group(3)
     # A message may hold line breaks only by accident; the trace of Spark follows on the next line.
     kind = _KNOWN_TYPES.get(code, errors.UsageError if code.startswith(_REFUSED) else DeliveredError)

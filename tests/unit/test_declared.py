@@ -1,0 +1,72 @@
+"""Every library that the product imports is declared: what another distribution happens to bring may go any day."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from delivered.model.errors import MissingExtra
+from delivered.model.extras import EXTRA_OF, missing_extra
+from delivered.spark.messages import translated
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def normal(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=;! ]", requirement, maxsplit=1)[0]).lower()
+
+
+CORE = {normal(r) for r in PROJECT["dependencies"]}
+EXTRAS = {extra: {normal(r) for r in found} for extra, found in PROJECT["optional-dependencies"].items()}
+
+
+DISTRIBUTIONS = packages_distributions()
+
+
+def imported() -> dict[str, str]:
+    """Module of another distribution -> the first file that imports it."""
+    found: dict[str, str] = {}
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            else:
+                continue
+            for name in names:
+                top = name.partition(".")[0]
+                if top not in sys.stdlib_module_names and top != "delivered":
+                    found.setdefault(top, str(file.relative_to(ROOT)))
+    return found
+
+
+def test_every_import_is_of_a_declared_dependency() -> None:
+    declared = CORE.union(*EXTRAS.values(), {"py4j"})  # py4j: a part of pyspark's interface
+    for module, file in imported().items():
+        brought_by = {normal(d) for d in DISTRIBUTIONS.get(module, [module])}
+        assert brought_by & declared, f"{file} imports {module} of {sorted(brought_by)}, which pyproject.toml lacks"
+
+
+def test_the_table_of_extras_is_that_of_the_project() -> None:
+    for module, (distribution, extra) in EXTRA_OF.items():
+        if module not in ("py4j",):
+            assert normal(distribution) in EXTRAS[extra], module
+    optional = {m for m in imported() if {normal(d) for d in DISTRIBUTIONS.get(m, [])} - CORE}
+    assert optional - {"delivered"} <= set(EXTRA_OF)
+
+
+@pytest.mark.parametrize("module", EXTRA_OF)
+def test_a_missing_library_names_its_extra(module: str) -> None:
+    error = ModuleNotFoundError(f"No module named '{module}.sub'")
+    found = translated(error)
+    assert isinstance(found, MissingExtra)
+    assert found.next_step == f'pip install "delivered[{EXTRA_OF[module][1]}]"'
+    assert missing_extra("No module named 'surely_not_ours'") is None
