@@ -7,6 +7,8 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +20,7 @@ from tests.broker.source_help import Transactions, positions, produce, read_all,
 from delivered.connectors.kafka import native_consume, reader
 from delivered.contract import Slice, Source
 from delivered.model.errors import InvariantBroken, UsageError
+from delivered.spark.offset_metadata import FILE, stream_driver
 
 CONSUMERS = ["native", "plain"]
 
@@ -495,10 +498,7 @@ def _recreated(kafka: Any, make: Callable[..., Any]) -> tuple[str, Any]:
     driver = source(kafka, subscribe=topic, startingOffsets="earliest").driver()
     at = driver.latest(driver.initial(), None)
     driver.close()
-    kafka.admin().delete_topics([topic])[topic].result(20)
-    deadline = time.monotonic() + 30
-    while topic in kafka.admin().list_topics(timeout=10).topics:
-        assert time.monotonic() < deadline
+    _delete(kafka, topic)
     make(topic)
     return topic, at
 
@@ -546,3 +546,87 @@ def test_a_slice_of_a_topic_that_is_gone_ends(kafka: Any, either: str, monkeypat
     with pytest.raises(InvariantBroken, match=r"DATA_LOST"):
         list(source(kafka, subscribe=topic).read(Slice((topic, 0, 0, 3))))
     assert list(source(kafka, subscribe=topic, failOnDataLoss=False).read(Slice((topic, 0, 0, 3)))) == []
+
+
+def test_a_stream_knows_its_topic_again_while_sparks_log_holds_plain_offsets(kafka: Any, tmp_path: Path) -> None:
+    """Once in one run, and once between two runs, which only the checkpoint's sidecar can tell."""
+    topic = kafka.topic(1)
+    produce(kafka, topic, [b"old"] * 3)
+    src = source(kafka, subscribe=topic, startingOffsets="earliest")
+    kept, running = stream_driver(src, str(tmp_path)), stream_driver(src, None)
+    assert kept.initial() == running.initial() == {topic: {"0": 0}}
+    at = kept.latest({topic: {"0": 0}}, None)
+    assert at == running.latest({topic: {"0": 0}}, None) == {topic: {"0": 3}}
+    assert kept.newest() == at
+    kept.close()
+    _make_again(kafka, topic)
+    produce(kafka, topic, [b"new"] * 5)
+    stopped = stream_driver(src, str(tmp_path))
+    for driver in (stopped, running):
+        with pytest.raises(InvariantBroken, match=r"DATA_LOST.*deleted and made again"):
+            driver.latest(at, None)
+        driver.close()
+    again = pytest.raises(InvariantBroken, match=r"DATA_LOST.*deleted and made again")
+    with closing(stream_driver(src, str(tmp_path))) as replays, again:
+        replays.slices({topic: {"0": 0}}, at)
+    # As an earlier version logged it.
+    ids = json.loads((tmp_path / FILE).read_text())["entries"][0]["metadata"]
+    with closing(stream_driver(src, None)) as old, pytest.raises(InvariantBroken, match="deleted and made again"):
+        old.latest({**at, **ids}, None)
+    # Neither sidecar nor memory: as Spark's own connector.
+    with closing(stream_driver(src, None)) as nothing:
+        assert nothing.latest(at, None) == {topic: {"0": 5}}
+
+
+def test_a_topic_made_again_that_ends_where_the_former_stood_is_read(kafka: Any, tmp_path: Path) -> None:
+    """Spark runs no batch between equal offsets. A crash before Spark logs the end changes nothing."""
+    topic = kafka.topic(1)
+    produce(kafka, topic, [b"old"] * 3)
+    src = source(kafka, subscribe=topic, startingOffsets="earliest", failOnDataLoss=False)
+    with closing(stream_driver(src, str(tmp_path))) as driver:
+        at = driver.latest(driver.initial(), None)
+    _make_again(kafka, topic)
+    produce(kafka, topic, [b"n0", b"n1", b"n2"])
+    read: list[bytes | None] = []
+    with closing(stream_driver(src, str(tmp_path))) as died:
+        assert died.latest(at, None) == {topic: {"0": 2}}
+    while True:
+        with closing(stream_driver(src, str(tmp_path))) as driver:
+            end = driver.latest(at, None)
+            if end == at:
+                break
+            pieces = driver.slices(at, end)
+        with closing(stream_driver(src, str(tmp_path))) as again:
+            assert again.slices(at, end) == pieces
+        read += [v for p in pieces for b in src.read(p) for v in b.column("value").to_pylist()]
+        at = end
+    assert read == [b"n0", b"n1", b"n2"]
+
+
+def test_offsets_of_sparks_own_connector_are_gone_on_from(kafka: Any, caplog: pytest.LogCaptureFixture) -> None:
+    topic = kafka.topic(2)
+    produce(kafka, topic, [b"a", b"b"])
+    produce(kafka, topic, [b"c"], partition=1)
+    src = source(kafka, subscribe=topic)
+    with closing(stream_driver(src, None)) as driver:
+        pieces = driver.slices({topic: {"0": 1}}, {topic: {"0": 2, "1": 1}})
+        assert [p.data for p in pieces] == [(topic, 0, 1, 2), (topic, 1, 0, 1)], (
+            "a new partition begins at its earliest"
+        )
+        with pytest.raises(InvariantBroken, match="went back from offset 2 to 1"):
+            driver.slices({topic: {"0": 2, "1": 1}}, {topic: {"0": 1, "1": 1}})
+    lax = source(kafka, subscribe=topic, failOnDataLoss=False)
+    with closing(stream_driver(lax, None)) as driver:
+        assert driver.slices({topic: {"0": 2, "1": 1}}, {topic: {"0": 1, "1": 1}}) == []
+
+
+def _make_again(kafka: Any, topic: str) -> None:
+    _delete(kafka, topic)
+    kafka.topic(1, topic)
+
+
+def _delete(kafka: Any, topic: str) -> None:
+    kafka.admin().delete_topics([topic])[topic].result(20)
+    deadline = time.monotonic() + 30
+    while topic in kafka.admin().list_topics(timeout=10).topics:
+        assert time.monotonic() < deadline

@@ -63,6 +63,9 @@ SOURCE_BATCH_RECORDS_MAX = 16_384
 SOURCE_QUEUE_KBYTES = 16_384
 """Records that a Kafka consumer holds ready ahead of the task, in KiB."""
 
+OFFSET_METADATA_MAX = 200
+"""Changes of a stream's offset metadata that a checkpoint's sidecar keeps: new topics and partitions, lost records."""
+
 DEDUP_WINDOW = 1_000_000
 """Newest messages of each partition of a receiver's log among which one that comes again is recognised."""
 

@@ -15,6 +15,7 @@ from delivered.spark.audit_dedup import Judged, Once, cut, stretches
 from delivered.spark.audit_spec import AuditSpec, expressions
 from delivered.spark.final_state import FinalState, final_state, id_sql
 from delivered.spark.frames import keeps_partitions, slice_frame
+from delivered.spark.offset_metadata import stream_driver
 from delivered.spark.reconcile import hashed
 from delivered.write.shard import fingerprint_seed
 
@@ -27,7 +28,7 @@ class SentRange:
 
     def __init__(self, spec: AuditSpec) -> None:
         self._spec = spec
-        self._driver = spec.source.driver()
+        self._driver = stream_driver(spec.source, spec.checkpoint, writes=False)
 
     def initial(self) -> Offsets:
         return self._driver.initial()

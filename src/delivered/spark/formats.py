@@ -26,6 +26,7 @@ from delivered.spark import tables
 from delivered.spark.batch_writer import BatchWriter
 from delivered.spark.direct import is_direct, read_direct, without_direct
 from delivered.spark.drain import drain_of, without_drain
+from delivered.spark.offset_metadata import location_of, without_location
 from delivered.spark.readers import BatchReader, StreamReader
 from delivered.spark.session import make_active
 from delivered.spark.settings import PipelineSettings, split_options
@@ -50,7 +51,7 @@ class DeliveredDataSource(DataSource):
         return f"delivered_{cls.system}"
 
     def _source(self, schema: StructType | None = None) -> Source:
-        options = without_drain(without_direct(self.options))
+        options = without_location(without_drain(without_direct(self.options)))
         return find_source(self.system, options if schema is None else tables.for_read(schema, options, self.system))
 
     def _planned_source(self, schema: StructType | None = None) -> Source:
@@ -107,6 +108,7 @@ class DeliveredDataSource(DataSource):
             self._direct,
             drain_of(self.options),
             self.driver_id,
+            location_of(self.options),
         )
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

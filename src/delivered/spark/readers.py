@@ -14,6 +14,7 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.spark.batch_start import hand_over, withdraw
 from delivered.spark.crash import arm
 from delivered.spark.drain import is_drained
+from delivered.spark.offset_metadata import stream_driver
 from delivered.write.direct import pack
 
 if TYPE_CHECKING:
@@ -40,11 +41,19 @@ def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordB
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Lives on the driver in one process per query; copies without a connection go to the tasks."""
 
-    def __init__(self, source: Source, direct: bool, drain: str | None = None, driver_id: str = "") -> None:
+    def __init__(
+        self,
+        source: Source,
+        direct: bool,
+        drain: str | None = None,
+        driver_id: str = "",
+        checkpoint: str | None = None,
+    ) -> None:
         self._source = source
         self._direct = direct
         self._drain = drain
         self._driver_id = driver_id
+        self._checkpoint = checkpoint
         self._opened: SourceDriver | None = None
         self._initial: dict[str, Any] | None = None
         self._handed_over: Path | None = None
@@ -55,7 +64,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @property
     def _driver(self) -> SourceDriver:
         if self._opened is None:
-            self._opened = self._source.driver()
+            self._opened = stream_driver(self._source, self._checkpoint)
         return self._opened
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802

@@ -130,7 +130,7 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
         if offsets is not None:
             source = source.with_options(startingOffsets=json.dumps(offsets))
         reader = spark.readStream.format(f"delivered_{source.system}").options(**source.options)
-        reader = reader.option(DRAIN, str(drain))
+        reader = reader.option(DRAIN, str(drain)).option("checkpointLocation", pipeline.checkpoint)
         plain = all(p.is_plain if is_group(pipeline) else p.is_all for p in projections)
         if pipeline.transform.kind in ("none", "arrow") and plain and pipeline.dedup is None:
             direct = Direct(opened, arrow_transform(pipeline.transform))

@@ -20,11 +20,15 @@ _IDS = "#topic ids"
 _FIRST = "#first"
 _FROM = "#from"
 # No topic can have these names: Kafka allows no "#" in one.
+METADATA = frozenset({_IDS, _FIRST, _FROM})
+"""Keys of offsets that Spark's own connector does not know."""
+LASTING = frozenset({_IDS, _FIRST})
+"""Those that hold for later offsets too."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where a stream stands: what Spark keeps in its offset log.
+    """Where a stream stands.
 
     Attributes:
         at: partition -> next offset.

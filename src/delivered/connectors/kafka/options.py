@@ -59,6 +59,11 @@ SOURCE_OPTIONS = OptionTable(
             "Consumer group that is told how far the pipeline is, after each batch, so that tools can show its lag. "
             "Nothing is ever read from it.",
         ),
+        Option(
+            "checkpointLocation",
+            "The query's, once more: a topic that is deleted and made again while the query is stopped is noticed. "
+            "delivered.Pipeline sets it.",
+        ),
     ),
     passthrough=("kafka.",),
 )

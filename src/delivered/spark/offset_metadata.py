@@ -1,0 +1,190 @@
+"""What a source knows of its offsets and Spark's own connector cannot read: kept in the checkpoint's sidecar.
+
+Spark's offset log then holds offsets in the form of Spark's own connector, and both can go on from a checkpoint
+(decision 032). The metadata of an end offset is durable before Spark is told the offset: it never lags behind the log.
+It may lead: an offset that Spark never logged is superseded by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from delivered.contract import Offsets, Slice, Source, SourceDriver
+from delivered.contract_offsets import HasOffsetMetadata
+from delivered.model.errors import InvariantBroken
+from delivered.model.limits import OFFSET_METADATA_MAX
+from delivered.spark import beside
+
+FILE = "delivered/offset-metadata.json"
+OPTION = "checkpointlocation"
+"""On a source: where its sidecar lies. `Pipeline` sets it; Spark tells a source nothing of the checkpoint."""
+
+
+def location_of(options: Mapping[str, str]) -> str | None:
+    return next((v for k, v in options.items() if k.lower() == OPTION), None)
+
+
+def without_location(options: Mapping[str, str]) -> dict[str, str]:
+    """The options that the connector knows."""
+    return {k: v for k, v in options.items() if k.lower() != OPTION}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    at: Offsets
+    metadata: Offsets
+
+
+class OffsetMetadata:
+    """The metadata of one stream's offsets, oldest first; an entry for each change, not for each batch.
+
+    Args:
+        location: of the checkpoint; None: it is not known, and the metadata lives as long as this object.
+        lasting: what belongs to every offset from an entry on. The other keys belong to the entry's own offset.
+        writes: False for an audit, which changes nothing.
+    """
+
+    def __init__(
+        self, location: str | None, keys: frozenset[str], lasting: frozenset[str], *, writes: bool = True
+    ) -> None:
+        self._location = location
+        self._writes = writes and location is not None
+        self._keys = keys
+        self._lasting = lasting
+        self._entries: list[_Entry] | None = None
+
+    def split(self, offsets: Offsets) -> tuple[Offsets, Offsets]:
+        """Offsets as Spark's own connector spells them, and their metadata."""
+        plain = {k: v for k, v in offsets.items() if k not in self._keys}
+        return plain, {k: v for k, v in offsets.items() if k in self._keys}
+
+    def joined(self, offsets: Offsets) -> Offsets:
+        """Offsets with what is known of them. Those that an earlier version logged hold it themselves."""
+        plain, own = self.split(offsets)
+        return offsets if own else {**plain, **self.find(plain)}
+
+    def find(self, plain: Offsets) -> Offsets:
+        """Metadata of offsets: that of the newest entry at exactly these; else what lasts of the newest before them."""
+        entries = self._loaded()
+        for entry in reversed(entries):
+            if entry.at == plain:
+                return entry.metadata
+        for entry in reversed(entries):
+            if not _is_ahead(entry.at, plain):
+                return self._of_others(entry)
+        return self._of_others(entries[-1]) if entries else {}
+
+    def keep(self, plain: Offsets, metadata: Offsets, start: Offsets | None = None) -> None:
+        """Afterwards `find(plain)` is `metadata`, in another process too if the location is known.
+
+        Args:
+            start: plain offsets that `plain` follows. Until Spark logs `plain` they are where the stream stands, and
+                keep the metadata that they have.
+
+        Raises:
+            Unreachable: the checkpoint cannot be written to.
+        """
+        if self.find(plain) == metadata:
+            return
+        if self._writes:
+            self._entries = None  # another process may have written since
+        entries = list(self._loaded())
+        if start is not None and start != plain:
+            entries.append(_Entry(start, self.find(start)))
+        entries = [*entries, _Entry(plain, metadata)][-OFFSET_METADATA_MAX:]
+        if self._writes and self._location is not None:
+            said = {"version": 1, "entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
+            beside.write(self._location, FILE, json.dumps(said, separators=(",", ":")).encode(), first=False)
+        self._entries = entries
+
+    def _of_others(self, entry: _Entry) -> Offsets:
+        return {k: v for k, v in entry.metadata.items() if k in self._lasting}
+
+    def _loaded(self) -> list[_Entry]:
+        if self._entries is None:
+            self._entries = list(_read(self._location)) if self._location is not None else []
+        return self._entries
+
+
+def _read(location: str) -> Iterator[_Entry]:
+    text = beside.read(location, FILE)
+    if text is None:
+        return
+    try:
+        said = json.loads(text)
+        if said["version"] != 1:
+            raise ValueError(said["version"])
+        for entry in said["entries"]:
+            yield _Entry(dict(entry["offsets"]), dict(entry["metadata"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvariantBroken(
+            "OFFSET_METADATA_DAMAGED",
+            f"{FILE!r} of the checkpoint {location!r} holds {text[:80]!r}; it must be what this version of the source "
+            "wrote.",
+            next_step="restore the file from the checkpoint's backup; without it a topic that was deleted and made "
+            "again while the query was stopped is not noticed",
+        ) from error
+
+
+def _is_ahead(one: Any, other: Any) -> bool:
+    """Whether `one` stands further than `other` anywhere."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return any(_is_ahead(v, other[k]) for k, v in one.items() if k in other)
+    return isinstance(one, int) and isinstance(other, int) and one > other
+
+
+class PlainDriver:
+    """A source's driver whose offsets, in and out, are those of Spark's own connector."""
+
+    def __init__(self, driver: SourceDriver, metadata: OffsetMetadata) -> None:
+        self._driver = driver
+        self._metadata = metadata
+
+    def initial(self) -> Offsets:
+        return self._kept(self._driver.initial())
+
+    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
+        whole = self._metadata.joined(start)
+        end = self._driver.latest(whole, rows_max)
+        # Word for word: other words for the same place would make an empty batch.
+        return start if end == whole else self._kept(end, self._metadata.split(start)[0])
+
+    def newest(self) -> Offsets | None:
+        newest = self._driver.newest()
+        return None if newest is None else self._metadata.split(newest)[0]
+
+    def freeze(self) -> None:
+        self._driver.freeze()
+
+    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
+        return self._driver.slices(self._metadata.joined(start), self._metadata.joined(end))
+
+    def batch(self) -> tuple[Offsets, Offsets]:
+        return self._driver.batch()
+
+    def acknowledge(self, end: Offsets) -> None:
+        self._driver.acknowledge(end)
+
+    def close(self) -> None:
+        self._driver.close()
+
+    def _kept(self, offsets: Offsets, start: Offsets | None = None) -> Offsets:
+        plain, metadata = self._metadata.split(offsets)
+        self._metadata.keep(plain, metadata, start)
+        return plain
+
+
+def stream_driver(source: Source, location: str | None, *, writes: bool = True) -> SourceDriver:
+    """The driver of a stream, for Spark's offset log.
+
+    Args:
+        location: of the checkpoint, as Spark spells it, if it is known.
+        writes: whether the sidecar is written to.
+    """
+    driver = source.driver()
+    if not isinstance(source, HasOffsetMetadata):
+        return driver
+    return PlainDriver(driver, OffsetMetadata(location, source.offset_metadata, source.lasting_metadata, writes=writes))

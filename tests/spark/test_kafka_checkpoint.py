@@ -1,0 +1,111 @@
+"""One checkpoint, two connectors: ours and Spark's own Kafka source go on from each other's offsets, killed between."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from benchmarks.cases import SPARK_KAFKA_JARS
+from tests.kafka_tools import produce, read_committed
+
+import delivered
+from delivered.brokers.fetch import fetch_jars
+from delivered.brokers.java import java_home
+from delivered.spark.offset_metadata import FILE
+from delivered.testing.supervisor import run
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROWS = 500
+WAIT_S = 120.0
+
+_TURNS = """
+import pathlib, subprocess, sys
+turn = pathlib.Path(sys.argv[1])
+n = len(turn.read_text()) if turn.exists() else 0
+turn.write_text("x" * (n + 1))
+sys.exit(subprocess.run([sys.executable, "-m", "delivered.cli.main", "run", sys.argv[2 + min(n, 2)]]).returncode)
+"""
+"""Each run another pipeline file."""
+
+
+def logged(checkpoint: Path) -> dict[int, dict[str, Any]]:
+    """What Spark logged of its one source, by batch."""
+    return {
+        int(p.name): json.loads(p.read_text().splitlines()[2])
+        for p in (checkpoint / "offsets").iterdir()
+        if p.name.isdigit()
+    }
+
+
+def test_both_connectors_go_on_from_each_others_batches(kafka: Any, tmp_path: Path) -> None:
+    """Ours dies after a decision, Spark's own goes on and dies after the next, ours finishes: each record once."""
+    jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)
+    source, sink = kafka.topic(2), kafka.topic(2)
+    produce(kafka.bootstrap, source, ((f"k{i % 7}".encode(), str(i).encode()) for i in range(ROWS)))
+    servers = {"kafka.bootstrap.servers": kafka.bootstrap}
+    files = []
+    for turn, kind in enumerate(("kafka", "spark:kafka", "kafka")):
+        files.append(tmp_path / f"{turn}.yaml")
+        files[-1].write_text(
+            yaml.safe_dump(
+                {
+                    "pipeline": "both",
+                    "guarantee": "exactly_once",
+                    "checkpoint": str(tmp_path / "checkpoint"),
+                    "source": {
+                        "format": kind, **servers, "subscribe": source, "startingOffsets": "earliest",
+                        "maxOffsetsPerTrigger": 100,
+                    },
+                    "transform": {"sql": "SELECT key, value FROM source"},
+                    "sinks": [{"format": "kafka", **servers, "topic": sink}],
+                    "trigger": "available_now",
+                    "master": "local[2]",
+                    "spark": {"spark.jars": ",".join(str(jar) for jar in sorted(jars.glob("*.jar")))},
+                }
+            )
+        )  # fmt: skip
+    command = [sys.executable, "-c", _TURNS, str(tmp_path / "turn"), *map(str, files)]
+    crashes = "commit.decide:after@batch=1,commit.decide:after@batch=3"
+    outcome = run(command, crashes, tmp_path / "hits", timeout_s=400, env=dict(os.environ))
+    assert (outcome.exit_code, outcome.runs, len(outcome.kills)) == (0, 3, 2)
+    found = sorted(int(m.value() or b"-1") for m in read_committed(kafka.bootstrap, sink))
+    assert found == list(range(ROWS))
+    log = logged(tmp_path / "checkpoint")
+    assert all(set(offsets) == {source} for offsets in log.values()), log
+    assert sum(log[max(log)][source].values()) == ROWS
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(kafka: Any, spark: SparkSession, tmp_path: Path) -> None:
+    """Its offset log holds the topic's id among the offsets, and it has no sidecar for it."""
+    source, checkpoint = kafka.topic(1), tmp_path / "checkpoint"
+    made = delivered.Pipeline(
+        name="old",
+        guarantee="exactly_once",
+        checkpoint=checkpoint,
+        source=delivered.kafka(kafka.bootstrap, subscribe=source, startingOffsets="earliest"),
+        sinks=[delivered.sqlite(str(tmp_path / "out.db"), "orders")],
+        transform="SELECT key, value FROM source",
+        trigger="available_now",
+        audit={"id": "value"},
+    )
+    produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(10)))
+    made.start(spark).awaitTermination(WAIT_S)
+    assert logged(checkpoint) == {0: {source: {"0": 10}}}
+    metadata = json.loads((checkpoint / FILE).read_text())["entries"][0]["metadata"]
+    assert set(metadata) == {"#topic ids"}
+    (checkpoint / FILE).unlink()
+    newest = checkpoint / "offsets" / "0"
+    old = json.dumps({source: {"0": 10}, "#topic ids": metadata["#topic ids"]})
+    newest.write_text("\n".join([*newest.read_text().splitlines()[:2], old]))
+    (checkpoint / "offsets" / ".0.crc").unlink()
+    produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(10, 25)))
+    made.start(spark).awaitTermination(WAIT_S)
+    assert logged(checkpoint)[1] == {source: {"0": 25}}
+    report = made.audit(spark)
+    assert (report.exit_code, report.counts.sent, report.counts.delivered) == (0, 25, 25)
