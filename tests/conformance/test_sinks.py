@@ -243,6 +243,22 @@ def test_batches_are_visible_once_and_add_up(rig: Rig) -> None:
     assert state.last.total == rig.visible() == rig.expected(0, 1, 2)
 
 
+def test_the_ledger_keeps_which_transform_a_batch_ran_with(rig: Rig) -> None:
+    """In decisions of any sink, and none where nobody told it, as in ledgers of before."""
+    for batch, transform in enumerate(("", "a", "a", "b")):
+        context = replace(rig.context(), transform=transform)
+        decided = commit_batch(context, batch, offsets(batch), rig.write(rig.plan(context, batch)))
+        last = rig.context().ledger.look().last
+        assert last is not None
+        assert decided is not None
+        assert last.transforms == decided.transforms
+        assert last.transform == transform
+    assert [(t.fingerprint, t.batch, t.after) for t in last.transforms] == [
+        ("", 0, ""), ("a", 1, offsets(0)), ("b", 3, offsets(2))
+    ]  # fmt: skip
+    assert last.transforms[2].accounts[""].total == rig.expected(0, 1, 2)
+
+
 def test_nothing_is_visible_before_the_decision(rig: Rig) -> None:
     rig.run(0)
     context = rig.context()

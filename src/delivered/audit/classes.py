@@ -46,6 +46,8 @@ class Counts:
         sent: what the transform made of the source range, every batch in it decided.
         delivered: what the sink holds, all of it.
         in_progress: delivered ahead of the decision: of batches that began and are not decided yet.
+        earlier: delivered by batches that ran with another transform and cannot be recomputed, as far as the ledger
+            accounts for them.
     """
 
     sent: int = 0
@@ -56,6 +58,7 @@ class Counts:
     unexpected: int = 0
     reordered: int = 0
     in_progress: int = 0
+    earlier: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -69,7 +72,8 @@ class Counts:
 
         An altered record is one that was sent and one that was delivered; the others are on one side only.
         """
-        return self.delivered == self.sent - self.lost + self.duplicated + self.unexpected + self.in_progress
+        more = self.duplicated + self.unexpected + self.in_progress + self.earlier
+        return self.delivered == self.sent - self.lost + more
 
 
 def breaches(guarantee: Guarantee, counts: Counts, given_up: int) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from delivered.audit.classes import Counts, Damage, Verdict, breaches
 from delivered.audit.history import History
+from delivered.audit.versions import Earlier
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 
@@ -130,6 +131,9 @@ class AuditReport:
         unknowns: why something could not be told. With any of these the verdict is never `held`.
         judged: whether what was counted may break the guarantee. False: the range it was counted over need not be the
             pipeline's; `unknowns` say why.
+        earlier: batches that ran with another transform; None: there are none.
+        own: SQL that told this pipeline's records from others'; empty: nobody said.
+        foreign: records for which it was not true; they are in no count.
         notes: what a reader of the report should know; none of it changes the verdict.
         id_says: what tells records apart in this audit.
         dedup: of a pipeline that drops the source's repeats. `counts.in_progress` then also counts what may be in the
@@ -151,6 +155,9 @@ class AuditReport:
     transactions: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
     judged: bool = True
+    earlier: Earlier | None = None
+    own: str = ""
+    foreign: int = 0
     notes: tuple[str, ...] = ()
     id_says: str = "the whole record"
     dedup: DedupCounts | None = None
@@ -158,14 +165,40 @@ class AuditReport:
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
+    def handed_all(self) -> bool:
+        """Whether the sink holds exactly what decided batches handed to it, by the ledger."""
+        prints = self.fingerprints
+        return prints is not None and prints.ledger is not None and prints.delivered == prints.ledger
+
+    @property
+    def all_own(self) -> bool:
+        """Whether every record that was counted is this pipeline's own."""
+        return bool(self.own) or self.handed_all
+
+    @property
     def breaches(self) -> list[str]:
-        return breaches(self.guarantee, self.counts, self.given_up) if self.judged else []
+        if not self.judged:
+            return []
+        counts = self.counts if self.all_own else replace(self.counts, unexpected=0)
+        found = breaches(self.guarantee, counts, self.given_up)
+        if self.earlier is not None and not self.guarantee.may_lose:
+            if self.earlier.missing:
+                found.append(
+                    f"{self.earlier.missing} records of batches {self.earlier.batches} are lost: the ledger says that "
+                    "they were handed to the sink"
+                )
+            elif self.earlier.differs:
+                found.append(
+                    f"records of batches {self.earlier.batches} are lost or altered: the sink holds as many as the "
+                    "ledger says, with another fingerprint"
+                )
+        return found
 
     @property
     def verdict(self) -> Verdict:
         if self.breaches:
             return Verdict.BROKEN
-        if self.unknowns:
+        if self.unknowns or (self.counts.unexpected and not self.all_own):
             return Verdict.UNKNOWN
         return Verdict.HELD
 
@@ -189,7 +222,9 @@ class AuditReport:
             "incarnation": self.incarnation,
             "range": {"from": _json_or_text(self.range_from), "to": _json_or_text(self.range_to)},
             "id": self.id_says,
-            "counts": asdict(self.counts) | {"given_up": self.given_up},
+            "counts": asdict(self.counts) | {"given_up": self.given_up, "foreign": self.foreign},
+            "own": self.own or None,
+            **({"earlier": _earlier(self.earlier)} if self.earlier is not None else {}),
             **({"dedup": asdict(self.dedup)} if self.dedup is not None else {}),
             "partitions": [
                 {
@@ -222,6 +257,15 @@ class AuditReport:
         from delivered.audit.table import as_html
 
         return as_html(self)
+
+
+def _earlier(earlier: Earlier) -> dict[str, Any]:
+    return {
+        "batches": earlier.batches,
+        "handed": str(earlier.handed),
+        "missing": earlier.missing,
+        "differs": earlier.differs,
+    }
 
 
 def _sample(sample: Sample) -> dict[str, Any]:

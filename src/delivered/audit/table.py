@@ -60,6 +60,10 @@ def _headline(report: AuditReport) -> Text:
     if report.counts.in_progress:
         whose = "of batches not decided yet" if report.dedup is None else "may be there, and need not"
         text.append(f"\n  {whose}: {report.counts.in_progress:,}")
+    if report.counts.earlier:
+        text.append(f"\n  of batches that ran with another transform, by the ledger: {report.counts.earlier:,}")
+    if report.own:
+        text.append(f"\n  records of others, for which {report.own} is not true: {report.foreign:,}")
     if report.dedup is not None:
         text.append(
             f"\n  repeats in the source: {report.dedup.deduplicated:,} of {report.dedup.records:,} records; unclear: "

@@ -17,6 +17,7 @@ class Context:
         ledger, resource: the sink's, opened for `scope`.
         owner: this driver. Two processes of one driver share its id.
         others: sinks that share the batches of this one, as `Prepared.sink` names them.
+        transform: fingerprint of the transform that makes the rows; empty: nobody told it.
     """
 
     scope: Scope
@@ -26,3 +27,4 @@ class Context:
     resource: Resource
     tolerance: Tolerance = Tolerance()
     others: frozenset[str] = frozenset()
+    transform: str = ""

@@ -24,6 +24,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.limits import DECISION_BYTES_MAX
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
+from delivered.model.transforms import transforms_after
 from delivered.model.work import Account, Decision, LedgerState, Prepared, ShardMessage
 
 log = logging.getLogger(__name__)
@@ -165,6 +166,7 @@ def _decision(
         decided_at_ms=time.time_ns() // 1_000_000,
         others={s: account(s, before.get(s, Account())) for s in sorted({*context.others, *before})},
         targets=decided_targets(context, last, said[0].plan.targets) if said else known_targets(context, last),
+        transforms=transforms_after(last, context.transform, batch),
     )
 
 

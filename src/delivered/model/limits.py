@@ -14,6 +14,12 @@ DECISION_BYTES_MAX = 900_000
 OFFSETS_BYTES_MAX = 400_000
 """The text of a batch's source offsets inside its decision record."""
 
+TRANSFORM_VERSIONS_KEPT = 16
+"""Versions of a pipeline's transform that its decisions tell apart; older ones are taken together."""
+
+TRANSFORM_VERSIONS_BYTES_MAX = 100_000
+"""The same in bytes: each version holds the source offsets at which it began."""
+
 LEDGER_HISTORY_BATCHES = 1_000
 """Decisions kept for the audit, per sink. Older ones are folded into the running total.
 

@@ -151,6 +151,36 @@ class Account:
 
 
 @dataclass(frozen=True)
+class TransformVersion:
+    """From one batch on, batches ran with this version of the transform, until the next one.
+
+    Attributes:
+        fingerprint: of the transform; empty: nobody told it; `transforms.MIXED`: several.
+        batch: the first one.
+        after: the sources' offsets at which the batch before ended; empty: there was none.
+        accounts: what was decided before that batch, by sink, as `Prepared.sink` names it.
+    """
+
+    fingerprint: str
+    batch: int = 0
+    after: str = ""
+    accounts: Mapping[str, Account] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self.fingerprint,
+            "batch": self.batch,
+            "after": self.after,
+            "accounts": {name: a.to_json() for name, a in self.accounts.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TransformVersion:
+        accounts = {name: Account.from_json(a) for name, a in data["accounts"].items()}
+        return cls(data["fingerprint"], data["batch"], data["after"], accounts)
+
+
+@dataclass(frozen=True)
 class Decision:
     """The durable record from which on a batch counts.
 
@@ -164,6 +194,8 @@ class Decision:
         revision: 0, and one more each time a shard of a decided batch had to be written again.
         others: the same two for every other sink of the batch, by name.
         targets: sink's name -> identity of what it wrote to (see `contract_target`), where it has one.
+        transforms: the versions of the transform that this incarnation's batches ran with, oldest first, the one of
+            this batch last. Empty: nobody ever told one. Bounded: the oldest ones are taken together.
     """
 
     scope: Scope
@@ -178,6 +210,12 @@ class Decision:
     revision: int = 0
     others: Mapping[str, Account] = field(default_factory=dict)
     targets: Mapping[str, str] = field(default_factory=dict)
+    transforms: tuple[TransformVersion, ...] = ()
+
+    @property
+    def transform(self) -> str:
+        """Fingerprint of the transform that this batch ran with; empty: nobody told it."""
+        return self.transforms[-1].fingerprint if self.transforms else ""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -204,9 +242,15 @@ class Decision:
         accounts = {**self.others, self.scope.sink: Account(self.total, self.given_up)}
         own = accounts.pop(sink, Account())
 
+        def called(name: str) -> str:
+            name = name or self.scope.sink
+            return "" if name == sink else name
+
         def named(p: Prepared) -> Prepared:
-            name = self.scope_of(p).sink
-            return replace(p, sink="" if name == sink else name)
+            return replace(p, sink=called(p.sink))
+
+        def renamed(t: TransformVersion) -> TransformVersion:
+            return replace(t, accounts={called(name): a for name, a in t.accounts.items()})
 
         return replace(
             self,
@@ -215,6 +259,7 @@ class Decision:
             total=own.total,
             given_up=own.given_up,
             others=accounts,
+            transforms=tuple(renamed(t) for t in self.transforms),
         )
 
     def seen_by(self, sink: str) -> Decision:
@@ -239,6 +284,7 @@ class Decision:
                 "revision": self.revision,
                 **({"others": {n: a.to_json() for n, a in self.others.items()}} if self.others else {}),
                 **({"targets": dict(self.targets)} if self.targets else {}),
+                **({"transforms": [t.to_json() for t in self.transforms]} if self.transforms else {}),
             },
             separators=(",", ":"),
             sort_keys=True,  # one text for one decision, whatever keeps it
@@ -260,6 +306,7 @@ class Decision:
             revision=data["revision"],
             others={n: Account.from_json(a) for n, a in data.get("others", {}).items()},
             targets=dict(data.get("targets", {})),
+            transforms=tuple(TransformVersion.from_json(t) for t in data.get("transforms", ())),
         )
 
 

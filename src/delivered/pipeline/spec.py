@@ -34,6 +34,11 @@ class AuditSpec(BaseModel):
         None,
         description="SQL over the sink's columns; records of one key have an order. Default: key, if there is one.",
     )
+    own: str | None = Field(
+        None,
+        description="SQL over the sink's columns, true for this pipeline's records, where others write to the sink "
+        "too; 'true': nobody else does.",
+    )
 
 
 class SinkSpec(BaseModel):

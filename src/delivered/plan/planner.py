@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from delivered.model.bad_row import OnBadRow
@@ -25,7 +26,7 @@ class Plan:
         recovery: of a start, before its first batch.
         assumptions: what must hold outside of the pipeline.
         limits: bounds worth knowing before the start.
-        warnings: what preflight saw and does not refuse.
+        warnings: what preflight and the ledger showed and does not refuse.
         dedup: what is known again of the source's repeats, what is forgotten, and what that costs. Empty: no dedup.
         order: of several sinks: which one decides, in which order the others come, and why. Empty for one sink.
     """
@@ -95,7 +96,10 @@ def make_plan(request: Request) -> Plan | Refusal:
         recovery=recovery_steps(request),
         assumptions=tuple(_assumptions(request)),
         limits=tuple(_limits(request)),
-        warnings=tuple(f.message for f in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]),
+        warnings=(
+            *_transform_changed(request),
+            *(f.message for f in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]),
+        ),
         order=several.order(request) if request.several else (),
         dedup=repeats.says(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
     )
@@ -105,6 +109,32 @@ def _refusal(request: Request, reason: Reason) -> Refusal:
     weaker = [g for g in (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE) if g is not request.guarantee]
     nearest = next((g for g in weaker if not any(reasons(replace(request, guarantee=g)))), None)
     return Refusal(request.pipeline, request.guarantee, reason.code, reason.text, nearest, reason.way_out)
+
+
+def _transform_changed(request: Request) -> Iterator[str]:
+    """What it means that the newest batches ran with another transform."""
+    if request.checkpoint.transform_changed is None:
+        return
+    first, last = request.checkpoint.transform_changed
+    ran = f"batch {last}" if first == last else f"batches {first} to {last}"
+    yield (
+        f"the transform changed: {ran} ran with another version. What that wrote stays as it is; from batch {last + 1} "
+        "on this one runs. An audit recomputes the batches of this version and answers unknown for the others"
+    )
+    if request.guarantee is Guarantee.EXACTLY_ONCE and _promises(request):
+        yield (
+            f"if batch {last} is decided and a transaction of it expired, the query stops (REPLAY_DIFFERS): start once "
+            "with the former transform"
+        )
+
+
+def _promises(request: Request) -> list[float]:
+    """Seconds that the sinks' promises last, where they expire."""
+    return [
+        s.capability.promise_s_max
+        for s in request.sinks
+        if s.capability.commit is Commit.TWO_PHASE and s.capability.promise_s_max is not None
+    ]
 
 
 def _assumptions(request: Request) -> list[str]:
@@ -131,11 +161,7 @@ def _assumptions(request: Request) -> list[str]:
 
 def _same_rows(request: Request) -> list[str]:
     """What exactly_once takes for granted of the transform: only an expired promise ever needs its rows again."""
-    promises = [
-        s.capability.promise_s_max
-        for s in request.sinks
-        if s.capability.commit is Commit.TWO_PHASE and s.capability.promise_s_max is not None
-    ]
+    promises = _promises(request)
     if not promises:
         return []
     span = seconds(min(promises))

@@ -106,6 +106,8 @@ class CheckpointFacts:
         takeover: the user wants that driver fenced.
         earlier: the ledger knows nothing of this checkpoint, and this of another one; None: it does not.
         accepts_new: the user knows that this checkpoint starts over.
+        transform_changed: first and newest batch that ran with another transform than the one that the pipeline names
+            now; None: the newest one ran with this one, or nobody knows.
         other_dedup: what the checkpoint began with, for people, if the pipeline names another dedup now; else None.
     """
 
@@ -118,6 +120,7 @@ class CheckpointFacts:
     earlier: EarlierFacts | None = None
     accepts_new: bool = False
     other_dedup: str | None = None
+    transform_changed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

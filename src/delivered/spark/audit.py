@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
@@ -21,7 +21,9 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.audit.classes import Counts
+from delivered.audit.judge import judged, with_earlier
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
+from delivered.audit.versions import Earlier, VersionRange, earlier, version_ranges
 from delivered.contract import Offsets, Sink
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.fingerprint import Fingerprint
@@ -110,13 +112,16 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
         found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
-            found.count()
+            foreign = _foreign(found, spec)
+            mine = found.filter("own").drop("own") if spec.own is not None else found
             view = read_view(spec.checkpoint)
             start, unsure = _start(spec, read)
             end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
             planned = parsed(view.offsets)
-            if (wrong := backwards(start, end or planned)) is not None:
-                reason = f"the source range ends before it begins ({wrong}): {unsure or _START_WRONG}"
+            ranges = version_ranges(ledger.visible) if ledger.visible is not None else []
+            again, others = earlier(ranges, spec.transform_version)
+            reason = _uncounted(spec, start, end or planned, unsure, others)
+            if reason is not None:
                 return replace(_by_ledger(spec, incarnation, ledger, reason), range_from=json.dumps(start))
             say("reading the source range and comparing")
             unclear, ahead, once = 0, None, None
@@ -128,26 +133,76 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
                 state.unclear.persist(StorageLevel.DISK_ONLY)
                 unclear, ordered = state.unclear.count(), True
                 sent = read.as_rows(state.rows, scope)
-                sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, found))
+                sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, mine))
             elif once is not None:
-                coming = read.hashed(spark, scope, end or start, planned, ahead=True)[0] if planned != end else None
-                sent, ahead, there = once.sides(found, coming)
+                coming = read.hashed(spark, scope, [(end or start, planned)], ahead=True)[0] if planned != end else None
+                sent, ahead, there = once.sides(mine, coming)
                 ordered = True
             else:
-                sent, ordered = read.hashed(spark, scope, start, end, ahead=False)
-                there = found
+                sent, ordered = read.hashed(spark, scope, _offsets_of(again, start), ahead=False)
+                there = mine
                 if planned != end:
-                    ahead = read.hashed(spark, scope, end or start, planned, ahead=True)[0]
+                    ahead = read.hashed(spark, scope, [(end or start, planned)], ahead=True)[0]
             with expressions(spec):
                 result = reconcile(sent, ahead, there, spec.samples_max)
+                if spec.own is not None and result.counts.lost and "own" in sent.columns:
+                    unsure = unsure or _own_wrong(sent, spec.own)
         finally:
             found.unpersist()
     report = _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
+    report = replace(report, own=spec.own or "", foreign=foreign)
+    if others is not None:
+        report = with_earlier(replace(report, given_up=report.given_up - others.given_up.count), others)
+    report = replace(report, unknowns=(*report.unknowns, *_contradictions(report)))
     if unsure:
         report = replace(report, judged=False, unknowns=(unsure, *report.unknowns))
     if once is not None and spec.dedup is not None:
         report = of_dedup(report, spec.dedup, once.counts)
-    return of_state(report, mode, unclear) if mode.upserts else report
+    if mode.upserts:
+        report = of_state(report, mode, unclear)
+    return judged(report, versions_known=bool(spec.transform_version) and all(r.fingerprint for r in again))
+
+
+def _foreign(found: DataFrame, spec: AuditSpec) -> int:
+    """Keep what was read of the sink; return how many records of it are others'."""
+    if spec.own is None:
+        found.count()
+        return 0
+    with expressions(spec):
+        (row,) = found.agg(F.sum(F.expr("cast(NOT own AS long)")).alias("foreign")).collect()
+    return int(row["foreign"] or 0)
+
+
+def _own_wrong(sent: DataFrame, own: str) -> str:
+    """Why records that seem lost were taken for others'; empty if they were not."""
+    left_out = sent.filter("NOT own").count()
+    if not left_out:
+        return ""
+    return f"{own!r} is not true for {left_out:,} records that this pipeline sent: it does not tell them from others'"
+
+
+def _uncounted(spec: AuditSpec, start: Offsets, end: Offsets, unsure: str, others: Earlier | None) -> str | None:
+    """Why source and sink cannot be held against each other at all; None: they can."""
+    if (wrong := backwards(start, end)) is not None:
+        return f"the source range ends before it begins ({wrong}): {unsure or _START_WRONG}"
+    if others is not None and (spec.dedup is not None or spec.sink.capability().write.upserts):
+        return (
+            f"batches {others.batches} ran with another transform, and what the sink keeps of a key rests on all "
+            "batches: it cannot be recomputed with this one"
+        )
+    return None
+
+
+def _offsets_of(ranges: Sequence[VersionRange], start: Offsets) -> list[tuple[Offsets, Offsets]]:
+    """The ranges as offsets; those that follow each other are one."""
+    found: list[tuple[Offsets, Offsets]] = []
+    for r in ranges:
+        begin, end = parsed(r.start) if r.start else start, parsed(r.end)
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
+    return found
 
 
 def _by_ledger(spec: AuditSpec, incarnation: str, ledger: LedgerAccount, why: str) -> AuditReport:
@@ -198,7 +253,9 @@ def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) 
         return batch.select(names)
 
     with expressions(spec):
-        return hashed(frame, canonical, fingerprint_seed(scope), lane, position, None, spec.id, spec.key)
+        return hashed(
+            frame, canonical, fingerprint_seed(scope), lane, position, None, spec.id, spec.key, own_sql=spec.own
+        )
 
 
 def _over(start: Offsets, given: Offsets) -> Offsets:
@@ -283,22 +340,28 @@ def _report(
         fingerprints=prints,
         history=ledger.history,
         transactions=ledger.transactions,
-        unknowns=tuple(_unknowns(spec, ledger, result, prints)),
+        unknowns=tuple(_unknowns(spec, ledger, result)),
         notes=tuple(notes),
         id_says=f"`{spec.id}`" if spec.id else "the whole record",
     )
 
 
-def _unknowns(spec: AuditSpec, ledger: LedgerAccount, result: Result, prints: Fingerprints) -> list[str]:
+def _unknowns(spec: AuditSpec, ledger: LedgerAccount, result: Result) -> list[str]:
     reasons = []
-    counts = result.counts
     if ledger.visible is None:
         reasons.append("the ledger holds no decided batch of this checkpoint: nothing was promised yet")
+    if spec.guarantee is Guarantee.AT_MOST_ONCE and ledger.history.faults and result.counts.lost:
+        reasons.append("the count of what was given up comes from a ledger whose batches do not follow each other")
+    return reasons
+
+
+def _contradictions(report: AuditReport) -> list[str]:
+    """Where the audit cannot be right, whatever the pipeline did."""
+    reasons = []
+    counts, prints = report.counts, report.fingerprints
     if not counts.adds_up:
         reasons.append(f"the audit contradicts itself: {counts} do not add up")
     clean = counts == Counts(sent=counts.sent, delivered=counts.sent, reordered=counts.reordered)
-    if clean and prints.sent != prints.delivered:
+    if clean and prints is not None and prints.sent != prints.delivered:
         reasons.append("the audit contradicts itself: no record differs, and the fingerprints do")
-    if spec.guarantee is Guarantee.AT_MOST_ONCE and ledger.history.faults and counts.lost:
-        reasons.append("the count of what was given up comes from a ledger whose batches do not follow each other")
     return reasons

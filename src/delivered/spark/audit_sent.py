@@ -76,11 +76,15 @@ class SentRange:
         return frame.select(key, F.xxhash64(*[f"`{c}`" for c in frame.columns]).alias("low"))
 
     def hashed(
-        self, spark: SparkSession, scope: Scope, start: Offsets, end: Offsets | None, ahead: bool
+        self, spark: SparkSession, scope: Scope, ranges: Sequence[tuple[Offsets, Offsets]], ahead: bool
     ) -> tuple[DataFrame, bool]:
-        """Rows for `reconcile`, and whether their partition and order are known."""
+        """Rows for `reconcile`, and whether their partition and order are known.
+
+        Args:
+            ranges: of the source, one after the other.
+        """
         spec = self._spec
-        slices = self._driver.slices(start, end) if end is not None else []
+        slices = [piece for start, end in ranges for piece in self._driver.slices(start, end)]
         frame = self.frame(spark, slices)
         ordered = keeps_partitions(frame) if slices else True
         names = [s.lane or f"slice {i}" for i, s in enumerate(slices)] if ordered else None
@@ -89,7 +93,15 @@ class SentRange:
         position = F.monotonically_increasing_id() + F.lit((1 << 62) if ahead else 0)
         with expressions(spec):
             rows = hashed(
-                frame, spec.sink.records, fingerprint_seed(scope), lane, position, names or None, spec.id, spec.key
+                frame,
+                spec.sink.records,
+                fingerprint_seed(scope),
+                lane,
+                position,
+                names or None,
+                spec.id,
+                spec.key,
+                own_sql=spec.own,
             )
         # Without a known order the key is dropped, so that none is judged.
         return (rows if ordered else rows.withColumn("key_hash", F.lit(None).cast("long"))), ordered

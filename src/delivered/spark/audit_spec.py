@@ -33,9 +33,12 @@ class AuditSpec:
         id: SQL over the sink's columns that tells records apart, for instance `get_json_object(value, '$.id')`.
             None: the whole record does, and an altered record shows as one lost and one unexpected.
         key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
+        own: SQL over the sink's columns, true for this pipeline's records; the others are foreign. None: nobody said.
         samples_max: damaged records listed, per class.
         source_from: where the pipeline started, if neither its checkpoint nor its source says so any more.
         sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
+        transform_version: fingerprint of `transform`; batches that ran with another one are not recomputed. Empty: it
+            is taken for the one that every batch ran with.
         letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
         decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.
     """
@@ -50,11 +53,13 @@ class AuditSpec:
     dedup: Dedup | None = None
     id: str | None = None
     key: str | None = None
+    own: str | None = None
     samples_max: int = SAMPLES_MAX
     source_from: Offsets | None = None
     sink_from: Offsets | None = None
     decided_by: tuple[str, Sink | Several] | None = None
     letters: str | None = None
+    transform_version: str = ""
 
     @property
     def named_sink(self) -> str:
@@ -62,19 +67,20 @@ class AuditSpec:
 
 
 class BadExpression(UsageError):
-    """The id or the key is no SQL over the sink's columns."""
+    """The id, the key or the condition `own` is no SQL over the sink's columns."""
 
 
 @contextmanager
 def expressions(spec: AuditSpec) -> Iterator[None]:
-    """A bad id or key is the user's, not the checker's."""
+    """A bad id, key or condition is the user's, not the checker's."""
     try:
         yield
     except (AnalysisException, ParseException) as error:
-        if spec.id is None and spec.key is None:
+        if spec.id is None and spec.key is None and spec.own is None:
             raise
         raise BadExpression(
             "AUDIT_EXPRESSION",
-            f"The audit's id is {spec.id!r} and its key {spec.key!r}; Spark says: {str(error).splitlines()[0]}",
+            f"The audit's id is {spec.id!r}, its key {spec.key!r}, its own {spec.own!r}; Spark says: "
+            f"{str(error).splitlines()[0]}",
             next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",
         ) from None

@@ -55,6 +55,7 @@ def context(
         sink.resource(scope),
         settings.tolerance,
         sink.others if isinstance(sink, Several) else frozenset(),
+        settings.transform,
     )
     while len(_contexts) > _CONTEXTS_MAX:
         _, old = _contexts.popitem(last=False)

@@ -155,12 +155,19 @@ def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFac
         takeover=takeover,
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
+        transform_changed=_transform_changed(state, pipeline.transform_version),
         other_dedup=changed(pipeline.checkpoint, pipeline.dedup, sink_name) if incarnation is not None else None,
     )
 
 
 def _newest(state: LedgerState) -> int | None:
     return max((r.batch for r in (state.last, state.begun) if r is not None), default=None)
+
+
+def _transform_changed(state: LedgerState, now: str) -> tuple[int, int] | None:
+    if state.last is None or state.last.transform in ("", now):
+        return None
+    return state.last.transforms[-1].batch, state.last.batch
 
 
 def _earlier(state: LedgerState) -> EarlierFacts | None:

@@ -20,6 +20,7 @@ from delivered.pipeline.spec import AuditSpec, DedupSpec, PipelineSpec, SinkSpec
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, arrow, as_transform, load_function
 from delivered.pipeline.transform import transform as declare
 from delivered.pipeline.trigger import When, parse_trigger
+from delivered.pipeline.version import version_of
 from delivered.plan import Plan, Refusal, make_plan
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Pipeline:
             fast way; or `delivered.transform(...)`, to declare what is known of it; None: records go through.
         trigger: "available_now", "10 seconds", or {"processing_time": "10 seconds"}; None: batch after batch.
         batch_s_max: how long a batch may take, in seconds; checked against the transaction time-out.
-        audit: how the audit tells records apart: {"id": SQL, "key": SQL} over the sink's columns.
+        audit: how the audit tells records apart: {"id": SQL, "key": SQL} over the sink's columns; {"own": SQL} is true
+            for this pipeline's records, where others write to the sink too.
         conf, master: of the Spark session, if the pipeline makes one.
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
         missing_ledger: go on although the ledger lacks batches of this checkpoint.
@@ -101,7 +103,7 @@ class Pipeline:
         self.dead_letter = dead_letter
         for said in (self.audit_by, *(s.audit for s in self.sinks)):
             if unknown := set(said) - set(AuditSpec.model_fields):
-                raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key.")
+                raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key, own.")
         self._drains: dict[str, Path] = {}
 
     @classmethod
@@ -209,6 +211,12 @@ class Pipeline:
         from delivered.spark.start import audit
 
         return audit(self, spark, sink, samples_max, sink_from, progress)
+
+    @property
+    def transform_version(self) -> str:
+        """A fingerprint of the transform with what the sinks select of it; kept with every batch that is decided."""
+        projections = zip(self.sink_names, (s.projection for s in self.sinks), strict=True)
+        return version_of(self.transform, projections, self.on_bad_row)
 
     @property
     def all_sinks(self) -> tuple[Endpoint, ...]:

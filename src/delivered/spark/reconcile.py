@@ -65,6 +65,8 @@ def hashed(
     lane_names: Sequence[str] | None = None,
     id_sql: str | None = None,
     key_sql: str | None = None,
+    *,
+    own_sql: str | None = None,
 ) -> DataFrame:
     """One small row per record: id, value's hash, key's hash, where it stood.
 
@@ -73,6 +75,7 @@ def hashed(
         lane, position: where a record stands, over the columns of `frame`. The lane is a number into `lane_names`
             if these are given, else any text.
         id_sql, key_sql: SQL over the canonical columns. No id: the whole record.
+        own_sql: the same, true for records of this pipeline: a column `own` says for which.
     """
     arrow = to_arrow_schema(frame.schema, timezone="UTC")
     empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in arrow], schema=arrow)
@@ -104,6 +107,7 @@ def hashed(
         if key_sql
         else key.alias("shown"),
         F.struct(F.col(_LANE).alias("lane"), F.col(_POSITION).alias("position")).alias("at"),
+        *([F.coalesce(F.expr(own_sql).cast("boolean"), F.lit(False)).alias("own")] if own_sql is not None else []),
     )
 
 

@@ -30,6 +30,9 @@ PIPELINE_OPTIONS = OptionTable(
     ),
 )
 
+TRANSFORM_OPTION = "delivered.transform"
+"""What `Pipeline` tells the sink of its transform."""
+
 _ASYNC_PROGRESS = "asyncprogresstrackingenabled"
 
 
@@ -39,6 +42,7 @@ class PipelineSettings:
     Attributes:
         sink: None: the connector's default name.
         checkpoint: as Spark passes it; None for a write that is not a stream.
+        transform: fingerprint of the pipeline's transform; empty: nobody told it.
     """
 
     guarantee: Guarantee
@@ -47,6 +51,7 @@ class PipelineSettings:
     checkpoint: str | None
     run_id: str | None
     tolerance: Tolerance
+    transform: str = ""
 
 
 def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[str, str]]:
@@ -58,7 +63,7 @@ def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[st
     """
     known = {o.name.lower() for o in PIPELINE_OPTIONS.options}
     ours = {k: v for k, v in options.items() if k.lower() in known}
-    rest = {k: v for k, v in options.items() if k.lower() not in known}
+    rest = {k: v for k, v in options.items() if k.lower() not in {*known, TRANSFORM_OPTION}}
     guarantee = Guarantee.parse(next((v for k, v in ours.items() if k.lower() == "guarantee"), None))
     values = PIPELINE_OPTIONS.restore(ours)
     for key in [k for k in rest if k.lower().startswith("asyncprogress")]:
@@ -85,6 +90,7 @@ def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[st
             checkpoint=values.get("checkpointLocation"),
             run_id=values.get("runId"),
             tolerance=tolerance,
+            transform=next((v for k, v in options.items() if k.lower() == TRANSFORM_OPTION), ""),
         ),
         rest,
     )

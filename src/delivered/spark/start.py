@@ -38,6 +38,7 @@ from delivered.spark.formats import is_registered, register
 from delivered.spark.frames import batches_fit_for
 from delivered.spark.messages import translated
 from delivered.spark.session import make_active, session
+from delivered.spark.settings import TRANSFORM_OPTION
 from delivered.spark.sinks import (
     COORDINATES,
     FORMAT,
@@ -149,6 +150,7 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
     writer = _to_sinks(pipeline, frame, direct=direct is not None)
     writer = writer.option("guarantee", pipeline.guarantee.value).option("pipeline", pipeline.name)
     writer = writer.option("checkpointLocation", pipeline.checkpoint).queryName(pipeline.name)
+    writer = writer.option(TRANSFORM_OPTION, pipeline.transform_version)
     if pipeline.new_checkpoint:
         writer = writer.option("newCheckpoint", "accept")
     if pipeline.missing_ledger:
@@ -272,9 +274,11 @@ def audit(
         dedup=pipeline.dedup,
         id=by.get("id"),
         key=by.get("key"),
+        own=by.get("own"),
         samples_max=samples_max,
         sink_from=dict(sink_from) if sink_from is not None else None,
         decided_by=(decider, everything),
+        transform_version=pipeline.transform_version,
         letters=next((m.name for m in everything.members if m.letters), None)
         if isinstance(everything, Several)
         else None,

@@ -1,0 +1,93 @@
+"""What the counts of an audit prove, beside the ledger's account. Pure.
+
+A record that is lost, or there twice, is evidence enough. One that matches nothing that was sent is not: somebody else
+may write to the sink, or the source side may be recomputed with another transform than the one that ran. What the tasks
+handed to the sink, by the ledger, tells these apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from delivered.audit.classes import Counts, Damage
+from delivered.audit.report import AuditReport, LaneLine
+from delivered.audit.versions import Earlier
+
+NOBODY = "-"
+"""The lane of records that nobody sent."""
+
+
+def judged(report: AuditReport, *, versions_known: bool) -> AuditReport:
+    """The report with what cannot be told from its counts.
+
+    Args:
+        versions_known: every batch that was recomputed is known to have run with the transform it was recomputed with.
+    """
+    counts = report.counts
+    unknowns = list(report.unknowns)
+    if report.handed_all and report.breaches:
+        one_for_one = not counts.duplicated and counts.lost == counts.unexpected
+        if not versions_known or one_for_one:
+            why = (
+                "the transform is not deterministic, or the source's records changed"
+                if versions_known
+                else "the ledger does not say which transform the batches ran with; it need not be this one"
+            )
+            unknowns.append(
+                "the sink holds exactly what the tasks handed to it, by count and fingerprint; the source, read again "
+                f"through the transform, gives other records: {why}"
+            )
+            return replace(report, judged=False, unknowns=tuple(unknowns))
+    if counts.unexpected and not report.all_own:
+        unknowns.append(
+            f"{counts.unexpected:,} records match nothing that was sent, and the ledger does not account for them: "
+            "possibly foreign. If others write to this sink, name what tells this pipeline's records (audit: own); if "
+            "nobody else does, say own: 'true'"
+        )
+    return replace(report, unknowns=tuple(unknowns))
+
+
+def with_earlier(report: AuditReport, earlier: Earlier) -> AuditReport:
+    """The report on a sink that also holds records of batches that cannot be recomputed.
+
+    Of those the ledger knows count and fingerprint. So many records that match nothing are theirs; and since all
+    others are known, the sink holds all of theirs if the sums agree.
+    """
+    counts, handed = report.counts, earlier.handed.count
+    unexpected = min(counts.unexpected, handed)
+    # A record of theirs may be like one that was recomputed: the source held it twice.
+    repeated = min(counts.duplicated, handed - unexpected)
+    theirs = unexpected + repeated
+    counts = replace(
+        counts,
+        unexpected=counts.unexpected - unexpected,
+        duplicated=counts.duplicated - repeated,
+        earlier=theirs,
+    )
+    prints = report.fingerprints
+    if prints is not None:
+        prints = replace(prints, sent=prints.sent + earlier.handed + earlier.given_up)
+    clean = counts == Counts(counts.sent, counts.sent + theirs, reordered=counts.reordered, earlier=theirs)
+    differs = clean and theirs == handed and prints is not None and prints.delivered != prints.sent
+    explained = [d for d in (Damage.UNEXPECTED, Damage.DUPLICATED) if not counts.of(d)]
+    says = "all of them by count and fingerprint" if clean and theirs == handed and not differs else "by count"
+    reason = (
+        f"batches {earlier.batches} ran with another transform: what they read cannot be recomputed with this one. By "
+        f"the ledger they handed {handed:,} records to the sink, where {theirs:,} are, {says}"
+    )
+    return replace(
+        report,
+        counts=counts,
+        lanes=tuple(_of_lane(line, unexpected) for line in report.lanes),
+        samples=tuple(s for s in report.samples if s.damage not in explained),
+        fingerprints=prints,
+        earlier=replace(earlier, missing=handed - theirs, differs=differs),
+        unknowns=(*report.unknowns, reason),
+    )
+
+
+def _of_lane(line: LaneLine, theirs: int) -> LaneLine:
+    if line.lane != NOBODY:
+        return line
+    own = min(theirs, line.counts.unexpected)
+    return replace(line, counts=replace(line.counts, unexpected=line.counts.unexpected - own, earlier=own))
