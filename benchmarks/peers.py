@@ -33,7 +33,7 @@ from delivered.verify.fixture import HIT_TIMEOUT_S, Fixture
 from delivered.verify.matrix import versions
 from delivered.verify.scripts import Script
 from delivered.verify.services import SERVICES, SPARK, Service
-from delivered.verify.sinks import KAFKA
+from delivered.verify.systems import KAFKA
 
 BUILD = Path("build")
 PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
@@ -144,7 +144,7 @@ def _settled(fixture: Fixture) -> None:
     began = time.monotonic()
     with contextlib.suppress(TimeoutError):
         fixture.wait(
-            lambda: not fixture.setting.drain.open_transactions(fixture.setting.name), "readers reach the end", EXPIRY_S
+            lambda: not fixture.setting.sink.open_transactions(fixture.setting.name), "readers reach the end", EXPIRY_S
         )
     _blocked_s[fixture.setting.name] = round(time.monotonic() - began, 1)
 

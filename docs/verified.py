@@ -16,8 +16,7 @@ from delivered.verify.checkers import RECOVERY_RATIO_MAX
 from delivered.verify.fault import PLACES
 from delivered.verify.matrix import SINKS
 from delivered.verify.services import SERVICES
-from delivered.verify.sinks import SINK_KINDS
-from delivered.verify.sources import SOURCE_KINDS
+from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 

@@ -36,7 +36,7 @@ from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
 from delivered.testing.crash import hits, release
-from delivered.verify.proxy_stream import StreamProxy
+from delivered.verify.proxy import StreamProxy
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p != "receive.take:before"])

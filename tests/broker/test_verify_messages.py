@@ -15,15 +15,14 @@ from delivered import brokers
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
-from delivered.verify.clients.activemq import ArtemisQueue
-from delivered.verify.clients.base import Look
-from delivered.verify.clients.messages import Messages
-from delivered.verify.clients.pulsar import PulsarTopic
-from delivered.verify.clients.rabbitmq import RabbitExchange
-from delivered.verify.clients.rocketmq import RocketTopic
-from delivered.verify.proxy_stream import StreamProxy, StreamRule
-from delivered.verify.sinks import SINK_KINDS
-from delivered.verify.wire import Fired, NetworkFault
+from delivered.verify.proxy import ANSWERED, ASKED, Fired, NetworkFault, Rule, StreamProxy
+from delivered.verify.systems import SINK_KINDS
+from delivered.verify.systems.activemq import ArtemisQueue
+from delivered.verify.systems.base import Poll
+from delivered.verify.systems.messages import Messages
+from delivered.verify.systems.pulsar import PulsarTopic
+from delivered.verify.systems.rabbitmq import RabbitExchange
+from delivered.verify.systems.rocketmq import RocketTopic
 
 READERS: dict[str, type[Messages]] = {
     "rabbitmq": RabbitExchange,
@@ -64,7 +63,7 @@ def test_everything_is_read_in_order_and_again(system: str, request: pytest.Fixt
     assert values(drain) == []
     sent = [f"row {n}" for n in range(300)]
     send(drain, *sent)
-    looks: list[Look] = []
+    looks: list[Poll] = []
     stop = threading.Event()
     reader = threading.Thread(target=drain.follow, args=(looks.append, stop))
     reader.start()
@@ -86,7 +85,7 @@ def test_a_reader_lives_through_the_death_of_the_server(
 ) -> None:
     own = request.getfixturevalue(f"new_{system}")()
     drain = made(system, own.broker, tmp_path, "killed")
-    looks: list[Look] = []
+    looks: list[Poll] = []
     stop = threading.Event()
     reader = threading.Thread(target=drain.follow, args=(looks.append, stop))
     reader.start()
@@ -109,8 +108,8 @@ def test_a_connection_breaks_when_so_many_pieces_went_one_way(rabbitmq: Any) -> 
     fired: list[Fired] = []
     proxy = StreamProxy(rabbitmq.broker.bootstrap, fired.append)
     url = rabbitmq.url.replace(rabbitmq.broker.bootstrap, proxy.bootstrap)
-    for fault in (NetworkFault.LOSE_REPLY, NetworkFault.LOSE_REQUEST):
-        proxy.add(StreamRule(fault, skip=2))
+    for way, fault in ((ANSWERED, NetworkFault.LOSE_REPLY), (ASKED, NetworkFault.LOSE_REQUEST)):
+        proxy.add(Rule(way, fault, skip=2))
         with pytest.raises(pika.exceptions.AMQPError):
             pika.BlockingConnection(pika.URLParameters(url)).channel()
     pika.BlockingConnection(pika.URLParameters(url)).close()

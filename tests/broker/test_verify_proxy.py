@@ -14,8 +14,9 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from tests.conftest import Kafka
 
-from delivered.verify.clients.kafka import Topic
-from delivered.verify.proxy import Api, Fired, NetworkFault, Proxy, Rule
+from delivered.verify.proxy import Fired, NetworkFault, Rule
+from delivered.verify.proxy_kafka import API_KEYS, Api, KafkaProxy
+from delivered.verify.systems.kafka import Topic
 from delivered.verify.workloads import WORKLOADS, records
 
 
@@ -25,8 +26,8 @@ def fired() -> list[Fired]:
 
 
 @pytest.fixture
-def proxy(kafka: Kafka, fired: list[Fired]) -> Iterator[Proxy]:
-    found = Proxy(kafka.bootstrap, fired.append)
+def proxy(kafka: Kafka, fired: list[Fired]) -> Iterator[KafkaProxy]:
+    found = KafkaProxy(kafka.bootstrap, fired.append)
     yield found
     found.close()
 
@@ -38,7 +39,7 @@ def topic(kafka: Kafka) -> Topic:
     return found
 
 
-def transactional(proxy: Proxy, **config: Any) -> Producer:
+def transactional(proxy: KafkaProxy, **config: Any) -> Producer:
     settings = {"bootstrap.servers": proxy.bootstrap, "transactional.id": f"delivered.px.s.{uuid.uuid4().hex}"}
     producer = Producer(settings | config | {"log_level": 0})
     producer.init_transactions(30)
@@ -47,7 +48,7 @@ def transactional(proxy: Proxy, **config: Any) -> Producer:
 
 
 def test_clients_are_led_back_to_the_proxy_and_lost_replies_are_sent_again(
-    proxy: Proxy, topic: Topic, fired: list[Fired]
+    proxy: KafkaProxy, topic: Topic, fired: list[Fired]
 ) -> None:
     proxy.add(Rule(Api.PRODUCE, NetworkFault.LOSE_REPLY, times=2), Rule(Api.PRODUCE, NetworkFault.LOSE_REQUEST, skip=3))
     sent = records(WORKLOADS["keyed"], 1, 300)
@@ -61,6 +62,7 @@ def test_clients_are_led_back_to_the_proxy_and_lost_replies_are_sent_again(
 def test_no_reply_names_the_broker_itself(api: Api) -> None:
     """A broker that is not yet the leader answers Produce and Fetch with the leader's address; it does so for a moment
     after a topic was made, too short to wait for it, so the frames are written here."""
+    key = next(k for k, a in API_KEYS.items() if a is api)
     with socket.create_server(("127.0.0.1", 0)) as broker:
         port = int(broker.getsockname()[1])
 
@@ -73,11 +75,11 @@ def test_no_reply_names_the_broker_itself(api: Api) -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        proxy = Proxy(f"127.0.0.1:{port}")
+        proxy = KafkaProxy(f"127.0.0.1:{port}")
         try:
             mine = int(proxy.bootstrap.rpartition(":")[2])
             with socket.create_connection(("127.0.0.1", mine), 10) as client:
-                frame = struct.pack(">hhih", api, 12, 7, 1) + b"c"
+                frame = struct.pack(">hhih", key, 12, 7, 1) + b"c"
                 client.sendall(struct.pack(">i", len(frame)) + frame)
                 reply = client.makefile("rb").read(4 + 4 + 10 + 4 + 1)
         finally:
@@ -86,7 +88,7 @@ def test_no_reply_names_the_broker_itself(api: Api) -> None:
     assert reply[8:-1] == b"\x0a127.0.0.1" + struct.pack(">i", mine)
 
 
-def test_a_lost_reply_means_that_the_broker_did_the_work(proxy: Proxy, topic: Topic, fired: list[Fired]) -> None:
+def test_a_lost_reply_means_that_the_broker_did_the_work(proxy: KafkaProxy, topic: Topic, fired: list[Fired]) -> None:
     producer = transactional(proxy, **{"socket.timeout.ms": 5000})
     producer.produce(topic.name, b"v", partition=0)
     producer.flush(10)
@@ -97,7 +99,9 @@ def test_a_lost_reply_means_that_the_broker_did_the_work(proxy: Proxy, topic: To
     assert [r.value for r in topic.read()] == ["v"]
 
 
-def test_a_late_request_arrives_although_its_connection_broke(proxy: Proxy, topic: Topic, fired: list[Fired]) -> None:
+def test_a_late_request_arrives_although_its_connection_broke(
+    proxy: KafkaProxy, topic: Topic, fired: list[Fired]
+) -> None:
     producer = transactional(proxy)
     producer.produce(topic.name, b"v", partition=0)
     producer.flush(10)
@@ -113,7 +117,7 @@ def test_a_late_request_arrives_although_its_connection_broke(proxy: Proxy, topi
     assert fired[0].rule == "late_request:end_txn"
 
 
-def test_in_a_black_hole_nothing_arrives_and_afterwards_all_does(proxy: Proxy, topic: Topic) -> None:
+def test_in_a_black_hole_nothing_arrives_and_afterwards_all_does(proxy: KafkaProxy, topic: Topic) -> None:
     producer = Producer({"bootstrap.servers": proxy.bootstrap, "log_level": 0})
     producer.produce(topic.name, b"before", partition=0)
     assert producer.flush(20) == 0

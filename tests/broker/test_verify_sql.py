@@ -14,11 +14,11 @@ import pytest
 from tests.conftest import Mysql, Postgres
 
 from delivered import brokers
-from delivered.verify.clients.base import Look
-from delivered.verify.clients.mysql import MysqlTable
-from delivered.verify.clients.postgres import PgTable
-from delivered.verify.proxy_sql import MysqlProxy, PostgresProxy, SqlProxy, SqlRule
-from delivered.verify.wire import Fired, NetworkFault
+from delivered.verify.proxy import Fired, NetworkFault
+from delivered.verify.proxy_sql import MysqlProxy, PostgresProxy, Rule, SqlProxy
+from delivered.verify.systems.base import Poll
+from delivered.verify.systems.mysql import MysqlTable
+from delivered.verify.systems.postgres import PgTable
 
 Drained = PgTable | MysqlTable
 
@@ -118,7 +118,7 @@ def values(drain: Drained) -> list[str]:
 def test_rows_are_seen_when_they_are_committed_and_prepared_ones_hang(
     system: System, drain: Drained, client: Client
 ) -> None:
-    looks: list[Look] = []
+    looks: list[Poll] = []
     stop = threading.Event()
     with client() as connection:
         run(connection, "BEGIN")
@@ -150,9 +150,7 @@ def test_a_session_that_sleeps_in_a_transaction_hangs(drain: Drained, client: Cl
 def test_a_lost_reply_means_that_the_server_did_the_work(
     drain: Drained, client: Client, proxy: SqlProxy, fired: list[Fired]
 ) -> None:
-    proxy.add(
-        SqlRule("COMMIT", NetworkFault.LOSE_REPLY, "INSERT"), SqlRule("COMMIT", NetworkFault.LOSE_REQUEST, "INSERT")
-    )
+    proxy.add(Rule("COMMIT", NetworkFault.LOSE_REPLY, "INSERT"), Rule("COMMIT", NetworkFault.LOSE_REQUEST, "INSERT"))
     for value in ("in", "out"):
         with pytest.raises(ERRORS), client() as connection:
             run(connection, "BEGIN", "SELECT 1")
@@ -164,16 +162,16 @@ def test_a_lost_reply_means_that_the_server_did_the_work(
 
 
 def test_a_late_commit_gets_in_when_its_sender_has_moved_on(drain: Drained, client: Client, proxy: SqlProxy) -> None:
-    proxy.add(SqlRule("COMMIT", NetworkFault.LATE_REQUEST, "INSERT", seconds=0.3))
+    proxy.add(Rule("COMMIT", NetworkFault.LATE_REQUEST, "INSERT", seconds=0.3))
     with pytest.raises(ERRORS), client() as connection:
         run(connection, "BEGIN")
         insert(connection, "late")
         run(connection, "COMMIT")
     assert values(drain) == []
-    looks: list[Look] = []
+    looks: list[Poll] = []
     seen, stop = threading.Event(), threading.Event()
 
-    def look(found: Look) -> None:
+    def look(found: Poll) -> None:
         looks.append(found)
         seen.set()
 
@@ -188,7 +186,7 @@ def test_a_late_commit_gets_in_when_its_sender_has_moved_on(drain: Drained, clie
 def test_a_rule_for_commit_leaves_that_of_prepared_ones_alone(
     system: System, drain: Drained, client: Client, proxy: SqlProxy, fired: list[Fired]
 ) -> None:
-    proxy.add(SqlRule("COMMIT", NetworkFault.LOSE_REQUEST), SqlRule(system.rule, NetworkFault.LOSE_REPLY))
+    proxy.add(Rule("COMMIT", NetworkFault.LOSE_REQUEST), Rule(system.rule, NetworkFault.LOSE_REPLY))
     with pytest.raises(ERRORS), client() as connection:
         run(connection, system.begin)
         insert(connection, "a")
@@ -203,10 +201,10 @@ def test_a_reader_lives_through_the_death_of_the_server(
     own = request.getfixturevalue(f"new_{name}")()
     drain = system.drain(own.broker, "killed")
     drain.create()
-    looks: list[Look] = []
+    looks: list[Poll] = []
     first, second, stop = threading.Event(), threading.Event(), threading.Event()
 
-    def look(found: Look) -> None:
+    def look(found: Poll) -> None:
         looks.append(found)
         (second if first.is_set() else first).set()
 

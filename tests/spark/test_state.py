@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import delivered
-from delivered.verify.clients.log import Log
+from delivered.verify.systems.log import Log
 from delivered.verify.transforms import windowed
 from delivered.verify.workloads import WORKLOADS, records
 

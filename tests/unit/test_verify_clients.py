@@ -16,10 +16,10 @@ from deltalake import DeltaTable as Plain
 from deltalake import write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
-from delivered.verify.clients.base import Disturbed, Drain, Look, ReadAtLength, Shared
-from delivered.verify.clients.delta import DeltaTable
-from delivered.verify.clients.files import Files
-from delivered.verify.clients.iceberg import IcebergTable
+from delivered.verify.systems.base import LongReads, Poll, ReadDisturbed, SharedTable, SinkClient
+from delivered.verify.systems.delta import DeltaTable
+from delivered.verify.systems.files import Files
+from delivered.verify.systems.iceberg import IcebergTable
 
 Write = Callable[[Path, list[str]], None]
 
@@ -52,7 +52,7 @@ def into_iceberg(path: Path, values: list[str]) -> None:
     catalog.engine.dispose()
 
 
-DRAINS: dict[str, tuple[Callable[[Path], Drain], Write]] = {
+DRAINS: dict[str, tuple[Callable[[Path], SinkClient], Write]] = {
     "delta": (DeltaTable, into_delta),
     "files": (Files, into_folder),
     "iceberg": (IcebergTable, into_iceberg),
@@ -60,18 +60,18 @@ DRAINS: dict[str, tuple[Callable[[Path], Drain], Write]] = {
 
 
 @pytest.fixture(params=list(DRAINS))
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Drain, Callable[[list[str]], None], Path]:
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[SinkClient, Callable[[list[str]], None], Path]:
     drain, write = DRAINS[request.param]
     path = tmp_path / "effects"
     return drain(path), lambda values: write(path, values), path
 
 
-Made = tuple[Drain, Callable[[list[str]], None], Path]
+Made = tuple[SinkClient, Callable[[list[str]], None], Path]
 
 
-def followed(drain: Drain) -> list[Look]:
+def followed(drain: SinkClient) -> list[Poll]:
     """All that a reader sees which is told to stop before it looked."""
-    looks: list[Look] = []
+    looks: list[Poll] = []
     stop = threading.Event()
     stop.set()
     drain.follow(looks.append, stop)
@@ -108,10 +108,10 @@ def test_a_row_that_is_written_twice_is_two_rows(made: Made) -> None:
 def test_a_reader_that_is_left_alone_says_nothing_and_one_whose_files_go_does(made: Made) -> None:
     drain, write, path = made
     write(["a"])
-    assert isinstance(drain, ReadAtLength)
+    assert isinstance(drain, LongReads)
     with drain.reading():
         write(["b"])
-    with pytest.raises(Disturbed), drain.reading():
+    with pytest.raises(ReadDisturbed), drain.reading():
         for file in path.rglob("*.parquet"):
             file.unlink()
 
@@ -131,7 +131,7 @@ def test_rows_that_others_move_into_other_files_stay_where_they_were(made: Made)
     for value in ("a", "b"):
         write([value])
     before = drain.read()
-    assert isinstance(drain, Shared)
+    assert isinstance(drain, SharedTable)
     drain.compact()
     drain.append_nothing()
     drain.describe("a table")

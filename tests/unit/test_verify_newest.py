@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify.clients.base import Row
 from delivered.verify.evidence import Evidence
 from delivered.verify.newest import Newest
 from delivered.verify.oracle import Judgement, judge
+from delivered.verify.systems.base import Row
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS, Record, records
 

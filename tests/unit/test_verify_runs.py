@@ -15,7 +15,7 @@ from delivered.verify.fixture import empty
 from delivered.verify.matrix import Choice, Store, cases
 from delivered.verify.scripts import can_mount, small_disk
 from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.sinks import KAFKA, SINK_KINDS, SQLITE
+from delivered.verify.systems import KAFKA, SINK_KINDS, SQLITE
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 

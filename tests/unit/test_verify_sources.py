@@ -12,12 +12,8 @@ import pytest
 
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
+from delivered.verify import systems
 from delivered.verify.case import Case, Result
-from delivered.verify.clients.base import Feed, Forgets, Look, Row
-from delivered.verify.clients.feeds import from_address
-from delivered.verify.clients.log import Log
-from delivered.verify.clients.pulsar_feed import PulsarFeed
-from delivered.verify.clients.rabbitmq_feed import RabbitQueue
 from delivered.verify.evidence import Stop
 from delivered.verify.fixture import Fixture
 from delivered.verify.gather import gather
@@ -26,9 +22,12 @@ from delivered.verify.matrix import Choice, Store, cases
 from delivered.verify.oracle import judge
 from delivered.verify.services import ENGINE
 from delivered.verify.setting import Setting
-from delivered.verify.sinks import PULSAR, RABBITMQ, SINK_KINDS, SQLITE
 from delivered.verify.source_faults import source_catalogue
-from delivered.verify.sources import SOURCE_KINDS
+from delivered.verify.systems import PULSAR, RABBITMQ, SINK_KINDS, SOURCE_KINDS, SQLITE, from_address
+from delivered.verify.systems.base import Poll, QueueSource, Row, SourceClient, address
+from delivered.verify.systems.log import Log
+from delivered.verify.systems.pulsar import PulsarSource
+from delivered.verify.systems.rabbitmq import RabbitQueue
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
@@ -42,7 +41,7 @@ def test_every_source_has_faults_with_every_sink_that_can_give_the_guarantee() -
                 names = [f.name for f in faults]
                 assert len(set(names)) == len(names)
                 assert all(f.requires for f in faults if f.name != "none")
-                assert any("receiver" in n for n in names) == (kind.forgets and bool(faults))
+                assert any("receiver" in n for n in names) == (kind.queue and bool(faults))
 
 
 def test_a_source_that_is_asked_for_is_a_part_of_the_cell_and_of_its_result(tmp_path: Path) -> None:
@@ -72,25 +71,39 @@ def test_a_result_that_names_no_source_is_of_the_one_that_the_sink_has() -> None
 
 
 @pytest.mark.parametrize(
-    "feed",
+    "source",
     [
         Log("/nowhere/log", 2),
-        PulsarFeed("pulsar://h:1", "http://h:2", "t"),
-        RabbitQueue("amqp://guest:guest@h:1/", "q", "/nowhere/log"),
+        PulsarSource("pulsar://h:1", "http://h:2", "t"),
+        RabbitQueue("q", Path("/nowhere/log"), "amqp://guest:guest@h:1/"),
     ],
 )
-def test_a_producer_elsewhere_fills_the_same_source(feed: Feed) -> None:
-    again = from_address(feed.address())
-    assert type(again) is type(feed)
-    assert (again.address(), again.options()) == (feed.address(), feed.options())
+def test_a_producer_elsewhere_fills_the_same_source(source: SourceClient) -> None:
+    again = from_address(address(source))
+    assert type(again) is type(source)
+    assert (address(again), again.options()) == (address(source), source.options())
+
+
+def test_a_new_system_is_a_module_of_its_folder_and_no_line_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy.py").write_text(
+        "from delivered.verify.systems.base import SinkKind, System\n"
+        "from delivered.verify.systems.sqlite import SqliteTable\n"
+        "SYSTEM = System((SinkKind('toy', 'toy', lambda _, at: SqliteTable(at.disk / 'toy.db')),))\n"
+    )
+    monkeypatch.setattr(systems, "__path__", [*systems.__path__, str(tmp_path)])
+    found = systems.find()
+    assert set(found) == {*systems.SYSTEMS, "toy"}
+    assert [k.name for k in found["toy"].sinks] == ["toy"]
 
 
 def test_positions_in_pulsar_are_ordered_as_the_checkpoint_names_them() -> None:
-    feed = PulsarFeed("pulsar://h:1", "http://h:2", "t")
+    source = PulsarSource("pulsar://h:1", "http://h:2", "t")
     name = "persistent://public/default/t"
 
     def end(text: str) -> int:
-        return feed.offsets({name: {"0": text}, "#positions": 1})["t-partition-0"]
+        return source.offsets({name: {"0": text}, "#positions": 1})["t-partition-0"]
 
     ends = [end(t) for t in ("-1:-1", "3:-1", "3:0:4", "3:0:5", "3:0", "3:1>7", "7:-1", "7:0:0")]
     assert ends == sorted(set(ends))
@@ -113,9 +126,6 @@ class Sent:
         return {}
 
     def send(self, records: Sequence[Any]) -> None: ...
-    def address(self) -> dict[str, Any]:
-        return {}
-
     def offsets(self, logged: Any) -> dict[str, int]:
         return {}
 
@@ -128,8 +138,8 @@ class Sent:
     def read(self) -> list[Row]:
         return self.rows
 
-    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
-        seen(Look(self.rows, whole=False))
+    def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
+        seen(Poll(self.rows, snapshot=False))
 
     def open_transactions(self, pipeline: str) -> list[str]:
         return []
@@ -153,10 +163,10 @@ def test_what_was_confirmed_is_there_once_and_what_was_not_at_most_once(
     tmp_path: Path, told: End | None, copies: int, broken: str | None
 ) -> None:
     """The last record has an end of its own; all others were sent, confirmed and delivered."""
-    feed, drain = Sent(tmp_path / "log"), Sent(tmp_path / "log")
-    assert isinstance(feed, Forgets)
+    source, sink = Sent(tmp_path / "log"), Sent(tmp_path / "log")
+    assert isinstance(source, QueueSource)
     setting = Setting(
-        "c", tmp_path, Guarantee.EXACTLY_ONCE, WORKLOADS["unique"], 1, feed, drain, tmp_path / "checkpoint"
+        "c", tmp_path, Guarantee.EXACTLY_ONCE, WORKLOADS["unique"], 1, source, sink, tmp_path / "checkpoint"
     )
     fixture = Fixture(setting)
     *others, last = fixture.records
@@ -164,8 +174,8 @@ def test_what_was_confirmed_is_there_once_and_what_was_not_at_most_once(
     if told is not None:
         fixture.history.add("producer", "send", told, {"ids": [last.id]})
     there = [*others, *[last] * copies]
-    drain.rows = [Row("t", n, r.key, r.value) for n, r in enumerate(there)]
-    feed.rows = [Row("0", n, r.key, r.value) for n, r in enumerate(dict.fromkeys(there))]
+    sink.rows = [Row("t", n, r.key, r.value) for n, r in enumerate(there)]
+    source.rows = [Row("0", n, r.key, r.value) for n, r in enumerate(dict.fromkeys(there))]
     fixture.stops.append(Stop())
     fixture.reader.start()
     judged = judge(gather(fixture, (), ordered=False))

@@ -11,7 +11,7 @@ from delivered.verify.case import Case, Result, run_case
 from delivered.verify.environment import Environment
 from delivered.verify.faults import catalogue
 from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.sinks import DELTA, FILES, POSTGRES, SQLITE
+from delivered.verify.systems import DELTA, FILES, POSTGRES, SQLITE
 from delivered.verify.verdict import Verdict
 
 BROKEN = Path(__file__).parent / "broken"

@@ -9,13 +9,12 @@ import pytest
 from delivered.model.guarantee import Guarantee
 from delivered.verify import receivers
 from delivered.verify.case import Case, Result, run_case
-from delivered.verify.clients.rabbitmq_feed import RabbitQueue
 from delivered.verify.environment import Environment
 from delivered.verify.fault import Fault
 from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.sinks import ACTIVEMQ, PULSAR, RABBITMQ, ROCKETMQ, SQLITE
 from delivered.verify.source_faults import source_catalogue
-from delivered.verify.sources import RABBITMQ_STREAM
+from delivered.verify.systems import ACTIVEMQ, PULSAR, RABBITMQ, RABBITMQ_STREAM, ROCKETMQ, SQLITE
+from delivered.verify.systems.rabbitmq import RabbitQueue
 from delivered.verify.verdict import Verdict
 
 BROKEN = Path(__file__).parent / "broken"

@@ -17,7 +17,7 @@ from delivered.verify.faults import catalogue
 from delivered.verify.history import load
 from delivered.verify.matrix import SINKS, Choice, Store, cases
 from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.sinks import SINK_KINDS, SQLITE
+from delivered.verify.systems import SINK_KINDS, SQLITE
 from delivered.verify.verdict import Verdict
 
 FIELDS = [

@@ -259,7 +259,7 @@ def verify(
     from delivered.cli.verify import verify as run_verify
     from delivered.verify.matrix import Choice
     from delivered.verify.services import SERVICES
-    from delivered.verify.sources import SOURCE_KINDS
+    from delivered.verify.systems import SOURCE_KINDS
 
     for name in source:
         if name not in SOURCE_KINDS:

@@ -17,7 +17,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.verify import scripts
-from delivered.verify.environment import Environment, settle
+from delivered.verify.environment import Environment, connect
 from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
 from delivered.verify.fixture import Fixture, empty
 from delivered.verify.gather import first_effect_s, gather, plain_restart_s
@@ -25,8 +25,7 @@ from delivered.verify.history import fired
 from delivered.verify.oracle import Judgement, judge
 from delivered.verify.services import SERVICES, SPARK
 from delivered.verify.setting import Setting
-from delivered.verify.sinks import SINK_KINDS
-from delivered.verify.sources import SOURCE_KINDS
+from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
@@ -147,7 +146,7 @@ def run_case(case: Case, environment: Environment, *, plain_s: float | None = No
         _add_facts(result, fixture)
         if judgement.verdict is Verdict.HELD:
             with contextlib.suppress(Exception):
-                fixture.setting.drain.remove()
+                fixture.setting.sink.remove()
     (folder / "result.json").write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
     if judgement.verdict is Verdict.HELD:
         _tidy(folder)
@@ -176,7 +175,7 @@ def _fixture(
         disk = folder / "disk"
         stack.enter_context(scripts.small_disk(disk, DISK_MB))
     workload = environment.template.workload if environment.template is not None else WORKLOADS[case.workload]
-    ends = settle(
+    ends = connect(
         environment,
         case.name,
         case.sink,
@@ -184,7 +183,7 @@ def _fixture(
         folder,
         disk,
         stack,
-        chosen=case.source,
+        source=case.source,
         small_disk=small,
         topics=TOPICS in fault.needs,
         on_fire=(lambda hit: fixture.on_network_fault(hit)) if PROXY in fault.needs else None,
@@ -195,8 +194,8 @@ def _fixture(
         guarantee=case.guarantee,
         workload=workload,
         seed=case.seed,
-        feed=ends.feed,
-        drain=ends.drain,
+        source=ends.source,
+        sink=ends.sink,
         checkpoint=disk / "checkpoint",
         extra=dict(fault.extra),
         proxy=ends.proxy,
@@ -214,7 +213,7 @@ def _fixture(
         fixture.close()
         if small:  # else a server would miss a part of its data when the disk goes
             with contextlib.suppress(Exception):
-                ends.drain.remove()
+                ends.sink.remove()
 
 
 def _result(

@@ -13,7 +13,7 @@ _EXPIRED_TIMEOUT_S = 60
 
 
 def _open(fixture: Fixture) -> list[str]:
-    return fixture.setting.drain.open_transactions(fixture.setting.name)
+    return fixture.setting.sink.open_transactions(fixture.setting.name)
 
 
 def promise_lost(moment: str, deterministic: bool, lose: Callable[[Fixture], None]) -> Script:

@@ -18,11 +18,12 @@ from delivered.verify.fault import (
     Fault,
 )
 from delivered.verify.network_faults import kafka_network, others, sql_network, stream_network, table_log
-from delivered.verify.proxy import Api, Rule
+from delivered.verify.proxy import NetworkFault, Rule
+from delivered.verify.proxy_kafka import Api
 from delivered.verify.random_kills import random_kills
 from delivered.verify.scripts import kills
-from delivered.verify.sinks import DELTA, FILES, ICEBERG, KAFKA, MYSQL, POSTGRES, SINK_KINDS, SQLITE, SinkKind
-from delivered.verify.wire import NetworkFault
+from delivered.verify.systems import DELTA, FILES, KAFKA, MYSQL, POSTGRES, SINK_KINDS, SQLITE
+from delivered.verify.systems.base import SinkKind
 
 
 def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
@@ -34,9 +35,9 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
         Fault("none", "none", "an undisturbed run", scripts.nothing),
         *_producer(),
         *(kafka_network(guarantee) if kind.server == KAFKA else others(kind)),
-        *(sql_network(guarantee, kind) if kind.server in (POSTGRES, MYSQL) else ()),
+        *(sql_network(guarantee, kind, kind.statements) if kind.statements is not None else ()),
         *(stream_network(kind) if kind.sends else ()),
-        *(table_log(guarantee) if sink in (DELTA, ICEBERG) else ()),
+        *(table_log(guarantee) if kind.shared else ()),
         *_server(guarantee, kind),
         *_memory(guarantee),
         *_reader(kind),

@@ -13,17 +13,17 @@ from typing import Any
 import yaml
 
 from delivered import brokers
-from delivered.verify.clients.base import Forgets
-from delivered.verify.clients.sink_group import sinks_of
 from delivered.verify.evidence import Evidence, Stop
 from delivered.verify.history import End, History, sends
 from delivered.verify.producing import Producer
+from delivered.verify.proxy import Fired
 from delivered.verify.reader import Reader
 from delivered.verify.receiving import Receiving
 from delivered.verify.services import Run, VerifierError, last_words, start, wait_for
 from delivered.verify.setting import Setting
+from delivered.verify.systems.base import QueueSource
+from delivered.verify.systems.group import sinks_of
 from delivered.verify.template import whole
-from delivered.verify.wire import Fired
 from delivered.verify.workloads import Record, records
 
 HIT_TIMEOUT_S = 240.0
@@ -57,14 +57,14 @@ class Fixture:
     # -- before and after -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        feed = self.setting.feed
-        feed.create()
-        self.setting.drain.create()
+        source = self.setting.source
+        source.create()
+        self.setting.sink.create()
         self.reader.start()
-        if isinstance(feed, Forgets):
+        if isinstance(source, QueueSource):
             # A file of its own: a receiver may be reading it while the pipeline's is written anew.
             file = shutil.copy(self.pipeline_file(), self.folder / "receivers.yaml")
-            self.receiving = Receiving(self.folder, feed, Path(file), self.history, self.setting.env)
+            self.receiving = Receiving(self.folder, source, Path(file), self.history, self.setting.env)
 
     def close(self) -> None:
         """End everything that this fixture started. May be called again."""
@@ -93,7 +93,7 @@ class Fixture:
         ids = [self._record_id(r) for r in part]
         self._sent += len(part)
         self.history.add("producer", "send", End.BEGUN, {"ids": ids})
-        self.setting.feed.send(part)
+        self.setting.source.send(part)
         self.history.add("producer", "send", End.OK, {"ids": ids})
         if arrive:
             self.arrive()
@@ -120,7 +120,7 @@ class Fixture:
             again: after a death it sends again what it was not told about.
         """
         left = [replace(r, id=self._record_id(r)) for r in self.left]
-        producer = Producer(self.folder, self.setting.feed, self.history, left, portion, pause_s, again)
+        producer = Producer(self.folder, self.setting.source, self.history, left, portion, pause_s, again)
         self._sent = len(self.records)
         return producer
 
@@ -129,7 +129,7 @@ class Fixture:
     def pipeline_file(self) -> Path:
         """The pipeline as a user would write it down."""
         s = self.setting
-        source = s.feed.options()
+        source = s.source.options()
         if s.workload.rows_per_batch is not None or "rows_per_batch" in self.extra:
             source["maxOffsetsPerTrigger"] = self.extra.get("rows_per_batch", s.workload.rows_per_batch)
         else:
@@ -137,7 +137,7 @@ class Fixture:
         source |= self.extra.get("source", {})
         path = self.folder / "pipeline.yaml"
         if s.template is not None:
-            own = s.template.filled(source, s.drain.options() | self.extra.get("sink", {}))
+            own = s.template.filled(source, s.sink.options() | self.extra.get("sink", {}))
             own |= {"pipeline": s.name, "checkpoint": str(self.checkpoint), "trigger": "available_now"}
             own.setdefault("master", "local[2]")
             own |= {k: v for k, v in self.extra.items() if k == "master"}
@@ -149,7 +149,7 @@ class Fixture:
             "checkpoint": str(self.checkpoint),
             "source": source,
             "transform": self._transform(),
-            "sinks": [sink | self.extra.get("sink", {}) for sink in sinks_of(s.drain)],
+            "sinks": [sink | self.extra.get("sink", {}) for sink in sinks_of(s.sink)],
             "trigger": self.extra.get("trigger", "available_now"),
             "master": self.extra.get("master", "local[2]"),
         }
@@ -168,7 +168,7 @@ class Fixture:
             # A table has no topics: there both go into one.
             return (
                 {"select": ["key", "value", "topic"], "arrow": self.arrow}
-                if self.setting.drain.system == "kafka"
+                if self.setting.sink.system == "kafka"
                 else {"select": ["key", "value"]}
             )
         return {"select": ["key", "value"]} | ({"arrow": self.arrow} if self.arrow else {})
@@ -273,7 +273,7 @@ class Fixture:
 
     def all_seen(self) -> None:
         """Wait until the reader saw what is there: what it sees from now on is new."""
-        there = len(self.setting.drain.read())
+        there = len(self.setting.sink.read())
         self.wait(lambda: self.effects_seen >= there, f"the reader sees all {there} effects")
 
     def on_network_fault(self, hit: Fired) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from delivered.verify.clients.base import Forgets, Row
-from delivered.verify.clients.sink_group import at_sink, names_of
 from delivered.verify.evidence import Evidence, Seen
 from delivered.verify.fixture import Fixture
 from delivered.verify.history import End, fired, sends
 from delivered.verify.services import Run
+from delivered.verify.systems.base import QueueSource, Row
+from delivered.verify.systems.group import at_sink, names_of
 from delivered.verify.template import whole
 from delivered.verify.workloads import source_id
 
@@ -35,10 +35,10 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
     s = fixture.setting
     with suppress(TimeoutError):
         # The markers of transactions that were just ended arrive a moment later.
-        fixture.wait(lambda: not s.drain.open_transactions(s.name), "open transactions end", _SETTLE_S)
-    hanging = s.drain.open_transactions(s.name)
-    source = s.feed.read()
-    final = fixture.reader.as_seen(s.drain.read())
+        fixture.wait(lambda: not s.sink.open_transactions(s.name), "open transactions end", _SETTLE_S)
+    hanging = s.sink.open_transactions(s.name)
+    source = s.source.read()
+    final = fixture.reader.as_seen(s.sink.read())
     fixture.history.add("final reader", "read", End.OK, {"effects": len(final)})
     fixture.reader.close()
     fixture.reader.check()
@@ -47,7 +47,7 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
     return Evidence(
         guarantee=s.guarantee,
         expected=_expected_of_sent(fixture, ends, final)
-        if isinstance(s.feed, Forgets)
+        if isinstance(s.source, QueueSource)
         else _expected(fixture, source, final),
         acknowledged=frozenset(i for i, end in ends.items() if end is End.OK),
         in_source=Counter(_source_id(fixture, r) for r in source),
@@ -57,7 +57,7 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
         snapshots=fixture.reader.snapshots,
         batches=_batches(fixture, source) if by_record else None,
         # Which rows of an own transform, or of one with state, make a batch cannot be told from outside.
-        batch_atomic=s.drain.batch_atomic and by_record,
+        batch_atomic=s.sink.batch_atomic and by_record,
         ordered=ordered,
         given_up=_audited(fixture, "counts", "given_up"),
         audit_verdict=fixture.audited["verdict"] if fixture.audited else None,
@@ -121,7 +121,7 @@ def _source_id(fixture: Fixture, row: Row) -> str:
 def _effects(fixture: Fixture, key: str | None, value: str) -> list[str]:
     workload = fixture.setting.workload
     found = [workload.effect_of(key, v).id for v in workload.effects(value)]
-    return [at_sink(sink, effect) for sink in names_of(fixture.setting.drain) for effect in found]
+    return [at_sink(sink, effect) for sink in names_of(fixture.setting.sink) for effect in found]
 
 
 def _recoveries(fixture: Fixture) -> list[float]:
@@ -147,7 +147,7 @@ def _batches(fixture: Fixture, source: Sequence[Row]) -> dict[int, frozenset[str
     ends: dict[int, dict[str, int]] = {}
     for number in fixture.batches_planned():
         lines = (fixture.checkpoint / "offsets" / str(number)).read_text(encoding="utf-8").splitlines()
-        ends[number] = fixture.setting.feed.offsets(json.loads(lines[2]))
+        ends[number] = fixture.setting.source.offsets(json.loads(lines[2]))
     if not ends or list(ends) != list(range(len(ends))):
         return None
     found: dict[int, set[str]] = {n: set() for n in ends}

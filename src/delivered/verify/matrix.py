@@ -23,8 +23,8 @@ from delivered.verify.fault import CLUSTER, MOUNT, TOPICS
 from delivered.verify.faults import catalogue
 from delivered.verify.scripts import can_mount
 from delivered.verify.services import ENGINE, SERVICES, SPARK
-from delivered.verify.sinks import KAFKA, SINK_KINDS
 from delivered.verify.source_faults import source_catalogue
+from delivered.verify.systems import KAFKA, SINK_KINDS
 from delivered.verify.template import Template
 from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS, Workload

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify import scripts, tables
 from delivered.verify.fault import EXACTLY, PROXY, Fault
-from delivered.verify.proxy import Api, Rule
-from delivered.verify.proxy_sql import SqlRule
-from delivered.verify.proxy_stream import StreamRule
-from delivered.verify.sinks import MYSQL, POSTGRES, SinkKind
-from delivered.verify.wire import NetworkFault
+from delivered.verify.proxy import ANSWERED, ASKED, NetworkFault, Rule
+from delivered.verify.proxy_kafka import Api
+from delivered.verify.systems.base import SinkKind, Statements
 
 
 def kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
@@ -69,56 +66,38 @@ _DECISION = ".decision"
 """What tells a transaction that decides from others: a statement in it holds this text."""
 
 
-class _Words(NamedTuple):
-    """How a database says it.
-
-    Attributes:
-        rows: in a transaction of a task.
-    """
-
-    prepare: str
-    commit: str
-    rows: str
-
-
-_WORDS = {
-    POSTGRES: _Words("PREPARE TRANSACTION", "COMMIT PREPARED", "COPY"),
-    MYSQL: _Words("XA PREPARE", "XA COMMIT", "LOAD DATA"),
-}
-
-
-def sql_network(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
+def sql_network(guarantee: Guarantee, kind: SinkKind, words: Statements) -> Iterator[Fault]:
     """Statements that end something. Under two phases a shard ends twice: prepared, then committed."""
-    two, say = kind.two_phase and guarantee is EXACTLY, _WORDS[kind.format]
-    shard = (say.prepare, "") if two else ("COMMIT", say.rows)
-    named = f"{say.prepare}, {say.commit} and decision's COMMIT" if two else "COMMIT of a shard and a decision"
+    two = kind.two_phase and guarantee is EXACTLY
+    shard = (words.prepare, "") if two else ("COMMIT", words.rows)
+    named = f"{words.prepare}, {words.commit} and decision's COMMIT" if two else "COMMIT of a shard and a decision"
     lose, drop, late = NetworkFault.LOSE_REPLY, NetworkFault.LOSE_REQUEST, NetworkFault.LATE_REQUEST
     for name, text, rules in (
         (
             "replies-lost",
             f"the server's answer to one {named} never arrives",
             [
-                SqlRule(shard[0], lose, shard[1], skip=2),
-                SqlRule("COMMIT", lose, _DECISION, skip=1),
-                *([SqlRule(say.commit, lose, skip=3)] if two else []),
+                Rule(shard[0], lose, shard[1], skip=2),
+                Rule("COMMIT", lose, _DECISION, skip=1),
+                *([Rule(words.commit, lose, skip=3)] if two else []),
             ],
         ),
         (
             "requests-lost",
             f"one {named} never arrives",
             [
-                SqlRule(shard[0], drop, shard[1], skip=3),
-                SqlRule("COMMIT", drop, _DECISION, skip=2),
-                *([SqlRule(say.commit, drop, skip=2)] if two else []),
+                Rule(shard[0], drop, shard[1], skip=3),
+                Rule("COMMIT", drop, _DECISION, skip=2),
+                *([Rule(words.commit, drop, skip=2)] if two else []),
             ],
         ),
         (
             "late-commit",
             "a decision's COMMIT arrives two seconds after its sender gave up on it, the answer to another is late",
             [
-                SqlRule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
-                SqlRule("COMMIT", NetworkFault.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
-                *([SqlRule(say.commit, late, skip=1, seconds=2.0)] if two else []),
+                Rule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
+                Rule("COMMIT", NetworkFault.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
+                *([Rule(words.commit, late, skip=1, seconds=2.0)] if two else []),
             ],
         ),
     ):
@@ -137,8 +116,8 @@ def stream_network(kind: SinkKind) -> Iterator[Fault]:
     if "F2" in kind.absent:
         return
     script, requires = scripts.network(
-        StreamRule(NetworkFault.LOSE_REPLY, skip=12, times=2, every=9),
-        StreamRule(NetworkFault.LOSE_REQUEST, skip=20, times=2, every=9),
+        Rule(ANSWERED, NetworkFault.LOSE_REPLY, skip=12, times=2, every=9),
+        Rule(ASKED, NetworkFault.LOSE_REQUEST, skip=20, times=2, every=9),
         most=6,
     )
     text = "the connection breaks four times: what was sent is lost, or what was answered"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from delivered.verify.clients.base import Row
 from delivered.verify.evidence import Seen
+from delivered.verify.systems.base import Row
 from delivered.verify.workloads import Record, Workload
 
 

@@ -1,6 +1,6 @@
 """A producer application, to be killed: sends the records of a file in small portions and notes what was acknowledged.
 
-    python -m delivered.verify.producer '{"feed": ..., "records": file, "notes": file, "portion": 20, "pause_s": 0.1}'
+    python -m delivered.verify.producer '{"source": ..., "records": file, "notes": file, "portion": 20, "pause_s": 0.1}'
 
 A note is written before a portion leaves and after it was acknowledged, each on disk before it goes on. Started again,
 it sends again what it had begun and was not told about: the source may then hold these twice. With `"again": false` it
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from delivered.verify.clients.feeds import from_address
+from delivered.verify.systems import from_address
 from delivered.verify.workloads import Record
 
 
@@ -40,7 +40,7 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     order = json.loads(sys.argv[1])
-    feed = from_address(order["feed"])
+    source = from_address(order["source"])
     records = [Record(**json.loads(line)) for line in Path(order["records"]).read_text(encoding="utf-8").splitlines()]
     notes = Path(order["notes"])
     done = {n["at"] for n in read_notes(notes) if n["end"] == "ok" or not order.get("again", True)}
@@ -67,7 +67,7 @@ def main() -> None:
             ids = [r.id for r in part]
             note(at, "begun", ids)
             stand(at, "before")
-            feed.send(part)
+            source.send(part)
             stand(at, "after")
             note(at, "ok", ids)
             time.sleep(float(order["pause_s"]))

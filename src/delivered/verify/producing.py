@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 
-from delivered.verify.clients.base import Feed
 from delivered.verify.history import End, History
 from delivered.verify.producer import read_notes, write_records
 from delivered.verify.services import VerifierError
+from delivered.verify.systems.base import SourceClient, address
 from delivered.verify.workloads import Record
 
 
@@ -27,7 +27,7 @@ class Producer:
     def __init__(
         self,
         folder: Path,
-        feed: Feed,
+        source: SourceClient,
         history: History,
         left: Sequence[Record],
         portion: int,
@@ -40,7 +40,7 @@ class Producer:
         records_file = folder / "producer.records"
         write_records(records_file, list(left))
         self._order = {
-            "feed": feed.address(),
+            "source": address(source),
             "records": str(records_file),
             "notes": str(self._notes),
             "portion": portion,

@@ -1,10 +1,8 @@
-"""A network between Kafka's clients and its broker that loses, delays and repeats what it is told to, frame by frame.
+"""A network between clients and a server that stands still, breaks and is put under rules.
 
-Knows only what every frame has: its length, and of a request the API's key, its version and a correlation id. Where a
-response names the broker's address, the port is overwritten by the proxy's own: the port follows the host as four
-bytes in every version of these responses, so their layout need not be known.
-
-A reply alone cannot vanish from a TCP stream: to lose one is to lose the connection after the broker did the work.
+What it carries, a proxy of one protocol knows (proxy_kafka.py, proxy_sql.py); `StreamProxy` knows nothing of it, and
+breaks connections when so many pieces have gone one way. A reply alone cannot vanish from a TCP stream: to lose one is
+to lose the connection after the server did the work.
 """
 
 from __future__ import annotations
@@ -14,142 +12,308 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import IntEnum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
 
-from delivered.verify.wire import Fired, NetworkFault, Wire, read_exactly, reset
-
-_FRAME_BYTES_MAX = 128 << 20
-
-
-class Api(IntEnum):
-    """Those that a rule can name."""
-
-    PRODUCE = 0
-    FETCH = 1
-    LIST_OFFSETS = 2
-    METADATA = 3
-    FIND_COORDINATOR = 10
-    INIT_PRODUCER_ID = 22
-    ADD_PARTITIONS_TO_TXN = 24
-    END_TXN = 26
-    DESCRIBE_CLUSTER = 60
+HOST = "127.0.0.1"
+ASKED, ANSWERED = "asked", "answered"
+"""Ways of a piece through a `StreamProxy`; a piece is what one read of a socket gives."""
+_PIECE = 1 << 16
+_CONNECT_TIMEOUT_S = 5.0
+_LATE_ANSWER_S = 15.0
 
 
-# Produce and Fetch name the partition's leader when the broker that was asked is not, or not yet, the leader (KIP-951):
-# a client that reads this goes there at once, without asking for metadata.
-_NAMES_BROKERS = frozenset({Api.METADATA, Api.FIND_COORDINATOR, Api.DESCRIBE_CLUSTER, Api.PRODUCE, Api.FETCH})
+class NetworkFault(StrEnum):
+    LOSE_REQUEST = "lose_request"
+    """The request never arrives; the connection breaks."""
+    LOSE_REPLY = "lose_reply"
+    """The server does the work; its reply never arrives; the connection breaks."""
+    DELAY_REPLY = "delay_reply"
+    """The reply, and all behind it on this connection, comes later."""
+    LATE_REQUEST = "late_request"
+    """The connection breaks for the client at once; the request arrives at the server later all the same."""
+    RESET = "reset"
+    """The connection is reset before the request leaves."""
+
+
+@dataclass(frozen=True)
+class Fired:
+    """A request that a rule hit.
+
+    Attributes:
+        api: which kind of request; client: who sent it, as far as the protocol says.
+    """
+
+    rule: str
+    api: str
+    version: int = 0
+    correlation: int = 0
+    client: str = ""
 
 
 @dataclass
 class Rule:
-    """What to do with some frames of one API.
+    """What to do with some requests.
 
     Attributes:
-        skip, times, every: see `wire.AnyRule`.
+        request: which: an API of Kafka, the beginning of a statement ("COMMIT" is that alone, and not COMMIT
+            PREPARED), or the way of a piece.
+        within: of a statement, a text that another one of the same transaction must have held; of an API, a part of
+            the client's id; empty: any.
+        skip: so many matching requests pass first.
+        times: so many are hit then; every: of so many matching requests one, from then on.
         seconds: of a delay.
-        client: only of clients whose id contains this text.
     """
 
-    api: Api
+    request: str
     fault: NetworkFault
+    within: str = ""
     skip: int = 0
     times: int = 1
     every: int = 1
     seconds: float = 1.0
-    client: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.fault}:{self.api.name.lower()}"
+        return f"{self.fault}:{self.request.lower()}" + (f" of {self.within}" if self.within else "")
 
 
-@dataclass
-class _Pending:
-    """Requests of one connection that wait for their reply."""
-
-    asked: dict[int, tuple[int, Rule | None]] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+S = TypeVar("S")
 
 
-class Proxy(Wire[Rule]):
-    """Between Kafka's clients and its broker."""
+class Proxy(ABC, Generic[S]):
+    """Listens on a free port of 127.0.0.1 until it is closed. `S` is what it remembers of a connection.
 
-    def _carry(self, client: socket.socket, server: socket.socket) -> tuple[Callable[[], None], Callable[[], None]]:
-        pending = _Pending()
-        return lambda: self._requests(client, server, pending), lambda: self._replies(client, server, pending)
+    Args:
+        server: address of the real server, "127.0.0.1:port".
+        on_fire: called with every request that a rule hit, from a thread of the proxy, before anything is done to it.
+    """
 
-    def _requests(self, client: socket.socket, broker: socket.socket, pending: _Pending) -> None:
-        while True:
-            frame = _read_frame(client)
-            self._open.wait()
-            api, version, correlation = struct.unpack_from(">hhi", frame)
-            rule = self._match(api, frame, version, correlation)
-            if rule is not None and rule.fault in (NetworkFault.LOSE_REQUEST, NetworkFault.RESET):
-                if rule.fault is NetworkFault.RESET:
-                    reset(client)
+    def __init__(self, server: str, on_fire: Callable[[Fired], None] | None = None) -> None:
+        host, _, port = server.rpartition(":")
+        self._real = (host, int(port))
+        self._on_fire = on_fire
+        self._rules: list[Rule] = []
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._open = threading.Event()
+        self._open.set()
+        self._closed = False
+        self._listening = socket.create_server((HOST, 0), backlog=64)
+        self.frames: dict[str, int] = {}
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    @property
+    def bootstrap(self) -> str:
+        """Its own address, for clients."""
+        return f"{HOST}:{self._listening.getsockname()[1]}"
+
+    def add(self, *rules: Rule) -> None:
+        with self._lock:
+            self._rules.extend(rules)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._rules.clear()
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of rules that did not fire in full."""
+        with self._lock:
+            return [r.name for r in self._rules if r.times > 0]
+
+    def reset_all(self) -> int:
+        """Break every connection; return how many sockets were open."""
+        with self._lock:
+            sockets = list(self._sockets)
+        for s in sockets:
+            reset(s)
+        return len(sockets)
+
+    @contextlib.contextmanager
+    def black_hole(self) -> Iterator[None]:
+        """While it lasts, nothing arrives anywhere, and no connection breaks."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._open.set()
+        close(self._listening)
+        self.reset_all()
+
+    # -- what a protocol knows ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def session(self) -> S:
+        """Of a new connection. Its requests and its replies run in a thread each."""
+
+    @abstractmethod
+    def request(self, client: socket.socket) -> bytes:
+        """The client's next message, or a part of one; empty: the connection ended."""
+
+    @abstractmethod
+    def match(self, message: bytes, session: S) -> Rule | None:
+        """The rule that a message falls under."""
+
+    @abstractmethod
+    def reply(self, server: socket.socket) -> bytes:
+        """The same of the server."""
+
+    @abstractmethod
+    def answered(self, reply: bytes, session: S) -> tuple[bytes, Rule | None]:
+        """What the client gets for a reply, and the rule that it falls under."""
+
+    def greet(self, client: socket.socket, server: socket.socket) -> None:
+        """Carry what a client says before its first message."""
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
                 return
+            try:
+                server = socket.create_connection(self._real, _CONNECT_TIMEOUT_S)
+            except OSError:
+                reset(client)
+                continue
+            server.settimeout(None)
+            for s in (client, server):
+                s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._sockets |= {client, server}
+            session = self.session()
+            for run in (self._requests, self._replies):
+                threading.Thread(target=self._pump, args=(run, client, server, session), daemon=True).start()
+
+    def _pump(
+        self,
+        run: Callable[[socket.socket, socket.socket, S], None],
+        client: socket.socket,
+        server: socket.socket,
+        session: S,
+    ) -> None:
+        with contextlib.suppress(OSError, EOFError, struct.error):
+            run(client, server, session)
+        for s in (client, server):
+            close(s)
+        with self._lock:
+            self._sockets -= {client, server}
+
+    def _requests(self, client: socket.socket, server: socket.socket, session: S) -> None:
+        self.greet(client, server)
+        while message := self.request(client):
+            self._open.wait()
+            rule = self.match(message, session)
             if rule is not None and rule.fault is NetworkFault.LATE_REQUEST:
-                self._late(client, broker, frame, rule.seconds)
-                return
-            with pending.lock:
-                pending.asked[correlation] = (api, rule)
-            _write_frame(broker, frame)
+                return self._late(client, server, message, rule.seconds)
+            if rule is not None and rule.fault is NetworkFault.RESET:
+                return reset(client)
+            if rule is not None and rule.fault is NetworkFault.LOSE_REQUEST:
+                return None
+            server.sendall(message)
+        return None
 
-    def _replies(self, client: socket.socket, broker: socket.socket, pending: _Pending) -> None:
-        while True:
-            frame = _read_frame(broker)
+    def _replies(self, client: socket.socket, server: socket.socket, session: S) -> None:
+        while part := self.reply(server):
             self._open.wait()
-            (correlation,) = struct.unpack_from(">i", frame)
-            with pending.lock:
-                api, rule = pending.asked.pop(correlation, (-1, None))
+            part, rule = self.answered(part, session)
             if rule is not None and rule.fault is NetworkFault.LOSE_REPLY:
                 return
             if rule is not None and rule.fault is NetworkFault.DELAY_REPLY:
                 time.sleep(rule.seconds)
-            if api in _NAMES_BROKERS:
-                frame = self._readdressed(frame)
-            _write_frame(client, frame)
+            client.sendall(part)
 
-    def _late(self, client: socket.socket, broker: socket.socket, frame: bytes, seconds: float) -> None:
-        """The client sees a broken connection; the broker gets the request when its sender has long moved on."""
-        self._sockets.discard(broker)
+    def _late(self, client: socket.socket, server: socket.socket, message: bytes, seconds: float) -> None:
+        """The client sees a broken connection; the server gets the request when its sender has long moved on. Only for
+        requests that are one message."""
+        with self._lock:
+            self._sockets.discard(server)
         reset(client)
         time.sleep(seconds)
         with contextlib.suppress(OSError):
-            _write_frame(broker, frame)
-            broker.settimeout(5)
-            _read_frame(broker)
+            server.sendall(message)
+            server.settimeout(_LATE_ANSWER_S)
+            self.reply(server)
 
-    def _match(self, api: int, frame: bytes, version: int, correlation: int) -> Rule | None:
-        client = _client_id(frame)
-        name = Api(api).name.lower() if api in set(Api) else str(api)
-        hit = self._hit(name, lambda rule: rule.api == api and rule.client in client)
-        if hit is not None:
-            self._fired(Fired(hit.name, name, version, correlation, client))
+    def _hit(self, name: str, fits: Callable[[Rule], bool], fired: Callable[[str], Fired]) -> Rule | None:
+        """Count a request of this name; return the rule that it falls under, if its turn has come."""
+        hit = self._next(name, fits)
+        if hit is not None and self._on_fire is not None:
+            self._on_fire(fired(hit.name))
         return hit
 
-    def _readdressed(self, frame: bytes) -> bytes:
-        host, port = self._real
-        mine = self._listening.getsockname()[1]
-        return frame.replace(host.encode() + struct.pack(">i", port), host.encode() + struct.pack(">i", mine))
+    def _next(self, name: str, fits: Callable[[Rule], bool]) -> Rule | None:
+        with self._lock:
+            self.frames[name] = self.frames.get(name, 0) + 1
+            for rule in self._rules:
+                if rule.times == 0 or not fits(rule):
+                    continue
+                if rule.skip > 0:
+                    rule.skip -= 1
+                    continue
+                rule.skip = rule.every - 1
+                rule.times -= 1
+                return rule
+        return None
 
 
-def _client_id(frame: bytes) -> str:
-    (length,) = struct.unpack_from(">h", frame, 8)
-    return frame[10 : 10 + max(length, 0)].decode("utf-8", "replace")
+class StreamProxy(Proxy[None]):
+    """Of a protocol that nobody reads along: a rule breaks the connection with the piece that it hits."""
+
+    def session(self) -> None:
+        return None
+
+    def request(self, client: socket.socket) -> bytes:
+        return client.recv(_PIECE)
+
+    def match(self, message: bytes, session: None) -> Rule | None:
+        del session
+        return self._way(message, ASKED)
+
+    def reply(self, server: socket.socket) -> bytes:
+        return server.recv(_PIECE)
+
+    def answered(self, reply: bytes, session: None) -> tuple[bytes, Rule | None]:
+        del session
+        return reply, self._way(reply, ANSWERED)
+
+    def _way(self, piece: bytes, way: str) -> Rule | None:
+        return self._hit(way, lambda rule: rule.request == way, lambda name: Fired(name, f"{len(piece)} bytes"))
 
 
-def _read_frame(source: socket.socket) -> bytes:
-    (size,) = struct.unpack(">i", read_exactly(source, 4))
-    if not 0 <= size <= _FRAME_BYTES_MAX:
-        raise EOFError(f"a frame of {size} bytes")
-    return read_exactly(source, size)
+def read_exactly(source: socket.socket, size: int) -> bytes:
+    """
+    Raises:
+        EOFError: the connection ended before.
+    """
+    parts = bytearray()
+    while len(parts) < size:
+        part = source.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError("the connection ended")
+        parts += part
+    return bytes(parts)
 
 
-def _write_frame(target: socket.socket, frame: bytes) -> None:
-    target.sendall(struct.pack(">i", len(frame)) + frame)
+def close(s: socket.socket) -> None:
+    # A socket that is only closed would leave a thread that reads from it waiting for ever.
+    with contextlib.suppress(OSError):
+        s.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        s.close()
 
 
-__all__ = ["Api", "Fired", "NetworkFault", "Proxy", "Rule"]
+def reset(s: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    close(s)

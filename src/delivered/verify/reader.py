@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from delivered.verify.clients.base import Look, Row
-from delivered.verify.clients.sink_group import at_sink
 from delivered.verify.evidence import Seen
 from delivered.verify.history import End, History
 from delivered.verify.newest import Newest
 from delivered.verify.services import VerifierError
 from delivered.verify.setting import Setting
+from delivered.verify.systems.base import Poll, Row
+from delivered.verify.systems.group import at_sink
 from delivered.verify.workloads import records
 
 _JOIN_S = 60.0
@@ -68,17 +68,17 @@ class Reader:
         )
 
     def _run(self) -> None:
-        def told(look: Look) -> None:
-            found = self.as_seen(look.rows)
+        def told(poll: Poll) -> None:
+            found = self.as_seen(poll.rows)
             self.seen.extend(found)
-            if look.whole:
+            if poll.snapshot:
                 self._visible |= {s.effect for s in found}
                 self.snapshots.append((self._history.now_s, frozenset(self._visible)))
             self._history.add("reader", "read", End.OK, {"effects": len(found), "all": len(self.seen)})
 
         try:
             if self._newest is None:
-                self._setting.drain.follow(told, self._stop)
+                self._setting.sink.follow(told, self._stop)
             else:
                 self._follow_newest(self._newest)
         except Exception as error:
@@ -90,7 +90,7 @@ class Reader:
         while True:
             last = self._stop.is_set()
             try:
-                rows = self._setting.drain.read()
+                rows = self._setting.sink.read()
             except Exception:
                 if last:
                     raise

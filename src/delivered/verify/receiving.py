@@ -6,10 +6,10 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from delivered.verify.clients.base import Forgets
 from delivered.verify.evidence import Stop
 from delivered.verify.history import End, History
 from delivered.verify.services import Run, VerifierError, last_words, start_receiver, wait_for
+from delivered.verify.systems.base import QueueSource
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ class Receiving:
     def __init__(
         self,
         folder: Path,
-        queue: Forgets,
+        queue: QueueSource,
         pipeline: Path,
         history: History,
         env: Mapping[str, str],

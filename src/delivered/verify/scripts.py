@@ -19,8 +19,8 @@ from typing import Any
 from delivered.model.guarantee import Guarantee
 from delivered.verify.evidence import Stop
 from delivered.verify.fixture import END_TIMEOUT_S, HIT_TIMEOUT_S, Fixture
+from delivered.verify.proxy import Rule
 from delivered.verify.services import Run
-from delivered.verify.wire import AnyRule
 
 Script = Callable[[Fixture], None]
 TRIES_MAX = 6
@@ -116,7 +116,7 @@ def producer_killed_at(*moments: str) -> tuple[Script, tuple[str, ...]]:
 # -- F2 and F5: the network ------------------------------------------------------------------------------
 
 
-def network(*rules: AnyRule, most: int = 4) -> tuple[Script, tuple[str, ...]]:
+def network(*rules: Rule, most: int = 4) -> tuple[Script, tuple[str, ...]]:
     """Rules of the proxy, while one start goes through all batches, or as many as it takes, and at most `most`."""
     names = tuple(r.name for r in rules for _ in range(r.times))
 

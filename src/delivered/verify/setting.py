@@ -8,10 +8,10 @@ from typing import Any
 
 from delivered import brokers
 from delivered.model.guarantee import Guarantee
-from delivered.verify.clients.base import Drain, Feed
+from delivered.verify.proxy import Proxy
 from delivered.verify.services import SERVICES, SPARK, Service
+from delivered.verify.systems.base import SinkClient, SourceClient
 from delivered.verify.template import Template
-from delivered.verify.wire import Wire
 from delivered.verify.workloads import Workload
 
 
@@ -34,11 +34,11 @@ class Setting:
     guarantee: Guarantee
     workload: Workload
     seed: int
-    feed: Feed
-    drain: Drain
+    source: SourceClient
+    sink: SinkClient
     checkpoint: Path
     extra: dict[str, Any] = field(default_factory=dict)
-    proxy: Wire[Any] | None = None
+    proxy: Proxy[Any] | None = None
     broker: brokers.Broker | None = None
     source_broker: brokers.Broker | None = None
     plain_s: float | None = None

@@ -1,7 +1,7 @@
 """What is done to a source and a sink together: few faults, which say most of a pair.
 
 The sink's own catalogue is run with one source; what changes with the source is what is read again after a death, the
-death of the server that holds it, and of the receivers of a queue that forgets.
+death of the server that holds it, and of the receivers of a queue that queue.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from delivered.model.guarantee import Guarantee
 from delivered.verify import receivers, scripts
 from delivered.verify.fault import BROKER, Fault
 from delivered.verify.random_kills import random_kills
-from delivered.verify.sinks import SINK_KINDS
-from delivered.verify.sources import SOURCE_KINDS, SourceKind
+from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
+from delivered.verify.systems.base import SourceKind
 
 
 def source_catalogue(guarantee: Guarantee, sink: str, source: str) -> list[Fault]:
@@ -24,7 +24,7 @@ def source_catalogue(guarantee: Guarantee, sink: str, source: str) -> list[Fault
     return [
         Fault("none", "none", "an undisturbed run", scripts.nothing),
         *_any(guarantee, kind),
-        *(_receivers(guarantee) if kind.forgets else ()),
+        *(_receivers(guarantee) if kind.queue else ()),
     ]
 
 
@@ -35,9 +35,9 @@ def _any(guarantee: Guarantee, source: SourceKind) -> Iterator[Fault]:
     yield Fault("producer-killed-at", "F1", text, script, requires)
     if source.server is not None:
         text = "the server that holds the source is killed while it is sent to and read; unconfirmed sends stay open"
-        script = receivers.queue_killed if source.forgets else scripts.source_killed
+        script = receivers.queue_killed if source.queue else scripts.source_killed
         fired, needs = ("source killed",), frozenset({BROKER})
-        yield Fault("source-killed", "F3", text, script, fired, needs=needs, keeps_order=not source.forgets)
+        yield Fault("source-killed", "F3", text, script, fired, needs=needs, keeps_order=not source.queue)
     script, requires = scripts.worker_killed(f"{write}:after")
     yield Fault("worker-killed", "F4", "one Python worker is killed with what it held", script, requires)
     script, requires = scripts.kills("source.read:before", "source.read:after")

@@ -3,12 +3,12 @@ prepared in it."""
 
 from __future__ import annotations
 
-from delivered.verify.clients.base import Disturbed, Lockable, Prepares, ReadAtLength, Shared
 from delivered.verify.evidence import Stop
 from delivered.verify.expiry import promise_lost
 from delivered.verify.fixture import Fixture
 from delivered.verify.scripts import Script, after, point_of, waits
 from delivered.verify.services import VerifierError
+from delivered.verify.systems.base import Lockable, LongReads, ReadDisturbed, SharedTable, TwoPhase
 
 _HELD_S = 3.0
 
@@ -17,14 +17,14 @@ def lock_held(step: str) -> Script:
     """Another program holds what a writer must wait for when it comes to a step."""
 
     def script(fixture: Fixture) -> None:
-        drain = fixture.setting.drain
-        if not isinstance(drain, Lockable):
+        sink = fixture.setting.sink
+        if not isinstance(sink, Lockable):
             raise _cannot(fixture, "be locked")
         fixture.send()
         run = fixture.start(f"{point_of(fixture, step)}:before!wait")
         hit = waits(fixture, run)
         if hit is not None:
-            with drain.locked():
+            with sink.locked():
                 run.go_on(hit)
                 fixture.fire("lock held", seconds=_HELD_S)
                 fixture.wait(after(_HELD_S), "the lock is held")
@@ -36,8 +36,8 @@ def lock_held(step: str) -> Script:
 
 def slow_reader(fixture: Fixture) -> None:
     """A reader is in the middle of its read while a batch commits: neither may harm the other."""
-    drain = fixture.setting.drain
-    if not isinstance(drain, ReadAtLength):
+    sink = fixture.setting.sink
+    if not isinstance(sink, LongReads):
         raise _cannot(fixture, "be read at length")
     fixture.send()
     run = fixture.start(f"{point_of(fixture, 'decide')}:before@batch=1!wait")
@@ -45,11 +45,11 @@ def slow_reader(fixture: Fixture) -> None:
     if hit is not None:
         disturbed = None
         try:
-            with drain.reading():
+            with sink.reading():
                 run.go_on(hit)
                 fixture.fire("reader slow", seconds=_HELD_S)
                 fixture.wait(after(_HELD_S), "the reader reads")
-        except Disturbed as error:
+        except ReadDisturbed as error:
             disturbed = str(error)
         fixture.stops.append(Stop((), disturbed, "a reader while a batch commits"))
         fixture.end(run)
@@ -60,16 +60,16 @@ def other_writers(point: str) -> tuple[Script, tuple[str, ...]]:
     """Between a batch's look at the log and its commit, others commit: one without rows, one that only moves rows."""
 
     def script(fixture: Fixture) -> None:
-        drain = fixture.setting.drain
-        if not isinstance(drain, Shared):
+        sink = fixture.setting.sink
+        if not isinstance(sink, SharedTable):
             raise _cannot(fixture, "be written to by others")
         fixture.send()
         run = fixture.start(f"{point}@batch=1!wait")
         hit = waits(fixture, run)
         if hit is not None:
-            drain.append_nothing()
+            sink.append_nothing()
             fixture.fire("another writer appended")
-            drain.compact()
+            sink.compact()
             fixture.fire("another writer compacted")
             run.go_on(hit)
             fixture.stops.append(Stop((), fixture.end(run), "the run between other writers"))
@@ -83,14 +83,14 @@ def table_altered(point: str) -> tuple[Script, tuple[str, ...]]:
     fail, and runs again."""
 
     def script(fixture: Fixture) -> None:
-        drain = fixture.setting.drain
-        if not isinstance(drain, Shared):
+        sink = fixture.setting.sink
+        if not isinstance(sink, SharedTable):
             raise _cannot(fixture, "be written to by others")
         fixture.send()
         run = fixture.start(f"{point}@batch=1!wait")
         hit = waits(fixture, run)
         if hit is not None:
-            drain.describe("altered meanwhile")
+            sink.describe("altered meanwhile")
             fixture.fire("table altered")
             run.go_on(hit)
             fixture.end(run)
@@ -103,10 +103,10 @@ def rolled_back(moment: str, deterministic: bool) -> Script:
     """An operator ends prepared transactions by hand before, or after, their batch is decided."""
 
     def lose(fixture: Fixture) -> None:
-        drain = fixture.setting.drain
-        if not isinstance(drain, Prepares):
+        sink = fixture.setting.sink
+        if not isinstance(sink, TwoPhase):
             raise _cannot(fixture, "prepare")
-        ended = drain.roll_back_prepared()
+        ended = sink.roll_back_prepared()
         if ended:
             fixture.fire("prepared transactions rolled back", ended=ended)
 

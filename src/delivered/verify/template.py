@@ -19,8 +19,8 @@ from typing import Any
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.load import load_file
-from delivered.verify.clients.log import Log
-from delivered.verify.sinks import POSTGRES_2PC
+from delivered.verify.systems import POSTGRES_2PC
+from delivered.verify.systems.log import Log
 from delivered.verify.workloads import PARTITIONS, Effect, Record, Workload
 
 SAMPLE_MAX = 600

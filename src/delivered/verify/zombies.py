@@ -33,7 +33,7 @@ def zombie(step: str, locked: str | None) -> Script:
         code = fixture.end(fixture.start("", "--takeover"))
         held = code is not None and code == locked
         if not held:
-            upserts_prepared = fixture.setting.workload.replaces and not fixture.setting.drain.batch_atomic
+            upserts_prepared = fixture.setting.workload.replaces and not fixture.setting.sink.batch_atomic
             right = (code,) if upserts_prepared and code == _KEYS_HELD else ()
             fixture.stops.append(Stop(right, code, "the second driver, which takes over"))
         first.go_on(hit)

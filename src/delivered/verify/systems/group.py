@@ -1,4 +1,4 @@
-"""SinkGroup sinks that share every batch: each with its own client, all of them read and judged."""
+"""Several sinks that share every batch: each with its own client, all of them read and judged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from delivered.verify.clients.base import Drain, Look, Row
+from delivered.verify.systems.base import Poll, Row, SinkClient, SinkKind, System
 
 
 class SinkGroup:
@@ -17,11 +17,11 @@ class SinkGroup:
         members: by their names in the pipeline file, in its order.
     """
 
-    system = "several"
+    system = "group"
     batch_atomic = False
     """All or nothing, but not at one moment."""
 
-    def __init__(self, members: Mapping[str, Drain]) -> None:
+    def __init__(self, members: Mapping[str, SinkClient]) -> None:
         self.members = dict(members)
 
     def create(self) -> None:
@@ -29,18 +29,18 @@ class SinkGroup:
             member.create()
 
     def options(self) -> dict[str, Any]:
-        raise TypeError("several sinks have several options: see sinks_of")
+        raise TypeError("a group of sinks has several options: see sinks_of")
 
     def read(self) -> list[Row]:
         return [replace(row, sink=name) for name, member in self.members.items() for row in member.read()]
 
-    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+    def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
         lock = threading.Lock()
 
         def one(name: str) -> None:
-            def tell(look: Look) -> None:
+            def tell(poll: Poll) -> None:
                 with lock:
-                    seen(Look([replace(row, sink=name) for row in look.rows], whole=False))
+                    seen(Poll([replace(row, sink=name) for row in poll.rows], snapshot=False))
 
             self.members[name].follow(tell, stop)
 
@@ -58,18 +58,24 @@ class SinkGroup:
             member.remove()
 
 
-def names_of(drain: Drain) -> tuple[str, ...]:
+def names_of(sink: SinkClient) -> tuple[str, ...]:
     """As in `Row.sink`: one empty name if there is one sink."""
-    return tuple(drain.members) if isinstance(drain, SinkGroup) else ("",)
+    return tuple(sink.members) if isinstance(sink, SinkGroup) else ("",)
 
 
-def sinks_of(drain: Drain) -> list[dict[str, Any]]:
+def sinks_of(sink: SinkClient) -> list[dict[str, Any]]:
     """Of the pipeline file."""
-    if isinstance(drain, SinkGroup):
-        return [{"name": name, **member.options()} for name, member in drain.members.items()]
-    return [drain.options()]
+    if isinstance(sink, SinkGroup):
+        return [{"name": name, **member.options()} for name, member in sink.members.items()]
+    return [sink.options()]
 
 
 def at_sink(sink: str, name: str) -> str:
-    """SinkGroup sinks of a batch get the same effects: at each of them it is one of its own."""
+    """Sinks of a group get the same effects: at each of them it is one of its own."""
     return f"{sink}: {name}" if sink else name
+
+
+# Two prepare, and Delta, which cannot, decides as the last resource.
+_MEMBERS = ("kafka", "postgres-2pc", "delta")
+_NAME = "kafka-postgres-delta"
+SYSTEM = System((SinkKind(_NAME, "", None, server="kafka", source="kafka", two_phase=True, members=_MEMBERS),))

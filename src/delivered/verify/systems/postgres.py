@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delivered import brokers
-from delivered.verify.clients.base import Disturbed, Row, as_row
-from delivered.verify.clients.sql import LOCK_TIMEOUT_S, SEEN, SqlTable
+from delivered.verify.proxy_sql import PostgresProxy
+from delivered.verify.systems.base import Row, SinkKind, SinkPlace, Statements, System, as_row
+from delivered.verify.systems.sql import LOCK_TIMEOUT_S, SEEN, SqlTable
 
 if TYPE_CHECKING:
     import psycopg
@@ -29,6 +28,8 @@ class PgTable(SqlTable):
     """
 
     system = "postgres"
+    begin_snapshot = ("BEGIN ISOLATION LEVEL REPEATABLE READ",)
+    lock = ("BEGIN", f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'", "LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class PgTable(SqlTable):
         return {
             "format": "postgres",
             # In the clear, so that a proxy can read along.
-            "url": f"postgresql://delivered@{self._given}/{self.database}?sslmode=disable&gssencmode=disable",
+            "url": f"postgresql://delivered@{self._address}/{self.database}?sslmode=disable&gssencmode=disable",
             "dbtable": self.name,
             **({"ifNotExists": "true"} if self._kinds is None else {}),
             **self._asked,
@@ -106,24 +107,11 @@ class PgTable(SqlTable):
                 connection.execute(f"ROLLBACK PREPARED {quoted}")
         return [str(gid) for gid, _ in found]
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """As a migration holds a table: nobody can write to it, nobody can read it."""
-        with self._session() as other, other.transaction():
-            other.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
-            other.execute(f"LOCK TABLE {self.name} IN ACCESS EXCLUSIVE MODE")
-            yield
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        with self._session() as other:
-            count = f"SELECT count(*) FROM {self.name}"  # noqa: S608
-            other.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
-            before = other.execute(count).fetchone()
-            yield
-            if other.execute(count).fetchone() != before:
-                raise Disturbed(f"a reader's snapshot began with {before} rows of {self.name} and ended with others")
-            other.execute("COMMIT")
+    def _run(self, connection: psycopg.Connection[Any], *statements: str) -> list[tuple[Any, ...]]:
+        cursor = connection.cursor()
+        for statement in statements:
+            cursor.execute(statement)
+        return cursor.fetchall() if cursor.description else []
 
     def _lost(self) -> tuple[type[Exception], ...]:
         import psycopg
@@ -169,3 +157,18 @@ class PgTable(SqlTable):
             return SEEN
         # Of a table that the pipeline made: where a row lies; the page and the place in it.
         return "((ctid::text::point)[0]::bigint * 65536 + (ctid::text::point)[1]::bigint)"
+
+
+def _client(kind: SinkKind, at: SinkPlace) -> PgTable:
+    kinds = at.workload.kinds if at.typed else None
+    return PgTable(at.server, at.name, at.pipeline_address, kinds, kind.two_phase, at.small, dict(at.extra))
+
+
+def _sink(name: str, two_phase: bool) -> SinkKind:
+    words = Statements("PREPARE TRANSACTION", "COMMIT PREPARED", "COPY")
+    return SinkKind(
+        name, "postgres", _client, "postgres", two_phase=two_phase, locks=True, statements=words, upserts=True, own=True
+    )
+
+
+SYSTEM = System((_sink("postgres", False), _sink("postgres-2pc", True)), proxy=PostgresProxy)

@@ -9,13 +9,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from delivered.verify.clients.base import Disturbed, Look, Row, as_row
+from delivered.verify.systems.base import Poll, ReadDisturbed, Row, SinkKind, System, as_row, polling
 
-_POLL_S = 0.05
 _BUSY_S = 30.0
 
 
-class Table:
+class SqliteTable:
     """
     Args:
         extra: more options of the sink in the pipeline file; `format` may name another connector of the same tables.
@@ -41,10 +40,9 @@ class Table:
     def read(self) -> list[Row]:
         return self._after(-1)[0]
 
-    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+    def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
         newest, count = -1, 0
-        while True:
-            last = stop.is_set()
+        for _ in polling(stop):
             rows, total = self._after(newest)
             if total != count + len(rows):
                 # Rows that were seen are gone: read all of it again, and let the checkers compare.
@@ -52,10 +50,7 @@ class Table:
                 count = 0
             if rows:
                 newest, count = max(newest, rows[-1].position), count + len(rows)
-                seen(Look(rows, whole=True))
-            if last:
-                return
-            stop.wait(_POLL_S)
+                seen(Poll(rows, snapshot=True))
 
     def open_transactions(self, pipeline: str) -> list[str]:
         """Whoever still holds the write lock when everything has ended."""
@@ -86,7 +81,7 @@ class Table:
             before = other.execute(count).fetchone()
             yield
             if other.execute(count).fetchone() != before:
-                raise Disturbed(f"a reader's transaction began with {before[0]} rows and ended with others")
+                raise ReadDisturbed(f"a reader's transaction began with {before[0]} rows and ended with others")
             other.execute("COMMIT")
 
     @property
@@ -112,3 +107,18 @@ class Table:
             columns = [c[0] for c in asked.description][1:]
             rows = [(r[0], dict(zip(columns, r[1:], strict=True))) for r in asked.fetchall()]
             return [as_row(self.name, rowid, values) for rowid, values in rows], total
+
+
+SYSTEM = System(
+    (
+        SinkKind(
+            "sqlite",
+            "sqlite",
+            lambda _, at: SqliteTable(at.disk / "effects.db", extra=dict(at.extra)),
+            locks=True,
+            locked="DATABASE_LOCKED",
+            upserts=True,
+            own=True,
+        ),
+    )
+)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from delivered import brokers
-from delivered.verify.clients.base import Disturbed, Row, as_row
-from delivered.verify.clients.sql import ANSWER_TIMEOUT_S, LOCK_TIMEOUT_S, RETRY_S, SEEN, SqlTable
+from delivered.verify.proxy_sql import MysqlProxy
+from delivered.verify.systems.base import Row, SinkKind, SinkPlace, Statements, System, as_row
+from delivered.verify.systems.sql import ANSWER_TIMEOUT_S, LOCK_TIMEOUT_S, RETRY_S, SEEN, SqlTable
 
 _XA_NOT_ENDED = 1397
 _KINDS = {"bytea": "longblob", "text": "longtext"}
@@ -23,6 +24,12 @@ class MysqlTable(SqlTable):
     """
 
     system = "mysql"
+    begin_snapshot = (
+        "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ",
+        "START TRANSACTION WITH CONSISTENT SNAPSHOT",
+    )
+    lock = (f"SET lock_wait_timeout = {LOCK_TIMEOUT_S}", "LOCK TABLES {table} WRITE")
+    unlock = "UNLOCK TABLES"
 
     def __init__(
         self,
@@ -57,7 +64,7 @@ class MysqlTable(SqlTable):
     def options(self) -> dict[str, Any]:
         return {
             "format": "mysql",
-            "url": f"mysql://delivered@{self._given}/{self.database}",
+            "url": f"mysql://delivered@{self._address}/{self.database}",
             "dbtable": self.name,
             "ledgerSchema": self._ledger,
             **self._asked,
@@ -97,28 +104,11 @@ class MysqlTable(SqlTable):
                     break
         return ended
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """As a migration holds a table: nobody can write to it, nobody can read it."""
-        with self._cursor() as other:
-            other.execute(f"SET lock_wait_timeout = {LOCK_TIMEOUT_S}")
-            other.execute(f"LOCK TABLES {self.name} WRITE")
-            yield
-            other.execute("UNLOCK TABLES")
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        count = f"SELECT count(*) FROM {self.name}"  # noqa: S608
-        with self._cursor() as other:
-            other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-            other.execute("START TRANSACTION WITH CONSISTENT SNAPSHOT")
-            other.execute(count)
-            before = other.fetchone()
-            yield
-            other.execute(count)
-            if other.fetchone() != before:
-                raise Disturbed(f"a reader's snapshot began with {before} rows of {self.name} and ended with others")
-            other.execute("COMMIT")
+    def _run(self, connection: Any, *statements: str) -> list[tuple[Any, ...]]:
+        with connection.cursor() as cursor:
+            for statement in statements:
+                cursor.execute(statement)
+            return list(cursor.fetchall())
 
     @property
     def _table(self) -> str:
@@ -142,8 +132,10 @@ class MysqlTable(SqlTable):
         import pymysql
 
         host, _, port = self._server.bootstrap.rpartition(":")
-        given = {"database": database or None, "charset": "utf8mb4"}
-        return pymysql.connect(host=host, port=int(port), user="delivered", autocommit=True, connect_timeout=5, **given)
+        options = {"database": database or None, "charset": "utf8mb4"}
+        return pymysql.connect(
+            host=host, port=int(port), user="delivered", autocommit=True, connect_timeout=5, **options
+        )
 
     def _drop(self, connection: Any) -> None:
         if connection is not None and connection.open:
@@ -171,3 +163,15 @@ def _prepared(cursor: Any) -> list[tuple[str, str]]:
         parts = f"x'{raw[:first].hex()}',x'{raw[first : first + second].hex()}',{int(form)}"
         found.append((raw.decode("utf-8", "replace"), parts))
     return found
+
+
+def _client(kind: SinkKind, at: SinkPlace) -> MysqlTable:
+    return MysqlTable(at.server, at.name, at.pipeline_address, at.workload.kinds, kind.two_phase, dict(at.extra))
+
+
+def _sink(name: str, two_phase: bool) -> SinkKind:
+    words = Statements("XA PREPARE", "XA COMMIT", "LOAD DATA")
+    return SinkKind(name, "mysql", _client, "mysql", two_phase=two_phase, locks=True, statements=words, upserts=True)
+
+
+SYSTEM = System((_sink("mysql", False), _sink("mysql-xa", True)), proxy=MysqlProxy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -11,14 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from delivered import brokers
-from delivered.verify.clients.base import Look, Row
+from delivered.verify.systems.base import Poll, ReadDisturbed, Row, digest
 
 ANSWER_TIMEOUT_S = 60.0
 LOCK_TIMEOUT_S = 20
 RETRY_S = 0.2
+_POLL_S = 0.05
 SEEN = "seen_as"
 """The column that numbers a table's rows as they are written."""
-_POLL_S = 0.05
 
 
 class SqlTable(ABC):
@@ -28,7 +27,14 @@ class SqlTable(ABC):
         server: that the judge may kill; name: of the case.
         pipeline_address: the address that the pipeline is given: the server's, or a proxy's.
         extra: options of the sink.
+
+    Attributes:
+        begin_snapshot: statements that begin a transaction which sees one state; lock, unlock: of a table.
     """
+
+    begin_snapshot: tuple[str, ...] = ()
+    lock: tuple[str, ...] = ()
+    unlock = "COMMIT"
 
     def __init__(
         self,
@@ -40,10 +46,10 @@ class SqlTable(ABC):
     ) -> None:
         self.name = "effects"
         # A name of the server's own alphabet, however long the case's is.
-        self.database = f"case_{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+        self.database = f"case_{digest(name)}"
         self.batch_atomic = not two_phase
         self._server = server
-        self._given = pipeline_address or server.bootstrap
+        self._address = pipeline_address or server.bootstrap
         self._asked = {**({"mechanism": "two_phase"} if two_phase else {}), **(extra or {})}
 
     @property
@@ -59,7 +65,7 @@ class SqlTable(ABC):
         with self._session() as connection:
             return self._new(connection, set())
 
-    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+    def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
         """In snapshots of the server's. While it is down, there is nothing to see."""
         known: set[int] = set()
         state: tuple[Any, ...] = ()
@@ -82,12 +88,31 @@ class SqlTable(ABC):
                 state = now
                 if rows:
                     known |= {r.position for r in rows}
-                    seen(Look(rows, whole=True))
+                    seen(Poll(rows, snapshot=True))
                 if last:
                     return
                 stop.wait(_POLL_S)
         finally:
             self._drop(connection)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A reader in the middle of a transaction that sees one state of the server."""
+        count = f"SELECT count(*) FROM {self.name}"  # noqa: S608
+        with self._session() as other:
+            before = self._run(other, *self.begin_snapshot, count)
+            yield
+            if self._run(other, count) != before:
+                raise ReadDisturbed(f"a snapshot began with {before} rows of {self.name} and ended with others")
+            self._run(other, "COMMIT")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """As a migration holds a table: nobody can write to it, nobody can read it."""
+        with self._session() as other:
+            self._run(other, *(s.format(table=self.name) for s in self.lock))
+            yield
+            self._run(other, self.unlock)
 
     @contextmanager
     def _session(self, database: str | None = None) -> Iterator[Any]:
@@ -107,6 +132,10 @@ class SqlTable(ABC):
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(RETRY_S)
+
+    @abstractmethod
+    def _run(self, connection: Any, *statements: str) -> list[tuple[Any, ...]]:
+        """One after the other; returns the rows of the last one."""
 
     @abstractmethod
     def _lost(self) -> tuple[type[Exception], ...]:

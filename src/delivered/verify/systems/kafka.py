@@ -6,9 +6,21 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from delivered.verify.clients.base import Look, Row
+from delivered.verify.proxy_kafka import KafkaProxy
+from delivered.verify.systems.base import (
+    Poll,
+    Row,
+    SinkKind,
+    SinkPlace,
+    SourceClient,
+    SourceKind,
+    SourcePlace,
+    System,
+    as_text,
+)
 from delivered.verify.workloads import PARTITIONS, Record
 
 ANSWER_TIMEOUT_S = 60.0
@@ -20,40 +32,30 @@ _END_TIMEOUT_S = 30.0
 _RETRY_S = 0.2
 
 
+@dataclass
 class Topic:
-    """A topic as feed or drain.
+    """One topic or several, as the sink.
 
-    Args:
+    Attributes:
         bootstrap: of the broker itself, for the judge.
         pipeline_address: the address that the pipeline is given: the broker's, or a proxy's.
-        extra: more options of the source or sink in the pipeline file.
+        extra: more options in the pipeline file.
         topics: how many; the second one's name ends in "-1".
     """
 
     system = "kafka"
     batch_atomic = False
+    bootstrap: str
+    name: str
+    pipeline_address: str | None = None
+    partitions: int = PARTITIONS
+    extra: dict[str, Any] = field(default_factory=dict)
+    topics: int = 1
+    _client: Any = field(default=None, init=False, repr=False)
 
-    def __init__(
-        self,
-        bootstrap: str,
-        name: str,
-        pipeline_address: str | None = None,
-        partitions: int = PARTITIONS,
-        extra: dict[str, Any] | None = None,
-        topics: int = 1,
-    ) -> None:
-        self.bootstrap = bootstrap
-        self.name = name
-        self.names = [name, *(f"{name}-{n}" for n in range(1, topics))]
-        self.partitions = partitions
-        self._given = pipeline_address or bootstrap
-        self._extra = extra or {}
-        self._role = "sink"
-        self._client: Any = None
-
-    def as_feed(self) -> Topic:
-        self._role = "source"
-        return self
+    @property
+    def names(self) -> list[str]:
+        return [self.name, *(f"{self.name}-{n}" for n in range(1, self.topics))]
 
     def create(self) -> None:
         from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
@@ -66,11 +68,11 @@ class Topic:
             gone.result(ANSWER_TIMEOUT_S)
 
     def options(self) -> dict[str, Any]:
-        common = {"format": "kafka", "kafka.bootstrap.servers": self._given, **self._extra}
-        if self._role == "source":
-            return {**common, "subscribe": ",".join(self.names), "startingOffsets": "earliest"}
         # Of several topics, every row names its own.
-        return {**common, "topic": self.name} if len(self.names) == 1 else common
+        return self._place() | ({"topic": self.name} if self.topics == 1 else {})
+
+    def _place(self) -> dict[str, Any]:
+        return {"format": "kafka", "kafka.bootstrap.servers": self.pipeline_address or self.bootstrap, **self.extra}
 
     def send(self, records: Sequence[Record]) -> None:
         from confluent_kafka import Producer
@@ -124,18 +126,18 @@ class Topic:
             consumer.close()
         return found
 
-    def follow(self, seen: Callable[[Look], None], stop: threading.Event) -> None:
+    def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
         consumer = self._consumer(self._all())
         try:
             while not stop.is_set():
                 rows = self._rows(consumer.consume(1_000, 0.05))
                 if rows:
-                    seen(Look(rows, whole=False))
+                    seen(Poll(rows, snapshot=False))
             ends, deadline = self.ends(), time.monotonic() + _END_TIMEOUT_S
             while not self._reached(consumer, ends) and time.monotonic() < deadline:
                 rows = self._rows(consumer.consume(1_000, 0.2))
                 if rows:
-                    seen(Look(rows, whole=False))
+                    seen(Poll(rows, snapshot=False))
         finally:
             consumer.close()
 
@@ -228,17 +230,43 @@ class Topic:
     def _rows(self, messages: list[Any]) -> list[Row]:
         # The client reports a broker that is down as errors, and reconnects by itself.
         return [
-            Row(f"{m.topic()}-{m.partition()}", m.offset(), _text(m.key()), _text(m.value()) or "")
+            Row(f"{m.topic()}-{m.partition()}", m.offset(), as_text(m.key()), as_text(m.value()) or "")
             for m in messages
             if m.error() is None
         ]
 
 
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode("utf-8", "replace")
+class TopicSource(Topic, SourceClient):
+    """The same as the source."""
+
+    def options(self) -> dict[str, Any]:
+        return {**self._place(), "subscribe": ",".join(self.names), "startingOffsets": "earliest"}
 
 
 def _flat(listed: Any) -> list[Any]:
     if isinstance(listed, dict):
         return [item for part in listed.values() for item in _flat(part)]
     return list(listed) if isinstance(listed, list | tuple) else [listed]
+
+
+def _sink(kind: SinkKind, at: SinkPlace) -> Topic:
+    del kind
+    big = {"kafka.message.max.bytes": str(MESSAGE_BYTES_MAX)} if at.workload.name == "big" else {}
+    extra = {**big, **at.extra}
+    return Topic(at.server.bootstrap, f"{at.name}-out", at.pipeline_address, extra=extra, topics=at.workload.topics)
+
+
+def _source(at: SourcePlace) -> TopicSource:
+    return TopicSource(at.server.bootstrap, f"{at.name}-in", at.pipeline_address, topics=at.topics)
+
+
+SYSTEM = System(
+    (SinkKind("kafka", "kafka", _sink, server="kafka", source="kafka", two_phase=True, own=True),),
+    (SourceKind("kafka", TopicSource, _source, server="kafka"),),
+    properties={
+        # Expired transactions are looked for every ten seconds by default; a case should not wait for that.
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+        "message.max.bytes": str(MESSAGE_BYTES_MAX),
+    },
+    proxy=KafkaProxy,
+)

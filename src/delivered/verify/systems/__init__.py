@@ -1,0 +1,52 @@
+"""Systems that the verifier can break and feed a pipeline from, each in a module of its own that is found by itself.
+
+Clients are the judge's own: they share no code with the product's connectors, so that one mistake is not made twice.
+
+base.py      what a client must offer, and what the catalogue of faults must know of a system
+sql.py, tables.py, messages.py   what SQL servers, tables of files and brokers have in common
+group.py     several sinks that share every batch
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from delivered.verify.systems.base import SinkKind, SourceClient, SourceKind, System
+
+SQLITE, KAFKA, POSTGRES, POSTGRES_2PC, DELTA, FILES = "sqlite", "kafka", "postgres", "postgres-2pc", "delta", "files"
+MYSQL, MYSQL_XA, ICEBERG = "mysql", "mysql-xa", "iceberg"
+RABBITMQ, ACTIVEMQ, PULSAR, ROCKETMQ = "rabbitmq", "activemq", "pulsar", "rocketmq"
+ROCKETMQ_2PC, RABBITMQ_STREAM, LOG = "rocketmq-2pc", "rabbitmq_stream", "log"
+GROUP = f"{KAFKA}-{POSTGRES}-{DELTA}"
+_SINK_ORDER = (SQLITE, KAFKA, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, DELTA, ICEBERG, FILES, GROUP, RABBITMQ)
+_SOURCE_ORDER = (LOG, KAFKA, PULSAR, RABBITMQ_STREAM, RABBITMQ)
+"""In which cases run and pages list them; all others follow by name."""
+
+Kind = TypeVar("Kind", SinkKind, SourceKind)
+
+
+def find() -> dict[str, System]:
+    """Every system of this folder by its module's name."""
+    modules = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+    return {m.__name__.rpartition(".")[2]: m.SYSTEM for m in modules if hasattr(m, "SYSTEM")}
+
+
+def _ordered(kinds: Sequence[Kind], first: Sequence[str]) -> dict[str, Kind]:
+    def rank(kind: Kind) -> tuple[int, str]:
+        return (first.index(kind.name) if kind.name in first else len(first), kind.name)
+
+    return {k.name: k for k in sorted(kinds, key=rank)}
+
+
+SYSTEMS = find()
+SINK_KINDS = _ordered([k for s in SYSTEMS.values() for k in s.sinks], _SINK_ORDER)
+SOURCE_KINDS = _ordered([k for s in SYSTEMS.values() for k in s.sources], _SOURCE_ORDER)
+
+
+def from_address(address: Mapping[str, Any]) -> SourceClient:
+    """The same client again, from `base.address`."""
+    arguments = dict(address)
+    return SOURCE_KINDS[arguments.pop("system")].client(**arguments)

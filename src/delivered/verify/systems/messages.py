@@ -1,0 +1,213 @@
+"""What brokers have in common for the judge: sinks whose messages are read once, in the broker's order, by readers that
+take nothing away; and queues that drop what was acknowledged, whose receivers keep their messages in a log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from delivered import brokers
+from delivered.model.guarantee import Guarantee
+from delivered.verify.systems.base import Poll, Row, SinkKind, SinkPlace, SourceClient, digest, polling
+from delivered.verify.systems.log import Log
+from delivered.verify.workloads import PARTITIONS, source_id
+
+ANSWER_TIMEOUT_S = 60.0
+CONFIRM_TIMEOUT_S = 30.0
+APPEND_MAX = 40
+"""Messages in one append: few, so that a receiver comes by its points often."""
+END = "delivered-verify-end"
+"""Names a message of the judge's own, behind everything that it has to read."""
+_RETRY_S = 0.2
+OWN_ADDRESS = {"F2": "its client goes to the address that the broker names, past a proxy"}
+
+
+class Messages(ABC):
+    """Rows hold values alone: where a message carries its key, if it does, is the broker's own way.
+
+    Attributes:
+        last: what the newest message of the judge's own holds; met: what those held that came.
+
+    Args:
+        server: that the judge may kill.
+        name: of the case.
+        ledger: a file of the driver's machine, for what the broker has no place for.
+        pipeline_address: the address that the pipeline is given: the server's, or a proxy's.
+    """
+
+    system = "messages"
+    batch_atomic = False
+
+    def __init__(
+        self,
+        server: brokers.Broker,
+        name: str,
+        ledger: Path,
+        pipeline_address: str | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.name = f"effects-{digest(name)}"
+        self._server = server
+        self._ledger = ledger
+        self._address = pipeline_address or server.bootstrap
+        self._extra = extra or {}
+        self._found: list[Row] = []
+        self.last = ""
+        self.met: set[str] = set()
+        self._lock = threading.RLock()
+
+    @abstractmethod
+    def create(self) -> None:
+        """Make it, empty."""
+
+    @abstractmethod
+    def take(self, after: int | None) -> list[Row]:
+        """What has come behind this position, as far as it is at hand; None: from the first message on."""
+
+    def mark(self) -> None:
+        """Begin a look at everything. Where the end is known by a message of the judge's own, send it: `self.last`."""
+        self.last = uuid4().hex
+
+    def all_taken(self) -> bool:
+        """Whether everything that was there when `mark` was called is in what `take` gave until now."""
+        return self.last in self.met
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Forget the connection, which may be broken. May be called again."""
+
+    @abstractmethod
+    def place(self) -> dict[str, Any]:
+        """Of the sink in the pipeline file, without the ledger."""
+
+    def remove(self) -> None:
+        self.disconnect()
+
+    def options(self) -> dict[str, Any]:
+        return {"format": self.system, **self.place(), "ledger": str(self._ledger), **self._extra}
+
+    def read(self) -> list[Row]:
+        """
+        Raises:
+            TimeoutError: not everything came within 60 s.
+        """
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        failure: Exception | None = None
+        marked = False
+        while time.monotonic() < deadline:
+            try:
+                with self._lock:
+                    if not marked:
+                        self.mark()
+                        marked = True
+                    self._take()
+                    if self.all_taken():
+                        return list(self._found)
+            except Exception as error:
+                failure = error
+                self._start_again()
+        raise TimeoutError(f"{self.name} could not be read to its end within {ANSWER_TIMEOUT_S:.0f} s: {failure}")
+
+    def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
+        """While the server is down, there is nothing to see. What a final reader took is seen here, too."""
+        count = 0
+        for _ in polling(stop):
+            try:
+                with self._lock:
+                    self._take()
+            except Exception:
+                self._start_again()
+            new = self._found[count:]
+            if new:
+                count += len(new)
+                seen(Poll(new, snapshot=False))
+
+    def open_transactions(self, pipeline: str) -> list[str]:
+        """There are none: a message that was sent is there."""
+        del pipeline
+        return []
+
+    def _take(self) -> None:
+        self._found += self.take(self._found[-1].position if self._found else None)
+
+    def _start_again(self) -> None:
+        with self._lock, suppress(Exception):
+            self.disconnect()
+        time.sleep(_RETRY_S)
+
+
+def sent_by(made: type[Messages]) -> Callable[[SinkKind, SinkPlace], Messages]:
+    """The client of a sink of messages in a case."""
+    return lambda _, at: made(at.server, at.name, at.disk / "ledger.db", at.pipeline_address, dict(at.extra))
+
+
+def sending(made: type[Messages], absent: Mapping[str, str] | None = None, ordered: bool = True) -> SinkKind:
+    """A broker that cannot hold a message back."""
+    system = made.system
+    no_reader = {"F5": "its readers take messages one by one: they are not in the middle of anything"}
+    weaker = (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
+    absent = {**no_reader, **(absent or {})}
+    return SinkKind(
+        system, system, sent_by(made), system, absent=absent, guarantees=weaker, sends=True, ordered=ordered
+    )
+
+
+@dataclass
+class Queue(SourceClient):
+    """A source that is a queue. What the log lacks is seen only by who knows what was sent: the judge never asks the
+    queue what it held.
+
+    Attributes:
+        name: of the queue, or topic.
+        log: folder of the log that receivers fill.
+        connector: another one of the same queues, in the pipeline file.
+    """
+
+    system = "queue"
+    patience_s = 15.0
+    name: str
+    log: Path
+    _: KW_ONLY
+    connector: str | None = None
+    _arrived: tuple[int, frozenset[str]] = field(default=(-1, frozenset()), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.log = Path(self.log)
+
+    def place(self) -> dict[str, Any]:
+        """Of the queue in the pipeline file, without the log."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "format": self.connector or self.system,
+            **self.place(),
+            "log": str(self.log),
+            "logPartitions": PARTITIONS,
+            "receiveMessagesMax": APPEND_MAX,
+            "receiveLingerMs": 20,
+        }
+
+    def read(self) -> list[Row]:
+        return Log(self.log).read()
+
+    def offsets(self, logged: Any) -> dict[str, int]:
+        return Log(self.log).offsets(logged)
+
+    def arrived(self) -> frozenset[str]:
+        """Read anew only when the log has a new commit."""
+        commits = len(list((self.log / "_delta_log").glob("*.json")))
+        if commits != self._arrived[0]:
+            self._arrived = (commits, frozenset(source_id(r.value) for r in self.read()))
+        return self._arrived[1]
+
+
+def not_confirmed(system: str, failed: Sequence[Any], count: int) -> ConnectionError:
+    return ConnectionError(f"{system} did not confirm {len(failed)} of {count} messages: {failed[0]}")
