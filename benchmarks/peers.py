@@ -190,9 +190,7 @@ def broker_killed(fixture: Fixture) -> None:
     _settled(fixture)
 
 
-def _fault(
-    name: str, place: str, text: str, script: Script, *requires: str, needs: frozenset[str] = frozenset()
-) -> Fault:
+def _fault(name: str, place: str, text: str, script: Script, *requires: str, needs: tuple[str, ...] = ()) -> Fault:
     return Fault(name, place, text, script, requires, extra=_BATCH, needs=needs)
 
 
@@ -200,7 +198,7 @@ FAULTS = (
     _fault("none", "none", "nothing is done", undisturbed),
     _fault("killed", "F6b", f"killed up to {KILLS} times while it works", killed, "kill while it works"),
     _fault("broker-killed", "F3", "the broker is killed while it works", broker_killed, "broker killed",
-           needs=frozenset({BROKER})),
+           needs=(BROKER,)),
 )  # fmt: skip
 
 

@@ -9,11 +9,11 @@ import pytest
 from delivered.model.guarantee import Guarantee
 from delivered.verify import matrix, report, runs
 from delivered.verify.case import Case, Result
+from delivered.verify.environment import can_mount, small_disk
 from delivered.verify.fault import PLACES
 from delivered.verify.faults import catalogue
 from delivered.verify.fixture import empty
 from delivered.verify.matrix import Choice, Store, cases
-from delivered.verify.scripts import can_mount, small_disk
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.systems import KAFKA, SINK_KINDS, SQLITE
 from delivered.verify.verdict import Verdict

@@ -16,8 +16,7 @@ from typing import Any
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.verify import scripts
-from delivered.verify.environment import Environment, connect
+from delivered.verify.environment import Environment, connect, small_disk
 from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
 from delivered.verify.fixture import Fixture, empty
 from delivered.verify.gather import first_effect_s, gather, plain_restart_s
@@ -173,7 +172,7 @@ def _fixture(
     small, disk = MOUNT in fault.needs, folder
     if small:
         disk = folder / "disk"
-        stack.enter_context(scripts.small_disk(disk, DISK_MB))
+        stack.enter_context(small_disk(disk, DISK_MB))
     workload = environment.template.workload if environment.template is not None else WORKLOADS[case.workload]
     ends = connect(
         environment,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,3 +143,19 @@ def connect(
     through = address(held.server) if source == KAFKA else None
     place = SourcePlace(name, source_server, folder / "log", through, workload.topics, environment.source_format)
     return Endpoints(held.at(place), client(sink), server or source_server, source_server, proxy)
+
+
+def can_mount() -> bool:
+    """Whether this process may mount a small disk."""
+    return os.geteuid() == 0 and shutil.which("mount") is not None
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int) -> Any:
+    """A disk of its own for a folder, while it lasts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)

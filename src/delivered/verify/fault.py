@@ -48,7 +48,7 @@ class Fault:
     requires: tuple[str, ...] = ()
     workload: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    needs: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
     keeps_order: bool = True
     quick: bool = False
     soak: bool = False

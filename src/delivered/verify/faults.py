@@ -1,29 +1,23 @@
-"""The catalogue: which fault at which failure point, for which guarantee and sink, and what must fire."""
+"""The catalogue: which fault at which failure point, for which guarantee and sink, and what must fire; and what is done
+to a source and a sink together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import attempts, expiry, scripts, tables, zombies
-from delivered.verify.fault import (
-    AT_LEAST,
-    AT_MOST,
-    BROKER,
-    CLUSTER,
-    EXACTLY,
-    MOUNT,
-    PROXY,
-    TOPICS,
-    Fault,
-)
-from delivered.verify.network_faults import kafka_network, others, sql_network, stream_network, table_log
-from delivered.verify.proxy import NetworkFault, Rule
-from delivered.verify.proxy_kafka import Api
-from delivered.verify.random_kills import random_kills
-from delivered.verify.scripts import kills
-from delivered.verify.systems import DELTA, FILES, KAFKA, MYSQL, POSTGRES, SINK_KINDS, SQLITE
-from delivered.verify.systems.base import SinkKind
+from delivered.verify import interference, receivers, scripts
+from delivered.verify.fault import AT_LEAST, AT_MOST, BROKER, CLUSTER, EXACTLY, MOUNT, TOPICS, Fault
+from delivered.verify.interference import TRANSACTION_TIMEOUT_S
+from delivered.verify.network_faults import before_sink, behind_source, soak_network
+from delivered.verify.scripts import Script, kills, point, random_kills, shards_changed, worker_killed
+from delivered.verify.systems import KAFKA, SINK_KINDS, SOURCE_KINDS, SQLITE
+from delivered.verify.systems.base import SinkKind, SourceKind
+
+NOTHING = Fault("none", "none", "an undisturbed run", scripts.nothing)
+_QUICK_BETWEEN = {(EXACTLY, KAFKA), (AT_LEAST, SQLITE), (AT_MOST, SQLITE)}
+SOAK_KILLS = 20
+SMALL_BATCHES = {"rows_per_batch": 20}
 
 
 def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
@@ -32,15 +26,12 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
     if guarantee not in kind.guarantees:
         return []
     found = [
-        Fault("none", "none", "an undisturbed run", scripts.nothing),
+        NOTHING,
         *_producer(),
-        *(kafka_network(guarantee) if kind.server == KAFKA else others(kind)),
-        *(sql_network(guarantee, kind, kind.statements) if kind.statements is not None else ()),
-        *(stream_network(kind) if kind.sends else ()),
-        *(table_log(guarantee) if kind.shared else ()),
+        *before_sink(guarantee, kind),
         *_server(guarantee, kind),
         *_memory(guarantee),
-        *_reader(kind),
+        *behind_source(kind),
         *_consumer(guarantee, kind),
         *_zombies(guarantee, kind),
         *_state(guarantee, sink),
@@ -53,253 +44,200 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
 
 
 def _producer() -> Iterator[Fault]:
-    yield Fault(
-        "producer-killed",
-        "F1",
-        "the producing application is killed twice, and sends again what it was not told about",
-        scripts.producer_killed,
-        ("producer killed",) * 2,
-    )
-    script, requires = scripts.producer_killed_at("before", "after")
+    text = "the producing application is killed twice, and sends again what it was not told about"
+    yield Fault("producer-killed", "F1", text, interference.producer_killed, ("producer killed",) * 2)
     text = "the producing application is killed right before a send, and after one that it could not note any more"
-    yield Fault("producer-killed-at", "F1", text, script, requires)
+    yield Fault("producer-killed-at", "F1", text, *interference.producer_killed_at("before", "after"))
 
 
 def _server(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
-    prepare, decide = (scripts.point(guarantee, s) for s in ("prepare", "decide"))
+    prepare, decide = (point(guarantee, s) for s in ("prepare", "decide"))
+    exactly = guarantee is EXACTLY
     if kind.server is not None:
         points = [f"{prepare}:before", f"{decide}:after"]
-        if guarantee is EXACTLY and not kind.two_phase:
+        if exactly and not kind.two_phase:
             points.insert(1, "commit.apply:after#2")  # inside the transaction that decides
-        script, requires = scripts.broker_killed(*points)
-        yield Fault(
-            "broker-killed",
-            "F3",
-            "the server is killed while a shard is sent, and after a batch is decided",
-            script,
-            requires,
-            needs=frozenset({BROKER}),
-        )
+        text = "the server is killed while a shard is sent, and after a batch is decided"
+        yield Fault("broker-killed", "F3", text, *interference.broker_killed(*points), needs=(BROKER,))
         # Half messages block nobody: from outside it cannot be seen whether any is open.
-        if guarantee is EXACTLY and kind.two_phase and not kind.sends:
-            script, requires = expiry.broker_restarted("commit.decide:before", "commit.apply:before")
+        if exactly and kind.two_phase and not kind.sends:
+            restarted = interference.broker_restarted("commit.decide:before", "commit.apply:before")
             text = "the server is restarted with transactions open: before a batch is decided, and before it is applied"
-            yield Fault("broker-restarted", "F3", text, script, requires, needs=frozenset({BROKER}))
-    if kind.server == KAFKA or kind.sends or (kind.two_phase and guarantee is EXACTLY):
+            yield Fault("broker-restarted", "F3", text, *restarted, needs=(BROKER,))
+    if kind.server == KAFKA or kind.sends or (kind.two_phase and exactly):
         return
-    inside = "commit.apply:after#2" if guarantee is EXACTLY else f"{prepare}:before"
-    script, requires = kills(inside, f"{decide}:after")
+    killed = kills("commit.apply:after#2" if exactly else f"{prepare}:before", f"{decide}:after")
     text = "killed inside the table's own transaction, and right after it"
-    quick = guarantee is EXACTLY and kind.name == SQLITE
-    yield Fault("killed-in-transaction", "F3", text, script, requires, quick=quick)
+    yield Fault("killed-in-transaction", "F3", text, *killed, quick=exactly and kind.name == SQLITE)
 
 
 def _memory(guarantee: Guarantee) -> Iterator[Fault]:
-    write, prepare = (scripts.point(guarantee, s) for s in ("write", "prepare"))
-    script, requires = scripts.worker_killed(f"{write}:after", f"{prepare}:before")
-    yield Fault("worker-killed", "F4", "one Python worker is killed with what it held", script, requires)
-    yield Fault(
-        "disk-full",
-        "F4",
-        "no byte is left on the disk of checkpoint and table",
-        scripts.disk_full,
-        ("disk full",),
-        needs=frozenset({MOUNT}),
-    )
-
-
-def _reader(kind: SinkKind) -> Iterator[Fault]:
-    if "F5" in kind.absent:
-        return
-    if kind.server != KAFKA:
-        text = "a reader is in the middle of its read for 3 s while a batch commits"
-        yield Fault("slow-reader", "F5", text, tables.slow_reader, ("reader slow",))
-        return
-    script, requires = scripts.network(
-        Rule(Api.FETCH, NetworkFault.LOSE_REPLY, skip=3, times=2),
-        Rule(Api.FETCH, NetworkFault.LOSE_REQUEST, skip=5),
-        Rule(Api.FETCH, NetworkFault.DELAY_REPLY, skip=6, seconds=2.0),
-    )
-    text = "replies of Fetch are lost and delayed between broker and source"
-    yield Fault("fetch-lost", "F5", text, script, requires, needs=frozenset({PROXY}))
-    yield Fault(
-        "black-hole",
-        "F5",
-        "for 3 s nothing arrives anywhere, then every connection is reset; twice",
-        scripts.black_hole,
-        ("black hole", "reset") * 2,
-        needs=frozenset({PROXY}),
-    )
-
-
-_QUICK_STAGED = {SQLITE, POSTGRES, DELTA, FILES}
-_QUICK_BETWEEN = {(EXACTLY, KAFKA), (AT_LEAST, SQLITE), (AT_MOST, SQLITE)}
+    write, prepare = (point(guarantee, s) for s in ("write", "prepare"))
+    killed = worker_killed(f"{write}:after", f"{prepare}:before")
+    yield Fault("worker-killed", "F4", "one Python worker is killed with what it held", *killed)
+    text = "no byte is left on the disk of checkpoint and table"
+    yield Fault("disk-full", "F4", text, interference.disk_full, ("disk full",), needs=(MOUNT,))
 
 
 def _consumer(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
-    sink = kind.name
-    write, prepare, decide = (scripts.point(guarantee, s) for s in ("write", "prepare", "decide"))
+    sink, exactly, at_most = kind.name, guarantee is EXACTLY, guarantee is AT_MOST
+    write, prepare, decide = (point(guarantee, s) for s in ("write", "prepare", "decide"))
     before = ["recover.claim:after", f"{write}:before", "recover.sweep:after"]
-    if guarantee is AT_MOST:
+    if at_most:
         before.insert(1, "batch.begin:after")
+    yield Fault("killed-before", "F6a", "killed before a record is processed", *kills(*before))
     between = [f"{write}:after", f"{prepare}:after", f"{decide}:before", f"{decide}:after"]
-    if guarantee is EXACTLY:
+    if exactly:
         # The batch decided by the kill before is finished by recovery, which is killed too.
         between += ["recover.apply:before", "recover.apply:after@batch=0"] if kind.two_phase else []
         between += ["commit.apply:before", "commit.apply:after"]
-    for name, place, text, points in (
-        ("killed-before", "F6a", "killed before a record is processed", before),
-        ("killed-between", "F6b", "killed at every step between processing and recording", between),
-        ("killed-after", "F6c", "killed before and after Spark's own commit log", ["log:before", "log:after"]),
-    ):
-        script, requires = kills(*points)
-        yield Fault(
-            name,
-            place,
-            text,
-            script,
-            requires,
-            quick=name == "killed-between" and (guarantee, sink) in _QUICK_BETWEEN,
-        )
-    script, requires = kills(f"{prepare}:after@batch=1", f"{decide}:after@batch=2")
+    text = "killed at every step between processing and recording"
+    yield Fault("killed-between", "F6b", text, *kills(*between), quick=(guarantee, sink) in _QUICK_BETWEEN)
+    text = "killed before and after Spark's own commit log"
+    yield Fault("killed-after", "F6c", text, *kills("log:before", "log:after"))
     text = "killed when a batch is prepared, and when a later one is decided"
-    yield Fault("killed-twice", "F6b", text, script, requires)
-    script, requires = kills(f"{prepare}:after@batch=1")
+    yield Fault("killed-twice", "F6b", text, *kills(f"{prepare}:after@batch=1", f"{decide}:after@batch=2"))
     text = "killed once, when the shards of a batch are prepared"
-    yield Fault("killed-after-staging", "F6b", text, script, requires, quick=guarantee is EXACTLY and sink == SQLITE)
-    script, requires = kills("source.read:before", "source.read:after")
-    text = "killed while records are read, through the JVM"
-    yield Fault("killed-reading", "F6a", text, script, requires, workload="sql")
+    quick = exactly and sink == SQLITE
+    yield Fault("killed-after-staging", "F6b", text, *kills(f"{prepare}:after@batch=1"), quick=quick)
+    reading = kills("source.read:before", "source.read:after")
+    yield Fault("killed-reading", "F6a", "killed while records are read, through the JVM", *reading, workload="sql")
     text = "killed while records are read, by the task that writes them"
-    yield Fault("killed-reading-directly", "F6a", text, script, requires)
+    yield Fault("killed-reading-directly", "F6a", text, *reading)
     # Under at_most_once a second attempt gives its shard up, and comes to no further point.
-    failing = [f"{write}:after", f"{prepare}:before", f"{prepare}:after"][: 1 if guarantee is AT_MOST else 3]
-    script, requires = attempts.task_retried(*failing)
+    failing = [f"{write}:after", f"{prepare}:before", f"{prepare}:after"][: 1 if at_most else 3]
     text = f"a task fails {len(failing)} times, and is run again in the same batch"
-    yield Fault("task-retried", "F6b", text, script, requires, extra=attempts.RETRIES)
+    yield Fault("task-retried", "F6b", text, *scripts.task_retried(*failing), extra=scripts.RETRIES)
     if sink == KAFKA:
-        script = attempts.speculation(f"{prepare}:before")
+        script = scripts.speculation(f"{prepare}:before")
         text = "two attempts of a task at a time, on two hosts: the second one wins, then the first one goes on"
-        yield Fault("speculation", "F6b", text, script, ("a speculative attempt won",), needs=frozenset({CLUSTER}))
-    met = ("poison met",) * 2
+        yield Fault("speculation", "F6b", text, script, ("a speculative attempt won",), needs=(CLUSTER,))
     text = "the transform fails at a record until it is mended"
-    yield Fault("poison", "F6a", text, attempts.poison, met, workload="poison")
+    yield Fault("poison", "F6a", text, scripts.poison, ("poison met",) * 2, workload="poison")
     if sink == KAFKA:
-        given_up = guarantee is AT_MOST
-        script = attempts.oversized_given_up if given_up else attempts.oversized
-        text = "the sink cannot take a record" + (": it is given up" if given_up else " until its limit is raised")
-        requires = ("record too large",) * (1 if given_up else 2)
-        yield Fault("oversized", "F6b", text, script, requires, workload="oversized")
-    script, requires = random_kills(3)
-    yield Fault("killed-at-random", "F6b", "killed three times at random moments", script, requires)
+        script = scripts.oversized_given_up if at_most else scripts.oversized
+        text = "the sink cannot take a record" + (": it is given up" if at_most else " until its limit is raised")
+        yield Fault("oversized", "F6b", text, script, ("record too large",) * (2 - at_most), workload="oversized")
+    yield Fault("killed-at-random", "F6b", "killed three times at random moments", *random_kills(3))
 
 
 def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     # Paused inside the transaction that decides, or between a decision and its being applied. A driver that is paused
     # with SQLite's write lock leaves nobody else a way in, which is no guarantee's business.
-    deciding = ["apply"] if guarantee is EXACTLY and kind.name != SQLITE else []
-    for step in ("decide", "prepare", *deciding):
-        yield Fault(
-            f"zombie-{step}",
-            "F7",
-            f"a driver is paused before {scripts.point(guarantee, step)}, another takes over, the first wakes up",
-            zombies.zombie(step, kind.locked),
-            ("paused", "woken up"),
-            quick=guarantee is EXACTLY and kind.name == SQLITE and step == "decide",
-        )
-    yield Fault(
-        "second-driver",
-        "F7",
-        "a second driver starts on the checkpoint of a living one",
-        zombies.second_driver,
-        ("second driver",),
-    )
-    if guarantee is EXACTLY and kind.name == KAFKA:
-        short = {"sink": {"transactionTimeout": expiry.TRANSACTION_TIMEOUT_S}}
+    exactly = guarantee is EXACTLY
+    for step in ("decide", "prepare", *(["apply"] if exactly and kind.name != SQLITE else [])):
+        text = f"a driver is paused before {point(guarantee, step)}, another takes over, the first wakes up"
+        script, quick = interference.zombie(step, kind.locked), exactly and kind.name == SQLITE and step == "decide"
+        yield Fault(f"zombie-{step}", "F7", text, script, ("paused", "woken up"), quick=quick)
+    text = "a second driver starts on the checkpoint of a living one"
+    yield Fault("second-driver", "F7", text, interference.second_driver, ("second driver",))
+    if exactly and kind.name == KAFKA:
+        short = {"sink": {"transactionTimeout": TRANSACTION_TIMEOUT_S}}
         for name, text, moment, workload in (
-            ("expired-before-decide", "prepared transactions expire before the decision", "before", None),
-            ("expired-after-decide", "prepared transactions expire after the decision", "after", None),
-            ("expired-random", "they expire, and the transform gives other rows the second time", "after", "random"),
-            ("expired-random-sql", "the same with uuid() in SQL", "after", "random-sql"),
+            ("before-decide", "prepared transactions expire before the decision", "before", None),
+            ("after-decide", "prepared transactions expire after the decision", "after", None),
+            ("random", "they expire, and the transform gives other rows the second time", "after", "random"),
+            ("random-sql", "the same with uuid() in SQL", "after", "random-sql"),
         ):
-            yield Fault(
-                name,
-                "F7",
-                text,
-                expiry.expired(moment, workload is None),
-                ("transactions expired",),
-                workload=workload,
-                extra=short,
-            )
+            script = interference.expired(moment, workload is None)
+            yield Fault(f"expired-{name}", "F7", text, script, ("transactions expired",), workload, short)
         text = "all of a driver is paused with a prepared batch until its transactions expired; then it goes on"
-        requires = ("paused past the time-out",)
-        yield Fault("paused-past-timeout", "F7", text, expiry.paused_past_timeout, requires, extra=short)
-    if guarantee is EXACTLY and kind.two_phase and kind.server in (POSTGRES, MYSQL):
+        script, requires = interference.paused_past_timeout, ("paused past the time-out",)
+        yield Fault("paused-past-timeout", "F7", text, script, requires, extra=short)
+    if exactly and kind.two_phase and kind.statements is not None:
         for name, text, moment, workload in (
-            ("rolled-back-before-decide", "somebody rolls back what is prepared, before the decision", "before", None),
-            ("rolled-back-after-decide", "somebody rolls back what is prepared, after the decision", "after", None),
-            ("rolled-back-random", "the same, and the transform gives other rows the second time", "after", "random"),
+            ("before-decide", "somebody rolls back what is prepared, before the decision", "before", None),
+            ("after-decide", "somebody rolls back what is prepared, after the decision", "after", None),
+            ("random", "the same, and the transform gives other rows the second time", "after", "random"),
         ):
-            script = tables.rolled_back(moment, workload is None)
-            yield Fault(name, "F7", text, script, ("prepared transactions rolled back",), workload=workload)
+            script = interference.rolled_back(moment, workload is None)
+            yield Fault(f"rolled-back-{name}", "F7", text, script, ("prepared transactions rolled back",), workload)
 
 
 def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
-    yield Fault(
-        "log-entry-removed",
-        "F8",
-        "the last file of commits/ is removed",
-        scripts.log_entry_removed,
-        ("last commit removed",),
-        quick=guarantee is EXACTLY and sink == SQLITE,
-    )
-    yield Fault(
-        "older-checkpoint",
-        "F8",
-        "an older copy of the checkpoint is put back",
-        scripts.older_checkpoint,
-        ("older checkpoint put back",),
-    )
-    yield Fault(
-        "checkpoint-deleted",
-        "F8",
-        "the checkpoint is deleted",
-        scripts.checkpoint_deleted,
-        ("checkpoint deleted",),
-    )
-    prepare, decide = (scripts.point(guarantee, s) for s in ("prepare", "decide"))
-    requires = (f"kill@{prepare}:after", f"kill@{decide}:after")
-    text = "the number of shards changes over two kills"
-    script = scripts.shards_changed(scripts.by_hint)
-    yield Fault("shards-changed", "F8", text, script, requires, workload="sql", keeps_order=False)
+    script: Script
+    for name, text, script, fired in (
+        (
+            "log-entry-removed",
+            "the last file of commits/ is removed",
+            scripts.log_entry_removed,
+            "last commit removed",
+        ),
+        (
+            "older-checkpoint",
+            "an older copy of the checkpoint is put back",
+            scripts.older_checkpoint,
+            "older checkpoint put back",
+        ),
+        ("checkpoint-deleted", "the checkpoint is deleted", scripts.checkpoint_deleted, "checkpoint deleted"),
+    ):
+        quick = guarantee is EXACTLY and sink == SQLITE and name == "log-entry-removed"
+        yield Fault(name, "F8", text, script, (fired,), quick=quick)
+    prepare, decide = (point(guarantee, s) for s in ("prepare", "decide"))
+    fires = (f"kill@{prepare}:after", f"kill@{decide}:after")
+    text, script = "the number of shards changes over two kills", shards_changed(scripts.by_hint)
+    yield Fault("shards-changed", "F8", text, script, fires, workload="sql", keeps_order=False)
     text = "spark.sql.shuffle.partitions of a query with state changes over two kills"
-    script = scripts.shards_changed(scripts.by_shuffle)
-    yield Fault("shuffle-changed", "F8", text, script, requires, workload="windowed")
+    yield Fault("shuffle-changed", "F8", text, shards_changed(scripts.by_shuffle), fires, workload="windowed")
     text = "the source's minPartitions, and so the number of shards, changes over two kills"
-    script = scripts.shards_changed(scripts.by_slices)
-    yield Fault("slices-changed", "F8", text, script, requires, needs=frozenset({TOPICS}), keeps_order=False)
-
-
-SOAK_KILLS, SOAK_FRAMES = 20, 12
-SOAK_STARTS_MAX = 30
-"""A decision whose request was lost ends a start; every start meets some of those."""
-_SMALL_BATCHES = {"rows_per_batch": 20}
+    script = shards_changed(scripts.by_slices)
+    yield Fault("slices-changed", "F8", text, script, fires, needs=(TOPICS,), keeps_order=False)
 
 
 def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     """Many faults in one case, for the number of them."""
-    script, requires = random_kills(SOAK_KILLS)
     text = f"killed {SOAK_KILLS} times at random moments, in small batches"
-    yield Fault("soak-kills", "F6b", text, script, requires, extra=_SMALL_BATCHES, soak=True)
-    if sink != KAFKA:
-        return
-    apis = [Api.PRODUCE] if guarantee is not EXACTLY else [Api.PRODUCE, Api.ADD_PARTITIONS_TO_TXN, Api.END_TXN]
-    script, requires = scripts.network(
-        *(Rule(a, NetworkFault.LOSE_REPLY, skip=3, times=SOAK_FRAMES, every=11) for a in apis),
-        *(Rule(a, NetworkFault.LOSE_REQUEST, skip=8, times=SOAK_FRAMES, every=11) for a in apis),
-        Rule(Api.FETCH, NetworkFault.LOSE_REPLY, skip=5, times=SOAK_FRAMES, every=9),
-        most=SOAK_STARTS_MAX,
+    yield Fault("soak-kills", "F6b", text, *random_kills(SOAK_KILLS), extra=SMALL_BATCHES, soak=True)
+    if sink == KAFKA:
+        text = "every so many requests one, or its reply, never arrives"
+        yield soak_network(guarantee, text, SMALL_BATCHES)
+
+
+# -- a source and a sink: few faults, which say most of a pair ---------------------------------------------------------
+
+
+def source_catalogue(guarantee: Guarantee, sink: str, source: str) -> list[Fault]:
+    """Every fault of a guarantee, a sink and a source; the undisturbed run first.
+
+    The sink's own catalogue is run with one source; what changes with the source is what is read again after a kill,
+    the death of the server that holds it, and of the receivers of a queue.
+    """
+    if guarantee not in SINK_KINDS[sink].guarantees:
+        return []
+    kind = SOURCE_KINDS[source]
+    return [NOTHING, *_of_source(guarantee, kind), *(_receivers(guarantee) if kind.queue else ())]
+
+
+def _of_source(guarantee: Guarantee, source: SourceKind) -> Iterator[Fault]:
+    write, decide = (point(guarantee, s) for s in ("write", "decide"))
+    text = "the producing application is killed before a send, and after one that it could not note: it sends it again"
+    yield Fault("producer-killed-at", "F1", text, *interference.producer_killed_at("before", "after"))
+    if source.server is not None:
+        text = "the server that holds the source is killed while it is sent to and read; unconfirmed sends stay open"
+        script = receivers.queue_killed if source.queue else interference.source_killed
+        fires = ("source killed",)
+        yield Fault("source-killed", "F3", text, script, fires, needs=(BROKER,), keeps_order=not source.queue)
+    text = "one Python worker is killed with what it held"
+    yield Fault("worker-killed", "F4", text, *worker_killed(f"{write}:after"))
+    reading = kills("source.read:before", "source.read:after")
+    yield Fault("killed-reading-directly", "F6a", "killed while records are read", *reading)
+    deciding = kills(f"{decide}:before", f"{decide}:after")
+    yield Fault("killed-deciding", "F6b", "killed before a batch is decided, and after", *deciding)
+    yield Fault("killed-at-random", "F6b", "killed three times at random moments", *random_kills(3))
+
+
+def _receivers(guarantee: Guarantee) -> Iterator[Fault]:
+    """Messages that come again come behind others: order is not judged."""
+    decide = point(guarantee, "decide")
+    text = "the receiver is killed at each of its steps, from taking messages to acknowledging them"
+    yield Fault("receiver-killed", "F6c", text, *receivers.killed(), keeps_order=False)
+    text = "the receiver is killed three times at random moments"
+    yield Fault("receiver-killed-at-random", "F6b", text, *receivers.killed_at_random(3), keeps_order=False)
+    both = (("receive.persist:before", f"{decide}:after"), ("receive.ack:before", f"{decide}:before"))
+    text = "receiver and driver are killed together, each in the middle of a step"
+    yield Fault("both-killed", "F6b", text, *receivers.killed_with_driver(*both), keeps_order=False)
+    text = (
+        "a receiver is paused with what it took, its server restarts, another one takes all of it; the first wakes up"
     )
-    text = "every so many requests one, or its reply, never arrives"
-    needs = frozenset({PROXY})
-    yield Fault("soak-network", "F2", text, script, requires, extra=_SMALL_BATCHES, needs=needs, soak=True)
+    fires = ("receiver paused", "receiver woken up")
+    yield Fault("receiver-zombie", "F7", text, receivers.zombie, fires, needs=(BROKER,), keeps_order=False)

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -16,7 +16,7 @@ from delivered import brokers
 from delivered.verify.evidence import Evidence, Stop
 from delivered.verify.history import End, History, sends
 from delivered.verify.producing import Producer
-from delivered.verify.proxy import Fired
+from delivered.verify.proxy import Fired, Proxy
 from delivered.verify.reader import Reader
 from delivered.verify.receiving import Receiving
 from delivered.verify.services import Run, VerifierError, last_words, start, wait_for
@@ -28,6 +28,7 @@ from delivered.verify.workloads import Record, records
 
 HIT_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 420.0
+Part = TypeVar("Part")
 
 
 class Fixture:
@@ -105,15 +106,9 @@ class Fixture:
 
     @property
     def receivers(self) -> Receiving:
-        """
-        Raises:
-            VerifierError: the source needs none.
-        """
-        if self.receiving is None:
-            raise VerifierError("NO_RECEIVER", f"The source of case {self.setting.name} needs no receiver.")
-        return self.receiving
+        return self._present(self.receiving, "NO_RECEIVER", "its source needs no receiver")
 
-    def produce_aside(self, portion: int, pause_s: float, again: bool = True) -> Producer:
+    def producer(self, portion: int, pause_s: float, again: bool = True) -> Producer:
         """A producer application for all that is left, as a process that can be killed.
 
         Args:
@@ -248,23 +243,24 @@ class Fixture:
 
     @property
     def broker(self) -> brokers.Broker:
-        """
-        Raises:
-            VerifierError: the case has none.
-        """
-        if self.setting.broker is None:
-            raise VerifierError("NO_BROKER", f"The case {self.setting.name} has no broker to restart.")
-        return self.setting.broker
+        return self._present(self.setting.broker, "NO_BROKER", "no server holds its sink or its source")
 
     @property
     def source_broker(self) -> brokers.Broker:
+        return self._present(self.setting.source_broker, "NO_BROKER", "no server holds its source")
+
+    @property
+    def proxy(self) -> Proxy[Any]:
+        return self._present(self.setting.proxy, "NO_PROXY", "its pipeline reaches its server directly")
+
+    def _present(self, part: Part | None, code: str, why: str) -> Part:
         """
         Raises:
-            VerifierError: no server holds the source.
+            VerifierError: the case has no such part.
         """
-        if self.setting.source_broker is None:
-            raise VerifierError("NO_BROKER", f"The source of case {self.setting.name} has no broker to restart.")
-        return self.setting.source_broker
+        if part is None:
+            raise VerifierError(code, f"The fault is not for case {self.setting.name}: {why}.")
+        return part
 
     @property
     def effects_seen(self) -> int:

@@ -1,136 +1,135 @@
-"""Faults of the catalogue between a pipeline and its sink: what is lost, late, held, or done by others meanwhile."""
+"""Faults of the catalogue between a pipeline and its servers: what is lost, late, held, or done by others meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import scripts, tables
+from delivered.verify import interference
 from delivered.verify.fault import EXACTLY, PROXY, Fault
+from delivered.verify.interference import network
 from delivered.verify.proxy import ANSWERED, ASKED, NetworkFault, Rule
 from delivered.verify.proxy_kafka import Api
+from delivered.verify.scripts import point
+from delivered.verify.systems import KAFKA
 from delivered.verify.systems.base import SinkKind, Statements
 
-
-def kafka_network(guarantee: Guarantee) -> Iterator[Fault]:
-    if guarantee is EXACTLY:
-        for name, text, rules in (
-            (
-                "replies-lost",
-                "the reply of one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
-                [
-                    Rule(Api.INIT_PRODUCER_ID, NetworkFault.LOSE_REPLY),
-                    Rule(Api.ADD_PARTITIONS_TO_TXN, NetworkFault.LOSE_REPLY, skip=2),
-                    Rule(Api.PRODUCE, NetworkFault.LOSE_REPLY, skip=6),
-                    Rule(Api.END_TXN, NetworkFault.LOSE_REPLY, skip=2),
-                ],
-            ),
-            (
-                "requests-lost",
-                "one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives",
-                [
-                    Rule(Api.INIT_PRODUCER_ID, NetworkFault.LOSE_REQUEST, skip=1),
-                    Rule(Api.ADD_PARTITIONS_TO_TXN, NetworkFault.LOSE_REQUEST, skip=3),
-                    Rule(Api.PRODUCE, NetworkFault.LOSE_REQUEST, skip=8),
-                    Rule(Api.END_TXN, NetworkFault.LOSE_REQUEST, skip=3),
-                ],
-            ),
-            (
-                "late-end-txn",
-                "an EndTxn arrives two seconds after its sender gave up on it, another is delayed",
-                [
-                    Rule(Api.END_TXN, NetworkFault.LATE_REQUEST, skip=1, times=2, seconds=2.0),
-                    Rule(Api.END_TXN, NetworkFault.DELAY_REPLY, skip=2, seconds=2.0),
-                ],
-            ),
-        ):
-            script, requires = scripts.network(*rules)
-            yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}), quick=name == "replies-lost")
-        return
-    script, requires = scripts.network(
-        Rule(Api.PRODUCE, NetworkFault.LOSE_REPLY, skip=4), Rule(Api.PRODUCE, NetworkFault.LOSE_REQUEST, skip=6)
-    )
-    text = "the reply of one Produce never arrives, and one Produce never arrives"
-    yield Fault("produce-lost", "F2", text, script, requires, needs=frozenset({PROXY}))
+DROP, LOSE, DELAY = NetworkFault.LOSE_REQUEST, NetworkFault.LOSE_REPLY, NetworkFault.DELAY_REPLY
+LATE = NetworkFault.LATE_REQUEST
+SOAK_FRAMES = 12
+SOAK_STARTS_MAX = 30
+"""A decision whose request was lost ends a start; every start meets some of those."""
+_DECISION = ".decision"
+"""What tells a transaction that decides from others: a statement in it holds this text."""
+_BLACK_HOLE = (
+    "for 3 s nothing arrives anywhere, then every connection is reset; twice",
+    interference.black_hole,
+    ("black hole", "reset") * 2,
+)
 
 
-def others(kind: SinkKind) -> Iterator[Fault]:
-    if kind.locks:
+def before_sink(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
+    """F2, by what the sink is."""
+    if kind.server == KAFKA:
+        yield from _kafka(guarantee)
+    elif kind.locks:
         # When shards are prepared they hold locks themselves: nobody else can have the table before the decision.
         step, when = ("write", "its rows are sent") if kind.two_phase else ("decide", "it is decided")
         text = f"another program holds the table for 3 s when a batch comes to the point where {when}"
-        yield Fault("lock-held", "F2", text, tables.lock_held(step), ("lock held",))
+        yield Fault("lock-held", "F2", text, interference.lock_held(step), ("lock held",))
+    if kind.statements is not None:
+        yield from _sql(kind.two_phase and guarantee is EXACTLY, kind.statements)
+    if kind.sends and "F2" not in kind.absent:
+        yield from _stream()
+    if kind.shared:
+        yield from _table_log(guarantee)
 
 
-_DECISION = ".decision"
-"""What tells a transaction that decides from others: a statement in it holds this text."""
+def behind_source(kind: SinkKind) -> Iterator[Fault]:
+    """F5: of Kafka the source that feeds it, of others who reads the sink."""
+    if "F5" in kind.absent:
+        return
+    if kind.server != KAFKA:
+        text = "a reader is in the middle of its read for 3 s while a batch commits"
+        yield Fault("slow-reader", "F5", text, interference.slow_reader, ("reader slow",))
+        return
+    lost = network(
+        Rule(Api.FETCH, LOSE, skip=3, times=2),
+        Rule(Api.FETCH, DROP, skip=5),
+        Rule(Api.FETCH, DELAY, skip=6, seconds=2.0),
+    )
+    text = "replies of Fetch are lost and delayed between broker and source"
+    yield Fault("fetch-lost", "F5", text, *lost, needs=(PROXY,))
+    yield Fault("black-hole", "F5", *_BLACK_HOLE, needs=(PROXY,))
 
 
-def sql_network(guarantee: Guarantee, kind: SinkKind, words: Statements) -> Iterator[Fault]:
+def soak_network(guarantee: Guarantee, text: str, extra: dict[str, Any]) -> Fault:
+    """Many frames of Kafka's."""
+    apis = [Api.PRODUCE] if guarantee is not EXACTLY else [Api.PRODUCE, Api.ADD_PARTITIONS_TO_TXN, Api.END_TXN]
+    lost = network(
+        *(Rule(a, LOSE, skip=3, times=SOAK_FRAMES, every=11) for a in apis),
+        *(Rule(a, DROP, skip=8, times=SOAK_FRAMES, every=11) for a in apis),
+        Rule(Api.FETCH, LOSE, skip=5, times=SOAK_FRAMES, every=9),
+        most=SOAK_STARTS_MAX,
+    )
+    return Fault("soak-network", "F2", text, *lost, extra=extra, needs=(PROXY,), soak=True)
+
+
+def _kafka(guarantee: Guarantee) -> Iterator[Fault]:
+    if guarantee is not EXACTLY:
+        lost = network(Rule(Api.PRODUCE, LOSE, skip=4), Rule(Api.PRODUCE, DROP, skip=6))
+        text = "the reply of one Produce never arrives, and one Produce never arrives"
+        yield Fault("produce-lost", "F2", text, *lost, needs=(PROXY,))
+        return
+    apis = (Api.INIT_PRODUCER_ID, Api.ADD_PARTITIONS_TO_TXN, Api.PRODUCE, Api.END_TXN)
+    lost = network(*(Rule(a, LOSE, skip=n) for a, n in zip(apis, (0, 2, 6, 2), strict=True)))
+    text = "the reply of one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives"
+    yield Fault("replies-lost", "F2", text, *lost, needs=(PROXY,), quick=True)
+    dropped = network(*(Rule(a, DROP, skip=n) for a, n in zip(apis, (1, 3, 8, 3), strict=True)))
+    text = "one InitProducerId, AddPartitionsToTxn, Produce and EndTxn never arrives"
+    yield Fault("requests-lost", "F2", text, *dropped, needs=(PROXY,))
+    late = network(Rule(Api.END_TXN, LATE, skip=1, times=2, seconds=2.0), Rule(Api.END_TXN, DELAY, skip=2, seconds=2.0))
+    text = "an EndTxn arrives two seconds after its sender gave up on it, another is delayed"
+    yield Fault("late-end-txn", "F2", text, *late, needs=(PROXY,))
+
+
+def _sql(two: bool, words: Statements) -> Iterator[Fault]:
     """Statements that end something. Under two phases a shard ends twice: prepared, then committed."""
-    two = kind.two_phase and guarantee is EXACTLY
     shard = (words.prepare, "") if two else ("COMMIT", words.rows)
     named = f"{words.prepare}, {words.commit} and decision's COMMIT" if two else "COMMIT of a shard and a decision"
-    lose, drop, late = NetworkFault.LOSE_REPLY, NetworkFault.LOSE_REQUEST, NetworkFault.LATE_REQUEST
-    for name, text, rules in (
-        (
-            "replies-lost",
-            f"the server's answer to one {named} never arrives",
-            [
-                Rule(shard[0], lose, shard[1], skip=2),
-                Rule("COMMIT", lose, _DECISION, skip=1),
-                *([Rule(words.commit, lose, skip=3)] if two else []),
-            ],
-        ),
-        (
-            "requests-lost",
-            f"one {named} never arrives",
-            [
-                Rule(shard[0], drop, shard[1], skip=3),
-                Rule("COMMIT", drop, _DECISION, skip=2),
-                *([Rule(words.commit, drop, skip=2)] if two else []),
-            ],
-        ),
-        (
-            "late-commit",
-            "a decision's COMMIT arrives two seconds after its sender gave up on it, the answer to another is late",
-            [
-                Rule("COMMIT", late, _DECISION, skip=1, seconds=2.0),
-                Rule("COMMIT", NetworkFault.DELAY_REPLY, _DECISION, skip=1, seconds=2.0),
-                *([Rule(words.commit, late, skip=1, seconds=2.0)] if two else []),
-            ],
-        ),
-    ):
-        script, requires = scripts.network(*rules)
-        yield Fault(name, "F2", text, script, requires, needs=frozenset({PROXY}))
-    yield _black_hole()
+
+    def committed(fault: NetworkFault, skip: int, seconds: float = 1.0) -> list[Rule]:
+        return [Rule(words.commit, fault, skip=skip, seconds=seconds)] if two else []
+
+    def ended(fault: NetworkFault, by: tuple[str, str], skip: int, seconds: float = 1.0) -> Rule:
+        return Rule(by[0], fault, by[1], skip=skip, seconds=seconds)
+
+    decision = ("COMMIT", _DECISION)
+    lost = network(ended(LOSE, shard, 2), ended(LOSE, decision, 1), *committed(LOSE, 3))
+    yield Fault("replies-lost", "F2", f"the server's answer to one {named} never arrives", *lost, needs=(PROXY,))
+    dropped = network(ended(DROP, shard, 3), ended(DROP, decision, 2), *committed(DROP, 2))
+    yield Fault("requests-lost", "F2", f"one {named} never arrives", *dropped, needs=(PROXY,))
+    late = network(ended(LATE, decision, 1, 2.0), ended(DELAY, decision, 1, 2.0), *committed(LATE, 1, 2.0))
+    text = "a decision's COMMIT arrives two seconds after its sender gave up on it, the answer to another is late"
+    yield Fault("late-commit", "F2", text, *late, needs=(PROXY,))
+    yield Fault("black-hole", "F2", *_BLACK_HOLE, needs=(PROXY,))
 
 
-def _black_hole() -> Fault:
-    text = "for 3 s nothing arrives anywhere, then every connection is reset; twice"
-    return Fault("black-hole", "F2", text, scripts.black_hole, ("black hole", "reset") * 2, needs=frozenset({PROXY}))
-
-
-def stream_network(kind: SinkKind) -> Iterator[Fault]:
+def _stream() -> Iterator[Fault]:
     """Between a sender and a broker of whose protocol the proxy knows nothing."""
-    if "F2" in kind.absent:
-        return
-    script, requires = scripts.network(
-        Rule(ANSWERED, NetworkFault.LOSE_REPLY, skip=12, times=2, every=9),
-        Rule(ASKED, NetworkFault.LOSE_REQUEST, skip=20, times=2, every=9),
-        most=6,
+    broken = network(
+        Rule(ANSWERED, LOSE, skip=12, times=2, every=9), Rule(ASKED, DROP, skip=20, times=2, every=9), most=6
     )
     text = "the connection breaks four times: what was sent is lost, or what was answered"
-    yield Fault("connection-broken", "F2", text, script, requires, needs=frozenset({PROXY}))
-    yield _black_hole()
+    yield Fault("connection-broken", "F2", text, *broken, needs=(PROXY,))
+    yield Fault("black-hole", "F2", *_BLACK_HOLE, needs=(PROXY,))
 
 
-def table_log(guarantee: Guarantee) -> Iterator[Fault]:
+def _table_log(guarantee: Guarantee) -> Iterator[Fault]:
     # Where the writer has read the log, and has not committed yet.
-    point = "commit.apply:before" if guarantee is EXACTLY else f"{scripts.point(guarantee, 'prepare')}:before"
-    script, requires = tables.other_writers(point)
+    where = "commit.apply:before" if guarantee is EXACTLY else f"{point(guarantee, 'prepare')}:before"
     text = "others append to the table, and compact it, between a batch's look at the log and its commit"
-    yield Fault("other-writers", "F2", text, script, requires)
-    script, requires = tables.table_altered(point)
+    yield Fault("other-writers", "F2", text, *interference.other_writers(where))
     text = "somebody alters the table between a batch's look at the log and its commit"
-    yield Fault("table-altered", "F2", text, script, requires)
+    yield Fault("table-altered", "F2", text, *interference.table_altered(where))

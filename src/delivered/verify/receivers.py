@@ -8,7 +8,8 @@ from pathlib import Path
 
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
 from delivered.verify.fixture import END_TIMEOUT_S, HIT_TIMEOUT_S, Fixture
-from delivered.verify.scripts import Script, after, source_restarted, waits
+from delivered.verify.interference import source_restarted
+from delivered.verify.scripts import Script, after, waits
 from delivered.verify.services import Run, VerifierError
 
 POINTS = tuple(
@@ -84,7 +85,7 @@ def queue_killed(fixture: Fixture) -> None:
     receiver = fixture.receivers.start("receive.ack:before!wait")
     fixture.send(0.2, arrive=False)
     hit = _hit(receiver)
-    producer = fixture.produce_aside(portion=20, pause_s=0.05, again=False)
+    producer = fixture.producer(portion=20, pause_s=0.05, again=False)
     producer.start()
     fixture.wait(lambda: producer.acknowledged >= 3, "portions are acknowledged")
     source_restarted(fixture)
@@ -102,7 +103,7 @@ def zombie(fixture: Fixture) -> None:
     first.pause()
     fixture.fire("receiver paused")
     source_restarted(fixture)  # who does not answer is given up, and its messages are handed to others
-    fixture.receivers.start(beside=True)
+    fixture.receivers.start(alongside=True)
     fixture.arrive()
     fixture.end(fixture.start())
     first.go_on(hit)

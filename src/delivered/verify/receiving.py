@@ -1,4 +1,4 @@
-"""Receivers of a queue that forgets, beside the pipeline: processes to be killed, and whether all came through them."""
+"""Receivers of a queue, alongside the pipeline: processes to be killed, and whether all messages came through them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL_S = 0.05
 
 
 class Receiving:
-    """One receiver at a time, unless a script starts another beside it. Used by one thread.
+    """One receiver at a time, unless a script starts another alongside. Used by one thread.
 
     Attributes:
         stops: ends of receivers that nobody killed; they must have been asked to.
@@ -59,13 +59,13 @@ class Receiving:
         if not run.lives:
             raise VerifierError("RECEIVER_FAILED", f"The first receiver ended with {run.code}: {last_words(run)}")
 
-    def start(self, crash: str = "", *, beside: bool = False) -> Run:
+    def start(self, crash: str = "", *, alongside: bool = False) -> Run:
         """Start a receiver, to stop at these points.
 
         Args:
-            beside: others go on; else they are asked to end first.
+            alongside: others go on; else they are asked to end first.
         """
-        if not beside:
+        if not alongside:
             self.stop()
         if len(self._runs) >= _STARTS_MAX:
             raise VerifierError(

@@ -1,0 +1,396 @@
+"""Scripts about what happens around a pipeline: its producer, the network, servers and disk; others who hold, read,
+write and alter its table, end what it prepared, or start a second driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from delivered.testing.crash import Hit
+from delivered.verify.evidence import Stop
+from delivered.verify.fixture import END_TIMEOUT_S, Fixture
+from delivered.verify.proxy import Rule
+from delivered.verify.scripts import TRIES_MAX, Script, Scripted, after, at_each, at_point, point_of, waits
+from delivered.verify.services import Run, VerifierError
+from delivered.verify.systems.base import Lockable, LongReads, ReadDisturbed, SharedTable, TwoPhase
+
+TRANSACTION_TIMEOUT_S = 10
+"""Of cases in which transactions must expire. Longer than a batch on a busy machine, its first imports included."""
+_EXPIRED_TIMEOUT_S = 60
+_HELD_S = 3.0
+_KEYS_HELD = "LOCK_TIMEOUT"
+"""How a writer is turned away whose keys another one's open transaction holds."""
+
+
+def _able(fixture: Fixture, power: Any, what: str) -> Any:
+    """
+    Raises:
+        VerifierError: the sink is no such one.
+    """
+    sink = fixture.setting.sink
+    if not isinstance(sink, power):
+        name = fixture.setting.name
+        raise VerifierError("SINK_CANNOT", f"The sink of case {name} cannot {what}: the fault is not for it.")
+    return sink
+
+
+# -- F1: the producer --------------------------------------------------------------------------------------------------
+
+
+def producer_killed(fixture: Fixture) -> None:
+    """The producing application is killed twice; it sends again what it was not told about."""
+    fixture.send(0.2)
+    producer = fixture.producer(portion=40, pause_s=0.05)
+    producer.start()
+    run = fixture.start()
+    for acknowledged in (3, 9):
+        fixture.wait(lambda n=acknowledged: producer.acknowledged >= n, "portions are acknowledged")  # type: ignore[misc]
+        producer.kill()
+        fixture.fire("producer killed", acknowledged=producer.acknowledged)
+        producer.start()
+    producer.finish(END_TIMEOUT_S)
+    fixture.end(run)
+    fixture.drain()
+
+
+def producer_killed_at(*moments: str) -> Scripted:
+    """The producing application is killed right before it sends a portion, and right after the portion was acknowledged
+    and before it could note that."""
+
+    def script(fixture: Fixture) -> None:
+        fixture.send(0.2)
+        producer = fixture.producer(portion=40, pause_s=0.0)
+        run = fixture.start()
+        for number, moment in enumerate(moments):
+            stop = producer.start(3 + 4 * number, moment)
+            fixture.wait(stop.exists, f"the producer stands {moment} a send")
+            producer.kill()
+            fixture.fire(f"producer killed {moment} a send", portion=3 + 4 * number)
+        producer.start()
+        producer.finish(END_TIMEOUT_S)
+        fixture.end(run)
+        fixture.drain()
+
+    return script, tuple(f"producer killed {m} a send" for m in moments)
+
+
+# -- F2 and F5: the network --------------------------------------------------------------------------------------------
+
+
+def network(*rules: Rule, most: int = 4) -> Scripted:
+    """Rules of the proxy, while one start goes through all batches, or as many as it takes, and at most `most`."""
+
+    def script(fixture: Fixture) -> None:
+        fixture.send()
+        fixture.proxy.add(*(copy(r) for r in rules))
+        fixture.drain(most)
+        fixture.proxy.clear()
+
+    return script, tuple(r.name for r in rules for _ in range(r.times))
+
+
+def black_hole(fixture: Fixture) -> None:
+    """For some seconds nothing arrives anywhere; then every connection is reset. A pipeline may live through the first
+    time, or end with an error; the second time comes in a batch all the same."""
+    fixture.send(0.5)
+    run = fixture.start()
+    for _ in range(2):
+        run = _in_a_batch(fixture, run)
+        if not run.lives:
+            break
+        with fixture.proxy.black_hole():
+            fixture.fire("black hole", seconds=3)
+            fixture.wait(after(3.0), "the hole lasts")
+        fixture.fire("reset", connections=fixture.proxy.reset_all())
+        if fixture.left:
+            fixture.send()
+    fixture.end(run)
+    fixture.drain()
+
+
+def _in_a_batch(fixture: Fixture, run: Run) -> Run:
+    """Until a run, or the one that is started when it ended, begins its next batch. Returns the run."""
+    for _ in range(TRIES_MAX):
+        seen = len(fixture.batches_planned())
+
+        def begun(run: Run = run, seen: int = seen) -> bool:
+            return not run.lives or len(fixture.batches_planned()) > seen
+
+        fixture.wait(begun, "the next batch begins")
+        if run.lives:
+            break
+        fixture.end(run)
+        run = fixture.start()
+    return run
+
+
+# -- F3: servers -------------------------------------------------------------------------------------------------------
+
+
+def broker_killed(*points: str) -> Scripted:
+    """At each point the broker is killed and started again."""
+
+    def harm(fixture: Fixture, run: Run, stands: Path, _: Hit, name: str) -> None:
+        fixture.broker.kill()
+        run.go_on(stands)
+        fixture.fire(name, pid=fixture.broker.pid)
+        fixture.wait(after(1.0), "the broker is down")
+        fixture.broker.restart()
+
+    return at_each("broker killed", points, harm)
+
+
+def broker_restarted(*points: str) -> Scripted:
+    """At each point the broker is stopped as an operator does it, with transactions open, and started again."""
+
+    def harm(fixture: Fixture, run: Run, stands: Path, _: Hit, name: str) -> None:
+        opened = _open(fixture)
+        fixture.broker.stop()
+        fixture.broker.restart()
+        if opened:
+            fixture.fire(name, opened=opened)
+        run.go_on(stands)
+
+    return at_each("broker restarted", points, harm)
+
+
+def source_killed(fixture: Fixture) -> None:
+    """The server that holds the source is killed while a task is about to read from it and a producer sends to it; what
+    that was not told about it does not send again."""
+    fixture.send(0.3)
+    run = fixture.start("source.read:before!wait")
+    hit = waits(fixture, run)
+    producer = fixture.producer(portion=20, pause_s=0.05, again=False)
+    producer.start()
+    fixture.wait(lambda: producer.acknowledged >= 3, "portions are acknowledged")
+    if hit is not None:
+        source_restarted(fixture, lambda: run.go_on(hit))
+    fixture.end(run)
+    producer.finish(END_TIMEOUT_S, most=3)
+    fixture.drain()
+
+
+def source_restarted(fixture: Fixture, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Kill the server that holds the source, and start it again a second later."""
+    broker = fixture.source_broker
+    broker.kill()
+    fixture.fire("source killed", pid=broker.pid)
+    meanwhile()
+    fixture.wait(after(1.0), "the server is down")
+    broker.restart()
+
+
+# -- F4: storage -------------------------------------------------------------------------------------------------------
+
+
+def disk_full(fixture: Fixture) -> None:
+    """The disk of checkpoint, staging and table has no byte left for a while."""
+    fixture.send()
+    run = fixture.start(f"{point_of(fixture, 'write')}:before!wait")
+    hit = waits(fixture, run)
+    if hit is not None:
+        filler = fixture.checkpoint.parent / "filler"
+        with filler.open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 65_536)
+                file.flush()
+        free = os.statvfs(fixture.checkpoint.parent).f_bavail
+        if free == 0:
+            fixture.fire("disk full", free_blocks=free)
+        run.go_on(hit)
+        with contextlib.suppress(TimeoutError):
+            fixture.end(run, 60)
+        filler.unlink()
+    fixture.drain()
+
+
+# -- others at the table -----------------------------------------------------------------------------------------------
+
+
+def lock_held(step: str) -> Script:
+    """Another program holds what a writer must wait for when it comes to a step."""
+
+    def harm(fixture: Fixture, run: Run, hit: Path) -> None:
+        with _able(fixture, Lockable, "be locked").locked():
+            run.go_on(hit)
+            fixture.fire("lock held", seconds=_HELD_S)
+            fixture.wait(after(_HELD_S), "the lock is held")
+
+    return at_point(lambda fixture: f"{point_of(fixture, step)}:before", harm)
+
+
+def _read_slowly(fixture: Fixture, run: Run, hit: Path) -> None:
+    disturbed = None
+    try:
+        with _able(fixture, LongReads, "be read at length").reading():
+            run.go_on(hit)
+            fixture.fire("reader slow", seconds=_HELD_S)
+            fixture.wait(after(_HELD_S), "the reader reads")
+    except ReadDisturbed as error:
+        disturbed = str(error)
+    fixture.stops.append(Stop((), disturbed, "a reader while a batch commits"))
+
+
+slow_reader = at_point(lambda fixture: f"{point_of(fixture, 'decide')}:before@batch=1", _read_slowly)
+"""A reader is in the middle of its read while a batch commits: neither may harm the other."""
+
+
+def other_writers(where: str) -> Scripted:
+    """Between a batch's look at the log and its commit, others commit: one without rows, one that only moves rows."""
+
+    def harm(fixture: Fixture, run: Run, hit: Path) -> None:
+        table = _able(fixture, SharedTable, "be written to by others")
+        table.append_nothing()
+        fixture.fire("another writer appended")
+        table.compact()
+        fixture.fire("another writer compacted")
+        run.go_on(hit)
+
+    script = at_point(lambda _: f"{where}@batch=1", harm, must="the run between other writers")
+    return script, ("another writer appended", "another writer compacted")
+
+
+def table_altered(where: str) -> Scripted:
+    """The same with a commit after which the format lets nobody commit what rests on the state before: the batch may
+    fail, and runs again."""
+
+    def harm(fixture: Fixture, run: Run, hit: Path) -> None:
+        _able(fixture, SharedTable, "be written to by others").describe("altered meanwhile")
+        fixture.fire("table altered")
+        run.go_on(hit)
+
+    return at_point(lambda _: f"{where}@batch=1", harm), ("table altered",)
+
+
+# -- F7: promises that expire, or are ended by others ------------------------------------------------------------------
+
+
+def _open(fixture: Fixture) -> list[str]:
+    return fixture.setting.sink.open_transactions(fixture.setting.name)
+
+
+def _expire(fixture: Fixture) -> list[str]:
+    """Wait until all transactions that are open now have expired; returns them."""
+    opened = _open(fixture)
+    fixture.wait(lambda: not _open(fixture), "transactions expire", _EXPIRED_TIMEOUT_S)
+    return opened
+
+
+def _promise_lost(moment: str, deterministic: bool, lose: Callable[[Fixture], None]) -> Script:
+    """What tasks prepared is lost before, or after, their batch is decided.
+
+    Args:
+        lose: sees to it, and notes it.
+    """
+
+    def script(fixture: Fixture) -> None:
+        fixture.send()
+        run = fixture.start(f"commit.decide:{moment}!wait")
+        hit = waits(fixture, run)
+        if hit is None:
+            return
+        lose(fixture)
+        if moment == "before":
+            run.go_on(hit)
+            fixture.end(run)
+        else:
+            fixture.kill(run)
+        if deterministic:
+            fixture.drain()
+            return
+        fixture.stays_down = True
+        fixture.must_stop("REPLAY_DIFFERS", when="the batch runs again and gives other rows")
+
+    return script
+
+
+def expired(moment: str, deterministic: bool) -> Script:
+    """The broker aborts prepared transactions before, or after, their batch is decided."""
+
+    def lose(fixture: Fixture) -> None:
+        if opened := _expire(fixture):
+            fixture.fire("transactions expired", opened=opened)
+
+    return _promise_lost(moment, deterministic, lose)
+
+
+def rolled_back(moment: str, deterministic: bool) -> Script:
+    """An operator ends prepared transactions by hand before, or after, their batch is decided."""
+
+    def lose(fixture: Fixture) -> None:
+        if ended := _able(fixture, TwoPhase, "prepare").roll_back_prepared():
+            fixture.fire("prepared transactions rolled back", ended=ended)
+
+    return _promise_lost(moment, deterministic, lose)
+
+
+def _pause_until_expired(fixture: Fixture, run: Run, hit: Path) -> None:
+    processes = run.pause()
+    if opened := _expire(fixture):
+        fixture.fire("paused past the time-out", opened=opened, processes=processes)
+    run.go_on(hit)
+    run.resume()
+
+
+paused_past_timeout = at_point(lambda _: "commit.decide:before@batch=1", _pause_until_expired)
+"""All of a driver is paused with a prepared batch until its transactions are gone; then it wakes up and decides."""
+
+
+# -- F7: two drivers on one checkpoint ---------------------------------------------------------------------------------
+
+
+def zombie(step: str, locked: str | None) -> Script:
+    """A driver is paused before a step; another takes over and finishes; the first one wakes up and goes on.
+
+    Args:
+        locked: how others are turned away while one writer holds all of the sink.
+
+    One that holds all of the sink while it is paused cannot be taken over from: the other must say so, and the first
+    ends well. With upserts by two phases it holds its keys: the other may be turned away by them, and whoever starts
+    when the first one has ended goes on. One that had decided has nothing left that it could be stopped from: it may
+    end either way.
+    """
+
+    def script(fixture: Fixture) -> None:
+        fixture.send()
+        first = fixture.start(f"{point_of(fixture, step)}:before@batch=1!wait")
+        hit = waits(fixture, first)
+        if hit is None:
+            return
+        first.pause()
+        fixture.fire("paused", processes=len(first.workers()))
+        code = fixture.end(fixture.start("", "--takeover"))
+        held = code is not None and code == locked
+        if not held:
+            upserts_prepared = fixture.setting.workload.replaces and not fixture.setting.sink.batch_atomic
+            right = (code,) if upserts_prepared and code == _KEYS_HELD else ()
+            fixture.stops.append(Stop(right, code, "the second driver, which takes over"))
+        first.go_on(hit)
+        first.resume()
+        fixture.fire("woken up")
+        code = fixture.end(first)
+        if held:
+            fixture.stops.append(Stop((), code, "the first driver, which held the sink"))
+        elif step != "apply":
+            fixture.stops.append(Stop((code or "an error",), code, "the zombie"))
+        fixture.drain()
+
+    return script
+
+
+def _start_a_second(fixture: Fixture, first: Run, hit: Path) -> None:
+    code = fixture.must_stop("CHECKPOINT_OWNED", when="the second driver")
+    fixture.fire("second driver", code=code)
+    first.go_on(hit)
+
+
+second_driver = at_point(
+    lambda fixture: f"{point_of(fixture, 'decide')}:before@batch=1",
+    _start_a_second,
+    must="the first driver, which nobody may disturb",
+)
+"""A second driver starts while the first one is in the middle of a batch; nobody asked it to take over."""
