@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.cases import SPARK_KAFKA_JARS
 from delivered.brokers.kafka import VERSION as KAFKA_VERSION
 from delivered.model.guarantee import Guarantee
+from delivered.verify import stored
 from delivered.verify.case import Case, Result, run_case
 from delivered.verify.environment import Environment
 from delivered.verify.evidence import Stop
@@ -216,8 +217,8 @@ def _service(peer: Peer) -> str:
 
 def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
     """Every fault with every seed; what is stored already is run again only if that is asked for."""
-    kept: dict[str, dict[str, Any]] = json.loads(STORED.read_text()) if STORED.exists() else {}
-    stored = frozenset() if again else frozenset(kept)
+    kept: dict[str, dict[str, Any]] = stored.read(STORED)["results"] if STORED.exists() else {}
+    known = frozenset() if again else frozenset(kept)
     environment = Environment((BUILD / "peers").resolve(), print)
     ends = time.monotonic() + 60 * minutes
     try:
@@ -225,14 +226,14 @@ def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
             for peer in (PEERS[name] for name in peers):
                 for fault in FAULTS:
                     key = f"{peer.name}/{fault.name}/{seed}"
-                    if key in stored or time.monotonic() > ends:
+                    if key in known or time.monotonic() > ends:
                         continue
                     case = Case(KAFKA, peer.states, "keyed", fault, seed, _service(peer))
                     found = run_case(case, environment)
                     told = {k: v for k, v in found.to_json().items() if k not in _NOT_STORED}
                     kept[key] = {**told, "blocked_s": _blocked_s.get(case.name)}
                     lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(kept[k])}" for k in sorted(kept))
-                    STORED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+                    stored.write(STORED, f'{{"format": {stored.FORMAT}, "results": {{\n{lines}\n}}}}\n')
                     say = f"{key}: {found.verdict}, {found.fired} faults, {found.lost} lost, {found.duplicated} doubled"
                     print(f"{say}, {found.seconds:.0f} s {'; '.join(found.reasons)}", flush=True)
     finally:

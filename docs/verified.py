@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
+from delivered.verify import stored
 from delivered.verify.checkers import RECOVERY_RATIO_MAX
 from delivered.verify.fault import PLACES
 from delivered.verify.matrix import SINKS
@@ -35,7 +36,7 @@ NOTHING = "-"
 
 
 def load() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else []
+    found: list[dict[str, Any]] = stored.read(STORED)["results"] if STORED.exists() else []
     return found
 
 
@@ -47,11 +48,11 @@ def store(paths: Sequence[Path]) -> None:
 
     found = {key(r): r for r in load()}
     for path in paths:
-        for r in json.loads(path.read_text(encoding="utf-8")):
+        for r in stored.read(path)["results"]:
             if r["workload"] != "own":
                 found[key(r)] = {k: r[k] for k in _KEPT if r.get(k, "") != ""}
     lines = ",\n".join(json.dumps(found[k]) for k in sorted(found))
-    STORED.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    stored.write(STORED, f'{{"format": {stored.FORMAT}, "results": [\n{lines}\n]}}\n')
 
 
 def of_matrix(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

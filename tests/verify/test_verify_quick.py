@@ -34,7 +34,9 @@ def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_quick_subset_holds_and_is_not_run_twice(tmp_path: Path) -> None:
     done = verify(tmp_path, "--quick", "--service", ENGINE, "--jobs", "2", "--output", "json")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads((tmp_path / "verify.json").read_text())
+    written = json.loads((tmp_path / "verify.json").read_text())
+    assert list(written) == ["format", "results"]
+    results = written["results"]
     assert json.loads(done.stdout) == results
     expected = cases(Choice(quick=True, service=ENGINE))
     assert sorted(r["fault"] for r in results) == sorted(c.fault.name for c in expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import platform
 import queue
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
+from delivered.verify import stored
 from delivered.verify.case import Case, Result, run_case
 from delivered.verify.checkers import compared
 from delivered.verify.environment import Environment, Say, can_mount
@@ -157,18 +157,19 @@ class Store:
     results: dict[tuple[Any, ...], Result] = field(default_factory=dict)
 
     def load(self) -> None:
+        """
+        Raises:
+            UsageError: a newer version of this program wrote the file.
+        """
         if self.path.exists():
-            for data in json.loads(self.path.read_text(encoding="utf-8")):
+            for data in stored.read(self.path)["results"]:
                 result = Result.from_json(data)
                 self.results[result.key] = result
 
     def add(self, result: Result) -> None:
         self.results[result.key] = result
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(f".{os.getpid()}")
-        text = json.dumps([r.to_json() for r in self.results.values()], indent=1, ensure_ascii=False)
-        fresh.write_text(text + "\n", encoding="utf-8")
-        fresh.replace(self.path)
+        results = {"format": stored.FORMAT, "results": [r.to_json() for r in self.results.values()]}
+        stored.write(self.path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
     def settled(self, case: Case) -> bool:
         found = self.results.get(case.key)

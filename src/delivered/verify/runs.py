@@ -8,6 +8,7 @@ index.html          every run of the folder, newest first
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from delivered.model.errors import UsageError
+from delivered.verify import stored
 from delivered.verify.case import Result
 from delivered.verify.matrix import versions
 from delivered.verify.report import SIGNS, STYLE, templates, write_report
 from delivered.verify.verdict import Verdict
 
+_log = logging.getLogger(__name__)
 RUNS, INDEX = "runs", "index.html"
 
 
@@ -40,11 +44,12 @@ class Run:
     results: list[Result] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "results": [r.to_json() for r in self.results]}
+        return {"format": stored.FORMAT, **vars(self), "results": [r.to_json() for r in self.results]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
-        return cls(**{**data, "results": [Result.from_json(r) for r in data["results"]]})
+        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "results": [Result.from_json(r) for r in data["results"]]})
 
     @property
     def verdict(self) -> Verdict:
@@ -86,20 +91,19 @@ class RunLog:
 
     def _save(self) -> None:
         path = self._folder / RUNS / f"{self.run.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(self.run.to_json(), ensure_ascii=False), encoding="utf-8")
-        draft.replace(path)
+        stored.write(path, json.dumps(self.run.to_json(), ensure_ascii=False))
 
 
 def load_runs(folder: Path) -> list[Run]:
-    """Newest first. A file that is no run is left out."""
+    """Newest first. A file that is no run, or of a newer format, is left out."""
     found = []
     for path in (folder / RUNS).glob("*.json"):
         try:
-            found.append(Run.from_json(json.loads(path.read_text(encoding="utf-8"))))
+            found.append(Run.from_json(stored.read(path)))
         except (ValueError, KeyError, TypeError):
             continue
+        except UsageError as error:
+            _log.warning("%s", error)
     return sorted(found, key=lambda r: r.name, reverse=True)
 
 
