@@ -13,12 +13,11 @@ from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify import stored
-from delivered.verify.checkers import RECOVERY_RATIO_MAX
 from delivered.verify.fault import PLACES
+from delivered.verify.judge import RECOVERY_RATIO_MAX, Verdict
 from delivered.verify.matrix import SINKS
 from delivered.verify.services import SERVICES
 from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
-from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
 STORED = Path(__file__).parent / "verified.json"

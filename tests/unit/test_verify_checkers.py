@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import checkers
+from delivered.verify import judge as judges
 from delivered.verify.evidence import Evidence, Seen, Stop
 from delivered.verify.history import End, History, Operation, fired, load, sends
-from delivered.verify.oracle import FORBIDDEN, judge
-from delivered.verify.verdict import Verdict
+from delivered.verify.judge import FORBIDDEN, Verdict, judge
 
 AT_MOST, AT_LEAST, EXACTLY = Guarantee
 
@@ -146,10 +145,10 @@ def test_broken_beats_invalid() -> None:
 
 
 def test_a_checker_that_throws_gives_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def throws(_: Evidence) -> checkers.Finding:
+    def throws(_: Evidence) -> judges.Finding:
         raise RuntimeError("out of cheese")
 
-    monkeypatch.setitem(checkers.CHECKERS, "duplicated", throws)
+    monkeypatch.setitem(judges.CHECKERS, "duplicated", throws)
     found = judge(evidence())
     assert found.verdict is Verdict.UNKNOWN
     assert "out of cheese" in found.reasons[0]
@@ -167,7 +166,7 @@ def test_what_a_stopped_pipeline_did_not_get_to_is_not_lost() -> None:
 
 def test_every_checker_that_a_guarantee_names_exists() -> None:
     for guarantee in Guarantee:
-        assert FORBIDDEN[guarantee] <= checkers.CHECKERS.keys()
+        assert FORBIDDEN[guarantee] <= judges.CHECKERS.keys()
 
 
 def test_worst_of_verdicts() -> None:

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.evidence import Evidence
-from delivered.verify.newest import Newest
-from delivered.verify.oracle import Judgement, judge
+from delivered.verify.judge import Judgement, Verdict, judge
+from delivered.verify.reader import LatestByKey
 from delivered.verify.systems.base import Row
-from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS, Record, records
 
 CHANGES = WORKLOADS["changes"]
@@ -26,11 +25,11 @@ def table(sent: Sequence[Record]) -> list[Row]:
 
 def judged(*looks: Sequence[Row], atomic: bool = True) -> Judgement:
     """A reader saw these tables one after the other; the last one is what is there at the end."""
-    newest = Newest(CHANGES, SENT)
-    told = [newest.told(rows, float(n)) for n, rows in enumerate(looks)]
+    newest = LatestByKey(CHANGES, SENT)
+    told = [newest.seen_in(rows, float(n)) for n, rows in enumerate(looks)]
     seen = [s for t in told for s in [*t, *newest.went_back(t, 0.0)]]
     ids = [CHANGES.effect_of(r.key, r.value).id for r in SENT]
-    final = newest.told(looks[-1], 9.0)
+    final = newest.seen_in(looks[-1], 9.0)
     return judge(
         Evidence(
             Guarantee.EXACTLY_ONCE,

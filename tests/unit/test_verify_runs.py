@@ -13,10 +13,10 @@ from delivered.verify.environment import can_mount, small_disk
 from delivered.verify.fault import PLACES
 from delivered.verify.faults import catalogue
 from delivered.verify.fixture import empty
+from delivered.verify.judge import Verdict
 from delivered.verify.matrix import Choice, Store, cases
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.systems import KAFKA, SINK_KINDS, SQLITE
-from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
 

@@ -16,19 +16,17 @@ from delivered.verify import systems
 from delivered.verify.case import Case, Result
 from delivered.verify.evidence import Stop
 from delivered.verify.faults import source_catalogue
-from delivered.verify.fixture import Fixture
+from delivered.verify.fixture import Fixture, Setting
 from delivered.verify.gather import gather
 from delivered.verify.history import End
+from delivered.verify.judge import Verdict, judge
 from delivered.verify.matrix import Choice, Store, cases
-from delivered.verify.oracle import judge
 from delivered.verify.services import ENGINE
-from delivered.verify.setting import Setting
 from delivered.verify.systems import PULSAR, RABBITMQ, SINK_KINDS, SOURCE_KINDS, SQLITE, from_address
 from delivered.verify.systems.base import Poll, QueueSource, Row, SourceClient, address
 from delivered.verify.systems.log import Log
 from delivered.verify.systems.pulsar import PulsarSource
 from delivered.verify.systems.rabbitmq import RabbitQueue
-from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
 

@@ -13,9 +13,8 @@ import pytest
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.transform import load_function
 from delivered.verify.evidence import Evidence, Seen
-from delivered.verify.oracle import judge
+from delivered.verify.judge import Verdict, judge
 from delivered.verify.transforms import POISON, WINDOW_S, WINDOWS, drops_poison
-from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import PARTITIONS, WORKLOADS, Record, Workload, records, source_id
 
 EXACTLY = Guarantee.EXACTLY_ONCE

@@ -10,9 +10,9 @@ from delivered.model.guarantee import Guarantee
 from delivered.verify.case import Case, Result, run_case
 from delivered.verify.environment import Environment
 from delivered.verify.faults import catalogue
+from delivered.verify.judge import Verdict
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.systems import DELTA, FILES, POSTGRES, SQLITE
-from delivered.verify.verdict import Verdict
 
 BROKEN = Path(__file__).parent / "broken"
 

@@ -12,10 +12,10 @@ from delivered.verify.case import Case, Result, run_case
 from delivered.verify.environment import Environment
 from delivered.verify.fault import Fault
 from delivered.verify.faults import source_catalogue
+from delivered.verify.judge import Verdict
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.systems import ACTIVEMQ, PULSAR, RABBITMQ, RABBITMQ_STREAM, ROCKETMQ, SQLITE
 from delivered.verify.systems.rabbitmq import RabbitQueue
-from delivered.verify.verdict import Verdict
 
 BROKEN = Path(__file__).parent / "broken"
 POINT = "receive.persist:before"

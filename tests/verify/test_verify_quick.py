@@ -15,10 +15,10 @@ from delivered.verify.environment import Environment
 from delivered.verify.fault import PLACES
 from delivered.verify.faults import catalogue
 from delivered.verify.history import load
+from delivered.verify.judge import Verdict
 from delivered.verify.matrix import SINKS, Choice, Store, cases
 from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.systems import SINK_KINDS, SQLITE
-from delivered.verify.verdict import Verdict
 
 FIELDS = [
     "sink", "guarantee", "workload", "fault", "seed", "verdict", "lost", "duplicated", "fired", "final_read",

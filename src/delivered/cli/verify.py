@@ -11,10 +11,10 @@ from rich.table import Table
 from delivered.cli.output import Output, note, say
 from delivered.model.errors import UsageError
 from delivered.verify.case import Result
+from delivered.verify.judge import Verdict
 from delivered.verify.matrix import SPARK, Choice, Store, cases, own_cases, run_matrix, worst
 from delivered.verify.runs import RunLog
 from delivered.verify.template import load
-from delivered.verify.verdict import Verdict
 
 
 def verify(

@@ -18,14 +18,12 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.verify.environment import Environment, connect, small_disk
 from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
-from delivered.verify.fixture import Fixture, empty
+from delivered.verify.fixture import Fixture, Setting, empty
 from delivered.verify.gather import first_effect_s, gather, plain_restart_s
 from delivered.verify.history import fired
-from delivered.verify.oracle import Judgement, judge
+from delivered.verify.judge import Judgement, Verdict, judge
 from delivered.verify.services import SERVICES, SPARK
-from delivered.verify.setting import Setting
 from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
-from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS
 
 DISK_MB = 24

@@ -6,29 +6,61 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from delivered import brokers
+from delivered.model.guarantee import Guarantee
 from delivered.verify.evidence import Evidence, Stop
 from delivered.verify.history import End, History, sends
-from delivered.verify.producing import Producer
+from delivered.verify.producer import Producer
 from delivered.verify.proxy import Fired, Proxy
 from delivered.verify.reader import Reader
 from delivered.verify.receiving import Receiving
-from delivered.verify.services import Run, VerifierError, last_words, start, wait_for
-from delivered.verify.setting import Setting
-from delivered.verify.systems.base import QueueSource
+from delivered.verify.services import SERVICES, SPARK, Run, Service, VerifierError, last_words, start, wait_for
+from delivered.verify.systems.base import QueueSource, SinkClient, SourceClient
 from delivered.verify.systems.group import sinks_of
-from delivered.verify.template import whole
-from delivered.verify.workloads import Record, records
+from delivered.verify.template import Template, whole
+from delivered.verify.workloads import Record, Workload, records
 
 HIT_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 420.0
 Part = TypeVar("Part")
+
+
+@dataclass
+class Setting:
+    """What a case is given: its place, its records, source and sink, and what stands between them.
+
+    Attributes:
+        checkpoint: its folder.
+        extra: more keys of the pipeline file.
+        proxy, broker: None without a server.
+        source_broker: holds the source; None: no server does.
+        plain_s: time to the first effect of a plain restart; None: not known.
+        env: of the pipeline's processes.
+        template: a pipeline of the user's to take in place of the verifier's own.
+    """
+
+    name: str
+    folder: Path
+    guarantee: Guarantee
+    workload: Workload
+    seed: int
+    source: SourceClient
+    sink: SinkClient
+    checkpoint: Path
+    extra: dict[str, Any] = field(default_factory=dict)
+    proxy: Proxy[Any] | None = None
+    broker: brokers.Broker | None = None
+    source_broker: brokers.Broker | None = None
+    plain_s: float | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    service: Service = SERVICES[SPARK]
+    template: Template | None = None
 
 
 class Fixture:
@@ -50,7 +82,7 @@ class Fixture:
         self.audited: dict[str, Any] | None = None
         self.result: Evidence | None = None
         self.records = records(setting.workload, setting.seed)
-        self.reader = Reader(setting, self.history)
+        self.reader = Reader(setting.name, setting.sink, setting.workload, setting.seed, self.history)
         self.receiving: Receiving | None = None
         self._sent = 0
         self._killed = False

@@ -17,14 +17,13 @@ from typing import Any
 from delivered.model.guarantee import Guarantee
 from delivered.verify import stored
 from delivered.verify.case import Case, Result, run_case
-from delivered.verify.checkers import compared
 from delivered.verify.environment import Environment, Say, can_mount
 from delivered.verify.fault import CLUSTER, MOUNT, TOPICS
 from delivered.verify.faults import catalogue, source_catalogue
+from delivered.verify.judge import Verdict, compared
 from delivered.verify.services import ENGINE, SERVICES, SPARK
 from delivered.verify.systems import KAFKA, SINK_KINDS
 from delivered.verify.template import Template
-from delivered.verify.verdict import Verdict
 from delivered.verify.workloads import WORKLOADS, Workload
 
 SINKS = tuple(SINK_KINDS)

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from delivered.verify.evidence import Seen
 from delivered.verify.history import End, History
-from delivered.verify.newest import Newest
 from delivered.verify.services import VerifierError
-from delivered.verify.setting import Setting
-from delivered.verify.systems.base import Poll, Row
+from delivered.verify.systems.base import Poll, Row, SinkClient, polling
 from delivered.verify.systems.group import at_sink
-from delivered.verify.workloads import records
+from delivered.verify.workloads import Record, Workload, records
 
 _JOIN_S = 60.0
 _POLL_S = 0.1
@@ -25,17 +23,18 @@ class Reader:
         snapshots: moments at which the whole sink was seen at once, as (seconds, effects visible).
     """
 
-    def __init__(self, setting: Setting, history: History) -> None:
+    def __init__(self, name: str, sink: SinkClient, workload: Workload, seed: int, history: History) -> None:
         self.seen: list[Seen] = []
         self.snapshots: list[tuple[float, frozenset[str]]] = []
-        self._setting = setting
+        self._name = name
+        self._sink = sink
+        self._workload = workload
         self._history = history
         self._visible: set[str] = set()
         self._error: str | None = None
-        workload = setting.workload
-        self._newest = Newest(workload, records(workload, setting.seed)) if workload.replaces else None
+        self._newest = LatestByKey(workload, records(workload, seed)) if workload.replaces else None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"reader {setting.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"reader {name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -52,23 +51,23 @@ class Reader:
             VerifierError: it ended early.
         """
         if self._error is not None:
-            raise VerifierError("READER_DIED", f"The reader of case {self._setting.name} ended early: {self._error}")
+            raise VerifierError("READER_DIED", f"The reader of case {self._name} ended early: {self._error}")
 
     def as_seen(self, rows: Sequence[Row]) -> list[Seen]:
         """What rows say that were read at one moment."""
         if self._newest is not None:
-            return self._newest.told(rows, self._history.now_s)
+            return self._newest.seen_in(rows, self._history.now_s)
         return [self._one(r) for r in rows]
 
     def _one(self, row: Row) -> Seen:
-        effect = self._setting.workload.effect_of(row.key, row.value)
+        effect = self._workload.effect_of(row.key, row.value)
         partition = at_sink(row.sink, row.partition)
         return Seen(
             at_sink(row.sink, effect.id), partition, row.position, effect.key, effect.number, self._history.now_s
         )
 
     def _run(self) -> None:
-        def told(poll: Poll) -> None:
+        def note(poll: Poll) -> None:
             found = self.as_seen(poll.rows)
             self.seen.extend(found)
             if poll.snapshot:
@@ -78,26 +77,24 @@ class Reader:
 
         try:
             if self._newest is None:
-                self._setting.sink.follow(told, self._stop)
+                self._sink.follow(note, self._stop)
             else:
                 self._follow_newest(self._newest)
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
 
-    def _follow_newest(self, newest: Newest) -> None:
+    def _follow_newest(self, newest: LatestByKey) -> None:
         """All of the sink again and again. While it cannot be read, there is nothing to see."""
         before: frozenset[str] = frozenset()
-        while True:
-            last = self._stop.is_set()
+        for last in polling(self._stop, _POLL_S):
             try:
-                rows = self._setting.sink.read()
+                rows = self._sink.read()
             except Exception:
                 if last:
                     raise
-                self._stop.wait(_POLL_S)
                 continue
             now_s = self._history.now_s
-            found = newest.told(rows, now_s)
+            found = newest.seen_in(rows, now_s)
             back = newest.went_back(found, now_s)
             visible = frozenset(s.effect for s in found)
             if visible != before:
@@ -106,6 +103,47 @@ class Reader:
                 self.snapshots.append((now_s, visible))
                 before = visible
                 self._history.add("reader", "read", End.OK, {"effects": len(fresh), "all": len(self.seen)})
-            if last:
-                return
-            self._stop.wait(_POLL_S)
+
+
+class LatestByKey:
+    """What a sink that keeps the newest row of each key says, told as if it kept all of them.
+
+    A row of number n of its key says that the records 0 to n of this key came through: that is what judges of lost,
+    torn and rolled-back records are told. A key whose number was higher before is told as an effect that is not there
+    at the end.
+
+    Args:
+        sent: all records that may be, with a number for each of a key.
+    """
+
+    def __init__(self, workload: Workload, sent: Sequence[Record]) -> None:
+        self._workload = workload
+        self._effects = {(r.key, r.number): workload.effect_of(r.key, r.value).id for r in sent}
+        self._at: dict[str, int] = {}
+
+    def seen_in(self, rows: Sequence[Row], at_s: float) -> list[Seen]:
+        """All that the rows of a sink, seen at one moment, say."""
+        found: list[Seen] = []
+        for row in rows:
+            effect = self._workload.effect_of(row.key, row.value)
+            key, number = effect.key, effect.number
+            if key is None or number is None:
+                found.append(Seen(effect.id, row.partition, row.position, at_s=at_s))
+                continue
+            ids = [self._effects.get((key, i), f"{key} {i}: nobody sent it") for i in range(number)]
+            found += [Seen(e, key, i, key, i, at_s) for i, e in enumerate([*ids, effect.id])]
+        return found
+
+    def went_back(self, found: Sequence[Seen], at_s: float) -> list[Seen]:
+        """Keys that stand behind where they stood at the call before, or are gone."""
+        now: dict[str, int] = {}
+        for s in found:
+            if s.key is not None and s.number is not None:
+                now[s.key] = max(s.number, now.get(s.key, -1))
+        behind = [
+            Seen(f"{key} went back from {before} to {now.get(key, 'nothing')}", key, before, key, before, at_s)
+            for key, before in self._at.items()
+            if now.get(key, -1) < before
+        ]
+        self._at = now
+        return behind

@@ -15,11 +15,10 @@ from typing import Any
 
 from delivered.model.errors import MissingExtra
 from delivered.verify.case import Result
-from delivered.verify.checkers import RECOVERY_RATIO_MAX
 from delivered.verify.fault import PLACES
 from delivered.verify.history import End, Operation, load
+from delivered.verify.judge import RECOVERY_RATIO_MAX, Verdict
 from delivered.verify.matrix import GUARANTEES, versions
-from delivered.verify.verdict import Verdict
 
 SIGNS = {Verdict.HELD: "●", Verdict.BROKEN: "✕", Verdict.INVALID: "▲", Verdict.UNKNOWN: "?"}
 _WIDTH, _LEFT, _ROW, _TOP = 880, 96, 18, 42

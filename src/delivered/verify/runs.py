@@ -19,9 +19,9 @@ from typing import Any
 from delivered.model.errors import UsageError
 from delivered.verify import stored
 from delivered.verify.case import Result
+from delivered.verify.judge import Verdict
 from delivered.verify.matrix import versions
 from delivered.verify.report import SIGNS, STYLE, templates, write_report
-from delivered.verify.verdict import Verdict
 
 _log = logging.getLogger(__name__)
 RUNS, INDEX = "runs", "index.html"

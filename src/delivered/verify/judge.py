@@ -1,7 +1,8 @@
-"""Judges. Each looks at the evidence for one kind of damage and says what it found; none knows the product.
+"""Judges: each checker looks at the evidence for one kind of damage; one table says which damage a guarantee forbids.
+None knows the product.
 
 A checker that throws gives unknown, never a pass. A checker that has nothing to look at says unknown as well, and the
-oracle knows which of them may stay silent.
+table knows which of them may stay silent.
 """
 
 from __future__ import annotations
@@ -9,12 +10,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
+from delivered.model.guarantee import Guarantee
 from delivered.verify.evidence import Evidence, Seen
-from delivered.verify.verdict import Verdict
 
 SAMPLES_MAX = 10
 RECOVERY_RATIO_MAX = 2.0
+
+
+class Verdict(StrEnum):
+    """In the order in which they beat each other: false, unknown, true.
+
+    `INVALID` speaks of the run, not of the pipeline: a fault that was required did not fire, or nobody read the sink
+    at the end. Such a run never passes, whatever its checkers say; and what they saw broken stays broken.
+    """
+
+    BROKEN = "broken"
+    INVALID = "invalid"
+    UNKNOWN = "unknown"
+    HELD = "held"
+
+    @classmethod
+    def worst(cls, verdicts: Iterable[Verdict]) -> Verdict:
+        """The one that beats all others; UNKNOWN when nobody said anything."""
+        rank = list(cls)
+        return min(verdicts, key=rank.index, default=cls.UNKNOWN)
+
+    @property
+    def exit_code(self) -> int:
+        return {Verdict.HELD: 0, Verdict.BROKEN: 1, Verdict.INVALID: 3, Verdict.UNKNOWN: 3}[self]
 
 
 @dataclass(frozen=True)
@@ -199,3 +224,62 @@ CHECKERS: dict[str, Checker] = {
     "stopped_right": stopped_right,
     "recovery": recovery,
 }
+
+
+# -- the only place where findings become a verdict --------------------------------------------------------------------
+
+_ALWAYS = frozenset({"unexpected", "source_kept", "unseen", "aborted_read", "hanging", "accounts", "stopped_right"})
+
+FORBIDDEN: dict[Guarantee, frozenset[str]] = {
+    Guarantee.AT_MOST_ONCE: _ALWAYS | {"duplicated"},
+    Guarantee.AT_LEAST_ONCE: _ALWAYS | {"lost"},
+    Guarantee.EXACTLY_ONCE: _ALWAYS | {"lost", "duplicated", "torn_batch", "order"},
+}
+"""Guarantee -> checkers whose finding breaks it. The others are asked too, and only reported."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """
+    Attributes:
+        findings: of every checker, in the order of `CHECKERS`.
+        reasons: why it is not held, as sentences.
+    """
+
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    reasons: tuple[str, ...] = ()
+
+    def count(self, checker: str) -> int:
+        return next((f.count for f in self.findings if f.checker == checker), 0)
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """Ask every checker; broken beats invalid beats unknown beats held.
+
+    A pipeline that had to stop leaves what it did not get to: then nothing is lost, because nothing was skipped.
+    """
+    findings = tuple(run(name, checker, evidence) for name, checker in CHECKERS.items())
+    forbidden = set(FORBIDDEN[evidence.guarantee])
+    if evidence.stays_down:
+        forbidden -= {"lost"}
+    verdicts, reasons = [Verdict.HELD], list[str]()
+    for f in findings:
+        if f.checker in forbidden and f.verdict is not Verdict.HELD:
+            verdicts.append(f.verdict)
+            what = ", ".join(f.samples[:3]) or f.note
+            reasons.append(f"{f.checker} {f.verdict}" + (f" ({f.count})" if f.count else "") + f": {what}")
+    for reason in _invalid(evidence):
+        verdicts.append(Verdict.INVALID)
+        reasons.append(reason)
+    return Judgement(Verdict.worst(verdicts), findings, tuple(reasons))
+
+
+def _invalid(evidence: Evidence) -> list[str]:
+    quiet = Counter(evidence.required) - Counter(evidence.fired)
+    found = [f"the fault {name} did not fire" for name in quiet]
+    if evidence.final is None:
+        found.append("nobody read the sink at the end")
+    if not evidence.expected:
+        found.append("the source held no record")
+    return found
