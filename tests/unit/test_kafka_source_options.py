@@ -88,6 +88,9 @@ def test_one_of_three_is_needed() -> None:
         parse({"subscribe": "t"})
     with pytest.raises(UsageError, match=r"'subscribePattern' is '\(', no regular expression"):
         parse({**SERVERS, "subscribePattern": "("})
+    for nothing in ("", "  "):
+        with pytest.raises(UsageError, match="'subscribePattern' is '.*'; it finds no topic"):
+            parse({**SERVERS, "subscribePattern": nothing})
     for bad in ("[]", '{"t":[]}', '{"t":[-1]}', '{"t":["0"]}', "{}"):
         with pytest.raises(UsageError, match=r"'assign' is .*it must be"):
             parse({**SERVERS, "assign": bad})

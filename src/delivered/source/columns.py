@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
@@ -21,6 +25,29 @@ COLUMNS = pa.schema(
     ]
 )
 """timestampType: -1 none, 0 set by the producer, 1 set by the broker."""
+
+
+US_MIN, US_MAX = -(2**63), 2**63 - 1
+"""The first and the last microsecond that Arrow and Spark can hold: years -290308 and 294247."""
+
+
+def micros(count: int, us_per: int) -> int:
+    """A sender's time in microseconds, saturated: a time in the wrong unit must not become another date.
+
+    Args:
+        count: since 1970, in units of `us_per` microseconds.
+    """
+    return min(max(count * us_per, US_MIN), US_MAX)
+
+
+def micros_of(ms: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`micros` of milliseconds, for a whole column."""
+    low, high = -(-US_MIN // 1000), US_MAX // 1000
+    us = ms * 1000
+    if len(ms) and (ms.min() < low or ms.max() > high):
+        us = np.where(ms > high, US_MAX, np.where(ms < low, US_MIN, us))
+    found: npt.NDArray[Any] = us
+    return found
 
 
 def columns(headers: bool, given: pa.Schema = COLUMNS) -> pa.Schema:

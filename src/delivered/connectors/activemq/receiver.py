@@ -11,6 +11,7 @@ from delivered.contract_queue import Bunch
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.source.columns import micros
 
 _SUBSCRIPTION = "delivered"
 _FRAME = frozenset(
@@ -103,4 +104,4 @@ class ActivemqReceiver:
 
 
 def _time_us(given: str | None) -> int | None:
-    return int(given) * 1_000 if given is not None and given.isdecimal() and given != "0" else None
+    return micros(int(given), 1_000) if given is not None and given.isdecimal() and given != "0" else None

@@ -205,7 +205,7 @@ class KafkaDriverClient:
     def _matching(self, pattern: re.Pattern[str]) -> list[str]:
         def ask(timeout_s: float) -> list[str]:
             listed = self._connected().list_topics(timeout=timeout_s).topics
-            return sorted(t for t in listed if pattern.fullmatch(t) and not _INTERNAL.fullmatch(t))
+            return sorted(t for t in listed if pattern.search(t) and not _INTERNAL.fullmatch(t))
 
         return self._patiently(ask, self._options.what)
 

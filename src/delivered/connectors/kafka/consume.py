@@ -17,7 +17,7 @@ from delivered.connectors.kafka.client import Trouble, connect, explain, kafka_c
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_QUEUE_KBYTES
-from delivered.source.columns import HEADERS, columns
+from delivered.source.columns import HEADERS, columns, micros_of
 
 _IGNORED = {
     "GROUP_AUTHORIZATION_FAILED",
@@ -147,7 +147,7 @@ def assemble(
 ) -> pa.RecordBatch:
     """Columns to a batch. `timestamp_type` as librdkafka counts: one more than Spark."""
     n = len(offset)
-    timestamp = pa.array(timestamp_ms * 1000, pa.int64()).view(pa.timestamp("us", tz="UTC"))
+    timestamp = pa.array(micros_of(timestamp_ms), pa.int64()).view(pa.timestamp("us", tz="UTC"))
     arrays = [key, value, pa.repeat(pa.scalar(partition[0]), n), pa.repeat(pa.scalar(partition[1], pa.int32()), n)]
     arrays += [offset, timestamp, timestamp_type]
     if headers is not None:

@@ -30,7 +30,11 @@ SOURCE_OPTIONS = OptionTable(
     (
         Option("kafka.bootstrap.servers", "Brokers to start from, as host:port, separated by commas.", required=True),
         Option("subscribe", "Topics, separated by commas."),
-        Option("subscribePattern", "Regular expression that a topic's whole name matches."),
+        Option(
+            "subscribePattern",
+            "Regular expression (Python's) that is found anywhere in a topic's name, as in Spark; ^ and $ bind it to the "
+            "whole name.",
+        ),
         Option("assign", 'Partitions, as {"topic": [0, 1]}.'),
         Option(
             "startingOffsets",
@@ -200,14 +204,22 @@ def _topics(text: str | None) -> tuple[str, ...] | None:
 
 
 def _pattern(text: str | None) -> str | None:
-    if text is not None:
-        try:
-            re.compile(text)
-        except re.error as error:
-            raise UsageError(
-                "OPTION_VALUE", f"{OWNER}: option 'subscribePattern' is {text!r}, no regular expression: {error}."
-            ) from None
-    return text
+    if text is None:
+        return None
+    pattern = text.strip()
+    if not pattern:
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{OWNER}: option 'subscribePattern' is {text!r}; it finds no topic.",
+            next_step='write a regular expression, for instance .option("subscribePattern", "^orders-")',
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(
+            "OPTION_VALUE", f"{OWNER}: option 'subscribePattern' is {text!r}, no regular expression: {error}."
+        ) from None
+    return pattern
 
 
 def _count(values: Mapping[str, str], name: str) -> int | None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from delivered.connectors.pulsar.schemas import Values
 from delivered.source.columns import COLUMNS as OF_MESSAGES
-from delivered.source.columns import HEADERS, TIMESTAMP, columns
+from delivered.source.columns import HEADERS, TIMESTAMP, columns, micros
 
 NATIVE = pa.struct(
     [
@@ -77,11 +77,11 @@ class Rows:
         self._values.append(value)
         if self._typed is not None:
             self._versions.append(message.value())  # see client.tells_versions
-        self._times.append(message.publish_timestamp() * 1000)
+        self._times.append(micros(message.publish_timestamp(), 1000))
         self._ids.append(place)
         self._producers.append(message.producer_name())
         event = message.event_timestamp()
-        self._events.append(event * 1000 if event else None)
+        self._events.append(micros(event, 1000) if event else None)
         if self._with_headers:
             properties = message.properties()
             self._headers.append([(k, v.encode()) for k, v in properties.items()] if properties else None)

@@ -13,6 +13,7 @@ from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.contract_queue import Bunch
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.outcome import Ok, Outcome, Unknown
+from delivered.source.columns import micros
 
 _PROPERTIES = tuple((n, f"amqp.{n}") for n in ("content_type", "correlation_id", "type", "reply_to", "app_id"))
 """AMQP's own properties that become headers where a message has them."""
@@ -98,7 +99,7 @@ class RabbitmqReceiver:
         arrived.keys.append(key)
         arrived.values.append(body)
         arrived.headers.append(named)
-        arrived.times_us.append(None if sent is None else int(sent) * 1_000_000)
+        arrived.times_us.append(None if sent is None else micros(int(sent), 1_000_000))
         arrived.handles.append(method.delivery_tag)
 
     def _on_cancel(self, frame: Any) -> None:

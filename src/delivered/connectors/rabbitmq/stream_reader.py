@@ -15,6 +15,7 @@ from delivered.connectors.rabbitmq.stream import lost
 from delivered.connectors.rabbitmq.stream_options import OWNER, StreamOptions
 from delivered.model.errors import Unreachable
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
+from delivered.source.columns import micros
 
 _WAIT_S = 0.5
 _SILENCE_S = 5.0
@@ -102,7 +103,7 @@ def _over(options: StreamOptions, stream: str, at: int, stop: int) -> bool:
 
 def _batch(rows: Sequence[Message], stream: str, schema: pa.Schema) -> pa.RecordBatch:
     n = len(rows)
-    times = [None if m.properties.timestamp is None else int(m.properties.timestamp) * 1_000_000 for m in rows]
+    times = [None if m.properties.timestamp is None else micros(int(m.properties.timestamp), 1_000_000) for m in rows]
     columns = [
         pa.array([m.method.routing_key.encode() for m in rows], pa.binary()),
         pa.array([m.body for m in rows], pa.binary()),
