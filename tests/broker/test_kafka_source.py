@@ -319,6 +319,32 @@ def test_stream_limits_and_frozen_end(kafka: Any) -> None:
         d.close()
 
 
+def test_a_batch_waits_for_so_many_offsets(kafka: Any) -> None:
+    """As Spark's own connector: the first batch does not wait, later ones until enough is there or the time is up."""
+    topic = kafka.topic(1)
+    produce(kafka, topic, [b"a"])
+    given = {"subscribe": topic, "startingOffsets": "earliest", "minOffsetsPerTrigger": 3}
+    patient = source(kafka, given, maxTriggerDelay="1h", maxRecordsPerPartition=2).driver()
+    at = patient.latest(patient.initial(), None)
+    assert positions(at) == {topic: {"0": 1}}
+    produce(kafka, topic, [b"b", b"c"])
+    assert patient.latest(at, None) is at
+    produce(kafka, topic, [b"d"])
+    end = patient.latest(at, None)
+    assert positions(end) == {topic: {"0": 4}}
+    assert [p.data[2:] for p in patient.slices(at, end)] == [(1, 2), (2, 4)]
+    produce(kafka, topic, [b"e"])
+    assert patient.latest(end, None) is end
+    patient.freeze()
+    assert positions(patient.latest(end, None)) == {topic: {"0": 5}}, "available-now leaves nothing"
+    hasty = source(kafka, given, maxTriggerDelay="0s").driver()
+    assert positions(hasty.latest(at, None)) == {topic: {"0": 5}}
+    produce(kafka, topic, [b"f"])
+    assert positions(hasty.latest(end, None)) == {topic: {"0": 6}}, "the time was up"
+    for d in (patient, hasty):
+        d.close()
+
+
 def test_a_stream_starts_at_the_latest_by_default_and_refuses_an_end(kafka: Any) -> None:
     topic = kafka.topic(1)
     produce(kafka, topic, [b"old"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.client_options import client_options, resolved
+from delivered.connectors.kafka.consume import settings
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Positions, Timestamp
 from delivered.connectors.kafka.options import SourceOptions, parse
 from delivered.model.errors import InvariantBroken, UsageError
@@ -63,7 +64,12 @@ def test_values() -> None:
         ({"subscribe": " , "}, r"names no topic"),
         ({"subscribePattern": "a.*"}, r"OPTION_CONFLICT.*exactly one of subscribe, subscribePattern, assign"),
         ({"commitOffsetsToGroup": " "}, r"'commitOffsetsToGroup' is empty"),
-        ({"kafka__group__id": "g"}, r"'kafka\.group\.id' cannot be set.*commitOffsetsToGroup"),
+        ({"minOffsetsPerTrigger": "0"}, r"'minOffsetsPerTrigger' is 0; it must be at least 1"),
+        ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "8"}, r"'minOffsetsPerTrigger' is 9, above .* 8"),
+        ({"maxTriggerDelay": "soon"}, r"'maxTriggerDelay' is 'soon'; it must be a time like"),
+        ({"maxRecordsPerPartition": "0"}, r"'maxRecordsPerPartition' is 0"),
+        ({"fetchOffset.numRetries": "x"}, r"'fetchOffset.numRetries' is 'x'"),
+        ({"kafka__max__block__ms": "5"}, r"'kafka\.max\.block\.ms' cannot be set.*kafka\.delivery\.timeout\.ms"),
         ({"kafka__auto__offset__reset": "latest"}, r"write startingOffsets"),
         ({"kafka__max__poll__records": "5"}, r"'kafka\.max\.poll\.records' cannot be set"),
         ({"kafka__isolation__level": "dirty"}, r"read_committed or read_uncommitted"),
@@ -81,6 +87,21 @@ def test_bad_values_say_what_is_wrong(given: dict[str, str], said: str) -> None:
         options(**given)
 
 
+def test_options_of_sparks_users_are_taken() -> None:
+    found = options(
+        minOffsetsPerTrigger="10",
+        maxTriggerDelay="90s",
+        maxRecordsPerPartition="7",
+        groupIdPrefix="team",
+        **{"fetchOffset.numRetries": "3", "fetchOffset.retryIntervalMs": "10", "kafkaConsumer.pollTimeoutMs": "9"},
+    )
+    assert (found.rows_min, found.delay_s_max, found.piece_rows_max) == (10, 90.0, 7)
+    assert settings(found)["group.id"] == "team-reader"
+    assert settings(options(kafka__group__id="mine", groupIdPrefix="team"))["group.id"] == "mine"
+    assert settings(options())["group.id"] == "delivered-reader"
+    assert [options(maxTriggerDelay=t).delay_s_max for t in ("1500", "2m", "1h")] == [1.5, 120.0, 3600.0]
+
+
 def test_one_of_three_is_needed() -> None:
     with pytest.raises(UsageError, match=r"OPTION_MISSING.*exactly one of subscribe, subscribePattern, assign"):
         parse(SERVERS)
@@ -89,7 +110,7 @@ def test_one_of_three_is_needed() -> None:
     with pytest.raises(UsageError, match=r"'subscribePattern' is '\(', no regular expression"):
         parse({**SERVERS, "subscribePattern": "("})
     for nothing in ("", "  "):
-        with pytest.raises(UsageError, match="'subscribePattern' is '.*'; it finds no topic"):
+        with pytest.raises(UsageError, match=r"'subscribePattern' is '.*'; it finds no topic"):
             parse({**SERVERS, "subscribePattern": nothing})
     for bad in ("[]", '{"t":[]}', '{"t":[-1]}', '{"t":["0"]}', "{}"):
         with pytest.raises(UsageError, match=r"'assign' is .*it must be"):

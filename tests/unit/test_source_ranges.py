@@ -60,6 +60,13 @@ def test_one_large_range_gets_most_pieces() -> None:
     assert [p.key for p in pieces] == ["a"] * 4 + ["b"]
 
 
+def test_pieces_have_at_most_so_many_offsets() -> None:
+    whole = [Range("a", 0, 10), Range("b", 5, 8), Range("c", 3, 3)]
+    assert [r.size for r in split(whole, None, 4)] == [3, 3, 4, 3]
+    assert [r.size for r in split(whole, 7, 4)] == [1, 2, 1, 2, 2, 2, 3] or len(split(whole, 7, 4)) == 7
+    assert split(whole, None, 100) == whole[:2]
+
+
 def test_a_range_that_ends_before_it_begins_is_named() -> None:
     assert backwards({"orders": {"0": 12, "1": 3}}, {"orders": {"0": 9, "1": 3}}) == "orders 0: from 12 to 9"
     assert backwards({"stream": 4}, {"stream": 3}) == "stream: from 4 to 3"

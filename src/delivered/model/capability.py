@@ -54,6 +54,7 @@ class SourceCapability:
         replayable: reading the same offsets again gives the same records.
         why_not: why it cannot replay, if it cannot.
         repeats: why a message may be in it twice; empty: it is not.
+        sent_twice: it holds what a producer sent twice as two records.
         local: it rests on files of one machine.
         assumes: what the guarantee takes for granted of this source.
     """
@@ -62,6 +63,7 @@ class SourceCapability:
     replayable: bool
     why_not: str = ""
     repeats: str = ""
+    sent_twice: bool = False
     local: bool = False
     assumes: tuple[str, ...] = ()
 

@@ -220,6 +220,8 @@ def _limits(request: Request) -> list[str]:
     if request.several:
         found.extend(several.limits(request))
     found.extend(_bad_rows(request))
+    if request.source.capability.sent_twice and request.dedup is None:
+        found.append("what a producer sent twice is two records: the pipeline names no dedup")
     if request.source.capability.local:
         found.append(f"the source {request.source.label} rests on files of this machine")
     found.extend(f"the sink {s.label} rests on files of this machine" for s in request.sinks if s.capability.local)

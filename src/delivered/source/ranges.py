@@ -53,13 +53,18 @@ def admit(sizes: Mapping[Key, int], limit: int | None) -> dict[Key, int]:
     return {k: (1 + shares[k] if k in waiting else 0) for k in sizes}
 
 
-def split(ranges: Sequence[Range[Key]], pieces_min: int | None) -> list[Range[Key]]:
+def split(ranges: Sequence[Range[Key]], pieces_min: int | None, size_max: int | None = None) -> list[Range[Key]]:
     """Cut ranges into at least `pieces_min` pieces, if there are that many offsets; large ranges first.
 
     Empty ranges give no piece. The pieces of a range follow each other and cover it; their sizes differ by one at
-    most.
+    most, unless `size_max` is given too.
+
+    Args:
+        size_max: of a piece, in offsets.
     """
     wanted = [r for r in ranges if r.size > 0]
+    if size_max is not None:
+        wanted = [piece for r in wanted for piece in _cut(r, -(-r.size // size_max))]
     if pieces_min is None or pieces_min <= len(wanted):
         return wanted
     total = sum(r.size for r in wanted)
@@ -67,10 +72,13 @@ def split(ranges: Sequence[Range[Key]], pieces_min: int | None) -> list[Range[Ke
     extra = _apportion(dict(enumerate(r.size - 1 for r in wanted)), more, total - len(wanted))
     pieces: list[Range[Key]] = []
     for i, r in enumerate(wanted):
-        count = 1 + extra[i]
-        bounds = [r.start + r.size * n // count for n in range(count + 1)]
-        pieces += [Range(r.key, a, b) for a, b in pairwise(bounds)]
+        pieces += _cut(r, 1 + extra[i])
     return pieces
+
+
+def _cut(r: Range[Key], count: int) -> list[Range[Key]]:
+    bounds = [r.start + r.size * n // count for n in range(count + 1)]
+    return [Range(r.key, a, b) for a, b in pairwise(bounds)]
 
 
 def backwards(start: Mapping[str, Any], end: Mapping[str, Any]) -> str | None:

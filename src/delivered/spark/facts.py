@@ -98,6 +98,7 @@ def _source(endpoint: Endpoint, offline: bool) -> SourceFacts:
         capability = SourceCapability(
             system=endpoint.system,
             replayable=known,
+            sent_twice=endpoint.system.lower() == "kafka",
             why_not="" if known else "nothing is known of this format",
             assumes=(f"Spark's source {endpoint.system!r} gives the same records for the same offsets",),
         )

@@ -19,6 +19,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from delivered.contract import Several, Sink, Source
+from delivered.contract_checks import ChecksGuarantee
 from delivered.contract_columns import planned
 from delivered.model.errors import Refused
 from delivered.pipeline.registry import connectors, find_sink, find_source
@@ -88,6 +89,8 @@ class DeliveredDataSource(DataSource):
                 next_step='use outputMode("append"), or mode("append") of df.write',
             )
         sink = self._opened(options)
+        if isinstance(sink, ChecksGuarantee):
+            sink.check_guarantee(settings.guarantee)
         sink.check_schema(schema)
         return sink, options, settings
 

@@ -85,13 +85,14 @@ def connect(make: Callable[[dict[str, Any]], T], settings: Mapping[str, str], **
         raise config_error(error.args[0].str()) from None
 
 
-def config_error(said: str) -> UsageError:
-    """librdkafka refused a setting."""
+def config_error(said: str, owner: str = OWNER, name: str | None = None) -> UsageError:
+    """librdkafka refused a setting; `name` if it is known."""
     found = re.search(r'property: "([^"]+)"', said)
-    name = f"'kafka.{found[1]}'" if found else "with the prefix 'kafka.'"
+    named = name or (found[1] if found else None)
+    name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
     return UsageError(
         "OPTION_UNKNOWN" if found and "No such" in said else "OPTION_VALUE",
-        f"{OWNER}: librdkafka refuses the option {name}: {said}.",
+        f"{owner}: librdkafka refuses the option {name}: {said}.",
         next_step="see librdkafka's CONFIGURATION.md for the names and values it knows",
     )
 
@@ -376,5 +377,5 @@ def joined(partitions: Iterable[Partition]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-_CONSUMER_ONLY = {"isolation.level", "fetch.wait.max.ms", "fetch.min.bytes", "fetch.max.bytes"}
+_CONSUMER_ONLY = {"group.id", "isolation.level", "fetch.wait.max.ms", "fetch.min.bytes", "fetch.max.bytes"}
 """An admin client would warn about these."""

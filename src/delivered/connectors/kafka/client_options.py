@@ -26,6 +26,12 @@ _RENAMED = {
 }
 _JAVA_ONLY = {
     "max.poll.records": "batches have their own size",
+    "max.block.ms": "librdkafka does not block; write kafka.delivery.timeout.ms, how long a record may wait",
+    "metadata.max.idle.ms": "librdkafka keeps what it knows of topics",
+    "key.serializer": "keys are bytes; cast the column",
+    "value.serializer": "values are bytes; cast the column",
+    "partitioner.class": "rows are partitioned as the Java client does by default",
+    "metric.reporters": "it names Java code",
     "default.api.timeout.ms": "write kafka.socket.timeout.ms",
     "sasl.login.callback.handler.class": "it names Java code",
     "sasl.client.callback.handler.class": "it names Java code",
@@ -109,11 +115,22 @@ def client_options(values: Mapping[str, str]) -> dict[str, str]:
             settings["ssl.certificate.location"] = settings["ssl.key.location"] = value
         elif name in ("ssl.truststore.type", "ssl.keystore.type"):
             continue
+        elif name == "buffer.memory":
+            settings["queue.buffering.max.kbytes"] = str(max(1, _bytes(value) // 1024))
         elif name == "ssl.endpoint.identification.algorithm":
             settings[name] = value or "none"
         else:
             settings[_RENAMED.get(name, name)] = value
     return settings
+
+
+def _bytes(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise UsageError(
+            "OPTION_VALUE", f"Option 'kafka.buffer.memory' is {value!r}; it must be a whole number of bytes."
+        ) from None
 
 
 def resolved(client: Mapping[str, str]) -> dict[str, str]:

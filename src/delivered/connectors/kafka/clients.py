@@ -61,7 +61,7 @@ def producer_config(options: SinkOptions, guarantee: Guarantee, transactional_id
             config.setdefault("message.timeout.ms", str(DELIVERY_TIMEOUT_S * 1000))
         case Guarantee.AT_MOST_ONCE:
             # A request without an answer may have been stored. It is given up, not sent again.
-            config |= {"enable.idempotence": "false", "message.send.max.retries": "0"}
+            config |= {"enable.idempotence": "false", "message.send.max.retries": "0", "acks": options.acks}
             config.setdefault("message.timeout.ms", "30000")
     return config
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka.sink_options import OWNER
+from delivered.connectors.kafka.sink_options import OWNER, TOPIC_LENGTH_MAX, is_topic
 from delivered.model.errors import BadRecord, UsageError
-from delivered.source.columns import HEADERS
+from delivered.source.columns import COLUMNS, HEADERS
 
 KNOWN = ("key", "value", "headers", "topic", "partition")
+OF_SOURCES = {name: COLUMNS.field(name).type for name in ("offset", "timestamp", "timestampType")}
+"""Left out, as by Spark's own sink: a stream of the source can be written as it is."""
 RECORD_OVERHEAD = 128
 """Bytes that the client adds to key and value before it compares with its limit; a bound, without headers."""
 
@@ -20,7 +22,7 @@ def check_schema(schema: pa.Schema, topic: str | None) -> None:
     Args:
         topic: the option of that name.
     """
-    unknown = [n for n in schema.names if n not in KNOWN]
+    unknown = [f.name for f in schema if f.name not in KNOWN and OF_SOURCES.get(f.name) != f.type]
     if unknown:
         raise UsageError(
             "COLUMN_UNKNOWN",
@@ -57,7 +59,7 @@ def check_schema(schema: pa.Schema, topic: str | None) -> None:
             and _is_text(kind.value_type.field(0).type)
             and _is_bytes(kind.value_type.field(1).type)
         )
-        _check(schema, "headers", fits or pa.types.is_null(kind), "array<struct<key: string, value: binary>>")
+        _check(schema, "headers", fits or pa.types.is_null(kind), _HEADERS_TYPE)
 
 
 def records(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -94,17 +96,36 @@ def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
     if array.null_count == n:
         return pa.nulls(n, HEADERS.type)
     array = array.cast(HEADERS.type)
+    unnamed = _unnamed(array)
+    if unnamed is not None and pc.any(unnamed).as_py():
+        row = pc.index(unnamed, True).as_py()
+        raise BadRecord(
+            "HEADER_UNNAMED",
+            f"Row {row} of a batch has a header without a key: headers are {str(array[row].as_py())[:200]}. "
+            "Kafka has no place for it. Nothing of its batch counts.",
+            next_step="filter such headers, for instance filter(headers, h -> h.key IS NOT NULL)",
+        )
     empty = pc.equal(pc.list_value_length(array), 0)
     if pc.any(empty).as_py():
         array = pc.if_else(pc.fill_null(empty, False), pa.scalar(None, HEADERS.type), array)
     return array
 
 
+def _unnamed(array: pa.Array) -> pa.Array | None:
+    """For each row whether a header of it is null or has a null key; None: none has."""
+    flat = pc.list_flatten(array)
+    nameless = pc.is_null(pc.struct_field(flat, [0]))
+    if not pc.any(nameless).as_py():
+        return None
+    rows = pc.list_parent_indices(array).filter(nameless)
+    return pc.is_in(pa.array(range(len(array)), rows.type), rows)
+
+
 def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
     """The topic of each row, or None if all go to `default`.
 
     Raises:
-        BadRecord: a row names no topic and there is no default.
+        BadRecord: a row names no topic, or what cannot be one, and there is no default.
     """
     if default is not None or "topic" not in batch.schema.names:
         return None
@@ -116,6 +137,14 @@ def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
             f"Row {row} of a batch has null in the column 'topic', and there is no option 'topic'. Nothing of its "
             "batch counts.",
             next_step='filter such rows, or add .option("topic", ...)',
+        )
+    bad = next((name for name in column.unique().to_pylist() if not is_topic(name)), None)
+    if bad is not None:
+        raise BadRecord(
+            "TOPIC_INVALID",
+            f"Row {pc.index(column, bad).as_py()} of a batch has {bad!r} in the column 'topic'; Kafka allows 1 to "
+            f"{TOPIC_LENGTH_MAX} letters, digits, '.', '_' and '-'. Nothing of its batch counts.",
+            next_step="correct the column, or filter such rows",
         )
     return column
 
@@ -135,6 +164,12 @@ def refused(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa.Arra
     if topic is None and "topic" in names:
         column = batch.column(names.index("topic"))
         found.append(pc.if_else(pc.is_null(column), "no topic", nothing))
+        bad = pa.array([t for t in column.unique().to_pylist() if t is not None and not is_topic(t)], column.type)
+        found.append(pc.if_else(pc.is_in(column, bad), "no name of a topic", nothing))
+    if "headers" in names and pa.types.is_list(batch.column(names.index("headers")).type):
+        unnamed = _unnamed(batch.column(names.index("headers")).cast(HEADERS.type))
+        if unnamed is not None:
+            found.append(pc.if_else(unnamed, "a header without a key", nothing))
     if "partition" in names:
         negative = pc.fill_null(pc.less(batch.column(names.index("partition")), 0), False)
         found.append(pc.if_else(negative, "partition below 0", nothing))
@@ -142,12 +177,20 @@ def refused(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa.Arra
     return None if reasons.null_count == n else reasons
 
 
+_HEADERS_TYPE = "array<struct<key: string, value: binary>>"
+_CASTS = {
+    "integer": "CAST(partition AS INT)",
+    _HEADERS_TYPE: "array(named_struct('key', 'name', 'value', CAST(x AS BINARY))) AS headers; of a map: "
+    "transform(map_entries(m), e -> named_struct('key', e.key, 'value', CAST(e.value AS BINARY))) AS headers",
+}
+
+
 def _check(schema: pa.Schema, name: str, fits: bool, wanted: str) -> None:
     if not fits:
         raise UsageError(
             "COLUMN_TYPE",
             f"{OWNER}: column {name!r} is {schema.field(name).type}; it must be {wanted}.",
-            next_step=f"cast it, for instance CAST({name} AS {'INT' if wanted == 'integer' else 'STRING'})",
+            next_step=f"cast it, for instance {_CASTS.get(wanted, f'CAST({name} AS STRING)')}",
         )
 
 

@@ -23,6 +23,11 @@ from delivered.model.options import Option, OptionTable, choice, flag, whole_num
 OWNER = "delivered_kafka source"
 
 _WHICH = ("subscribe", "subscribePattern", "assign")
+_NO_EFFECT = {
+    "fetchOffset.numRetries": "the source asks again for two minutes.",
+    "fetchOffset.retryIntervalMs": "the source asks again at once.",
+    "kafkaConsumer.pollTimeoutMs": "a read waits two minutes for brokers.",
+}
 _PER_TIME = 'Milliseconds since 1970 per partition, as {"topic": {"0": 1700000000000}}.'
 
 SOURCE_OPTIONS = OptionTable(
@@ -32,8 +37,8 @@ SOURCE_OPTIONS = OptionTable(
         Option("subscribe", "Topics, separated by commas."),
         Option(
             "subscribePattern",
-            "Regular expression (Python's) that is found anywhere in a topic's name, as in Spark; ^ and $ bind it to the "
-            "whole name.",
+            "Regular expression (Python's), found anywhere in a topic's name as in Spark; ^ and $ bind it to the whole "
+            "name.",
         ),
         Option("assign", 'Partitions, as {"topic": [0, 1]}.'),
         Option(
@@ -53,6 +58,12 @@ SOURCE_OPTIONS = OptionTable(
         Option("endingOffsetsByTimestamp", f"Batch only. {_PER_TIME}"),
         Option("endingTimestamp", "Batch only. Milliseconds since 1970, for all partitions."),
         Option("maxOffsetsPerTrigger", "About how many offsets one batch takes at most.", "no bound"),
+        Option(
+            "minOffsetsPerTrigger",
+            "A batch waits until so many offsets are there, at most maxTriggerDelay; with available-now it does not.",
+        ),
+        Option("maxTriggerDelay", "How long a batch waits for minOffsetsPerTrigger: 90s, 15m, 1h.", "15m"),
+        Option("maxRecordsPerPartition", "Cut a batch into tasks of at most so many offsets.", "no bound"),
         Option("minPartitions", "Cut a batch into at least so many tasks.", "one per Kafka partition with records"),
         Option(
             "failOnDataLoss", "Stop when records are gone before they were read; false: go on, with a warning.", "true"
@@ -68,12 +79,20 @@ SOURCE_OPTIONS = OptionTable(
             "The query's, once more: a topic that is deleted and made again while the query is stopped is noticed. "
             "delivered.Pipeline sets it.",
         ),
+        Option(
+            "kafka.isolation.level",
+            "read_committed: of aborted transactions nothing is read, and an open one hides what follows it in its "
+            "partition until it ends; read_uncommitted, Spark's default: everything at once.",
+            "read_committed",
+        ),
+        Option("kafka.group.id", "Group id that brokers see, for permissions. The consumers join no group."),
+        Option("groupIdPrefix", "Of the group id that brokers see, unless kafka.group.id is given.", "delivered"),
+        *(Option(name, f"Accepted as in Spark, without effect: {why}") for name, why in _NO_EFFECT.items()),
     ),
     passthrough=("kafka.",),
 )
 
 _RESERVED = {
-    "group.id": "offsets are in the checkpoint; write commitOffsetsToGroup to have them in a group too",
     "auto.offset.reset": "write startingOffsets",
     "enable.auto.commit": "write commitOffsetsToGroup",
     "enable.auto.offset.store": "write commitOffsetsToGroup",
@@ -92,6 +111,8 @@ class SourceOptions:
         starting, ending: None: the default, which differs between stream and batch.
         timestamp_strict: a partition without a record at or after the starting time is an error.
         client: librdkafka's settings, as `client_options` gives them; secrets are references still.
+        rows_min: a batch waits for so many offsets, at most `delay_s_max` seconds.
+        piece_rows_max: offsets in one task.
         group: consumer group that is told the progress.
     """
 
@@ -103,6 +124,9 @@ class SourceOptions:
     ending: Where | None = None
     timestamp_strict: bool = True
     rows_max: int | None = None
+    rows_min: int | None = None
+    delay_s_max: float = 900.0
+    piece_rows_max: int | None = None
     pieces_min: int | None = None
     fail_on_data_loss: bool = True
     headers: bool = False
@@ -142,8 +166,10 @@ def parse(given: Mapping[str, str]) -> SourceOptions:
             f"{OWNER} needs exactly one of {', '.join(_WHICH)}; it has {', '.join(which) or 'none'}.",
             next_step='add .option("subscribe", "topic")' if not which else f"keep one of {', '.join(which)}",
         )
+    for name in _NO_EFFECT.keys() & values.keys():
+        whole_number(OWNER, name, values[name], 0)
     return SourceOptions(
-        client=client_options(values),
+        client=_client(values),
         topics=_topics(values.get("subscribe")),
         pattern=_pattern(values.get("subscribePattern")),
         partitions=parse_assign(OWNER, "assign", values["assign"]) if "assign" in values else None,
@@ -157,11 +183,44 @@ def parse(given: Mapping[str, str]) -> SourceOptions:
         )
         == "error",
         rows_max=_count(values, "maxOffsetsPerTrigger"),
+        rows_min=_rows_min(values),
+        delay_s_max=_duration_s("maxTriggerDelay", values.get("maxTriggerDelay", "15m")),
+        piece_rows_max=_count(values, "maxRecordsPerPartition"),
         pieces_min=_count(values, "minPartitions"),
         fail_on_data_loss=flag(OWNER, "failOnDataLoss", values.get("failOnDataLoss", "true")),
         headers=flag(OWNER, "includeHeaders", values.get("includeHeaders", "false")),
         group=_group(values.get("commitOffsetsToGroup")),
     )
+
+
+def _client(values: Mapping[str, str]) -> dict[str, str]:
+    settings = client_options(values)
+    if "groupIdPrefix" in values:
+        settings.setdefault("group.id", values["groupIdPrefix"] + "-reader")
+    return settings
+
+
+def _rows_min(values: Mapping[str, str]) -> int | None:
+    low, high = _count(values, "minOffsetsPerTrigger"), _count(values, "maxOffsetsPerTrigger")
+    if low is not None and high is not None and low > high:
+        raise UsageError(
+            "OPTION_CONFLICT",
+            f"{OWNER}: option 'minOffsetsPerTrigger' is {low}, above 'maxOffsetsPerTrigger', {high}.",
+            next_step="lower the one or raise the other",
+        )
+    return low
+
+
+_UNITS_S = {"ms": 0.001, "": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def _duration_s(name: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+)\s*(ms|s|m|min|h|d|)", text.strip().lower())
+    if found is None:
+        raise UsageError(
+            "OPTION_VALUE", f"{OWNER}: option {name!r} is {text!r}; it must be a time like 90s, 15m or 1h."
+        )
+    return int(found[1]) * _UNITS_S[found[2]]
 
 
 def _where(values: Mapping[str, str], side: str, forbidden: int | None) -> Where | None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.client_settings import check_settings
+from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
 from delivered.model.capability import Commit, SinkCapability
+from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 
@@ -55,9 +57,24 @@ class KafkaSink:
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
         from delivered.connectors.kafka.preflight import preflight
 
+        try:
+            self.check_guarantee(guarantee)
+            check_settings(OWNER, self.options.client)
+        except UsageError as error:
+            return [Finding.refusal(error)]
         return preflight(self.options, guarantee)
 
+    def check_guarantee(self, guarantee: Guarantee) -> None:
+        if self.options.acks != "all" and guarantee is not Guarantee.AT_MOST_ONCE:
+            raise UsageError(
+                "ACKS",
+                f"{OWNER}: option 'kafka.acks' is {self.options.acks}: what only the leader has is lost with it, and "
+                f"{guarantee.value} cannot hold.",
+                next_step="take 'kafka.acks' out, or name the guarantee at_most_once",
+            )
+
     def check_schema(self, schema: pa.Schema) -> None:
+        check_settings(OWNER, self.options.client)
         columns.check_schema(schema, self.options.topic)
 
     def refused(self, batch: pa.RecordBatch) -> pa.Array | None:

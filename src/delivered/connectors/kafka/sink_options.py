@@ -20,6 +20,12 @@ SINK_OPTIONS = OptionTable(
     (
         Option("kafka.bootstrap.servers", "Brokers to start from, as host:port, separated by commas.", required=True),
         Option("topic", "Topic for every row. Without it, rows name theirs in a column `topic`."),
+        Option(
+            "kafka.acks",
+            "all; with at_most_once also 1, the leader alone: records that a leader loses are not counted as given up.",
+            "all",
+        ),
+        Option("kafka.retries", "Accepted as in Spark, without effect: the guarantee chooses it."),
         Option("compression", "none, gzip, snappy, lz4 or zstd.", "none"),
         Option(
             "transactionTimeout",
@@ -36,10 +42,6 @@ _CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
 _RESERVED = {
     "transactional.id": "the sink chooses it",
     "enable.idempotence": "the guarantee chooses it",
-    "acks": "a guarantee needs acks=all",
-    "request.required.acks": "a guarantee needs acks=all",
-    "message.send.max.retries": "the guarantee chooses it",
-    "retries": "the guarantee chooses it",
     "transaction.timeout.ms": "write the option transactionTimeout, in seconds",
     "delivery.report.only.error": "the sink sets it",
     "partitioner": "rows are partitioned as the Java client does",
@@ -52,6 +54,7 @@ class SinkOptions:
     Attributes:
         client: librdkafka's settings, without the prefix `kafka.`; secrets are references still.
         transaction_timeout_s: whole seconds.
+        acks: all or 1; the ledger and transactions always have all.
     """
 
     topic: str | None
@@ -60,17 +63,20 @@ class SinkOptions:
     transaction_timeout_s: int
     ledger_topic: str | None
     ledger_replication: int | None
+    acks: str = "all"
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SinkOptions:
         """Raise UsageError for what is unknown, missing or out of bounds."""
         values = SINK_OPTIONS.restore({k: v for k, v in given.items() if k.lower() != "path"})
-        check_client(OWNER, {k: v for k, v in values.items() if not _is_acks_all(k, v)}, _RESERVED)
+        check_client(OWNER, values, _RESERVED)
+        for name in _RETRIES & values.keys():
+            whole_number(OWNER, name, values[name], 0)
         compression = values.get("compression")
         replication = values.get("ledgerReplicationFactor")
         return cls(
             topic=_checked_topic("topic", values.get("topic")),
-            client=client_options({k: v for k, v in values.items() if not _is_acks_all(k, v)}),
+            client=client_options({k: v for k, v in values.items() if k not in _ACKS | _RETRIES}),
             compression=None if compression is None else choice(OWNER, "compression", compression, _CODECS),
             transaction_timeout_s=whole_number(
                 OWNER,
@@ -83,6 +89,7 @@ class SinkOptions:
             ledger_replication=(
                 None if replication is None else whole_number(OWNER, "ledgerReplicationFactor", replication, 1, 32_767)
             ),
+            acks=_acks(values),
         )
 
     def resolved(self) -> dict[str, str]:
@@ -99,14 +106,33 @@ class SinkOptions:
         return self.topic[:51] + "-" + hashlib.blake2b(self.topic.encode(), digest_size=6).hexdigest()
 
 
-def _is_acks_all(key: str, value: str) -> bool:
-    return key in ("kafka.acks", "kafka.request.required.acks") and value in ("all", "-1")
+_ACKS = {"kafka.acks", "kafka.request.required.acks"}
+_RETRIES = {"kafka.retries", "kafka.message.send.max.retries"}
+
+
+def _acks(values: Mapping[str, str]) -> str:
+    for name in _ACKS & values.keys():
+        value = values[name].strip().lower()
+        if value not in ("all", "-1", "1"):
+            raise UsageError(
+                "OPTION_VALUE",
+                f"{OWNER}: option {name!r} is {values[name]!r}; it must be all or, with at_most_once, 1: without "
+                "acknowledgements nobody knows what was lost.",
+                next_step=f"take {name!r} out",
+            )
+        return "1" if value == "1" else "all"
+    return "all"
+
+
+def is_topic(name: str) -> bool:
+    """Whether Kafka allows the name."""
+    return name not in (".", "..") and re.fullmatch(rf"[A-Za-z0-9._-]{{1,{TOPIC_LENGTH_MAX}}}", name) is not None
 
 
 def _checked_topic(option: str, topic: str | None) -> str | None:
     if topic is None:
         return None
-    if topic in (".", "..") or not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{TOPIC_LENGTH_MAX}}}", topic):
+    if not is_topic(topic):
         raise UsageError(
             "TOPIC_INVALID",
             f"{OWNER}: option {option!r} is {topic!r}; Kafka allows 1 to {TOPIC_LENGTH_MAX} letters, digits, '.', '_' "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from delivered.connectors.kafka.client import KafkaDriverClient, joined
+from delivered.connectors.kafka.client_settings import check_settings
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
     LASTING,
@@ -58,7 +60,7 @@ class KafkaSource:
             )
         if not self.options.committed_only:
             assumes.append("read_uncommitted: records of transactions that abort later count")
-        return SourceCapability(system="kafka", replayable=True, assumes=tuple(assumes))
+        return SourceCapability(system="kafka", replayable=True, sent_twice=True, assumes=tuple(assumes))
 
     def preflight(self) -> Sequence[Finding]:
         client = KafkaDriverClient(self.options)
@@ -80,6 +82,10 @@ class KafkaSource:
         finally:
             client.close()
         return []
+
+    def planned(self) -> KafkaSource:
+        check_settings(OWNER, self.options.client)
+        return self
 
     def schema(self) -> pa.Schema:
         return columns(self.options.headers)
@@ -111,6 +117,7 @@ class KafkaDriver:
         self._frozen: _Look | None = None
         self._looked = False
         self._acknowledged: dict[Partition, int] = {}
+        self._ended_s: float | None = None
 
     def initial(self) -> Offsets:
         options = self._options
@@ -131,6 +138,8 @@ class KafkaDriver:
         at = Positions.from_json(start)
         look = self._frozen or self._look()
         begin, first, jumps = self._begin(at, look)
+        if not jumps and begin.keys() == at.at.keys() and self._waits(sum(look.ends[p] - o for p, o in begin.items())):
+            return start
         taken = admit({p: look.ends[p] - o for p, o in begin.items()}, rows_max)
         ends = {p: o + taken[p] for p, o in begin.items()}
         if ends == at.at:
@@ -140,6 +149,16 @@ class KafkaDriver:
             if short := next((p for p in sorted(jumps) if jumps[p] < ends[p]), None):
                 ends[short] -= 1
         return Positions(ends, look.ids, first, jumps).to_json()
+
+    def _waits(self, rows: int) -> bool:
+        """Whether a batch of so many offsets is to wait for `minOffsetsPerTrigger`. The first one does not."""
+        options, now = self._options, time.monotonic()
+        if options.rows_min is None or self._frozen is not None:
+            return False
+        if rows < options.rows_min and self._ended_s is not None and now - self._ended_s < options.delay_s_max:
+            return True
+        self._ended_s = now
+        return False
 
     def newest(self) -> Offsets | None:
         look = self._look()
@@ -164,7 +183,7 @@ class KafkaDriver:
                 self._lost(f"{joined([partition])} went back from offset {begin} to {stop}")
                 begin = stop
             ranges.append(Range(partition, begin, stop))
-        pieces = split(ranges, self._options.pieces_min)
+        pieces = split(ranges, self._options.pieces_min, self._options.piece_rows_max)
         return [Slice((*r.key, r.start, r.end), lane=f"{r.key[0]}-{r.key[1]}") for r in pieces]
 
     def batch(self) -> tuple[Offsets, Offsets]:

@@ -54,7 +54,7 @@ class PulsarSource:
             assumes.append(
                 "failOnDataLoss is false: messages that Pulsar deletes before they are read are lost, with a warning"
             )
-        return SourceCapability(system="pulsar", replayable=True, assumes=tuple(assumes))
+        return SourceCapability(system="pulsar", replayable=True, sent_twice=True, assumes=tuple(assumes))
 
     def preflight(self) -> Sequence[Finding]:
         from delivered.connectors.pulsar.reader import check_connection

@@ -80,7 +80,7 @@ class RabbitmqStreamSource:
         ]
         if not self.options.fail_on_data_loss:
             assumes.append("failOnDataLoss is false: messages that are gone before they are read are lost")
-        return SourceCapability(system="rabbitmq_stream", replayable=True, assumes=tuple(assumes))
+        return SourceCapability(system="rabbitmq_stream", replayable=True, sent_twice=True, assumes=tuple(assumes))
 
     def preflight(self) -> Sequence[Finding]:
         try:

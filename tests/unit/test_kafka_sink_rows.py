@@ -1,0 +1,103 @@
+"""What the Kafka sink takes: columns, headers, topics that rows name, and Spark's options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from delivered.connectors.kafka import CONNECTOR, columns
+from delivered.connectors.kafka.clients import producer_config
+from delivered.model.errors import BadRecord, UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.source.columns import HEADER, HEADERS
+from delivered.source.columns import columns as of_source
+
+SERVERS = {"kafka.bootstrap.servers": "h:1", "topic": "t"}
+
+
+def sink(**more: str) -> Any:
+    return CONNECTOR.sink({**SERVERS, **{k.replace("__", "."): v for k, v in more.items()}})
+
+
+def test_a_stream_of_our_own_source_can_be_written_as_it_is() -> None:
+    sink().check_schema(of_source(headers=True))
+    for own in (pa.field("timestamp", pa.string()), pa.field("offset", pa.int32()), pa.field("amount", pa.int64())):
+        with pytest.raises(UsageError, match=f"COLUMN_UNKNOWN.*{own.name}"):
+            sink().check_schema(pa.schema([pa.field("value", pa.binary()), own]))
+
+
+def test_headers_of_a_wrong_type_come_with_a_cast_that_works() -> None:
+    for kind in (pa.string(), pa.map_(pa.string(), pa.string())):
+        with pytest.raises(UsageError, match=r"COLUMN_TYPE.*named_struct\('key'"):
+            sink().check_schema(pa.schema([pa.field("value", pa.binary()), pa.field("headers", kind)]))
+
+
+@pytest.mark.parametrize("bad", [{"key": None, "value": b"v"}, None])
+def test_a_header_without_a_key_names_its_row(bad: Any) -> None:
+    good = [{"key": "k", "value": None}]
+    headers = pa.array([good, None, [], [*good, bad], good], HEADERS.type)
+    batch = pa.record_batch([pa.array([b"v"] * 5), headers], names=["value", "headers"])
+    with pytest.raises(BadRecord, match=r"HEADER_UNNAMED.*Row 3 of a batch.*'key': 'k'"):
+        columns.headers(batch, 5)
+    with pytest.raises(BadRecord, match="Row 1 of a batch"):
+        columns.headers(batch.slice(2), 3)
+    reasons = sink().refused(batch)
+    assert reasons is not None
+    assert reasons.to_pylist() == [None, None, None, "a header without a key", None]
+    assert sink().refused(batch.slice(0, 3)) is None
+
+
+def test_headers_that_are_right_pass() -> None:
+    headers = pa.array([[{"key": "k", "value": b"v"}], [], None], pa.list_(HEADER))
+    batch = pa.record_batch([pa.array([b"v"] * 3), headers], names=["value", "headers"])
+    assert columns.headers(batch, 3).to_pylist() == [[{"key": "k", "value": b"v"}], None, None]
+
+
+def test_a_row_that_names_what_cannot_be_a_topic_is_told_by_name() -> None:
+    batch = pa.record_batch([pa.array([b"v"] * 3), pa.array(["good", "no topic!", "good"])], names=["value", "topic"])
+    with pytest.raises(BadRecord, match=r"TOPIC_INVALID.*Row 1 of a batch has 'no topic!' in the column"):
+        columns.topics(batch, None)
+    assert columns.topics(batch, "t") is None
+    reasons = columns.refused(batch, None, 10**6)
+    assert reasons is not None
+    assert reasons.to_pylist() == [None, "no name of a topic", None]
+
+
+def test_acks_are_told_apart_by_guarantee() -> None:
+    for value in ("all", "-1"):
+        for guarantee in Guarantee:
+            sink(kafka__acks=value).check_guarantee(guarantee)
+            assert producer_config(sink(kafka__acks=value).options, guarantee, "id")["acks"] == "all"
+    leader = sink(kafka__acks="1")
+    leader.check_guarantee(Guarantee.AT_MOST_ONCE)
+    assert producer_config(leader.options, Guarantee.AT_MOST_ONCE, None)["acks"] == "1"
+    for guarantee in (Guarantee.AT_LEAST_ONCE, Guarantee.EXACTLY_ONCE):
+        with pytest.raises(UsageError, match=f"ACKS.*{guarantee.value} cannot hold.*at_most_once"):
+            leader.check_guarantee(guarantee)
+    with pytest.raises(UsageError, match="nobody knows what was lost"):
+        sink(kafka__acks="0")
+
+
+def test_options_of_sparks_users_are_taken_translated_or_refused_before_a_task() -> None:
+    options = sink(kafka__retries="3", kafka__buffer__memory="33554432", kafka__delivery__timeout__ms="5000").options
+    assert options.client["queue.buffering.max.kbytes"] == "32768"
+    assert "retries" not in options.client
+    assert producer_config(options, Guarantee.AT_LEAST_ONCE, None)["queue.buffering.max.kbytes"] == "32768"
+    for name, value, said in [
+        ("kafka.max.block.ms", "5", "kafka.delivery.timeout.ms"),
+        ("kafka.key.serializer", "x", "cast the column"),
+        ("kafka.retries", "many", "whole number"),
+        ("kafka.buffer.memory", "much", "whole number"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            CONNECTOR.sink({**SERVERS, name: value})
+    value = pa.schema([pa.field("value", pa.binary())])
+    with pytest.raises(UsageError, match=r"OPTION_UNKNOWN.*delivered_kafka sink.*'kafka\.lingr\.ms'"):
+        sink(kafka__lingr__ms="5").check_schema(value)
+    with pytest.raises(UsageError, match=r"OPTION_VALUE.*'kafka\.linger\.ms'"):
+        sink(kafka__linger__ms="soon").check_schema(value)
+    with pytest.raises(UsageError, match=r"OPTION_UNKNOWN.*delivered_kafka source.*'kafka\.ssl\.protocol'"):
+        CONNECTOR.source({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "kafka.ssl.protocol": "x"}).planned()  # type: ignore[attr-defined]
+    sink(kafka__sasl__jaas__config="env:JAAS", kafka__sasl__password="env:P").check_schema(value)
