@@ -60,8 +60,14 @@ OPEN_TRANSACTION_OLD_S = 3_600.0
 BROKER_TRANSACTION_TIMEOUT_S_DEFAULT = 900.0
 """Kafka's default for transaction.max.timeout.ms, in seconds."""
 
-SOURCE_PATIENCE_S = 120.0
-"""How long a source waits for a Kafka that answered before: a restart of its brokers."""
+OUTAGE_PATIENCE_S = 120.0
+"""How long a running pipeline waits for a server that is away: a restart of its brokers."""
+
+SOURCE_PATIENCE_S = OUTAGE_PATIENCE_S
+"""The same for a source, or a receiver, in the middle of its records."""
+
+RESTART_CONFIRM_S = 10.0
+"""A Kafka broker that just restarted may say for a moment that it has less than it has: so long it is asked again."""
 
 SOURCE_BATCH_RECORDS_MAX = 16_384
 """Records in one Arrow batch of the Kafka source."""

@@ -1,0 +1,203 @@
+"""Waiting for a server that is away: one mechanism, for every call that may be made again.
+
+    with unanswered("Kafka at broker:9092"):      one call; people are told when it takes long
+    wait_out("Kafka at broker:9092", ask, away)   asks until there is an answer
+
+A change whose outcome is not known is never made again here: the caller fences, and looks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+import tenacity
+
+from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S
+
+log = logging.getLogger("delivered.outage")
+
+TELL_AFTER_S = 3.0
+TELL_EVERY_S = 5.0
+_FORGET_S = 10.0
+"""An outage whose last call ended so long ago is over, or another one by now."""
+_LOOK_S = 0.5
+_STALL_S = 1.0
+_PAUSE_S_MAX = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Silence:
+    """What is known of one server that owes an answer.
+
+    Attributes:
+        since: of time.monotonic(): the first call that nothing answered.
+        calls: under way now.
+        told: when people were told last; 0: not of this outage.
+    """
+
+    since: float
+    ended: float
+    calls: int = 0
+    told: float = 0.0
+
+
+_lock = threading.Lock()
+_silences: dict[str, _Silence] = {}
+_watcher: tuple[int, threading.Thread] | None = None
+_in_query = False
+_deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
+"""Of time.monotonic(): what waits inside another wait gives up with it."""
+
+
+def in_query() -> None:
+    """From here on this process serves a query under way: its servers answered before, and are waited for."""
+    global _in_query
+    _in_query = True
+
+
+def patience_s(answered: bool) -> float:
+    """How long to wait for a server: long if it answered before, else until it can be called unreachable."""
+    return OUTAGE_PATIENCE_S if answered or _in_query else CONNECT_TIMEOUT_S
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Waits inside give up after so long, whatever their patience: somebody has other things to do."""
+    token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def wait_out(
+    server: str,
+    ask: Callable[[], T],
+    away: Callable[[BaseException], bool],
+    patience_s: float = OUTAGE_PATIENCE_S,
+) -> T:
+    """Ask until there is an answer.
+
+    Args:
+        server: for people: "Kafka at broker:9092".
+        ask: may be called any number of times: a question, or a change that counts once however often it is made.
+        away: whether an exception means that the server did not answer; any other one is an answer.
+        patience_s: from the first call on; less, inside another wait that ends sooner.
+
+    Raises:
+        What `ask` raised last.
+    """
+
+    def failed(state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        log.debug("%s: asking again: %s", server, error)
+
+    with within(patience_s), unanswered(server, away):
+        asking = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(away),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=_PAUSE_S_MAX),
+            stop=tenacity.stop_after_delay(max(0.0, _deadline.get() - time.monotonic())),
+            before_sleep=failed,
+            reraise=True,
+        )
+        return asking(ask)
+
+
+@contextmanager
+def unanswered(server: str, away: Callable[[BaseException], bool] = lambda _: True) -> Iterator[None]:
+    """People are told while what runs inside gets no answer, and when the server answers again."""
+    now = time.monotonic()
+    with _lock:
+        _watch()
+        known = _silences.get(server)
+        if known is None or (known.calls == 0 and now - known.ended > _FORGET_S):
+            known = _silences[server] = _Silence(now, now)
+        known.calls += 1
+    try:
+        yield
+    except BaseException as error:
+        _ended(known, server, answered=not away(error))
+        raise
+    _ended(known, server, answered=True)
+
+
+class Stall:
+    """Work that a server takes piece by piece: people are told when it takes nothing more.
+
+    with Stall("Kafka at broker:9092") as stall:
+        while left := what_is_left():
+            stall.look(left)
+    """
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._stack = ExitStack()
+        self._left: int | None = None
+        self._since = 0.0
+        self._stalled = False
+
+    def __enter__(self) -> Stall:
+        return self
+
+    def look(self, left: int) -> None:
+        """Say how much is left; may be called often."""
+        now = time.monotonic()
+        if left != self._left:
+            self._left, self._since, self._stalled = left, now, False
+            self._stack.close()
+        elif not self._stalled and now - self._since > _STALL_S:
+            self._stalled = True
+            self._stack.enter_context(unanswered(self._server))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+
+def _ended(silence: _Silence, server: str, answered: bool) -> None:
+    with _lock:
+        now = time.monotonic()
+        silence.calls -= 1
+        silence.ended = now
+        if not answered:
+            return
+        away_s, told = now - silence.since, silence.told
+        silence.since, silence.told = now, 0.0
+        if silence.calls == 0:
+            _silences.pop(server, None)
+    if told:
+        log.warning("%s answers again, after %.0f s", server, away_s)
+
+
+def _watch() -> None:
+    """Start the thread that tells; a forked process has none of its parent's."""
+    global _watcher
+    if _watcher is None or _watcher[0] != os.getpid():
+        thread = threading.Thread(target=_tell, daemon=True, name="delivered-outage")
+        _watcher = (os.getpid(), thread)
+        thread.start()
+
+
+def _tell() -> None:
+    pause = threading.Event()
+    while not pause.wait(_LOOK_S):
+        now = time.monotonic()
+        with _lock:
+            due = [
+                (server, now - s.since)
+                for server, s in _silences.items()
+                if s.calls and now - s.since >= TELL_AFTER_S and now - s.told >= TELL_EVERY_S
+            ]
+            for server, _ in due:
+                _silences[server].told = now
+        for server, away_s in due:
+            log.warning("%s does not answer, retrying (%.0f s)", server, away_s)

@@ -1,0 +1,92 @@
+"""Waiting for a server that is away: who is told, when it ends, and what is never repeated."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from delivered.model import patience
+from delivered.model.patience import Stall, patience_s, unanswered, wait_out, within
+
+
+class Away(Exception):
+    pass
+
+
+def _is_away(error: BaseException) -> bool:
+    return isinstance(error, Away)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(patience, "_LOOK_S", 0.01)
+    monkeypatch.setattr(patience, "_STALL_S", 0.01)
+    monkeypatch.setattr(patience, "_silences", {})
+    monkeypatch.setattr(patience, "_watcher", None)
+
+
+def told(caplog: pytest.LogCaptureFixture, text: str) -> bool:
+    deadline = time.monotonic() + 20
+    while text not in caplog.text:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def test_an_outage_is_waited_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    def ask() -> int:
+        if "x does not answer, retrying (" not in caplog.text:
+            raise Away
+        return 7
+
+    assert wait_out("x", ask, _is_away) == 7
+    assert "x answers again, after " in caplog.text
+    assert {r.levelno for r in caplog.records if r.name == "delivered.outage"} == {logging.WARNING}
+
+
+def test_one_call_that_hangs_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
+    """A paused server takes the request, and says nothing."""
+    with unanswered("y"):
+        assert told(caplog, "y does not answer")
+    assert "y answers again" in caplog.text
+
+
+def test_what_is_answered_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(20):
+        assert wait_out("z", lambda: 1, _is_away) == 1
+    with pytest.raises(ValueError, match="an answer"):
+        wait_out("z", lambda: int("an answer"), _is_away)
+    assert not caplog.records
+
+
+def test_patience_ends_with_the_last_error_and_with_the_wait_around_it() -> None:
+    def ask() -> None:
+        raise Away("gone")
+
+    for patient_s, outer_s in ((0.05, 60.0), (60.0, 0.05)):
+        with within(outer_s), pytest.raises(Away, match="gone"):
+            wait_out("a", ask, _is_away, patient_s)
+
+
+def test_a_stall_is_told_when_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
+    with Stall("b") as stall:
+        for left in range(50, 0, -1):
+            stall.look(left)
+        assert not caplog.records
+        deadline = time.monotonic() + 20
+        while "b does not answer" not in caplog.text:
+            stall.look(1)
+            assert time.monotonic() < deadline
+        stall.look(0)
+        assert "b answers again" in caplog.text
+
+
+def test_only_what_answered_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "_in_query", False)
+    assert patience_s(answered=False) < 15 < patience_s(answered=True)
+    patience.in_query()
+    assert patience_s(answered=False) == patience_s(answered=True)
