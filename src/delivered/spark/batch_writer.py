@@ -14,6 +14,7 @@ from delivered.model.errors import DeliveredError, InvariantBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import BatchPlan, CheckpointView
 from delivered.spark.crash import arm
+from delivered.spark.driver import Driver
 from delivered.spark.settings import PipelineSettings
 from delivered.spark.stream_writer import ShardCommit, write_task
 
@@ -46,12 +47,12 @@ class BatchWriter(DataSourceArrowWriter):
     """Pickled where Spark plans the job, which is where recovery runs, and carried on to tasks and to the commit."""
 
     def __init__(
-        self, sink: Sink, options: Mapping[str, str], settings: PipelineSettings, driver_id: str, schema: pa.Schema
+        self, sink: Sink, options: Mapping[str, str], settings: PipelineSettings, driver: Driver, schema: pa.Schema
     ) -> None:
         self._sink = sink
         self._options = dict(options)
         self._settings = settings
-        self._driver_id = driver_id
+        self._driver = driver
         self._schema = schema
         self._run = run_id(settings)
         self._plan: BatchPlan | None = None
@@ -79,7 +80,7 @@ class BatchWriter(DataSourceArrowWriter):
 
         # Every run is an incarnation of its own, on purpose.
         settings = replace(self._settings, tolerance=Tolerance(new_checkpoint=True))
-        return engine.context(self._sink, self._options, settings, self._run, self._driver_id)
+        return engine.context(self._sink, self._options, settings, self._run, self._driver)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         if self._plan is None:

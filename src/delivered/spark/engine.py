@@ -6,17 +6,15 @@ commits. Both know the driver's id from the registered class, so they are one ow
 
 from __future__ import annotations
 
-import os
 import socket
 from collections import OrderedDict
 from collections.abc import Mapping
-
-import psutil
 
 from delivered.commit.context import Context
 from delivered.contract import Several, Sink
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Owner
+from delivered.spark.driver import Driver
 from delivered.spark.settings import PipelineSettings
 
 _CONTEXTS_MAX = 8
@@ -26,31 +24,25 @@ _planned: dict[tuple[Scope, str], tuple[int, int]] = {}
 """The batch planned last, and the epoch of its plan."""
 
 
-def owner(driver_id: str) -> Owner:
-    """This driver, with what a person needs to find it: host and process id of the JVM, as far as it can be seen."""
-    driver = _driver_process()
-    return Owner(driver_id, socket.gethostname(), driver.pid, int(driver.create_time() * 1000))
-
-
-def _driver_process() -> psutil.Process:
-    """The JVM above this worker; this process itself if there is none."""
-    own = psutil.Process(os.getpid())
-    return next((p for p in own.parents() if p.name().startswith("java")), own)
+def owner(driver: Driver) -> Owner:
+    """This driver, with what a person needs to find it: host and process id of the JVM."""
+    found = driver.located()
+    return Owner(found.id, socket.gethostname(), found.process, found.started_ms)
 
 
 def context(
-    sink: Sink | Several, options: Mapping[str, str], settings: PipelineSettings, incarnation: str, driver_id: str
+    sink: Sink | Several, options: Mapping[str, str], settings: PipelineSettings, incarnation: str, driver: Driver
 ) -> Context:
     """The context of the sinks of one pipeline, opened once per process."""
     scope = Scope(settings.pipeline, settings.sink or sink.name, incarnation)
-    key = (scope, driver_id, repr(sorted(options.items())) + repr(settings))
+    key = (scope, driver.id, repr(sorted(options.items())) + repr(settings))
     if key in _contexts:
         _contexts.move_to_end(key)
         return _contexts[key]
     _contexts[key] = Context(
         scope,
         settings.guarantee,
-        owner(driver_id),
+        owner(driver),
         sink.ledger(scope),
         sink.resource(scope),
         settings.tolerance,
@@ -64,21 +56,21 @@ def context(
     return _contexts[key]
 
 
-def is_first(scope: Scope, driver_id: str, view: CheckpointView) -> bool:
+def is_first(scope: Scope, driver: Driver, view: CheckpointView) -> bool:
     """Whether recovery must claim and sweep: unless this process planned the batch before, and Spark logged it."""
-    before, _ = _planned.get((scope, driver_id), (None, None))
+    before, _ = _planned.get((scope, driver.id), (None, None))
     return before is None or before != view.batch - 1 or view.logged != before
 
 
-def epoch(scope: Scope, driver_id: str) -> int | None:
+def epoch(scope: Scope, driver: Driver) -> int | None:
     """The ledger's epoch that the plan before rested on, if it was made in this process."""
-    return _planned.get((scope, driver_id), (None, None))[1]
+    return _planned.get((scope, driver.id), (None, None))[1]
 
 
-def remember(scope: Scope, driver_id: str, batch: int, epoch: int) -> None:
-    _planned[(scope, driver_id)] = (batch, epoch)
+def remember(scope: Scope, driver: Driver, batch: int, epoch: int) -> None:
+    _planned[(scope, driver.id)] = (batch, epoch)
 
 
-def forget(scope: Scope, driver_id: str) -> None:
+def forget(scope: Scope, driver: Driver) -> None:
     """The batch failed here: the next plan recovers in full."""
-    _planned.pop((scope, driver_id), None)
+    _planned.pop((scope, driver.id), None)

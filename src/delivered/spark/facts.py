@@ -31,6 +31,7 @@ from delivered.plan import (
 )
 from delivered.spark.checkpoint import open_folder
 from delivered.spark.dedup_kept import changed
+from delivered.spark.driver import jvm_of
 from delivered.spark.sinks import opened, without_async
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFac
         incarnation=incarnation,
         newest=newest,
         ledger_newest=_newest(state),
-        owner=None if connect else living(state.owner),
+        owner=None if connect else living(state.owner, jvm_of(spark)),
         takeover=takeover,
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
@@ -196,10 +197,16 @@ def logged(location: str) -> tuple[str | None, int | None]:
     return incarnation, max((int(i.base_name) for i in infos if i.base_name.isdigit()), default=None)
 
 
-def living(owner: Owner | None) -> OwnerFacts | None:
+def living(owner: Owner | None, jvm: psutil.Process | None = None) -> OwnerFacts | None:
     """The owner, if it is another driver on this machine and its process lives. Of other machines nothing is known;
-    the ledger fences them."""
+    the ledger fences them.
+
+    Args:
+        jvm: of the session that is to run the pipeline.
+    """
     if owner is None or owner.host != socket.gethostname() or owner.process in _own_processes():
+        return None
+    if jvm is not None and owner.process == jvm.pid:
         return None
     try:
         process = psutil.Process(owner.process)

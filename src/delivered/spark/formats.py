@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
@@ -27,6 +26,7 @@ from delivered.spark import tables
 from delivered.spark.batch_writer import BatchWriter
 from delivered.spark.direct import is_direct, read_direct, without_direct
 from delivered.spark.drain import drain_of, without_drain
+from delivered.spark.driver import Driver
 from delivered.spark.offset_metadata import location_of, without_location
 from delivered.spark.readers import BatchReader, StreamReader
 from delivered.spark.session import make_active
@@ -44,7 +44,7 @@ class DeliveredDataSource(DataSource):
     """Base of all formats. `register` makes one class per connector and session from it."""
 
     system: ClassVar[str] = ""
-    driver_id: ClassVar[str] = ""
+    driver: ClassVar[Driver] = Driver("")
     _planned: Source | None = None
 
     @classmethod
@@ -110,7 +110,7 @@ class DeliveredDataSource(DataSource):
             self._source() if self._direct else self._planned_source(schema),
             self._direct,
             drain_of(self.options),
-            self.driver_id,
+            self.driver.id,
             location_of(self.options),
         )
 
@@ -124,13 +124,13 @@ class DeliveredDataSource(DataSource):
                 f"df.write with {self.name()} is not offered: several sinks share the batches of a stream.",
                 next_step="use delivered.Pipeline with several sinks",
             )
-        return BatchWriter(sink, options, settings, self.driver_id, rows)
+        return BatchWriter(sink, options, settings, self.driver, rows)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         direct = read_direct(self.options, schema)
         rows = direct.schema() if direct else to_arrow_schema(schema, timezone="UTC")
         sink, options, settings = self._sink(without_direct(self.options), rows, overwrite)
-        return StreamWriter(sink, options, settings, self.driver_id, rows, direct)
+        return StreamWriter(sink, options, settings, self.driver, rows, direct)
 
 
 _registered: WeakSet[SparkSession] = WeakSet()
@@ -159,12 +159,12 @@ def register(spark: SparkSession) -> None:
     The registered classes carry an id of this driver, new for each call: it is how the driver's processes know each
     other as one owner of a ledger, and how a second driver on the same checkpoint is told apart.
     """
-    driver_id = uuid.uuid4().hex
+    driver = Driver.of(spark)
     for name in connectors():
-        attributes: dict[str, Any] = {"system": name, "driver_id": driver_id}
+        attributes: dict[str, Any] = {"system": name, "driver": driver}
         # Not importable by name, so that Spark pickles the class by value, id included.
         spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
-    several: dict[str, Any] = {"system": SINKS_FORMAT, "driver_id": driver_id}
+    several: dict[str, Any] = {"system": SINKS_FORMAT, "driver": driver}
     spark.dataSource.register(type(f"Delivered_{SINKS_FORMAT}", (SeveralSinks,), several))
     _registered.add(spark)
     make_active(spark)

@@ -13,9 +13,11 @@ from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMess
 
 from delivered.contract import Several, Sink, ready_target
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
+from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import BatchPlan, ShardMessage
 from delivered.spark.crash import arm
+from delivered.spark.driver import Driver
 from delivered.spark.settings import PipelineSettings
 from delivered.write.direct import Direct
 from delivered.write.shard import write_shard
@@ -44,6 +46,7 @@ def write_task(
 ) -> WriterCommitMessage:
     """One task of a batch, streamed or not. With `direct`, `batches` name slices that the task reads itself."""
     arm()
+    in_query()
     if direct is not None:
         batches = direct.rows(batches)
     task = TaskContext.get()
@@ -63,7 +66,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         sink: Sink | Several,
         options: Mapping[str, str],
         settings: PipelineSettings,
-        driver_id: str,
+        driver: Driver,
         schema: pa.Schema,
         direct: Direct | None = None,
     ) -> None:
@@ -71,7 +74,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         self._direct = direct
         self._options = dict(options)
         self._settings = settings
-        self._driver_id = driver_id
+        self._driver = driver
         self._schema = schema
         self._plan: BatchPlan | None = None
 
@@ -91,18 +94,20 @@ class StreamWriter(DataSourceStreamArrowWriter):
 
         arm()
         view = read_view(self._checkpoint)
-        if view.batch == 0:
+        if view.batch:
+            in_query()
+        else:
             self._note_start(view.offsets)
         context = self._context(view.incarnation)
-        first = engine.is_first(context.scope, self._driver_id, view)
+        first = engine.is_first(context.scope, self._driver, view)
         if not first:
             reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
         else:
             ready_target(self._sink, self._schema)
-        since = engine.epoch(context.scope, self._driver_id)
-        engine.forget(context.scope, self._driver_id)
+        since = engine.epoch(context.scope, self._driver)
+        engine.forget(context.scope, self._driver)
         plan = plan_batch(context, view, first=first, since=since)
-        engine.remember(context.scope, self._driver_id, view.batch, plan.epoch)
+        engine.remember(context.scope, self._driver, view.batch, plan.epoch)
         return plan
 
     def _note_start(self, logged: str) -> None:
@@ -110,7 +115,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         from delivered.spark import first_offsets
         from delivered.spark.batch_start import handed_over
 
-        begins = handed_over(self._driver_id, logged)
+        begins = handed_over(self._driver.id, logged)
         if begins is None:
             return
         try:
@@ -128,7 +133,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
     def _context(self, incarnation: str) -> Context:
         from delivered.spark import engine
 
-        return engine.context(self._sink, self._options, self._settings, incarnation, self._driver_id)
+        return engine.context(self._sink, self._options, self._settings, incarnation, self._driver)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         plan = self._plan
@@ -151,6 +156,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         from delivered.spark.checkpoint import read_view
 
         arm()
+        in_query()
         said = [m.message if isinstance(m, ShardCommit) else None for m in messages]
         plan = next((m.plan for m in said if m is not None), None)
         if plan is not None:
