@@ -341,7 +341,8 @@ class SourceDriver(Protocol):
         """Start and end of a read that is not a stream: `startingOffsets` to `endingOffsets`."""
 
     def acknowledge(self, end: Offsets) -> None:
-        """Tell the source how far the pipeline is. Called after Spark's commit log, perhaps again, perhaps never."""
+        """Tell the source how far the pipeline is: `end` of a batch that Spark has logged. Called when Spark asks for
+        the offsets of another batch, be there one or not; perhaps again; never, if the query is killed before."""
 
     def close(self) -> None:
         """Give connections back. May be called again."""

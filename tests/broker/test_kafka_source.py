@@ -580,7 +580,7 @@ def test_topic_deleted(kafka: Any) -> None:
 
 def test_a_slice_of_a_topic_that_is_gone_ends(kafka: Any, either: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_STALL_LOOK_S", 0.5)
-    monkeypatch.setattr(reader, "_CONFIRM_S", 1.0)
+    monkeypatch.setattr(reader, "RESTART_CONFIRM_S", 1.0)
     topic, _ = _recreated(kafka, lambda topic: None)
     with pytest.raises(InvariantBroken, match=r"DATA_LOST"):
         list(source(kafka, subscribe=topic).read(Slice((topic, 0, 0, 3))))

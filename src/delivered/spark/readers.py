@@ -10,6 +10,7 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from delivered.contract import Slice, Source, SourceDriver
+from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
 from delivered.spark.batch_start import hand_over, withdraw
 from delivered.spark.crash import arm
@@ -31,6 +32,7 @@ class SlicePartition(InputPartition):
 def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordBatch]:
     """One task's part of a batch."""
     arm()
+    in_query()
     if not isinstance(partition, SlicePartition):
         return  # PySpark makes a task without a partition of ours where a batch read has nothing to read
     reach(StepId.SOURCE_READ, Moment.BEFORE)
@@ -56,19 +58,21 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._checkpoint = checkpoint
         self._opened: SourceDriver | None = None
         self._initial: dict[str, Any] | None = None
+        self._logged: dict[str, Any] | None = None
         self._handed_over: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_initial": None, "_handed_over": None}
+        return {**self.__dict__, "_opened": None, "_initial": None, "_logged": None, "_handed_over": None}
 
     @property
     def _driver(self) -> SourceDriver:
+        arm()
         if self._opened is None:
             self._opened = stream_driver(self._source, self._checkpoint)
         return self._opened
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        self._initial = self._driver.initial()
+        self._initial = self._logged = self._driver.initial()
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -76,9 +80,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if rows is None else ReadMaxRows(rows)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        in_query()
         if is_drained(self._drain):
-            return start
-        return self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+            end = start
+        else:
+            end = self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+        # Spark calls `commit` of a batch when it has planned the next one, which may be never. It asks for offsets
+        # only after it has logged the batch that ended at `start`; so it does at the end of an available-now run.
+        self._acknowledge(start)
+        return end
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         return self._driver.newest()
@@ -87,6 +97,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._driver.freeze()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        in_query()
         if start == self._initial:
             self._handed_over = hand_over(self._driver_id, start, end)
         return [SlicePartition(s) for s in self._driver.slices(start, end)]
@@ -97,7 +108,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read_slice(self._source, partition)
 
     def commit(self, end: dict[str, Any]) -> None:
-        self._driver.acknowledge(end)
+        self._acknowledge(end)
+
+    def _acknowledge(self, logged: dict[str, Any]) -> None:
+        """Once for each place. Where the stream begins, no batch has ended."""
+        if logged != self._logged:
+            self._driver.acknowledge(logged)
+            self._logged = logged
 
     def stop(self) -> None:
         if self._handed_over is not None:

@@ -19,14 +19,12 @@ from delivered.connectors.kafka.consume import Fetched, PartitionConsumer, new_c
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import OWNER, SourceOptions
 from delivered.model.errors import InvariantBroken, Unreachable
-from delivered.model.limits import SOURCE_PATIENCE_S
+from delivered.model.limits import RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.source.ranges import Range
 
 log = logging.getLogger("delivered.kafka")
 
 _POLL_S = 0.5
-_CONFIRM_S = 10.0
-"""A broker that just restarted may say for a moment that it has less than it has."""
 _STALL_LOOK_S = 5.0
 _IDLE_MAX = 2
 
@@ -107,7 +105,7 @@ class _Reading:
         """The log seems not to have the rest of the range: ask until that is certain."""
         end = self._wanted.end
         stuck = fetched.out_of_range or fetched.gone  # librdkafka has given this assignment up
-        deadline = time.monotonic() + _CONFIRM_S
+        deadline = time.monotonic() + RESTART_CONFIRM_S
         while True:
             asked = time.monotonic()
             bounds = self._bounds()
@@ -117,7 +115,7 @@ class _Reading:
                     raise self._unreachable()
                 if not stuck:
                     return  # nobody says that anything is missing; reading goes on and will see
-                deadline = time.monotonic() + _CONFIRM_S
+                deadline = time.monotonic() + RESTART_CONFIRM_S
                 continue
             low, high = bounds
             if low > self._position:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
+import tenacity
 
 from delivered.connectors.kafka.client import KafkaDriverClient, joined
 from delivered.connectors.kafka.client_settings import check_settings
@@ -26,10 +27,13 @@ from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_late
 from delivered.contract import Finding, Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.model.limits import RESTART_CONFIRM_S
 from delivered.source.columns import columns
 from delivered.source.ranges import Range, admit, split
 
 log = logging.getLogger("delivered.kafka")
+
+_CONFIRM_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class KafkaDriver:
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         at = Positions.from_json(start)
-        look = self._frozen or self._look()
+        look = self._frozen_look() or self._look_from(at)
         begin, first, jumps = self._begin(at, look)
         if not jumps and begin.keys() == at.at.keys() and self._waits(sum(look.ends[p] - o for p, o in begin.items())):
             return start
@@ -166,6 +170,25 @@ class KafkaDriver:
 
     def freeze(self) -> None:
         self._frozen = self._look()
+
+    def _frozen_look(self) -> _Look | None:
+        """What was there when the stream was frozen, as long as these are still the same topics.
+
+        A topic that was deleted and made again meanwhile has other records under the same offsets. It is looked at
+        anew, so that it is found out as in a stream that is not frozen; with failOnDataLoss false it is read to its
+        present end.
+        """
+        frozen = self._frozen
+        if frozen is None:
+            return None
+        _, ids = self._client.partitions()
+        if any(ids.get(topic) != id_ for topic, id_ in frozen.ids.items()):
+            now = self._look()
+            self._frozen = frozen = _Look(
+                {p: o for p, o in now.ends.items() if p[0] in frozen.ids},
+                {t: i for t, i in now.ids.items() if t in frozen.ids},
+            )
+        return frozen
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         first, last = Positions.from_json(start), Positions.from_json(end)
@@ -225,6 +248,24 @@ class KafkaDriver:
         ends = self._client.offsets(dict.fromkeys(partitions, LATEST))
         self._looked = True
         return _Look({p: o or 0 for p, o in ends.items()}, ids)
+
+    def _look_from(self, at: Positions) -> _Look:
+        """A look that knows what this stream has read. For a moment after its restart a broker may tell an earlier end
+        than the one it had: what it says is taken for true when it stays with it."""
+
+        def behind(look: _Look) -> bool:
+            return any(
+                look.ends[p] < o and at.ids.get(p[0]) == look.ids.get(p[0]) for p, o in at.at.items() if p in look.ends
+            )
+
+        looking = tenacity.Retrying(
+            retry=tenacity.retry_if_result(behind),
+            wait=tenacity.wait_fixed(_CONFIRM_PAUSE_S),
+            stop=tenacity.stop_after_delay(RESTART_CONFIRM_S),
+            retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
+        )
+        look: _Look = looking(self._look)
+        return look
 
     def _resolve(self, where: Where, look: _Look, missing: int | None) -> dict[Partition, int]:
         """Offsets of a place in each partition.
