@@ -52,7 +52,7 @@ PITFALLS = {
     18: ("Idempotence by batch number is void when offsets are logged after the batch.",
          "Spark: real-time mode, asynchronous progress", "Refused."),
     19: ("A JDBC exactly-once sink doubled rows when it retried.",
-         "Flink: `maxRetries` must be 0", "No retry around decide or apply."),
+         "Flink: `maxRetries` must be 0", "No blind retry around decide or apply: fence, look, then act."),
     20: ("Prepared transactions never expire; they hold locks and stop VACUUM.",
          "PostgreSQL", "Orphans are found by prefix; the age of open ones is shown and warned about."),
     21: ("A half message was dropped after 15 unanswered check-backs.",

@@ -341,8 +341,7 @@ class SourceDriver(Protocol):
         """Start and end of a read that is not a stream: `startingOffsets` to `endingOffsets`."""
 
     def acknowledge(self, end: Offsets) -> None:
-        """Tell the source how far the pipeline is: `end` of a batch that Spark has logged. Called when Spark asks for
-        the offsets of another batch, be there one or not; perhaps again; never, if the query is killed before."""
+        """Tell the source how far the pipeline is: at the end of a batch that Spark logged; perhaps again, or never."""
 
     def close(self) -> None:
         """Give connections back. May be called again."""

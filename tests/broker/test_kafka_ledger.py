@@ -18,8 +18,9 @@ from tests.kafka_tools import read_committed
 from delivered.connectors.kafka import ledger as ledger_module
 from delivered.connectors.kafka import ledger_write, transactions
 from delivered.connectors.kafka.ledger import KafkaLedger
+from delivered.connectors.kafka.markers import ledger_topic
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
-from delivered.model.errors import Fenced
+from delivered.model.errors import Fenced, LedgerBehind
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Ok, Unknown
@@ -153,11 +154,11 @@ def test_an_unknown_outcome_is_settled_by_claim(
     ask = Wire.ask_coordinator
 
     def lose(sent: bool) -> None:
-        def asked(self: Wire, name: str, request: Any, *more: Any) -> Any:
+        def asked(self: Wire, name: str, request: Any, **more: Any) -> Any:
             if not isinstance(request, EndTxnRequest) or not name.endswith("ledger.decide"):
-                return ask(self, name, request, *more)
+                return ask(self, name, request, **more)
             if sent:
-                ask(self, name, request, *more)
+                ask(self, name, request, **more)
             raise NoAnswer("lost")
 
         monkeypatch.setattr(Wire, "ask_coordinator", asked)
@@ -324,6 +325,22 @@ def test_a_decision_waits_for_a_broker_that_restarts(new_kafka: Callable[..., An
         assert one.decide(decision(rig.scope, 1)) == Ok(None)
     assert [d.batch for d in one.history()] == [0, 1]
     one.close()
+
+
+def test_a_topic_that_was_deleted_is_called_so(kafka: Any, rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+    """The brokers answer all the while. The next claim makes the topic anew, and knows of nothing."""
+    one = opened()
+    one.claim(FIRST)
+    assert one.decide(decision(rig.scope, 0)) == Ok(None)
+    topic = ledger_topic(rig.scope, None)
+    kafka.admin().delete_topics([topic])[topic].result(30)
+    deadline = time.monotonic() + 30
+    while topic in kafka.admin().list_topics(timeout=10).topics:
+        assert time.monotonic() < deadline
+    with pytest.raises(LedgerBehind, match=rf"LEDGER_TOPIC_GONE.*{topic}.*deleted.*LEDGER_MISSING"):
+        one.resume("first")
+    assert one.claim(FIRST).last is None
+    assert one.decide(decision(rig.scope, 1)) == Ok(None)
 
 
 def test_resume_costs_one_request(rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from tests.crash.sim import Checkpoint, Crash, Driver, Sim
 
+from delivered.commit import decide
 from delivered.connectors.memory.world import Answer
 from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
@@ -164,8 +165,9 @@ def test_p6_p7_no_answer_is_looked_up(method: str, answer: Answer, guarantee: Gu
     assert sim.verdict() == []
 
 
-def test_p7_late_decision_cannot_get_in_after_it_was_called_failed() -> None:
+def test_p7_late_decision_cannot_get_in_after_it_was_called_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """P7: reported as failed means that it is out for ever: fenced before it is looked up."""
+    monkeypatch.setattr(decide, "OUTAGE_PATIENCE_S", -1.0)
 
     def late(sim: Sim, start: int) -> None:
         if start == 0:
@@ -177,6 +179,22 @@ def test_p7_late_decision_cannot_get_in_after_it_was_called_failed() -> None:
     sim = Sim(EXACTLY, on_start=late).run()
     assert codes(sim) == ["DECISION_FAILED"]
     assert seen == [0]
+    assert sim.verdict() == []
+
+
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+@pytest.mark.parametrize("commit", COMMITS)
+def test_p19_a_decision_without_an_answer_is_made_again_only_once_it_is_fenced(
+    commit: Commit, guarantee: Guarantee
+) -> None:
+    """P19: no blind retry. Out or late, twice in a row: looked up, decided again, and what comes late stays out."""
+
+    def lose(sim: Sim, start: int) -> None:
+        sim.world.answers["decide"] = deque([Answer.LATE, Answer.LOST])
+
+    sim = Sim(guarantee, commit, on_start=lose).run()
+    assert codes(sim) == []
+    assert not sim.world.land()
     assert sim.verdict() == []
 
 

@@ -176,7 +176,7 @@ def audit(
         raise UsageError(
             "AUDIT_SINK", "--sink-from speaks of one sink, and the pipeline has several.", "add --sink NAME"
         )
-    with working("starting Spark") as progress, quiet_spark(pipeline, spark_log) as spark:
+    with working("starting Spark") as progress, quiet_spark(pipeline, spark_log) as (spark, _):
         reports = [
             pipeline.audit(spark, sink=name, samples_max=samples, sink_from=start, progress=progress)
             for name in ([sink] if sink else pipeline.sink_names)

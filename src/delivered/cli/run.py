@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from delivered.cli.output import Output, messages, note, say, say_json, working
+from delivered.spark.crash import TOLD
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,13 +68,13 @@ def run_pipeline(
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         with working("starting Spark"):
-            spark = stack.enter_context(quiet_spark(pipeline, spark_log))
+            spark, log = stack.enter_context(quiet_spark(pipeline, spark_log))
         _listen(asked)  # again: a new SparkContext takes SIGINT, to cancel the running jobs
         if asked.stop.is_set():
             return 0
         query = pipeline.start(spark, takeover=takeover)
         with watch(pipeline, query) as progress:
-            show = _Shown(output)
+            show = _Shown(output, _Told(log))
             idle = _until_done(pipeline, query, progress, show, asked, stop_timeout, beside)
             progress.refresh()
             failure = query.exception()
@@ -124,11 +125,34 @@ class _StopNow(Exception):
     """A second signal."""
 
 
+class _Told:
+    """What workers say for people: their lines in Spark's log, unless that is shown anyway."""
+
+    def __init__(self, log: Path | None) -> None:
+        self._file = log.open("rb") if log is not None else None
+        self._rest = b""
+        if self._file is not None:
+            self._file.seek(0, os.SEEK_END)
+
+    def new(self) -> list[str]:
+        """Lines since the last look; several processes that say the same are shown once."""
+        if self._file is None:
+            return []
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        ours = (line.decode(errors="replace") for line in lines if TOLD.encode() in line)
+        return list(dict.fromkeys(line.partition(TOLD)[2] for line in ours))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 class _Shown:
     """Progress: one line that changes on a terminal, else a line every two seconds; JSON lines for programs."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, told: _Told) -> None:
         self._output = output
+        self._told = told
         self._console: Console = messages()
         self._status = None
         self._last: tuple[Any, ...] = ()
@@ -138,6 +162,8 @@ class _Shown:
             self._status.start()
 
     def line(self, progress: Progress) -> None:
+        for text in self._told.new():
+            note(text)
         now = progress.shown
         if now == self._last:
             return
@@ -152,6 +178,7 @@ class _Shown:
                 note(progress.text)
 
     def end(self) -> None:
+        self._told.close()
         if self._status is not None:
             self._status.stop()
 
@@ -183,8 +210,8 @@ def _said(failure: Any, spark_log: str | None) -> Exception:
 
 
 @contextlib.contextmanager
-def quiet_spark(pipeline: Pipeline, spark_log: str | None) -> Iterator[SparkSession]:
-    """A session whose log goes to a file, and that Ctrl-C on this terminal does not reach.
+def quiet_spark(pipeline: Pipeline, spark_log: str | None) -> Iterator[tuple[SparkSession, Path | None]]:
+    """A session whose log goes to a file, and that Ctrl-C on this terminal does not reach; with that file, if any.
 
     Args:
         spark_log: the file; "-": standard error; None: a temporary file, taken away when all went well.
@@ -211,7 +238,7 @@ def quiet_spark(pipeline: Pipeline, spark_log: str | None) -> Iterator[SparkSess
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        yield spark
+        yield spark, path
     except BaseException:
         if path is not None:
             note(f"Spark's log: {path}")

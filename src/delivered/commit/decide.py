@@ -21,8 +21,8 @@ from delivered.model.errors import (
 )
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.limits import DECISION_BYTES_MAX
-from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.limits import DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.transforms import transforms_after
 from delivered.model.work import Account, Decision, LedgerState, Prepared, ShardMessage
@@ -183,10 +183,17 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> No
             f"the limit is {DECISION_BYTES_MAX}. Nothing was decided.",
             next_step="write with fewer partitions, for instance df.coalesce(200)",
         )
-    reach(step, Moment.BEFORE, batch=decision.batch)
-    outcome = context.ledger.decide(decision)  # THE line that decides a batch
-    if isinstance(outcome, Unknown):
+    deadline = time.monotonic() + OUTAGE_PATIENCE_S
+    while True:
+        reach(step, Moment.BEFORE, batch=decision.batch)
+        outcome: Outcome[None] = context.ledger.decide(decision)  # THE line that decides a batch
+        if not isinstance(outcome, Unknown):
+            break
         outcome = _look(context, decision, outcome)
+        if not isinstance(outcome, Failed) or time.monotonic() > deadline:
+            break
+        # Fenced and looked up: it is not in, and cannot get in later. It may be decided as for the first time.
+        log.warning("batch %d: no answer to its decision, which is not in; deciding it again", decision.batch)
     match outcome:
         case Ok():
             reach(step, Moment.AFTER, batch=decision.batch)

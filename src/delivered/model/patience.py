@@ -80,6 +80,11 @@ def within(seconds: float) -> Iterator[None]:
         _deadline.reset(token)
 
 
+def left_s(longest_s: float) -> float:
+    """Seconds that one request may take: `longest_s`, or what the waits around it leave, at least a little."""
+    return max(0.1, min(longest_s, _deadline.get() - time.monotonic()))
+
+
 def wait_out(
     server: str,
     ask: Callable[[], T],

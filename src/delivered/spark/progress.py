@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 from delivered.contract import Ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
+from delivered.model.patience import within
 from delivered.spark.sinks import opened
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delivered.spark.pipeline import Pipeline
+
+
+_LOOK_S_MAX = 1.0
 
 
 class Progress:
@@ -45,7 +49,8 @@ class Progress:
             return
         self._looked = now
         try:
-            last = self._ledger.look().last
+            with within(_LOOK_S_MAX):
+                last = self._ledger.look().last
         except DeliveredError:
             return
         batch, records, given_up = -1, 0, 0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from delivered.connectors.kafka.client_errors import Trouble, config_error, explain
 from delivered.connectors.kafka.client_options import resolved
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Partition, Place, Timestamp
-from delivered.connectors.kafka.options import OWNER, SourceOptions
-from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
-from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SOURCE_PATIENCE_S
+from delivered.connectors.kafka.options import SourceOptions
+from delivered.connectors.kafka.protocol import server_name
+from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.patience import patience_s, wait_out
 
 log = logging.getLogger("delivered.kafka")
 
@@ -28,7 +31,6 @@ class ClientLog:
         self._log.debug(message, *arguments)
 
 
-_RETRY_PAUSE_S = 0.2
 _INTERNAL = re.compile(r"__consumer_offsets|__transaction_state|__share_group_state|__delivered_.*")
 _RETRIABLE = {
     "_TRANSPORT",
@@ -51,6 +53,7 @@ _RETRIABLE = {
     "UNKNOWN_LEADER_EPOCH",
     "OFFSET_NOT_AVAILABLE",
     "_NO_OFFSET",
+    "_NOENT",  # "No leaders found": how librdkafka calls it when no partition that is asked for has a leader now
 }
 T = TypeVar("T")
 
@@ -83,86 +86,6 @@ def connect(make: Callable[[dict[str, Any]], T], settings: Mapping[str, str], **
         return make({**resolved(settings), "logger": ClientLog(), **more})
     except ck.KafkaException as error:
         raise config_error(error.args[0].str()) from None
-
-
-def config_error(said: str, owner: str = OWNER, name: str | None = None) -> UsageError:
-    """librdkafka refused a setting; `name` if it is known."""
-    found = re.search(r'property: "([^"]+)"', said)
-    named = name or (found[1] if found else None)
-    name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
-    return UsageError(
-        "OPTION_UNKNOWN" if found and "No such" in said else "OPTION_VALUE",
-        f"{owner}: librdkafka refuses the option {name}: {said}.",
-        next_step="see librdkafka's CONFIGURATION.md for the names and values it knows",
-    )
-
-
-def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
-    """An error of librdkafka as one of ours.
-
-    Args:
-        name: of the code: "UNKNOWN_TOPIC_OR_PART".
-        what: the topic, partition or group that was asked for.
-    """
-    if name in ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"):
-        return UsageError(
-            "TOPIC_MISSING",
-            f"{OWNER}: there is no topic or partition {what!r} at {servers}.",
-            next_step="make the topic, or correct its name",
-        )
-    if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION"):
-        return UsageError(
-            "TOPIC_INVALID",
-            f"{OWNER}: {servers} says that {what!r} cannot be a topic: up to 249 letters, digits, '.', '_' and '-'.",
-            next_step="correct the name of the topic",
-        )
-    if "AUTHORIZATION_FAILED" in name:
-        return UsageError(
-            "NOT_PERMITTED",
-            f"{OWNER}: {servers} does not permit to read {what!r} ({name}).",
-            next_step="ask for the permissions Describe and Read on the topic (and Read on the group)",
-        )
-    if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "_SSL"):
-        return Unreachable(
-            "CREDENTIALS_REFUSED",
-            f"{OWNER}: {servers} and this client did not agree on TLS or credentials: {said}",
-            next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
-        )
-    return Unreachable(
-        "KAFKA_UNREACHABLE",
-        f"{OWNER}: {servers} did not answer about {what!r} ({name}): {said}",
-        next_step="check kafka.bootstrap.servers, and that the brokers run and can be reached from here",
-    )
-
-
-def says_more(name: str, known: str) -> bool:
-    """Whether an error of the client is to replace what it said before: that all brokers are down follows what says
-    why ("Connection refused"), and must not hide it."""
-    return name != "_ALL_BROKERS_DOWN" or not known
-
-
-class Trouble:
-    """Remembers why connections fail: librdkafka tells it beside the requests, which merely time out.
-
-    Attributes:
-        refused: what is wrong with TLS or credentials, which no waiting mends.
-    """
-
-    def __init__(self) -> None:
-        self.last = ""
-        self.refused: tuple[str, str] | None = None
-
-    def __call__(self, error: Any) -> None:
-        self.note(error.name(), error.str())
-
-    def note(self, name: str, said: str) -> None:
-        if says_more(name, self.last):
-            self.last = said
-        if name in ("_AUTHENTICATION", "_SSL"):
-            self.refused = (name, said)
-
-    def forget(self) -> None:
-        self.last, self.refused = "", None
 
 
 class KafkaDriverClient:
@@ -277,6 +200,8 @@ class KafkaDriverClient:
                     raise
                 where = f"{asked.topic}-{asked.partition}"
                 raise explain(code, error.args[0].str(), where, self._options.servers) from None
+            if offset == ck.OFFSET_INVALID:  # how a time-out comes back at times
+                raise ck.KafkaException(ck.KafkaError(ck.KafkaError._TIMED_OUT))
             told[partition] = offset if offset >= 0 else None
         return told
 
@@ -327,7 +252,7 @@ class KafkaDriverClient:
                 if one.error is not None:
                     raise ck.KafkaException(one.error)
 
-        self._patiently(ask, f"group {group}", patience_s=CONNECT_TIMEOUT_S)
+        self._patiently(ask, f"group {group}", CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
         """May be called again."""
@@ -345,30 +270,46 @@ class KafkaDriverClient:
             self._admin = connect(AdminClient, mine, error_cb=self._trouble)
         return self._admin
 
-    def _patiently(self, ask: Callable[[float], T], what: str, patience_s: float | None = None) -> T:
+    def _patiently(self, ask: Callable[[float], T], what: str, longest_s: float | None = None) -> T:
         """Ask until there is an answer. A server that never answered gets ten seconds; one that did may restart."""
         ck = kafka_client()
-        patience = patience_s or (SOURCE_PATIENCE_S if self._answered else CONNECT_TIMEOUT_S)
-        deadline = time.monotonic() + patience
-        while True:
-            left = max(0.5, deadline - time.monotonic())
+        patience = longest_s or patience_s(self._answered)
+        # A question to a paused broker may be lost: the first ones are given up sooner.
+        timeouts = itertools.chain((4.0, 8.0, 16.0), itertools.repeat(REQUEST_TIMEOUT_S))
+
+        def once() -> T:
             try:
-                answer = ask(min(left, REQUEST_TIMEOUT_S))
-            except (ck.KafkaException, TimeoutError) as error:
-                first = error.args[0] if error.args else None
-                name, said = (first.name(), first.str()) if isinstance(first, ck.KafkaError) else ("_TIMED_OUT", "")
-                if self._admin is not None:
-                    self._admin.poll(0)  # what the connections say comes through here
-                if self._trouble.refused and not self._answered:
-                    raise explain(*self._trouble.refused, what, self._options.servers) from None
-                if name not in _RETRIABLE or time.monotonic() + _RETRY_PAUSE_S >= deadline:
-                    raise explain(name, self._trouble.last or said, what, self._options.servers) from None
-                log.info("asking Kafka again", extra={"about": what, "code": name})
-                time.sleep(_RETRY_PAUSE_S)
-            else:
-                self._answered = True
-                self._trouble.forget()
-                return answer
+                return ask(min(patience, next(timeouts)))
+            except (ck.KafkaException, TimeoutError):
+                self._forget_connections()
+                raise
+
+        def away(error: BaseException) -> bool:
+            if self._trouble.refused and not self._answered:
+                return False
+            return isinstance(error, (ck.KafkaException, TimeoutError)) and _named(error)[0] in _RETRIABLE
+
+        try:
+            answer = wait_out(server_name(self._options.servers), once, away, patience)
+        except (ck.KafkaException, TimeoutError) as error:
+            name, said = _named(error)
+            told = self._trouble.refused if not self._answered else None
+            raise explain(*(told or (name, self._trouble.last or said)), what, self._options.servers) from None
+        self._answered = True
+        self._trouble.forget()
+        return answer
+
+    def _forget_connections(self) -> None:
+        """Ask through another client: librdkafka's may keep what it knew of leaders, and then finds none for ever."""
+        if self._admin is not None:
+            self._admin.poll(0)  # what its connections say comes through here
+        self._admin = None
+
+
+def _named(error: BaseException) -> tuple[str, str]:
+    """Code and text of librdkafka's error; a future's time-out has none."""
+    first: Any = error.args[0] if error.args else None
+    return (first.name(), first.str()) if hasattr(first, "name") else ("_TIMED_OUT", "")
 
 
 def joined(partitions: Iterable[Partition]) -> str:

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any
 
-from delivered.connectors.kafka.client import config_error
+from delivered.connectors.kafka.client_errors import config_error
 
 _OK = 0
 _NOT_LIBRDKAFKAS = frozenset({"sasl.jaas.config"})

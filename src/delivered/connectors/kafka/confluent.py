@@ -16,6 +16,8 @@ from delivered.connectors.kafka.produce import (
     spread,
     timeout_error,
 )
+from delivered.connectors.kafka.protocol import server_name
+from delivered.model.patience import Stall
 
 
 class ConfluentProducer:
@@ -24,6 +26,7 @@ class ConfluentProducer:
     def __init__(self, config: Mapping[str, str]) -> None:
         import confluent_kafka
 
+        self._server = server_name(config["bootstrap.servers"])
         self._errors = confluent_kafka.KafkaException
         self.failures = Failures()
         self._fatal: Any = None
@@ -92,10 +95,12 @@ class ConfluentProducer:
     def flush(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         pauses = flush_pauses()
-        while (waiting := self._producer.flush(next(pauses) / 1000)) > 0:
-            self._raise_fatal()
-            if time.monotonic() > deadline:
-                raise timeout_error(f"{waiting} records were not acknowledged in {timeout_s:.0f} s", self.failures)
+        with Stall(self._server) as stall:
+            while (waiting := self._producer.flush(next(pauses) / 1000)) > 0:
+                self._raise_fatal()
+                stall.look(waiting)
+                if time.monotonic() > deadline:
+                    raise timeout_error(f"{waiting} records were not acknowledged in {timeout_s:.0f} s", self.failures)
         self._raise_fatal()
 
     def partitions(self, topic: str, timeout_s: float) -> int:

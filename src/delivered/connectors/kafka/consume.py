@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from delivered.connectors.kafka.client import Trouble, connect, explain, kafka_client
+from delivered.connectors.kafka.client import connect, kafka_client
+from delivered.connectors.kafka.client_errors import Trouble, explain
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_QUEUE_KBYTES

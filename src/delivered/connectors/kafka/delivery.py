@@ -30,7 +30,7 @@ def producer_error(error: ProducerError, topic: str | None, options: SinkOptions
             next_step="grant Write and Describe on the topic and on the ledger topic, and on transactional ids that "
             "start with `delivered.`; or check the credentials",
         )
-    if error.name in ("_TIMED_OUT", "_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE"):
+    if error.away:
         return Unreachable(
             "KAFKA_UNREACHABLE",
             f"The brokers at {servers} did not answer in time: {error}.",

@@ -23,7 +23,7 @@ from typing import Any
 
 from delivered.connectors.kafka import transactions
 from delivered.connectors.kafka.ledger_topic import ensure_topic
-from delivered.connectors.kafka.ledger_write import LedgerProducer, Writes, write
+from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes, write
 from delivered.connectors.kafka.markers import (
     HISTORY_PARTITION,
     STATE_PARTITION,
@@ -32,9 +32,9 @@ from delivered.connectors.kafka.markers import (
 )
 from delivered.connectors.kafka.protocol import NoAnswer, NoTopic, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
-from delivered.model.errors import Fenced, OutcomeUnknown
+from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
 from delivered.model.identity import Scope
-from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED, RECOVERY_WAIT_S
+from delivered.model.limits import LEDGER_HISTORY_BATCHES, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED, RECOVERY_WAIT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
@@ -70,6 +70,7 @@ class KafkaLedger:
         """
         ensure_topic(self._wire, self._topic, self._options.ledger_replication)
         self._owner_id = owner.id
+        self._reader = None  # from the start: the topic may be another one by now
         # A driver that was superseded long ago must not disturb the one that owns the ledger now.
         self._read(wait=False)
         self._refuse_superseded(owner)
@@ -90,17 +91,14 @@ class KafkaLedger:
     def resume(self, owner_id: str) -> LedgerState:
         """Read what is new; it costs one request."""
         self._owner_id = owner_id
-        try:
-            self._read()
-        except NoTopic as error:
-            raise self._unreadable(error) from None
+        self._read()
         self._refuse_others()
         return self._state()
 
     def look(self) -> LedgerState:
         """Read only; an empty state if the pipeline has no internal topic yet."""
         try:
-            self._read()
+            self._read_new()
         except NoTopic:
             return LedgerState()
         return self._state()
@@ -151,7 +149,19 @@ class KafkaLedger:
         return self._opened
 
     def _read(self, wait: bool = True) -> None:
-        """Take in what was committed since the last time."""
+        """Take in what was committed since the last time. Raises LedgerBehind if the topic is gone."""
+        try:
+            self._read_new(wait)
+        except NoTopic:
+            raise LedgerBehind(
+                "LEDGER_TOPIC_GONE",
+                f"The ledger's topic {self._topic!r} does not exist any more: it was deleted while the pipeline was at "
+                "work or between two starts. Without it nobody can tell which batches are in the sink.",
+                next_step="restore the topic from a copy; or start again and, when LEDGER_MISSING refuses that, "
+                'accept once with .option("missingLedger", "accept") that the last batch may be written twice',
+            ) from None
+
+    def _read_new(self, wait: bool = True) -> None:
         if self._reader is None:
             self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
             self._owner, self._last, self._begun = None, {}, {}
@@ -205,9 +215,13 @@ class KafkaLedger:
 
     def _write(self, role: str, writes: Writes) -> Outcome[None]:
         """One transaction, if this driver owns the ledger. Failed and Unknown mean exactly that."""
-        for again in (False, True):
+        deadline = time.monotonic() + OUTAGE_PATIENCE_S
+        fenced_before = False
+        while True:
             if role not in self._producers:
                 try:
+                    # Whoever was superseded must not take the id from the one who owns the ledger now.
+                    self._read()
                     self._refuse_others()
                     self._take(role)
                     self._read()
@@ -215,23 +229,18 @@ class KafkaLedger:
                     self._refuse_others()
                 except Fenced as error:
                     return Failed(str(error))
-                except OutcomeUnknown as error:
+                except (OutcomeUnknown, LedgerBehind) as error:
                     # Nothing was sent.
                     return Failed(str(error))
-            outcome, fenced = write(self._wire, self._id(role), self._producers[role], self._topic, writes)
+            outcome, again = write(self._wire, self._id(role), self._producers[role], self._topic, writes)
             if not isinstance(outcome, Ok):
                 del self._producers[role]
-            if not fenced:
+            # Of what may be made again nothing got in, for certain. Fenced: if the ledger is still ours, our other
+            # process did it. Away: to take the id ends what was written.
+            fenced = again is Again.FENCED
+            if again is Again.NO or (fenced and fenced_before) or time.monotonic() > deadline:
                 return outcome
-            # Nothing got in, for certain. If the ledger is still ours, our other process fenced us: take the id again.
-            try:
-                self._read()
-                self._refuse_others()
-            except (Fenced, OutcomeUnknown) as error:
-                return Failed(str(error))
-            if again:
-                return outcome
-        raise AssertionError("unreachable")
+            fenced_before = fenced
 
     def _take(self, role: str) -> None:
         deadline = time.monotonic() + RECOVERY_WAIT_S

@@ -8,7 +8,7 @@ from delivered.connectors.kafka import protocol
 from delivered.connectors.kafka.markers import PARTITIONS
 from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of
 from delivered.model.errors import Refused, Unreachable
-from delivered.model.limits import REQUEST_TIMEOUT_S
+from delivered.model.limits import OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
 
 _CONFIG = {
     "cleanup.policy": "compact",
@@ -31,14 +31,15 @@ def ensure_topic(wire: Wire, topic: str, replication: int | None) -> None:
     Raises:
         Refused: no permission, or the name is not allowed. Unreachable: no answer.
     """
-    deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    wire.forget()  # it may have been deleted since this process last saw it
+    deadline = time.monotonic() + OUTAGE_PATIENCE_S
     if not _ready(wire, topic):
         _create(wire, topic, replication)
     while not _ready(wire, topic):
         if time.monotonic() > deadline:
             raise Unreachable(
                 "LEDGER_UNAVAILABLE",
-                f"The ledger's topic {topic!r} has no leader for some partition after {REQUEST_TIMEOUT_S:.0f} s.",
+                f"The ledger's topic {topic!r} has no leader for some partition after {OUTAGE_PATIENCE_S:.0f} s.",
                 next_step="check the brokers",
             )
         time.sleep(0.02)
@@ -73,7 +74,7 @@ def _create(wire: Wire, topic: str, replication: int | None) -> None:
         max_version=5,
     )
     try:
-        answer = wire.ask(request)
+        answer = wire.ask_any(request)
     except NoAnswer as error:
         raise Unreachable("LEDGER_UNAVAILABLE", f"The ledger's topic {topic!r} could not be made: {error}.") from None
     found = answer.topics[0]

@@ -5,12 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of, retried
+from delivered.connectors.kafka.protocol import NoAnswer, NotSent, Wire, name_of, retried
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+
+
+class Again(Enum):
+    """Whether a failed write may be made again, once its transactional id was taken anew."""
+
+    NO = "no"
+    FENCED = "a newer epoch of the id exists"
+    AWAY = "no answer before its end was asked for: nothing of it is in, nor will be"
 
 
 @dataclass
@@ -33,13 +42,14 @@ Writes = Mapping[int, Sequence[tuple[bytes, bytes | None]]]
 
 _FENCED = frozenset({protocol.INVALID_PRODUCER_EPOCH, protocol.PRODUCER_FENCED, protocol.INVALID_PRODUCER_ID_MAPPING})
 _ELSEWHERE = frozenset({protocol.NOT_LEADER, protocol.UNKNOWN_TOPIC_OR_PARTITION, protocol.LEADER_NOT_AVAILABLE})
+_AWAY = _ELSEWHERE | protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS}
 _GZIP = 1
 _GZIP_FROM_BYTES = 4096
 
 
 def write(
     wire: Wire, transactional_id: str, producer: LedgerProducer, topic: str, writes: Writes
-) -> tuple[Outcome[None], bool]:
+) -> tuple[Outcome[None], Again]:
     """Write records in one transaction of this producer, whose epoch is used by nobody else.
 
         1  add the partitions      <- refused here: nothing is in, nothing will be
@@ -47,7 +57,7 @@ def write(
         3  EndTxn(commit), once    <- no answer here: nobody knows
 
     Returns:
-        The outcome, and whether it failed because a newer epoch of the id exists.
+        The outcome; and of one that failed, whether it may be made again.
     """
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
     producer.under_way.clear()
@@ -61,9 +71,10 @@ def write(
                 code = _produce(wire, transactional_id, producer, topic, writes)
     except NoAnswer as error:
         # Records may lie there; without EndTxn they are aborted, by the next one to take the id or by the time-out.
-        return Failed(f"the records could not be written: {error}"), False
+        return Failed(f"the records could not be written: {error}"), Again.AWAY
     if code != protocol.NONE:
-        return Failed(f"the records could not be written: {name_of(code)}"), code in _FENCED
+        again = Again.FENCED if code in _FENCED else Again.AWAY if code in _AWAY else Again.NO
+        return Failed(f"the records could not be written: {name_of(code)}"), again
     return _commit(wire, transactional_id, producer)
 
 
@@ -85,7 +96,7 @@ def _add(
             v3_and_below_topics=[Topic(name=topic, partitions=list(writes))],
             max_version=3,
         )
-        said = wire.ask_coordinator(transactional_id, request)
+        said = wire.ask_coordinator(transactional_id, request, again=True)
         codes = [p.partition_error_code for t in said.results_by_topic_v3_and_below for p in t.results_by_partition]
         answer = Answer()
         # One partition's error makes the others say "operation not attempted".
@@ -131,7 +142,7 @@ def _produce(wire: Wire, transactional_id: str, producer: LedgerProducer, topic:
     return failed
 
 
-def _commit(wire: Wire, transactional_id: str, producer: LedgerProducer) -> tuple[Outcome[None], bool]:
+def _commit(wire: Wire, transactional_id: str, producer: LedgerProducer) -> tuple[Outcome[None], Again]:
     from kafka.protocol.producer.transaction import EndTxnRequest
 
     request = EndTxnRequest(
@@ -141,17 +152,23 @@ def _commit(wire: Wire, transactional_id: str, producer: LedgerProducer) -> tupl
         committed=True,
         max_version=4,
     )
+    deadline = time.monotonic() + REQUEST_TIMEOUT_S
     try:
-        answer = wire.ask_coordinator(transactional_id, request)
+        # A coordinator that is loading, or is another one by now, did nothing.
+        answer = retried(
+            lambda: wire.ask_coordinator(transactional_id, request, again=False), protocol.COORDINATOR_MOVED, deadline
+        )
+    except NotSent as error:
+        return Failed(f"the commit was not sent: {error}"), Again.AWAY
     except NoAnswer as error:
-        return Unknown(f"the commit was sent and not answered: {error}"), False
+        return Unknown(f"the commit was sent and not answered: {error}"), Again.NO
     if answer.error_code == protocol.NONE:
-        return Ok(None), False
+        return Ok(None), Again.NO
     reason = f"the commit was refused: {name_of(answer.error_code)}"
     if answer.error_code in _FENCED | {protocol.INVALID_TXN_STATE}:
         # Refused, and this was its only commit: the transaction was or will be aborted.
-        return Failed(reason), answer.error_code in _FENCED
-    return Unknown(reason), False
+        return Failed(reason), Again.FENCED if answer.error_code in _FENCED else Again.NO
+    return Unknown(reason), Again.NO
 
 
 def _batch(records: Sequence[tuple[bytes, bytes | None]], producer: LedgerProducer, sequence: int) -> bytes:

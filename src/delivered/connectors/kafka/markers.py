@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.protocol import NoAnswer, NoTopic, Wire, name_of
+from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of
 from delivered.model.errors import OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
@@ -29,7 +29,7 @@ MARKER_PARTITIONS = 6
 PARTITIONS = _MARKERS_FROM + MARKER_PARTITIONS
 
 _FETCH_BYTES = 4 << 20
-_READ_COMMITTED, _READ_UNCOMMITTED = 1, 0
+_READ_COMMITTED = 1
 
 
 def ledger_topic(scope: Scope, named: str | None) -> str:
@@ -86,21 +86,12 @@ class CommittedReader:
                 Else only up to the first of them.
 
         Raises:
-            NoAnswer: no answer, or such a transaction is still open at the deadline.
+            NoAnswer: no answer, or such a transaction is still open at the deadline. NoTopic: there is no such topic.
         """
         end: int | None = None
         pause = 0.002
         while end is None or self.position < end:
-            try:
-                part = self._fetch(_READ_COMMITTED)
-            except NoTopic:
-                raise
-            except NoAnswer:
-                if time.monotonic() > deadline:
-                    raise
-                self._wire.forget()
-                time.sleep(0.1)
-                continue
+            part = self._wire.patiently(self._fetch)
             if end is None:
                 # The first answer's end is at least what was there when this was called.
                 end = part.high_watermark if wait else part.last_stable_offset
@@ -118,7 +109,7 @@ class CommittedReader:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.25)
 
-    def _fetch(self, isolation: int) -> Any:
+    def _fetch(self) -> Any:
         from kafka.protocol.consumer.fetch import FetchRequest
 
         Topic = FetchRequest.FetchTopic  # noqa: N806
@@ -135,7 +126,7 @@ class CommittedReader:
             max_wait_ms=0,
             min_bytes=0,
             max_bytes=_FETCH_BYTES,
-            isolation_level=isolation,
+            isolation_level=_READ_COMMITTED,
             session_id=0,
             session_epoch=-1,
             topics=[Topic(topic=self._topic, partitions=[part])],

@@ -35,6 +35,8 @@ from delivered.connectors.kafka.produce import (
     spread,
     timeout_error,
 )
+from delivered.connectors.kafka.protocol import server_name
+from delivered.model.patience import Stall
 
 ROWS_PER_CALL = 16_384
 """Rows in one call: their structs take 1.2 MB."""
@@ -92,6 +94,7 @@ class NativeProducer:
         if lib is None:
             raise RuntimeError("librdkafka's symbols cannot be reached")
         self._lib = lib
+        self._server = server_name(config["bootstrap.servers"])
         self._topics: dict[str, int] = {}
         self._structs = np.zeros(0, dtype=_MESSAGE)
         self.failures = Failures()
@@ -250,11 +253,13 @@ class NativeProducer:
         """
         deadline = time.monotonic() + timeout_s
         pauses = flush_pauses()
-        while self._lib.rd_kafka_flush(self._rk, next(pauses)) != 0:
-            self._raise_fatal()
-            if time.monotonic() > deadline:
+        with Stall(self._server) as stall:
+            while self._lib.rd_kafka_flush(self._rk, next(pauses)) != 0:
+                self._raise_fatal()
                 waiting = self._lib.rd_kafka_outq_len(self._rk)
-                raise timeout_error(f"{waiting} records were not acknowledged in {timeout_s:.0f} s", self.failures)
+                stall.look(waiting)
+                if time.monotonic() > deadline:
+                    raise timeout_error(f"{waiting} records were not acknowledged in {timeout_s:.0f} s", self.failures)
         self._raise_fatal()
 
     def partitions(self, topic: str, timeout_s: float) -> int:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka.client import Trouble, config_error, explain
+from delivered.connectors.kafka.client_errors import Trouble, config_error, explain
 from delivered.connectors.kafka.client_options import resolved
 from delivered.connectors.kafka.consume import Fetched, Statistics, assemble, classify, settings
 from delivered.connectors.kafka.librdkafka import ERROR_CALLBACK, STATISTICS_CALLBACK, consumer_library

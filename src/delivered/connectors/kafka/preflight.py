@@ -45,7 +45,7 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
     from kafka.protocol.metadata import MetadataRequest
 
     Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806
-    answer = wire.ask(
+    answer = wire.ask_any(
         MetadataRequest(topics=[Topic(name=options.topic)], allow_auto_topic_creation=False, max_version=9)
     )
     found = answer.topics[0]
@@ -136,7 +136,7 @@ def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None)
         include_synonyms=False,
         max_version=1,
     )
-    answer: Any = wire.ask(request, node)
+    answer: Any = wire.patiently(lambda: wire.ask(request, node))
     found = answer.results[0]
     if found.error_code != protocol.NONE:
         return None

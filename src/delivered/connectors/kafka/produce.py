@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from delivered.connectors.kafka.client import says_more
+from delivered.connectors.kafka.client_errors import says_more
 
 POLL_MS = 5
 """How long a writer sleeps while the queue is full."""
@@ -20,6 +20,7 @@ TOO_LARGE = 10
 
 _FENCED = {"_FENCED", "PRODUCER_FENCED", "INVALID_PRODUCER_EPOCH"}
 _TOPIC_UNKNOWN = {"_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART"}
+_AWAY = {"_TIMED_OUT", "_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "LEADER_NOT_AVAILABLE"}
 _NO_PERMISSION = {
     "TOPIC_AUTHORIZATION_FAILED",
     "TRANSACTIONAL_ID_AUTHORIZATION_FAILED",
@@ -45,6 +46,11 @@ class ProducerError(Exception):
     @property
     def topic_unknown(self) -> bool:
         return self.name in _TOPIC_UNKNOWN
+
+    @property
+    def away(self) -> bool:
+        """No broker answered."""
+        return self.name in _AWAY
 
     @property
     def no_permission(self) -> bool:

@@ -1,7 +1,8 @@
 """Single requests to brokers, one at a time, with the answer's own error code: through kafka-python.
 
 What the driver needs (ending another process's transaction, deciding) must not hide behind a client that retries by
-itself: a lost answer is a case of its own here.
+itself: a lost answer is a case of its own here. A broker that is away is waited for (`Wire.patiently`) where nothing
+was sent yet, or where the same request may be made again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from delivered.model.errors import MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.patience import left_s, patience_s, wait_out
 
 NONE = 0
 OFFSET_OUT_OF_RANGE = 1
@@ -53,8 +55,28 @@ class NoAnswer(Exception):
     """A request was sent, or could not be sent; whether it had an effect is not known."""
 
 
+class NotSent(NoAnswer):
+    """There was nobody to send it to: it had no effect."""
+
+
 class NoTopic(NoAnswer):
     """There is no such topic, or this user may not see it."""
+
+
+T = TypeVar("T")
+
+
+def server_name(servers: str) -> str:
+    """A cluster, for people."""
+    return f"Kafka at {servers}"
+
+
+def _unanswered(error: BaseException) -> bool:
+    return isinstance(error, NoAnswer) and not isinstance(error, NoTopic)
+
+
+def _not_sent(error: BaseException) -> bool:
+    return isinstance(error, NotSent)
 
 
 def name_of(code: int) -> str:
@@ -76,6 +98,7 @@ class Wire:
         self._servers = client["bootstrap.servers"]
         self._lock = threading.Lock()
         self._admin: Any = None
+        self._refused = False
         self._coordinators: dict[str, int] = {}
         self._leaders: dict[tuple[str, int], int] = {}
 
@@ -83,12 +106,34 @@ class Wire:
         """kafka-python's admin client.
 
         Raises:
-            Unreachable: no broker answered within 10 s, or they turned the credentials away.
+            Unreachable: no broker answered within 10 s (120 s if it answered this query before), or they turned the
+                credentials away.
         """
         with self._lock:
             if self._admin is None:
-                self._admin = self._connect()
+                away = lambda error: isinstance(error, Unreachable) and not self._refused  # noqa: E731
+                self._admin = wait_out(server_name(self._servers), self._connect, away, patience_s(answered=False))
             return self._admin
+
+    def patiently(self, ask: Callable[[], T], again: bool = True) -> T:
+        """Ask until there is an answer, over a restart of the brokers.
+
+        Args:
+            ask: one request, with the look for who is to answer it.
+            again: whether it may be made again when it was sent and not answered; else only while it was not sent.
+
+        Raises:
+            NoAnswer: still none after 120 s; or, unless `again`, nobody knows what became of it.
+        """
+
+        def once() -> T:
+            try:
+                return ask()
+            except NoAnswer:
+                self.forget()
+                raise
+
+        return wait_out(server_name(self._servers), once, _unanswered if again else _not_sent, patience_s(True))
 
     def _connect(self) -> Any:
         try:
@@ -106,87 +151,115 @@ class Wire:
             return KafkaAdminClient(**self._settings, kafka_client=client)
         except errors.KafkaError as error:
             # The client tells that it could not connect; why, it keeps to itself.
-            refused = next(iter(made[0]._manager._auth_failures.values()), error) if made else error
+            auth = list(made[0]._manager._auth_failures.values()) if made else []
+            self._refused = bool(auth)
             for one in made:
                 one.close()
-            raise unreachable(self._servers, refused) from None
+            raise unreachable(self._servers, auth[0] if auth else error) from None
 
     def ask(self, request: Any, node: int | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
-        """Send one request to a node (None: any) and return its answer. Never sends twice.
+        """Send one request to a node (None: any) and return its answer. Never sends twice, waits for nobody.
 
         Raises:
+            NotSent: there is no connection to the node now.
             NoAnswer: the connection broke, or nothing came back in time.
         """
         from kafka import errors
 
         manager = self.admin()._manager
+        timeout_s, sent = left_s(timeout_s), False
 
         async def send() -> Any:
-            return await manager.send(request, node_id=node, request_timeout_ms=int(timeout_s * 1000))
+            nonlocal sent
+            connection = manager.get_connection(manager.least_loaded_node() if node is None else node)
+            await manager.wait_for(connection.init_future, left_s(CONNECT_TIMEOUT_S) * 1000)
+            sent = True
+            return await connection.send_request(request, request_timeout_ms=int(timeout_s * 1000))
 
         try:
             return manager.run(send)
         except (errors.KafkaError, OSError) as error:
             if isinstance(error, errors.UnknownBrokerIdError):
                 self._refresh()
-            raise NoAnswer(f"{type(error).__name__}: {error}") from None
+            raise (NoAnswer if sent else NotSent)(f"{type(error).__name__}: {error}") from None
+
+    def ask_any(self, request: Any) -> Any:
+        """Ask any broker a question, or for a change that counts once however often it is asked for."""
+        return self.patiently(lambda: self.ask(request))
 
     def nodes(self) -> list[int]:
         """Ids of all brokers, as the cluster tells now."""
         from kafka.protocol.metadata import MetadataRequest
 
-        return [b.node_id for b in self.ask(MetadataRequest(topics=[])).brokers]
+        def ask() -> list[int]:
+            found = [b.node_id for b in self.ask(MetadataRequest(topics=[])).brokers]
+            if not found:  # one that has just started may not know itself yet
+                raise NoAnswer("the cluster names no broker")
+            return found
+
+        return self.patiently(ask)
 
     def coordinator(self, transactional_id: str) -> int:
         """Node that keeps the transactions of this id.
 
         Raises:
-            NoAnswer: nobody knows at the moment.
+            NotSent: nobody knows at the moment.
         """
         known = self._coordinators.get(transactional_id)
         if known is not None:
             return known
         from kafka.protocol.metadata import FindCoordinatorRequest
 
-        answer = self.ask(FindCoordinatorRequest(key=transactional_id, key_type=1, max_version=3))
+        answer = self._find(FindCoordinatorRequest(key=transactional_id, key_type=1, max_version=3))
         if answer.error_code != NONE:
-            raise NoAnswer(f"no coordinator for {transactional_id!r}: {name_of(answer.error_code)}")
+            raise NotSent(f"no coordinator for {transactional_id!r}: {name_of(answer.error_code)}")
         if self.admin()._manager.cluster.broker_metadata(answer.node_id) is None:
             self._refresh()
         self._coordinators[transactional_id] = answer.node_id
         return int(answer.node_id)
 
-    def ask_coordinator(self, transactional_id: str, request: Any, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
-        """Send one request to the id's coordinator; forget who that is if it does not answer."""
-        node = self.coordinator(transactional_id)
+    def ask_coordinator(self, transactional_id: str, request: Any, again: bool) -> Any:
+        """Ask the id's coordinator, whoever that is by now. For `again` see `patiently`."""
+
+        def ask() -> Any:
+            node = self.coordinator(transactional_id)
+            try:
+                answer = self.ask(request, node)
+            except NoAnswer:
+                self.forget(transactional_id)
+                raise
+            if getattr(answer, "error_code", NONE) in COORDINATOR_MOVED:
+                self.forget(transactional_id)
+            return answer
+
+        return self.patiently(ask, again)
+
+    def _find(self, request: Any) -> Any:
+        """Ask who is to be asked. Without an answer the request itself was not sent."""
         try:
-            answer = self.ask(request, node, timeout_s)
-        except NoAnswer:
-            self.forget(transactional_id)
-            raise
-        if getattr(answer, "error_code", NONE) in COORDINATOR_MOVED:
-            self.forget(transactional_id)
-        return answer
+            return self.ask(request)
+        except NoAnswer as error:
+            raise NotSent(str(error)) from None
 
     def leader(self, topic: str, partition: int) -> int:
-        """Node that leads a partition. Raises NoAnswer if there is none now."""
+        """Node that leads a partition. Raises NotSent if there is none now, NoTopic."""
         known = self._leaders.get((topic, partition))
         if known is not None:
             return known
         from kafka.protocol.metadata import MetadataRequest
 
         Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
-        answer = self.ask(MetadataRequest(topics=[Topic(name=topic)], allow_auto_topic_creation=False, max_version=9))
+        answer = self._find(MetadataRequest(topics=[Topic(name=topic)], allow_auto_topic_creation=False, max_version=9))
         for found in answer.topics:
             if found.error_code == UNKNOWN_TOPIC_OR_PARTITION:
                 raise NoTopic(f"there is no topic {topic!r}")
             if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
-                raise NoAnswer(f"topic {topic!r}: {name_of(found.error_code)}")
+                raise NotSent(f"topic {topic!r}: {name_of(found.error_code)}")
             for part in found.partitions:
                 if part.leader_id >= 0:
                     self._leaders[(topic, part.partition_index)] = part.leader_id
         if (topic, partition) not in self._leaders:
-            raise NoAnswer(f"partition {partition} of {topic!r} has no leader now")
+            raise NotSent(f"partition {partition} of {topic!r} has no leader now")
         if self.admin()._manager.cluster.broker_metadata(self._leaders[(topic, partition)]) is None:
             self._refresh()
         return self._leaders[(topic, partition)]
@@ -227,7 +300,7 @@ class Wire:
         try:
             manager.run(refresh)
         except (errors.KafkaError, OSError) as error:
-            raise NoAnswer(f"{type(error).__name__}: {error}") from None
+            raise NotSent(f"{type(error).__name__}: {error}") from None
 
     def close(self) -> None:
         """Give the connections back. May be called again; the next request opens new ones."""
@@ -238,23 +311,16 @@ class Wire:
 
 
 def retried(ask: Callable[[], Any], again: frozenset[int], deadline: float, pause_s: float = 0.005) -> Any:
-    """Repeat a request that may be repeated, while its answer's `error_code` is in `again` or there is none.
+    """Repeat a request that may be repeated, while its answer's `error_code` is in `again`.
 
     Args:
+        ask: waits for a broker that is away by itself (`Wire.patiently`).
         deadline: of time.monotonic().
-
-    Raises:
-        NoAnswer: still none at the deadline.
     """
     while True:
-        try:
-            answer = ask()
-            if answer.error_code not in again or time.monotonic() > deadline:
-                return answer
-        except NoAnswer:
-            if time.monotonic() > deadline:
-                raise
-            pause_s = max(pause_s, 0.05)
+        answer = ask()
+        if answer.error_code not in again or time.monotonic() > deadline:
+            return answer
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.5)
 

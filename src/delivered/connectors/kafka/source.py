@@ -255,7 +255,9 @@ class KafkaDriver:
 
         def behind(look: _Look) -> bool:
             return any(
-                look.ends[p] < o and at.ids.get(p[0]) == look.ids.get(p[0]) for p, o in at.at.items() if p in look.ends
+                look.ends[p] < o and at.ids.get(p[0], look.ids.get(p[0])) == look.ids.get(p[0])
+                for p, o in at.at.items()
+                if p in look.ends
             )
 
         looking = tenacity.Retrying(

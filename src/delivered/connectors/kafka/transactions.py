@@ -136,11 +136,11 @@ def end(wire: Wire, handle: Handle, commit: bool) -> Outcome[None]:
     )
     deadline = time.monotonic() + _ENDING_WAIT_S
     try:
-        answer = wire.ask_coordinator(handle.transactional_id, request)
+        answer = wire.ask_coordinator(handle.transactional_id, request, again=False)
         while answer.error_code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
             # An end that was asked for before is on its way into the partitions.
             time.sleep(0.005)
-            answer = wire.ask_coordinator(handle.transactional_id, request)
+            answer = wire.ask_coordinator(handle.transactional_id, request, again=False)
     except NoAnswer as error:
         return Unknown(str(error))
     what = f"{handle.transactional_id}, epoch {handle.producer.epoch}: {name_of(answer.error_code)}"
@@ -167,7 +167,7 @@ def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: flo
             producer_epoch=-1,
             max_version=4,
         )
-        return wire.ask_coordinator(transactional_id, request)
+        return wire.ask_coordinator(transactional_id, request, again=True)
 
     # To repeat it is harmless: each time takes a newer epoch.
     again = protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS}
@@ -194,7 +194,7 @@ def listed(wire: Wire, scope: Scope, states: Iterable[str], deadline: float) -> 
     for node in wire.nodes():
 
         def ask(node: int = node) -> Any:
-            return wire.ask(ListTransactionsRequest(state_filters=wanted, max_version=0), node)
+            return wire.patiently(lambda: wire.ask(ListTransactionsRequest(state_filters=wanted, max_version=0), node))
 
         answer = retried(ask, protocol.COORDINATOR_MOVED, deadline, pause_s=0.05)
         if answer.error_code != protocol.NONE:
@@ -209,13 +209,18 @@ def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
     """What the coordinator knows of one id; None if it knows none. Raises NoAnswer."""
     from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 
-    answer = wire.ask_coordinator(transactional_id, DescribeTransactionsRequest(transactional_ids=[transactional_id]))
-    row = answer.transaction_states[0]
+    def ask() -> Any:
+        request = DescribeTransactionsRequest(transactional_ids=[transactional_id])
+        row = wire.ask_coordinator(transactional_id, request, again=True).transaction_states[0]
+        if row.error_code in protocol.COORDINATOR_MOVED:
+            wire.forget(transactional_id)
+            raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
+        return row
+
+    row = wire.patiently(ask)
     if row.error_code == protocol.TRANSACTIONAL_ID_NOT_FOUND:
         return None
     if row.error_code != protocol.NONE:
-        if row.error_code in protocol.COORDINATOR_MOVED:
-            wire.forget(transactional_id)
         raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
     shard, slot = transactional_id.rsplit(".", 2)[1:]
     return OpenTransaction(

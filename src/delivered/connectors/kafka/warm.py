@@ -19,12 +19,14 @@ from dataclasses import dataclass
 
 from delivered.connectors.kafka.clients import make_producer, producer_config
 from delivered.connectors.kafka.produce import Producer, ProducerError, ProducerId
-from delivered.connectors.kafka.protocol import NoAnswer, Wire
+from delivered.connectors.kafka.protocol import NoAnswer, Wire, server_name
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.transactions import OpenTransaction, describe, transactional_id
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.limits import OUTAGE_PATIENCE_S
+from delivered.model.patience import unanswered
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ READY_MAX = 16
 """Ready transactional producers per process: each holds a few threads and connections."""
 
 READY_AGE_S_MAX = 300.0
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = OUTAGE_PATIENCE_S
 IDLE_MAX = 8
 
 _lock = threading.Lock()
@@ -105,7 +107,8 @@ def is_ready(options: SinkOptions, work: Work) -> bool:
 def _start(options: SinkOptions, name: str) -> Taken:
     producer = make_producer(producer_config(options, Guarantee.EXACTLY_ONCE, name))
     try:
-        producer.start(START_TIMEOUT_S)
+        with unanswered(server_name(options.client["bootstrap.servers"])):
+            producer.start(START_TIMEOUT_S)
         return Taken(producer, _holder(options, name))
     except BaseException:
         producer.close()
@@ -122,17 +125,13 @@ def state_of(options: SinkOptions, name: str) -> OpenTransaction:
     client = options.resolved()
     with _lock:
         wire = _wires.setdefault(key_of(client), Wire(client))
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            found = describe(wire, name)
-            if found is None:
-                raise ProducerError("_STATE", f"the coordinator does not know {name!r}")
-            return found
-        except NoAnswer as error:
-            if time.monotonic() > deadline:
-                raise ProducerError("_TIMED_OUT", f"who holds {name!r} is not known: {error}") from None
-            time.sleep(0.05)
+    try:
+        found = describe(wire, name)
+    except NoAnswer as error:
+        raise ProducerError("_TIMED_OUT", f"who holds {name!r} is not known: {error}") from None
+    if found is None:
+        raise ProducerError("_STATE", f"the coordinator does not know {name!r}")
+    return found
 
 
 def _key(options: SinkOptions, work: Work) -> tuple[str, ...]:

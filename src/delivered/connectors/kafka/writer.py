@@ -18,6 +18,7 @@ from delivered.connectors.kafka.clients import producer_config
 from delivered.connectors.kafka.delivery import delivery_error, producer_error
 from delivered.connectors.kafka.markers import ledger_topic, marker_key, marker_partition, marker_value
 from delivered.connectors.kafka.produce import Producer, ProducerError, Rows
+from delivered.connectors.kafka.protocol import server_name
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.transactions import Handle
 from delivered.connectors.kafka.warm import Taken
@@ -26,6 +27,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
+from delivered.model.patience import patience_s, wait_out
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +94,18 @@ def known_partitions(producer: Producer, topic: str, options: SinkOptions) -> in
         UsageError: there is no such topic. Unreachable: no broker answers. Refused: no permission.
     """
     deadline = time.monotonic() + 3
+    server = server_name(options.client["bootstrap.servers"])
     while True:
         try:
-            return producer.partitions(topic, CONNECT_TIMEOUT_S)
+            return wait_out(server, lambda: producer.partitions(topic, CONNECT_TIMEOUT_S), _away, patience_s(False))
         except ProducerError as error:
             if not error.topic_unknown or time.monotonic() > deadline:
                 raise producer_error(error, topic, options) from None
         time.sleep(0.1)
+
+
+def _away(error: BaseException) -> bool:
+    return isinstance(error, ProducerError) and error.away
 
 
 class TransactionalWriter:
