@@ -9,21 +9,26 @@ import shutil
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from delivered import brokers
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import NAME_LENGTH_MAX
-from delivered.verify.environment import Environment, connect, small_disk
+from delivered.verify.environment import Environment, small_disk
 from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
 from delivered.verify.fixture import Fixture, Setting, empty
 from delivered.verify.gather import first_effect_s, gather, plain_restart_s
 from delivered.verify.history import fired
 from delivered.verify.judge import Judgement, Verdict, judge
+from delivered.verify.proxy import Fired, Proxy, StreamProxy
 from delivered.verify.services import SERVICES, SPARK
-from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
+from delivered.verify.systems import KAFKA, SINK_KINDS, SOURCE_KINDS, SYSTEMS
+from delivered.verify.systems.base import SinkClient, SinkPlace, SourcePlace
+from delivered.verify.systems.group import SinkGroup
 from delivered.verify.workloads import WORKLOADS
 
 DISK_MB = 24
@@ -137,9 +142,11 @@ def run_case(case: Case, environment: Environment, *, plain_s: float | None = No
             judgement = _run(case, fixture, audit)
         except Exception as error:
             (folder / "judge.log").write_text(traceback.format_exc(), encoding="utf-8")
-            said = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
-            return _result(case, folder, began, None, Verdict.UNKNOWN, [f"the verifier could not go on: {said}"])
-        result = _result(case, folder, began, judgement, judgement.verdict, list(judgement.reasons))
+            text = str(error) if isinstance(error, DeliveredError) else f"{type(error).__name__}: {error}"
+            return _result(
+                case, folder, began, Judgement(Verdict.UNKNOWN, (), (f"the verifier could not go on: {text}",))
+            )
+        result = _result(case, folder, began, judgement)
         _add_facts(result, fixture)
         if judgement.verdict is Verdict.HELD:
             with contextlib.suppress(Exception):
@@ -165,78 +172,112 @@ def _run(case: Case, fixture: Fixture, audit: bool) -> Judgement:
 @contextlib.contextmanager
 def _fixture(
     case: Case, environment: Environment, folder: Path, plain_s: float | None, stack: contextlib.ExitStack
-) -> Any:
-    fault = case.fault
-    small, disk = MOUNT in fault.needs, folder
-    if small:
-        disk = folder / "disk"
-        stack.enter_context(small_disk(disk, DISK_MB))
-    workload = environment.template.workload if environment.template is not None else WORKLOADS[case.workload]
-    ends = connect(
-        environment,
-        case.name,
-        case.sink,
-        workload,
-        folder,
-        disk,
-        stack,
-        source=case.source,
-        small_disk=small,
-        topics=TOPICS in fault.needs,
-        on_fire=(lambda hit: fixture.on_network_fault(hit)) if PROXY in fault.needs else None,
+) -> Iterator[Fixture]:
+    disk = folder
+    if MOUNT in case.fault.needs:
+        disk = stack.enter_context(small_disk(folder / "disk", DISK_MB))
+    fixture = Fixture(
+        _setting(case, environment, folder, disk, plain_s, stack, lambda hit: fixture.on_network_fault(hit))
     )
-    setting = Setting(
+    try:
+        yield fixture
+    finally:
+        fixture.close()
+        if disk is not folder:  # else a server would miss a part of its data when the disk goes
+            with contextlib.suppress(Exception):
+                fixture.setting.sink.remove()
+
+
+def _setting(
+    case: Case,
+    environment: Environment,
+    folder: Path,
+    disk: Path,
+    plain_s: float | None,
+    stack: contextlib.ExitStack,
+    on_fire: Callable[[Fired], None],
+) -> Setting:
+    """The source, the sink and the network that the case's names ask for.
+
+    Args:
+        disk: where checkpoint and files of the sink go: the folder, or a disk of its own that is soon full.
+        on_fire: what a proxy tells of each request that it hit.
+        stack: closes the proxy.
+    """
+    needs, template, kind = case.fault.needs, environment.template, SINK_KINDS[case.sink]
+    workload = template.workload if template is not None else WORKLOADS[case.workload]
+    options = {**workload.sink, **environment.sink_options}
+    own = template.source if template is not None else kind.source
+    source = SOURCE_KINDS[case.source or (KAFKA if TOPICS in needs or workload.topics > 1 else own)]
+
+    def server_of(kind: str | None) -> brokers.Broker | None:
+        return None if kind is None else environment.server(kind)
+
+    server = server_of(kind.server)
+    proxy: Proxy[Any] | None = None
+    if PROXY in needs and server is not None:
+        proxy = (SYSTEMS[server.kind].proxy or StreamProxy)(server.bootstrap, on_fire)
+        stack.callback(proxy.close)
+
+    def address(of: str | None) -> str | None:
+        """The network is that of the server that the whole sink is named after."""
+        return proxy.bootstrap if proxy is not None and of == kind.server else None
+
+    def client(name: str) -> SinkClient:
+        one = SINK_KINDS[name]
+        if one.client is None:
+            return SinkGroup({m: client(m) for m in one.members})
+        small = disk if disk is not folder and name == case.sink else None
+        at, typed = server_of(one.server), template is None
+        return one.client(one, SinkPlace(case.name, at, disk, address(one.server), workload, typed, small, options))
+
+    source_server = server_of(source.server)
+    # Only a source that is the sink's own, Kafka's, is reached through its proxy.
+    through = address(source.server) if source.name == KAFKA else None
+    log, connector = folder / "log", environment.source_format
+    return Setting(
         name=case.name,
         folder=folder,
         guarantee=case.guarantee,
         workload=workload,
         seed=case.seed,
-        source=ends.source,
-        sink=ends.sink,
+        source=source.at(SourcePlace(case.name, source_server, log, through, workload.topics, connector)),
+        sink=client(case.sink),
         checkpoint=disk / "checkpoint",
-        extra=dict(fault.extra),
-        proxy=ends.proxy,
-        broker=ends.server,
-        source_broker=ends.source_server,
+        extra=dict(case.fault.extra),
+        proxy=proxy,
+        broker=server or source_server,
+        source_broker=source_server,
         plain_s=plain_s,
         env=environment.env,
         service=SERVICES[case.service],
-        template=environment.template,
+        template=template,
     )
-    fixture = Fixture(setting)
-    try:
-        yield fixture
-    finally:
-        fixture.close()
-        if small:  # else a server would miss a part of its data when the disk goes
-            with contextlib.suppress(Exception):
-                ends.sink.remove()
 
 
-def _result(
-    case: Case, folder: Path, began: float, judgement: Judgement | None, verdict: Verdict, reasons: list[str]
-) -> Result:
+def _result(case: Case, folder: Path, began: float, judgement: Judgement) -> Result:
+    names = f"{case.sink}/{case.guarantee.value}/{case.workload}/{case.fault.name}"
+    source = f" --source {case.source}" if case.source else ""
     return Result(
         sink=case.sink,
         guarantee=case.guarantee.value,
         workload=case.workload,
         fault=case.fault.name,
         seed=case.seed,
-        verdict=verdict.value,
-        lost=judgement.count("lost") if judgement else 0,
-        duplicated=judgement.count("duplicated") if judgement else 0,
+        verdict=judgement.verdict.value,
+        lost=judgement.count("lost"),
+        duplicated=judgement.count("duplicated"),
         fired=0,
         final_read=False,
         service=case.service,
         source=case.source,
         place=case.fault.place,
         text=case.fault.text,
-        reasons=reasons,
-        findings=[{**asdict(f), "verdict": f.verdict.value} for f in judgement.findings] if judgement else [],
+        reasons=list(judgement.reasons),
+        findings=[f.to_json() for f in judgement.findings],
         seconds=round(time.monotonic() - began, 1),
         folder=str(folder),
-        again=f"delivered verify --only {case.sink}/{case.guarantee.value}/{case.workload}/{case.fault.name} "
-        f"--seed {case.seed} --service {case.service}" + (f" --source {case.source}" if case.source else ""),
+        again=f"delivered verify --only {names} --seed {case.seed} --service {case.service}{source}",
     )
 
 

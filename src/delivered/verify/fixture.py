@@ -20,7 +20,7 @@ from delivered.verify.producer import Producer
 from delivered.verify.proxy import Fired, Proxy
 from delivered.verify.reader import Reader
 from delivered.verify.receiving import Receiving
-from delivered.verify.services import SERVICES, SPARK, Run, Service, VerifierError, last_words, start, wait_for
+from delivered.verify.services import DRIVER, SERVICES, SPARK, Run, Service, VerifierError, last_words, start, wait_for
 from delivered.verify.systems.base import QueueSource, SinkClient, SourceClient
 from delivered.verify.systems.group import sinks_of
 from delivered.verify.template import Template, whole
@@ -206,7 +206,8 @@ class Fixture:
             self.receiving.ready()
         number = len(self.runs) + 1
         s = self.setting
-        run = start(number, self.pipeline_file(), self.folder, crash, arguments, s.env, s.service)
+        command = [*s.service.command(self.pipeline_file(), self.folder, number), *arguments]
+        run = start(DRIVER, number, self.folder, command, crash, s.env)
         run.started_s, run.after_kill = self.history.now_s, self._killed
         self._killed = False
         self.runs.append(run)

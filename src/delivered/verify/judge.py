@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 from delivered.model.guarantee import Guarantee
 from delivered.verify.evidence import Evidence, Seen
@@ -56,6 +57,9 @@ class Finding:
     count: int = 0
     samples: tuple[str, ...] = ()
     note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict.value}
 
 
 Checker = Callable[[Evidence], Finding]

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -268,8 +268,7 @@ def _plain_now(case: Case, result: Result, environment: Environment) -> Result |
         return None
     finding = compared(result.recovery_s, plain.plain_s)
     result.plain_s, result.recovery = plain.plain_s, finding.verdict.value
-    told = {**asdict(finding), "verdict": finding.verdict.value}
-    result.findings = [told if f["checker"] == finding.checker else f for f in result.findings]
+    result.findings = [finding.to_json() if f["checker"] == finding.checker else f for f in result.findings]
     return plain
 
 

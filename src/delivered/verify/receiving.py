@@ -8,7 +8,7 @@ from pathlib import Path
 
 from delivered.verify.evidence import Stop
 from delivered.verify.history import End, History
-from delivered.verify.services import Run, VerifierError, last_words, start_receiver, wait_for
+from delivered.verify.services import DELIVERED, RECEIVER, Run, VerifierError, last_words, start, wait_for
 from delivered.verify.systems.base import QueueSource
 
 _START_TIMEOUT_S = 60.0
@@ -72,7 +72,8 @@ class Receiving:
                 "RECEIVER_FAILED", f"Receivers were started {_STARTS_MAX} times: {last_words(self._runs[-1])}"
             )
         number = len(self._runs) + 1
-        run = start_receiver(number, self._pipeline, self._folder, crash, self._env)
+        command = [*DELIVERED, "receive", str(self._pipeline), "--output", "json"]
+        run = start(RECEIVER, number, self._folder, command, crash, self._env)
         self._runs.append(run)
         self._history.add(run.name, "run", End.BEGUN, {"crash": crash})
         return run

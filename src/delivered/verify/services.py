@@ -24,6 +24,7 @@ from delivered.verify.workloads import Workload
 
 _POLL_S = 0.02
 AUDIT_TIMEOUT_S = 240.0
+DRIVER, RECEIVER = "driver", "receiver"
 _CODE = re.compile(r"\[DELIVERED_([A-Z0-9_]+)\]")
 DELIVERED = (sys.executable, "-m", "delivered.cli.main")
 """`delivered`, as a user types it, but for the interpreter's path."""
@@ -62,7 +63,7 @@ class Run:
     output: Path
     started_s: float = 0.0
     after_kill: bool = False
-    role: str = "driver"
+    role: str = DRIVER
     _known: set[Path] = field(default_factory=set)
 
     @property
@@ -177,48 +178,25 @@ class Run:
 
 
 def start(
-    number: int,
-    pipeline: Path,
-    folder: Path,
-    crash: str = "",
-    arguments: tuple[str, ...] = (),
-    env: Mapping[str, str] | None = None,
-    service: Service | None = None,
+    role: str, number: int, folder: Path, command: list[str], crash: str = "", env: Mapping[str, str] | None = None
 ) -> Run:
-    """Start a pipeline, as `service` does it; by default `delivered run`.
+    """Start a driver or a receiver.
 
     Args:
         folder: of the case; the run's output and crash points get into it.
         crash: points to stop at, as in DELIVERED_CRASH.
-        arguments: more of the command line.
     """
-    command = [*(service or SERVICES[SPARK]).command(pipeline, folder, number), *arguments]
-    return _started("driver", number, folder / f"run{number}", command, crash, env)
-
-
-def start_receiver(
-    number: int, pipeline: Path, folder: Path, crash: str = "", env: Mapping[str, str] | None = None
-) -> Run:
-    """Start `delivered receive` on a pipeline's source; the rest as in `start`."""
-    command = [*DELIVERED, "receive", str(pipeline), "--output", "json"]
-    return _started("receiver", number, folder / f"receiver{number}", command, crash, env)
-
-
-def _started(role: str, number: int, place: Path, command: list[str], crash: str, env: Mapping[str, str] | None) -> Run:
-    """
-    Args:
-        place: its files are named after it.
-    """
-    crash_folder, output = place.with_name(f"{place.name}.hits"), place.with_name(f"{place.name}.log")
+    name = f"{'run' if role == DRIVER else role}{number}"
+    crash_folder, output = folder / f"{name}.hits", folder / f"{name}.log"
     crash_folder.mkdir(exist_ok=True)
-    told = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(env or {})}
-    told.pop(CRASH, None)
+    variables = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, "PYTHONUNBUFFERED": "1", **(env or {})}
+    variables.pop(CRASH, None)
     if crash:
-        told |= {CRASH: crash, CRASH_DIR: str(crash_folder)}
+        variables |= {CRASH: crash, CRASH_DIR: str(crash_folder)}
     with output.open("wb") as out:
         process = subprocess.Popen(
             command,
-            env=told,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -227,30 +205,29 @@ def _started(role: str, number: int, place: Path, command: list[str], crash: str
     return Run(number, process, crash_folder, output, role=role)
 
 
-def audit(pipeline: Path, folder: Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What `delivered audit` says of the pipeline.
+def _asked(command: list[str], log: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
+    """What a command of the product prints as JSON.
 
     Raises:
-        VerifierError: it gave no report.
+        VerifierError: it printed none.
     """
-    output = folder / "audit.json"
-    with output.open("wb") as out, (folder / "audit.log").open("wb") as errors:
+    variables = {**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, **(env or {})}
+    with log.open("wb") as errors:
         done = subprocess.run(
-            [*DELIVERED, "audit", str(pipeline), "--output", "json", "--spark-log", str(folder / "audit.spark.log")],
-            env={**os.environ, "JDK_JAVA_OPTIONS": QUICK_JAVA, **(env or {})},
+            command,
+            env=variables,
             stdin=subprocess.DEVNULL,
-            stdout=out,
+            stdout=subprocess.PIPE,
             stderr=errors,
             timeout=AUDIT_TIMEOUT_S,
             check=False,
         )
     try:
-        report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        said = (folder / "audit.log").read_text(encoding="utf-8", errors="replace")[-500:]
-        raise VerifierError(
-            "AUDIT_FAILED", f"`delivered audit` ended with {done.returncode} and no report: {said}"
-        ) from None
+        end = log.read_text(encoding="utf-8", errors="replace")[-500:]
+        text = f"{' '.join(command[1:4])} ended with {done.returncode} and no report: {end}"
+        raise VerifierError("AUDIT_FAILED", text) from None
     return report
 
 
@@ -258,27 +235,20 @@ def _spark_command(pipeline: Path, folder: Path, number: int) -> list[str]:
     return [*DELIVERED, "run", str(pipeline), "--spark-log", str(folder / f"run{number}.spark.log")]
 
 
-def _engine_command(pipeline: Path, folder: Path, number: int) -> list[str]:
-    del folder, number
+def _spark_audit(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
+    log = str(folder / "audit.spark.log")
+    command = [*DELIVERED, "audit", str(pipeline), "--output", "json", "--spark-log", log]
+    return _asked(command, folder / "audit.log", env)
+
+
+def _engine_command(pipeline: Path, *_: object) -> list[str]:
     return [sys.executable, "-m", "delivered.verify.loop", str(pipeline)]
 
 
 def _engine_accounts(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
     """Without Spark there is no audit job; what the ledger says was given up can be asked all the same."""
-    del folder
-    done = subprocess.run(
-        [sys.executable, "-m", "delivered.verify.loop", str(pipeline), "--accounts"],
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=AUDIT_TIMEOUT_S,
-        check=False,
-    )
-    try:
-        accounts: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        raise VerifierError("ACCOUNTS_FAILED", f"The ledger could not be asked: {done.stderr[-500:]}") from None
-    return {"verdict": None, "counts": accounts}
+    counts = _asked([*_engine_command(pipeline), "--accounts"], folder / "audit.log", env)
+    return {"verdict": None, "counts": counts}
 
 
 @dataclass(frozen=True)
@@ -302,7 +272,7 @@ class Service:
 
 SPARK, ENGINE = "spark", "engine"
 SERVICES = {
-    SPARK: Service(SPARK, _spark_command, audit, sql=True),
+    SPARK: Service(SPARK, _spark_command, _spark_audit, sql=True),
     ENGINE: Service(ENGINE, _engine_command, _engine_accounts, sql=False),
 }
 """`spark`: the product as a user runs it. `engine`: the same connectors and the same commit engine in a small loop that
