@@ -157,12 +157,7 @@ def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
 def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     script: Script
     for name, text, script, fired in (
-        (
-            "log-entry-removed",
-            "the last file of commits/ is removed",
-            scripts.log_entry_removed,
-            "last commit removed",
-        ),
+        ("log-entry-removed", "the last file of commits/ is removed", scripts.log_entry_removed, "last commit removed"),
         (
             "older-checkpoint",
             "an older copy of the checkpoint is put back",

@@ -28,12 +28,7 @@ class Receiving:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        queue: QueueSource,
-        pipeline: Path,
-        history: History,
-        env: Mapping[str, str],
+        self, folder: Path, queue: QueueSource, pipeline: Path, history: History, env: Mapping[str, str]
     ) -> None:
         self._folder = folder
         self._queue = queue

@@ -102,10 +102,7 @@ def load(path: Path) -> Template:
     """
     data = load_file(path).model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     source, sinks = data["source"], data["sinks"]
-    for what, system, known in (
-        ("source", _system(source), _SOURCES),
-        ("sink", _system(sinks[0]), _SINKS),
-    ):
+    for what, system, known in (("source", _system(source), _SOURCES), ("sink", _system(sinks[0]), _SINKS)):
         if system not in known:
             raise UsageError(
                 "VERIFY_FORMAT",

@@ -24,10 +24,7 @@ class MysqlTable(SqlTable):
     """
 
     system = "mysql"
-    begin_snapshot = (
-        "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ",
-        "START TRANSACTION WITH CONSISTENT SNAPSHOT",
-    )
+    begin_snapshot = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "START TRANSACTION WITH CONSISTENT SNAPSHOT")
     lock = (f"SET lock_wait_timeout = {LOCK_TIMEOUT_S}", "LOCK TABLES {table} WRITE")
     unlock = "UNLOCK TABLES"
 
