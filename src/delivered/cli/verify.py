@@ -20,7 +20,7 @@ from delivered.verify.template import load
 def verify(
     file: Path | None, choice: Choice, out: Path, folder: Path, resume: bool, listing: bool, output: Output
 ) -> int:
-    """Run the chosen cases; returns the exit code: 0 all held, 1 something broken, 3 it cannot be told."""
+    """Run the chosen cases; returns the exit code: 0 all held, 1 something broken, 3 unknown."""
     template = load(file) if file is not None else None
     if template is not None and template.needs_spark and choice.service != SPARK:
         raise UsageError(
@@ -65,13 +65,13 @@ def verify(
 
 def _asked(file: Path | None, choice: Choice) -> str:
     """What makes this run another one than the default, as options."""
-    said = [str(file)] if file is not None else []
-    said += [f"--only {pattern}" for pattern in choice.only]
-    said += ["--quick"] if choice.quick else []
-    said += [f"--faults {choice.faults}"] if choice.faults is not None else []
-    said += [f"--source {name}" for name in choice.sources]
-    said += [f"--per-place {choice.per_place}"] if choice.per_place is not None else []
-    return " ".join([*said, f"--seed {choice.seed}", f"--service {choice.service}"])
+    options = [str(file)] if file is not None else []
+    options += [f"--only {pattern}" for pattern in choice.only]
+    options += ["--quick"] if choice.quick else []
+    options += [f"--faults {choice.faults}"] if choice.faults is not None else []
+    options += [f"--source {name}" for name in choice.sources]
+    options += [f"--per-place {choice.per_place}"] if choice.per_place is not None else []
+    return " ".join([*options, f"--seed {choice.seed}", f"--service {choice.service}"])
 
 
 def _write_pages(store: Store, page: Path, log: RunLog) -> Path | None:

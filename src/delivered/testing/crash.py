@@ -89,7 +89,7 @@ class Hit:
     Attributes:
         point: as it stood in `DELIVERED_CRASH`.
         pid: of the process that reached it.
-        facts: what the point said of itself: batch, shard, attempt, rows.
+        facts: of the point: batch, shard, attempt, rows.
         at_ms: Unix time.
     """
 

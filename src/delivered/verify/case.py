@@ -302,7 +302,7 @@ def _add_facts(result: Result, fixture: Fixture) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Of a case that held, the history and what was said are kept; data and checkpoints are not."""
+    """Of a case that held, history and output are kept; data and checkpoints are not."""
     for name in ("checkpoint", "checkpoint.older", "checkpoint.newest", "checkpoint.kept", "log", "disk", "effects"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("effects.db*"), *folder.glob("*.spark.log")]:

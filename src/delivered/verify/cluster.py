@@ -71,7 +71,7 @@ class Cluster:
             return s.connect_ex(("127.0.0.1", self._port)) == 0
 
     def _start(self, host: str, name: str, role: str, *arguments: str) -> None:
-        told = {
+        env = {
             **os.environ,
             "JAVA_HOME": str(java_home()),
             "JDK_JAVA_OPTIONS": QUICK_JAVA,
@@ -83,5 +83,5 @@ class Cluster:
         with (self._folder / f"{name}.log").open("wb") as out:
             command = [str(self._home / "bin" / "spark-class"), role, "--host", host, "--webui-port", "0", *arguments]
             self._processes.append(
-                subprocess.Popen(command, env=told, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
             )

@@ -54,16 +54,16 @@ class Evidence:
     Attributes:
         expected: effect -> copies, from the source as read at the end. A record that is in the source twice is
             expected twice.
-        acknowledged: ids of records that a producer was told are in.
+        acknowledged: ids of records whose sends were confirmed.
         in_source: ids found in the source.
         offered: ids that were ever sent, whatever became of it.
         seen: by the reader that ran all along, in its order.
         final: by the last reader, after everything ended; None: there was no last read.
         snapshots: moments at which the reader saw the whole sink at once, as (seconds, effects visible).
-        batches: effects of each batch, from the checkpoint and the source; None: it cannot be told.
+        batches: effects of each batch, from the checkpoint and the source; None: unknown.
         batch_atomic: whether the sink claims that a batch is visible whole or not at all.
         ordered: whether effects of one key must become visible in the order in which they were sent.
-        given_up: records that the product said it gave up; None: it said nothing.
+        given_up: records that the product reports as given up; None: it reports none.
         audit_verdict: what the product's own audit says, "held" or "broken" or "unknown"; None: nobody asked.
         open_transactions: what blocks readers after the end; None: nobody looked.
         required, fired: names of faults.

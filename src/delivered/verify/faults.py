@@ -44,7 +44,7 @@ def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
 
 
 def _producer() -> Iterator[Fault]:
-    text = "the producing application is killed twice, and sends again what it was not told about"
+    text = "the producing application is killed twice, and sends again what was not acknowledged"
     yield Fault("producer-killed", "F1", text, interference.producer_killed, ("producer killed",) * 2)
     text = "the producing application is killed right before a send, and after one that it could not note any more"
     yield Fault("producer-killed-at", "F1", text, *interference.producer_killed_at("before", "after"))

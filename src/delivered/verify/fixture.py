@@ -23,7 +23,7 @@ from delivered.verify.receiving import Receiving
 from delivered.verify.services import DRIVER, SERVICES, SPARK, Run, Service, VerifierError, last_words, start, wait_for
 from delivered.verify.systems.base import QueueSource, SinkClient, SourceClient
 from delivered.verify.systems.group import sinks_of
-from delivered.verify.template import Template, whole
+from delivered.verify.template import Template, row_effect
 from delivered.verify.workloads import Record, Workload, records
 
 HIT_TIMEOUT_S = 240.0
@@ -33,7 +33,7 @@ Part = TypeVar("Part")
 
 @dataclass
 class Setting:
-    """What a case is given: its place, its records, source and sink, and what stands between them.
+    """What a case runs on: its place, its records, source and sink, and what stands between them.
 
     Attributes:
         checkpoint: its folder.
@@ -120,7 +120,7 @@ class Fixture:
         """Send a share of all records, or what is left of them, and wait until they are acknowledged.
 
         Args:
-            arrive: of a queue that forgets, also wait until receivers have them in the log, where a start finds them.
+            arrive: of a queue, also wait until receivers have them in the log, where a start finds them.
         """
         part = self.left[: max(1, round(share * len(self.records)))]
         ids = [self._record_id(r) for r in part]
@@ -132,7 +132,7 @@ class Fixture:
             self.arrive()
 
     def arrive(self) -> None:
-        """Wait until a start of the pipeline finds all that senders were told is in, or nothing moves any more."""
+        """Wait until a start of the pipeline finds all acknowledged records, or nothing moves any more."""
         if self.receiving is not None:
             self.receiving.settle({i for i, end in sends(self.history).items() if end is End.OK})
 
@@ -144,7 +144,7 @@ class Fixture:
         """A producer application for all that is left, as a process that can be killed.
 
         Args:
-            again: after a death it sends again what it was not told about.
+            again: restarted, it sends again what was not acknowledged.
         """
         left = [replace(r, id=self._record_id(r)) for r in self.left]
         producer = Producer(self.folder, self.setting.source, self.history, left, portion, pause_s, again)
@@ -220,9 +220,9 @@ class Fixture:
             run.wait_end(timeout_s)
         except TimeoutError:
             run.kill()
-            self.history.add(run.name, "run", End.UNKNOWN, {"said": last_words(run)})
+            self.history.add(run.name, "run", End.UNKNOWN, {"output": last_words(run)})
             raise
-        value = {"code": run.code} if run.code is None else {"code": run.code, "said": last_words(run)}
+        value = {"code": run.code} if run.code is None else {"code": run.code, "output": last_words(run)}
         self.history.add(run.name, "run", End.OK if run.code is None else End.FAILED, value)
         return run.code
 
@@ -258,7 +258,7 @@ class Fixture:
         self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
 
     def _record_id(self, record: Record) -> str:
-        return record.id if self.setting.template is None else whole(record.key, record.value).id
+        return record.id if self.setting.template is None else row_effect(record.key, record.value).id
 
     # -- facts ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 """What there is to judge, put together when everything has ended: what went in, what came out, how runs ended.
 
-What must be in the sink follows from what *is* in the source at the end. A queue that forgets holds nothing then: there
-it follows from what was sent. What its sender was told is in must be there once, by its id; what the sender was told
-nothing about may be there once, or not at all.
+What must be in the sink follows from what *is* in the source at the end. A queue holds nothing then: there it
+follows from what was sent. Acknowledged messages must be there once, by their id; the others once, or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from delivered.verify.history import End, fired, sends
 from delivered.verify.services import Run
 from delivered.verify.systems.base import QueueSource, Row
 from delivered.verify.systems.group import at_sink, names_of
-from delivered.verify.template import whole
+from delivered.verify.template import row_effect
 from delivered.verify.workloads import source_id
 
 _SETTLE_S = 15.0
@@ -56,7 +55,7 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
         final=final,
         snapshots=fixture.reader.snapshots,
         batches=_batches(fixture, source) if by_record else None,
-        # Which rows of an own transform, or of one with state, make a batch cannot be told from outside.
+        # Which rows of an own transform, or of one with state, make a batch cannot be known from outside.
         batch_atomic=s.sink.batch_atomic and by_record,
         ordered=ordered,
         given_up=_audited(fixture, "counts", "given_up"),
@@ -115,7 +114,7 @@ def _expected_of_sent(fixture: Fixture, ends: dict[str, End], final: Sequence[Se
 
 
 def _source_id(fixture: Fixture, row: Row) -> str:
-    return source_id(row.value) if fixture.setting.template is None else whole(row.key, row.value).id
+    return source_id(row.value) if fixture.setting.template is None else row_effect(row.key, row.value).id
 
 
 def _effects(fixture: Fixture, key: str | None, value: str) -> list[str]:

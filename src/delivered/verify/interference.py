@@ -42,7 +42,7 @@ def _able(fixture: Fixture, power: Any, what: str) -> Any:
 
 
 def producer_killed(fixture: Fixture) -> None:
-    """The producing application is killed twice; it sends again what it was not told about."""
+    """The producing application is killed twice; it sends again what was not acknowledged."""
     fixture.send(0.2)
     producer = fixture.producer(portion=40, pause_s=0.05)
     producer.start()
@@ -159,8 +159,8 @@ def broker_restarted(*points: str) -> Scripted:
 
 
 def source_killed(fixture: Fixture) -> None:
-    """The server that holds the source is killed while a task is about to read from it and a producer sends to it; what
-    that was not told about it does not send again."""
+    """The server that holds the source is killed while a task is about to read from it and a producer sends to it,
+    which does not send again what was not acknowledged."""
     fixture.send(0.3)
     run = fixture.start("source.read:before!wait")
     hit = waits(fixture, run)

@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
     @classmethod
     def worst(cls, verdicts: Iterable[Verdict]) -> Verdict:
-        """The one that beats all others; UNKNOWN when nobody said anything."""
+        """The one that beats all others; UNKNOWN of none."""
         rank = list(cls)
         return min(verdicts, key=rank.index, default=cls.UNKNOWN)
 
@@ -96,7 +96,7 @@ def unexpected(evidence: Evidence) -> Finding:
 
 
 def source_kept(evidence: Evidence) -> Finding:
-    """Every record that a producer was told is in is in the source, and nothing that nobody sent."""
+    """Every acknowledged record is in the source, and nothing that nobody sent."""
     missing = [f"acknowledged, not in the source: {r}" for r in evidence.acknowledged if r not in evidence.in_source]
     foreign = [] if evidence.offered is None else [r for r in evidence.in_source if r not in evidence.offered]
     return _found("source_kept", [*missing, *(f"in the source, never sent: {r}" for r in foreign)])
@@ -175,7 +175,7 @@ def accounts(evidence: Evidence) -> Finding:
         if evidence.given_up is None:
             return Finding("accounts", Verdict.UNKNOWN, missing, note=f"{missing} records are missing, and not counted")
         if evidence.given_up < missing:
-            wrong.append(f"{missing} records are missing, and only {evidence.given_up} were said to be given up")
+            wrong.append(f"{missing} records are missing, and only {evidence.given_up} are reported as given up")
     return _found("accounts", wrong, f"audit: {evidence.audit_verdict or 'not asked'}")
 
 
@@ -186,8 +186,8 @@ def stopped_right(evidence: Evidence) -> Finding:
         for s in evidence.stops
         if not s.right
     ]
-    said = ", ".join(s.got for s in evidence.stops if s.got and s.right)
-    return _found("stopped_right", wrong, f"stopped with {said}" if said else "")
+    codes = ", ".join(s.got for s in evidence.stops if s.got and s.right)
+    return _found("stopped_right", wrong, f"stopped with {codes}" if codes else "")
 
 
 def recovery(evidence: Evidence) -> Finding:

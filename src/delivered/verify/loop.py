@@ -132,8 +132,8 @@ class Loop:
     def accounts(self) -> dict[str, int]:
         context = self.context(Checkpoint(Path(self.pipeline.checkpoint)))
         last = context.ledger.look().last
-        told = [] if last is None else [Account(last.total, last.given_up), *last.others.values()]
-        return {"decided": sum(a.total.count for a in told), "given_up": sum(a.given_up.count for a in told)}
+        accounts = [] if last is None else [Account(last.total, last.given_up), *last.others.values()]
+        return {"decided": sum(a.total.count for a in accounts), "given_up": sum(a.given_up.count for a in accounts)}
 
     def run(self, takeover: bool) -> int:
         """Until everything is delivered that was there at the start. Returns how many batches were run."""
@@ -196,12 +196,12 @@ class Loop:
             return pool.submit(task, self.sink, self.direct, plan, shard, number, pieces[shard])
 
         tasks = [attempt(n, 0) for n in range(len(pieces))]
-        said: list[ShardMessage] = []
+        messages: list[ShardMessage] = []
         failed: Exception | None = None
         for shard, t in enumerate(tasks):
             for number in range(1, self.attempts_max + 1):
                 try:
-                    said.append(t.result())
+                    messages.append(t.result())
                     break
                 except Exception as error:
                     if number == self.attempts_max or isinstance(error, BrokenProcessPool):
@@ -211,10 +211,10 @@ class Loop:
         try:
             if failed is not None:
                 raise failed
-            commit_batch(context, plan.batch, plan.offsets, said)
+            commit_batch(context, plan.batch, plan.offsets, messages)
         except Exception:
             # What the other tasks prepared goes back. Spark does so for those that succeeded; running ones it kills.
-            abort_batch(context, said)
+            abort_batch(context, messages)
             raise
         reach(StepId.LOG, Moment.BEFORE, batch=plan.batch)
 

@@ -4,7 +4,7 @@ and who starts it, as a process of its own, kills it and starts it again.
     python -m delivered.verify.producer '{"source": ..., "records": file, "notes": file, "portion": 20, "pause_s": 0.1}'
 
 A note is written before a portion leaves and after it was acknowledged, each on disk before it goes on. Started again,
-it sends again what it had begun and was not told about: the source may then hold these twice. With `"again": false` it
+it sends again what was begun and not acknowledged: the source may then hold these twice. With `"again": false` it
 leaves that out: the source may then hold it or not.
 """
 
@@ -33,7 +33,7 @@ class Producer:
     """A producer application that can be killed and started again.
 
     Args:
-        again: started again, it sends again what it had begun and was not told about; else it leaves that out.
+        again: started again, it sends again what was not acknowledged; else it leaves that out.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Producer:
             "pause_s": pause_s,
             "again": again,
         }
-        self._told = 0
+        self._noted = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, stop_at: int | None = None, moment: str = "before") -> Path:
@@ -105,9 +105,9 @@ class Producer:
 
     def _note(self) -> None:
         notes = read_notes(self._notes)
-        for n in notes[self._told :]:
+        for n in notes[self._noted :]:
             self._history.add("producer", "send", End.OK if n["end"] == "ok" else End.BEGUN, {"ids": n["ids"]})
-        self._told = len(notes)
+        self._noted = len(notes)
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A network between Kafka's clients and its broker that loses, delays and repeats what it is told to, frame by frame.
+"""A network between Kafka's clients and its broker that loses, delays and repeats frames as its rules say.
 
 Knows only what every frame has: its length, and of a request the API's key, its version and a correlation id. Where a
 response names the broker's address, the port is overwritten by the proxy's own: the port follows the host as four

@@ -106,11 +106,11 @@ class Reader:
 
 
 class LatestByKey:
-    """What a sink that keeps the newest row of each key says, told as if it kept all of them.
+    """What a sink that keeps the newest row of each key says, put as if it kept all of them.
 
     A row of number n of its key says that the records 0 to n of this key came through: that is what judges of lost,
-    torn and rolled-back records are told. A key whose number was higher before is told as an effect that is not there
-    at the end.
+    torn and rolled-back records see. A key whose number was higher before shows as an effect that is not there at the
+    end.
 
     Args:
         sent: all records that may be, with a number for each of a key.

@@ -1,5 +1,5 @@
-"""Scripts about receivers of a queue that forgets: they die at each of their steps, at random moments, together with
-the driver, and wake up late; the queue's server dies under them."""
+"""Scripts about receivers of a queue: they are killed at each of their steps, at random moments, together with the
+driver, and wake up late; the queue's server is killed under them."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def killed_with_driver(*pairs: tuple[str, str]) -> tuple[Script, tuple[str, ...]
 
 
 def queue_killed(fixture: Fixture) -> None:
-    """The server dies when a receiver has persisted messages and not acknowledged them, while a producer sends; what
-    that was not told about it does not send again."""
+    """The server is killed when a receiver has persisted messages and not acknowledged them, while a producer sends,
+    which does not send again what was not acknowledged."""
     fixture.send(0.2)
     receiver = fixture.receivers.start("receive.ack:before!wait")
     fixture.send(0.2, arrive=False)

@@ -126,4 +126,4 @@ class Receiving:
                 self._over.add(run.number)
                 self.stops.append(Stop((), run.code, run.name))
                 end = End.OK if run.code is None else End.FAILED
-                self._history.add(run.name, "run", end, {"code": run.code, "said": last_words(run)})
+                self._history.add(run.name, "run", end, {"code": run.code, "output": last_words(run)})

@@ -1,6 +1,6 @@
 """A run of the matrix as one HTML file: verdicts, reasons, a timeline per case, how to run each again.
 
-Nothing is fetched and no script runs. Verdicts are told by words and shapes as well as by colours of the Okabe-Ito
+Nothing is fetched and no script runs. Verdicts are words and shapes as well as colours of the Okabe-Ito
 palette, on a light and on a dark page.
 """
 
@@ -177,12 +177,12 @@ def timeline(history: Sequence[Operation]) -> str:
 
 def _run_bar(begin: float, end: float, y: int, o: Operation) -> str:
     how = {End.OK: "ok", End.FAILED: "failed", End.UNKNOWN: "killed"}[o.end]
-    said = how if o.end is not End.FAILED else str(o.value.get("code", how))
+    text = how if o.end is not End.FAILED else str(o.value.get("code", how))
     width = max(2.0, end - begin)
     return (
         f'<rect class="run {how}" x="{begin:.1f}" y="{y - 5}" width="{width:.1f}" height="10" rx="2">'
-        f"<title>{html.escape(o.process)}: {html.escape(said)}</title></rect>"
-        f'<text class="run" x="{begin + 4:.1f}" y="{y + 3}">{html.escape(said)}</text>'
+        f"<title>{html.escape(o.process)}: {html.escape(text)}</title></rect>"
+        f'<text class="run" x="{begin + 4:.1f}" y="{y + 3}">{html.escape(text)}</text>'
     )
 
 
@@ -255,7 +255,7 @@ faults</small>{% else %}<small>not run</small>{% endif %}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 {% if speeds %}<h2>Back after a kill</h2>
 <p>From the start after a SIGKILL of the driver until a reader sees the first new record. It should take at most {{
-ratio_max | round | int }} times a plain restart; this is reported beside the verdicts, it is not part of them.</p>
+ratio_max | round | int }} times a plain restart; this is reported apart from the verdicts.</p>
 <div class="scroll"><table><tr><th>guarantee</th><th>cases</th><th>slower</th><th>worst ratio</th><th>there</th></tr>
 {% for (sink, guarantee, service), s in speeds %}<tr><th>{{ guarantee }}<small>{{ sink }}, {{ service }}</small></th>
 <td>{{ s.cases }}</td><td><b class="{{ s.verdict.value }}">{{ signs[s.verdict.value] }} {{ s.slow }}</b></td>
@@ -268,7 +268,7 @@ s</td></tr>
 signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.workload }}: {{ r.text }}</summary>
 <div>{% for reason in r.reasons %}<p class="broken">{{ reason }}</p>{% endfor %}
 <p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} doubled
-{%- if r.given_up is not none %}, {{ r.given_up }} said to be given up{% endif %}. {{ r.fired }} faults in {{ r.runs }}
+{%- if r.given_up is not none %}, {{ r.given_up }} given up{% endif %}. {{ r.fired }} faults in {{ r.runs }}
 starts, {{ r.seconds }} s, seed {{ r.seed }}.
 {%- for s in r.stops if s.got %} {{ s.when }}: stopped with {{ s.got }}.{% endfor %}
 {%- if r.undelivered %} {{ r.undelivered }} records wait behind the stop.{% endif %}

@@ -100,7 +100,7 @@ def at_each(
     """At each point, in a start of its own, something is done, while the pipeline goes on or fails as it likes.
 
     Args:
-        harm: lets the run go on itself, and notes what happened under the name that it is given.
+        harm: lets the run go on itself, and notes what happened under this name.
     """
 
     def script(fixture: Fixture) -> None:

@@ -52,7 +52,7 @@ class Run:
 
     Attributes:
         number: 1 for the first of a case.
-        output: file with what it said.
+        output: file with what it printed.
         after_kill: it was started because the run before it was killed.
         role: what it is, for people.
     """
@@ -280,7 +280,7 @@ stands in for Spark, a hundred times cheaper to kill and start again; its verdic
 
 
 def last_words(run: Run) -> str:
-    """The end of what a run said, for errors of the judge."""
+    """The end of a run's output, for errors of the judge."""
     lines = [x for x in run.output.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
     return " | ".join(lines[-5:])[-800:]
 

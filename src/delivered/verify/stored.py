@@ -1,7 +1,7 @@
 """Results on disk: their format, and what is read of earlier ones.
 
 format 0   until 0.1: a bare list of results, or a run, without a version
-format 1   {"format": 1, "results": ...}; a run has "format" beside its other keys
+format 1   {"format": 1, "results": ...}; a run has "format" among its keys
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Template:
             make=lambda _random, _count: iter(self.sample),
             ordered=False,
             records=len(self.sample),
-            teller=whole,
+            teller=row_effect,
         )
 
     @property
@@ -122,7 +122,7 @@ def load(path: Path) -> Template:
     return Template(data, path.parent.resolve(), sample)
 
 
-def whole(key: str | None, value: str) -> Effect:
+def row_effect(key: str | None, value: str) -> Effect:
     """An effect is all that a row says."""
     digest = hashlib.blake2b(json.dumps([key, value]).encode(), digest_size=10).hexdigest()
     return Effect(digest, key, None)

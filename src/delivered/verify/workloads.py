@@ -67,7 +67,7 @@ class Workload:
         kinds: SQL types of the key and the value that come out.
         ordered: effects of one key must appear in the order of their numbers.
         topics: of source and sink; more than one wants a source with topics.
-        faults: those that are tried with it, beside what needs it by name.
+        faults: those that are tried with it, besides what needs it by name.
         teller: (key, value) of the sink -> effect; None: the value says it, as `Record.value` made it.
         sink: more options of the sink in the pipeline file.
     """

@@ -38,7 +38,7 @@ class Topic:
 
     Attributes:
         bootstrap: of the broker itself, for the judge.
-        pipeline_address: the address that the pipeline is given: the broker's, or a proxy's.
+        pipeline_address: the broker's as the pipeline knows it: its own, or a proxy's.
         extra: more options in the pipeline file.
         topics: how many; the second one's name ends in "-1".
     """

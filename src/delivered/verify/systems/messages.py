@@ -39,7 +39,7 @@ class Messages(ABC):
         server: that the judge may kill.
         name: of the case.
         ledger: a file of the driver's machine, for what the broker has no place for.
-        pipeline_address: the address that the pipeline is given: the server's, or a proxy's.
+        pipeline_address: the server's as the pipeline knows it: its own, or a proxy's.
     """
 
     system = "messages"

@@ -211,7 +211,7 @@ def _messages(channel: Any, stream: str, offset: int | str) -> Iterator[tuple[in
 
 
 def _wait_until_written(folder: Path, queue: str) -> None:
-    """RabbitMQ (3.10) writes down a quorum queue's name a moment after it said that the queue is declared. One that is
+    """RabbitMQ (3.10) writes down a quorum queue's name a moment after it confirmed the declaration. One that is
     killed before leaves a queue that nobody can write to."""
 
     def written() -> bool:

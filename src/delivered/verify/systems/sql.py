@@ -25,7 +25,7 @@ class SqlTable(ABC):
 
     Args:
         server: that the judge may kill; name: of the case.
-        pipeline_address: the address that the pipeline is given: the server's, or a proxy's.
+        pipeline_address: the server's as the pipeline knows it: its own, or a proxy's.
         extra: options of the sink.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Tables that are files: which of their rows came first is told by the order in which a reader met the files."""
+"""Tables that are files: rows are in the order in which a reader met their files."""
 
 from __future__ import annotations
 
