@@ -157,10 +157,10 @@ def soak(results: Sequence[dict[str, Any]]) -> list[str]:
     if not found:
         return [UNPROVEN.capitalize() + "."]
     lines = [
-        f"{sum(int(r['fired']) for r in found)} faults in {len(found)} cases, by `make soak`. Lost and doubled are",
+        f"{sum(int(r['fired']) for r in found)} faults in {len(found)} cases, by `make soak`. Lost and duplicated are",
         "what was found, whether the guarantee forbids it or not.",
         "",
-        "| sink | guarantee | run by | seeds | cases | faults | lost | doubled | verdict |",
+        "| sink | guarantee | run by | seeds | cases | faults | lost | duplicated | verdict |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for sink in SINKS:
@@ -245,14 +245,14 @@ def page() -> str:
 
 
 def _between(results: Sequence[dict[str, Any]]) -> list[str]:
-    lost, doubled = (sum(int(r[k]) for r in results) for k in ("lost", "duplicated"))
+    lost, duplicated = (sum(int(r[k]) for r in results) for k in ("lost", "duplicated"))
     return [
         "`exactly_once`, by `delivered verify --source NAME`. The producer is killed, the server that holds the",
         "source, the driver and a task; of a queue that forgets (rabbitmq, activemq, rocketmq) also the receiver, at",
         "each of its steps, at random, and together with the driver. What its sender was told is in must be in the",
         "sink once, by its id.",
         "",
-        f"{len(results)} cases, {sum(int(r['fired']) for r in results)} faults; {lost} lost, {doubled} doubled.",
+        f"{len(results)} cases, {sum(int(r['fired']) for r in results)} faults; {lost} lost, {duplicated} duplicated.",
         "",
         *sources(results),
     ]

@@ -97,9 +97,9 @@ def _show(results: list[Result]) -> None:
         groups.setdefault((r.between, r.guarantee, r.service), []).append(r)
     for key, group in sorted(groups.items()):
         counts = [str(sum(r.verdict == v.value for r in group)) for v in Verdict]
-        lost, doubled = sum(r.lost for r in group), sum(r.duplicated for r in group)
+        lost, duplicated = sum(r.lost for r in group), sum(r.duplicated for r in group)
         fired = sum(r.fired for r in group)
-        table.add_row(*key, str(len(group)), str(fired), *counts, str(lost), str(doubled))
+        table.add_row(*key, str(len(group)), str(fired), *counts, str(lost), str(duplicated))
     Console(width=120).print(table)
     for r in results:
         if r.verdict != Verdict.HELD.value:

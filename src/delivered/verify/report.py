@@ -1,7 +1,8 @@
 """A run of the matrix as one HTML file: verdicts, reasons, a timeline per case, how to run each again.
 
-Nothing is fetched and no script runs. Verdicts are words and shapes as well as colours of the Okabe-Ito
-palette, on a light and on a dark page.
+Nothing is fetched and no script runs. Verdicts are words and shapes as well as colours of the Okabe-Ito palette, on a
+light and on a dark page. Timelines are drawn by hand: by Altair and vl-convert one takes 240 ms and 10 kB in place of
+0.3 ms and 1.5 kB, which is six minutes for a page of all stored cases.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def page(results: Sequence[Result]) -> str:
             fired=sum(r.fired for r in results),
             verdicts={v.value: sum(r.verdict == v.value for r in results) for v in Verdict},
             lost=sum(r.lost for r in results if r.guarantee != "at_most_once"),
-            doubled=sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
+            duplicated=sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
             versions=versions(),
             made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         )
@@ -242,8 +243,8 @@ _TEMPLATE = """<!doctype html>
 <p>{{ total }} cases, {{ fired }} faults injected:
 {% for verdict, count in verdicts.items() if count %}<b class="{{ verdict }}">{{ signs[verdict] }} {{ count }}
 {{ verdict }}</b>{% if not loop.last %}, {% endif %}{% endfor %}. {{ lost }} records lost where none may be,
-{{ doubled }} doubled where none may be. Every number comes from reading the sink with clients of the judge's own; a
-case whose fault did not fire, or whose sink nobody read at the end, is invalid.</p>
+{{ duplicated }} duplicated where none may be. Every number comes from reading the sink with clients of the judge's own;
+a case whose fault did not fire, or whose sink nobody read at the end, is invalid.</p>
 <h2>Matrix</h2>
 <div class="scroll"><table>
 <tr><th>failure point</th>{% for sink, guarantee, service in columns %}<th>{{ guarantee }}<small>{{ sink }}, {{ service
@@ -267,7 +268,7 @@ s</td></tr>
 {% for r in cases %}<details{% if r.verdict != "held" %} open{% endif %}><summary><b class="{{ r.verdict }}">{{
 signs[r.verdict] }} {{ r.verdict }}</b> {{ r.place }} {{ r.fault }}, {{ r.workload }}: {{ r.text }}</summary>
 <div>{% for reason in r.reasons %}<p class="broken">{{ reason }}</p>{% endfor %}
-<p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} doubled
+<p>{{ r.sent }} effects due, {{ r.delivered }} found; {{ r.lost }} lost, {{ r.duplicated }} duplicated
 {%- if r.given_up is not none %}, {{ r.given_up }} given up{% endif %}. {{ r.fired }} faults in {{ r.runs }}
 starts, {{ r.seconds }} s, seed {{ r.seed }}.
 {%- for s in r.stops if s.got %} {{ s.when }}: stopped with {{ s.got }}.{% endfor %}

@@ -131,7 +131,7 @@ def index(runs: Sequence[Run], folder: Path) -> str:
             counts=lambda r: {v.value: sum(x.verdict == v.value for x in r.results) for v in Verdict},
             services=lambda r: ", ".join(sorted({x.service for x in r.results})),
             lost=lambda r: sum(x.lost for x in r.results if x.guarantee != "at_most_once"),
-            doubled=lambda r: sum(x.duplicated for x in r.results if x.guarantee != "at_least_once"),
+            duplicated=lambda r: sum(x.duplicated for x in r.results if x.guarantee != "at_least_once"),
             total=sum(len(r.results) for r in runs),
             fired=sum(x.fired for r in runs for x in r.results),
         )
@@ -152,7 +152,7 @@ _TEMPLATE = """<!doctype html>
 <p class="made">runs: {{ runs | length }}, cases: {{ total }}, faults injected: {{ fired }}</p>
 <div class="scroll"><table>
 <tr><th>began</th><th>asked</th><th>run by</th><th>verdict</th><th>cases</th><th>faults</th>
-<th>lost, doubled<small>where none may be</small></th><th>back within 2x<small>of a plain restart</small></th>
+<th>lost, duplicated<small>where none may be</small></th><th>back within 2x<small>of a plain restart</small></th>
 <th>took</th></tr>
 {% for r in runs %}<tr>
 <td class="square">{% if r.name in pages %}<a href="runs/{{ r.name }}.html">{{ r.began[:16] | replace("T", " ") }}</a>
@@ -162,7 +162,7 @@ _TEMPLATE = """<!doctype html>
 {%- if r.ended is none %}<small>did not end</small>{% endif %}</td>
 <td>{{ r.results | length }}<small>{% for v, n in counts(r).items() if n %}{{ n }} {{ v }}
 {%- if not loop.last %}, {% endif %}{% endfor %}</small></td>
-<td>{{ r.results | sum(attribute="fired") }}</td><td>{{ lost(r) }}, {{ doubled(r) }}</td>
+<td>{{ r.results | sum(attribute="fired") }}</td><td>{{ lost(r) }}, {{ duplicated(r) }}</td>
 {% set measured = r.results | selectattr("recovery", "in", ["held", "broken"]) | list %}
 <td class="square">{% if measured %}{{ measured | selectattr("recovery", "equalto", "held") | list | length }} of {{
 measured | length }}<small>cases with kills</small>{% else %}<small>not measured</small>{% endif %}</td>

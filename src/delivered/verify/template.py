@@ -19,13 +19,14 @@ from typing import Any
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.load import load_file
-from delivered.verify.systems import POSTGRES_2PC
+from delivered.verify.systems import POSTGRES_2PC, SINK_KINDS
 from delivered.verify.systems.log import Log
 from delivered.verify.workloads import PARTITIONS, Effect, Record, Workload
 
 SAMPLE_MAX = 600
 _SAMPLE_TIMEOUT_S = 20.0
-_SOURCES, _SINKS = ("kafka", "log"), ("kafka", "sqlite", "postgres", "delta", "files")
+_SOURCES = ("kafka", "log")
+_SINKS = tuple(dict.fromkeys(k.format for k in SINK_KINDS.values() if k.own))
 _REPLACED = {
     "assign", "subscribepattern", "subscribe", "path", "topic", "table", "startingoffsets", "startingtimestamp",
     "startingoffsetsbytimestamp", "maxoffsetspertrigger", "commitoffsetstogroup", "ledgertopic", "url", "dbtable",
