@@ -84,32 +84,21 @@ def _of_sources(choice: Choice) -> list[Case]:
 
 
 def _of_sinks(choice: Choice) -> list[Case]:
-    found: list[Case] = []
-    for other_workloads in (False, True):
-        for guarantee in GUARANTEES:
-            for sink in SINKS:
-                for fault in catalogue(guarantee, sink):
-                    if fault.soak != (choice.faults is not None):
-                        continue
-                    if fault.workload is not None:
-                        named = [] if other_workloads else [fault.workload]
-                    elif not other_workloads:
-                        named = [DEFAULT_WORKLOAD]
-                    else:
-                        named = [
-                            w.name
-                            for w in WORKLOADS.values()
-                            if fault.name in w.faults and w.name != DEFAULT_WORKLOAD and _takes(sink, guarantee, w)
-                        ]
-                    found += [Case(sink, guarantee, w, fault, choice.seed, choice.service) for w in named]
-    return found
+    of_soak = choice.faults is not None
+    every = [(g, s, f) for g in GUARANTEES for s in SINKS for f in catalogue(g, s) if f.soak == of_soak]
+    first = [(g, s, f.workload or DEFAULT_WORKLOAD, f) for g, s, f in every]
+    others = [
+        (g, s, w.name, f)
+        for g, s, f in every
+        for w in WORKLOADS.values()
+        if f.workload is None and f.name in w.faults and w.name != DEFAULT_WORKLOAD and _takes(s, g, w)
+    ]
+    return [Case(s, g, w, f, choice.seed, choice.service) for g, s, w, f in [*first, *others]]
 
 
 def _takes(sink: str, guarantee: Guarantee, workload: Workload) -> bool:
     kind = SINK_KINDS[sink]
-    if workload.replaces and not (kind.upserts and guarantee is Guarantee.EXACTLY_ONCE):
-        return False
-    return not kind.members
+    return not kind.members and (not workload.replaces or (kind.upserts and guarantee is Guarantee.EXACTLY_ONCE))
 
 
 def _few(found: Sequence[Case], per_place: int) -> list[Case]:

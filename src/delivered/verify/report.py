@@ -14,14 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from delivered.model.errors import MissingExtra
 from delivered.verify.case import Result
 from delivered.verify.fault import PLACES
 from delivered.verify.history import End, Operation, load
 from delivered.verify.judge import RECOVERY_RATIO_MAX, Verdict
 from delivered.verify.matrix import GUARANTEES, versions
+from delivered.verify.pages import SIGNS, html_page
 
-SIGNS = {Verdict.HELD: "●", Verdict.BROKEN: "✕", Verdict.INVALID: "▲", Verdict.UNKNOWN: "?"}
 _WIDTH, _LEFT, _ROW, _TOP = 880, 96, 18, 42
 
 
@@ -44,45 +43,27 @@ def write_report(results: Sequence[Result], path: Path) -> None:
     path.write_text(page(results), encoding="utf-8")
 
 
-def templates() -> Any:
-    """What pages are made with.
-
-    Raises:
-        MissingExtra: the extra `report` is not installed.
-    """
-    try:
-        import jinja2
-    except ImportError:
-        raise MissingExtra("report") from None
-    return jinja2.Environment(autoescape=True)
-
-
 def page(results: Sequence[Result]) -> str:
     """The whole file."""
     columns = sorted({(r.between, r.guarantee, r.service) for r in results}, key=_order)
-    text: str = (
-        templates()
-        .from_string(_TEMPLATE)
-        .render(
-            style=STYLE,
-            columns=columns,
-            places=[(p, text) for p, text in PLACES.items() if any(r.place == p for r in results)],
-            square=lambda place, column: square(results, place, column),
-            speeds=[(c, s) for c in columns if (s := recovery(results, c)) is not None],
-            ratio_max=RECOVERY_RATIO_MAX,
-            groups=[(c, [r for r in results if (r.between, r.guarantee, r.service) == c]) for c in columns],
-            signs={v.value: s for v, s in SIGNS.items()},
-            timeline=_timeline_of,
-            total=len(results),
-            fired=sum(r.fired for r in results),
-            verdicts={v.value: sum(r.verdict == v.value for r in results) for v in Verdict},
-            lost=sum(r.lost for r in results if r.guarantee != "at_most_once"),
-            duplicated=sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
-            versions=versions(),
-            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        )
+    return html_page(
+        "delivered verify",
+        _TEMPLATE,
+        columns=columns,
+        places=[(p, text) for p, text in PLACES.items() if any(r.place == p for r in results)],
+        square=lambda place, column: square(results, place, column),
+        speeds=[(c, s) for c in columns if (s := recovery(results, c)) is not None],
+        ratio_max=RECOVERY_RATIO_MAX,
+        groups=[(c, [r for r in results if (r.between, r.guarantee, r.service) == c]) for c in columns],
+        timeline=_timeline_of,
+        total=len(results),
+        fired=sum(r.fired for r in results),
+        verdicts={v.value: sum(r.verdict == v.value for r in results) for v in Verdict},
+        lost=sum(r.lost for r in results if r.guarantee != "at_most_once"),
+        duplicated=sum(r.duplicated for r in results if r.guarantee != "at_least_once"),
+        versions=versions(),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    return text
 
 
 def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) -> Square | None:
@@ -201,45 +182,7 @@ def _seen(history: Sequence[Operation], x: Any, y: int) -> list[str]:
     return [f'<path class="seen" d="{" ".join(path)}"><title>{most} effects seen</title></path>']
 
 
-STYLE = """
-  :root { color-scheme: light dark; --ink: #1c1e21; --page: #fff; --line: #d5d9df; --soft: #5b616b; --panel: #f5f6f8;
-    --held: #00684a; --broken: #a83f00; --invalid: #6a3d9a; --unknown: #7a5c00; --bar: #0072b2; --seen: #009e73; }
-  @media (prefers-color-scheme: dark) { :root { --ink: #e8e8ea; --page: #16181c; --line: #3a3f47; --soft: #a6adb8;
-    --panel: #1f2228; --held: #4fd1a5; --broken: #ff9a63; --invalid: #cbb2ff; --unknown: #f0c04a; --bar: #56b4e9;
-    --seen: #4fd1a5; } }
-  body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 2rem auto;
-    max-width: 72rem; padding: 0 1rem; }
-  h1 { margin-bottom: 0; } p.made { color: var(--soft); margin-top: .2rem; }
-  a { color: var(--bar); }
-  .scroll { overflow-x: auto; }
-  table { border-collapse: collapse; } th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line);
-    text-align: left; vertical-align: top; } th { font-weight: 600; }
-  td.square { white-space: nowrap; } tr > th:first-child { min-width: 12rem; }
-  td.asked { min-width: 16rem; } td small, th small { color: var(--soft); font-weight: 400; display: block; }
-  .held { color: var(--held); } .broken { color: var(--broken); } .invalid { color: var(--invalid); }
-  .unknown { color: var(--unknown); } b.broken, b.invalid { text-decoration: underline; }
-  details { border-bottom: 1px solid var(--line); padding: .35rem 0; } summary { cursor: pointer; }
-  details > div { background: var(--panel); padding: .7rem 1rem; margin: .4rem 0; border-radius: .4rem; }
-  code { font-size: .85rem; overflow-wrap: anywhere; } svg { width: 100%; height: auto; }
-  svg text { font: 10px system-ui, sans-serif; fill: var(--ink); } svg text.tick { fill: var(--soft); }
-  svg text.run { fill: var(--page); font-size: 8px; } svg text.fault { fill: var(--broken); font-size: 8px; }
-  svg line.rail { stroke: var(--line); } svg line.fault { stroke: var(--broken); stroke-dasharray: 3 2; }
-  svg rect.run { fill: var(--bar); } svg rect.killed { fill: var(--broken); } svg rect.failed { fill: var(--unknown); }
-  svg circle.send { fill: var(--soft); } svg path.seen { fill: none; stroke: var(--seen); stroke-width: 1.5; }
-"""
-"""Of every page: light and dark, colours of the Okabe-Ito palette."""
-
-_TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>delivered verify</title>
-<style>{{ style | safe }}</style>
-</head>
-<body>
-<h1>delivered verify</h1>
-<p class="made">{{ made }}</p>
+_TEMPLATE = """<p class="made">{{ made }}</p>
 <p>{{ total }} cases, {{ fired }} faults injected:
 {% for verdict, count in verdicts.items() if count %}<b class="{{ verdict }}">{{ signs[verdict] }} {{ count }}
 {{ verdict }}</b>{% if not loop.last %}, {% endif %}{% endfor %}. {{ lost }} records lost where none may be,
@@ -281,6 +224,4 @@ takes {{ r.plain_s | round(1) }} s: <b class="{{ r.recovery }}">{{ signs[r.recov
 {% endfor %}{% endfor %}
 <h2>Versions</h2>
 <p>{% for name, v in versions.items() %}{{ name }} {{ v }}{% if not loop.last %}, {% endif %}{% endfor %}</p>
-</body>
-</html>
 """

@@ -21,7 +21,8 @@ from delivered.verify import stored
 from delivered.verify.case import Result
 from delivered.verify.judge import Verdict
 from delivered.verify.matrix import versions
-from delivered.verify.report import SIGNS, STYLE, templates, write_report
+from delivered.verify.pages import html_page
+from delivered.verify.report import write_report
 
 _log = logging.getLogger(__name__)
 RUNS, INDEX = "runs", "index.html"
@@ -120,36 +121,21 @@ def write_index(folder: Path) -> Path:
 
 def index(runs: Sequence[Run], folder: Path) -> str:
     """The whole file."""
-    text: str = (
-        templates()
-        .from_string(_TEMPLATE)
-        .render(
-            style=STYLE,
-            runs=runs,
-            pages={r.name for r in runs if (folder / RUNS / f"{r.name}.html").exists()},
-            signs={v.value: s for v, s in SIGNS.items()},
-            counts=lambda r: {v.value: sum(x.verdict == v.value for x in r.results) for v in Verdict},
-            services=lambda r: ", ".join(sorted({x.service for x in r.results})),
-            lost=lambda r: sum(x.lost for x in r.results if x.guarantee != "at_most_once"),
-            duplicated=lambda r: sum(x.duplicated for x in r.results if x.guarantee != "at_least_once"),
-            total=sum(len(r.results) for r in runs),
-            fired=sum(x.fired for r in runs for x in r.results),
-        )
+    return html_page(
+        "delivered verify: runs",
+        _TEMPLATE,
+        runs=runs,
+        pages={r.name for r in runs if (folder / RUNS / f"{r.name}.html").exists()},
+        counts=lambda r: {v.value: sum(x.verdict == v.value for x in r.results) for v in Verdict},
+        services=lambda r: ", ".join(sorted({x.service for x in r.results})),
+        lost=lambda r: sum(x.lost for x in r.results if x.guarantee != "at_most_once"),
+        duplicated=lambda r: sum(x.duplicated for x in r.results if x.guarantee != "at_least_once"),
+        total=sum(len(r.results) for r in runs),
+        fired=sum(x.fired for r in runs for x in r.results),
     )
-    return text
 
 
-_TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>delivered verify: runs</title>
-<style>{{ style | safe }}</style>
-</head>
-<body>
-<h1>delivered verify: runs</h1>
-<p class="made">runs: {{ runs | length }}, cases: {{ total }}, faults injected: {{ fired }}</p>
+_TEMPLATE = """<p class="made">runs: {{ runs | length }}, cases: {{ total }}, faults injected: {{ fired }}</p>
 <div class="scroll"><table>
 <tr><th>began</th><th>asked</th><th>run by</th><th>verdict</th><th>cases</th><th>faults</th>
 <th>lost, duplicated<small>where none may be</small></th><th>back within 2x<small>of a plain restart</small></th>
@@ -169,6 +155,4 @@ measured | length }}<small>cases with kills</small>{% else %}<small>not measured
 <td class="square">{% if r.seconds is not none %}{{ (r.seconds / 60) | round(1) }} min{% else %}-{% endif %}</td>
 </tr>
 {% endfor %}</table></div>
-</body>
-</html>
 """

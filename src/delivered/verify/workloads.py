@@ -230,33 +230,12 @@ _SAME_SQL = "SELECT key, value FROM source"
 _MODULE = "delivered.verify.transforms"
 
 _OF_CHANGES = (
-    "none",
-    "lock-held",
-    "replies-lost",
-    "late-commit",
-    "other-writers",
-    "broker-killed",
-    "broker-restarted",
-    "killed-in-transaction",
-    "worker-killed",
-    "slow-reader",
-    "killed-before",
-    "killed-between",
-    "killed-after",
-    "killed-twice",
-    "killed-after-staging",
-    "killed-at-random",
-    "task-retried",
-    "zombie-decide",
-    "zombie-prepare",
-    "zombie-apply",
-    "second-driver",
-    "rolled-back-before-decide",
-    "rolled-back-after-decide",
-    "log-entry-removed",
-    "older-checkpoint",
-    "checkpoint-deleted",
-)
+    "none", "lock-held", "replies-lost", "late-commit", "other-writers", "broker-killed", "broker-restarted",
+    "killed-in-transaction", "worker-killed", "slow-reader", "killed-before", "killed-between", "killed-after",
+    "killed-twice", "killed-after-staging", "killed-at-random", "task-retried", "zombie-decide", "zombie-prepare",
+    "zombie-apply", "second-driver", "rolled-back-before-decide", "rolled-back-after-decide", "log-entry-removed",
+    "older-checkpoint", "checkpoint-deleted",
+)  # fmt: skip
 
 WORKLOADS: dict[str, Workload] = {
     w.name: w
