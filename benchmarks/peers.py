@@ -230,8 +230,8 @@ def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
                         continue
                     case = Case(KAFKA, peer.states, "keyed", fault, seed, _service(peer))
                     found = run_case(case, environment)
-                    told = {k: v for k, v in found.to_json().items() if k not in _NOT_STORED}
-                    kept[key] = {**told, "blocked_s": _blocked_s.get(case.name)}
+                    kept_fields = {k: v for k, v in found.to_json().items() if k not in _NOT_STORED}
+                    kept[key] = {**kept_fields, "blocked_s": _blocked_s.get(case.name)}
                     lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(kept[k])}" for k in sorted(kept))
                     stored.write(STORED, f'{{"format": {stored.FORMAT}, "results": {{\n{lines}\n}}}}\n')
                     say = f"{key}: {found.verdict}, {found.fired} faults, {found.lost} lost, {found.duplicated} doubled"
@@ -247,7 +247,7 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
     there = [p for p in PEERS.values() if any(k.startswith(f"{p.name}/") for k in results)]
     seeds = sorted({r.seed for r in results.values()})
     lines = [
-        "# Beside others",
+        "# Compared with other products",
         "",
         "Written by `make peers`: 1,200 records from one Kafka topic to another on one machine, the same kills and the",
         "same judges as in `delivered verify`. *Held*: what the product states of itself was not contradicted in these",
@@ -287,7 +287,7 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
         lines += [f"Not run yet: {'; '.join(missing)}.", ""]
     reasons = [f"- `{k}`: {'; '.join(r.reasons)}" for k, r in sorted(results.items()) if r.reasons]
     if reasons:
-        lines += ["What did not hold, or could not be told:", "", *reasons, ""]
+        lines += ["What did not hold, or is unknown:", "", *reasons, ""]
     lines += [
         f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())};",
         f"{', '.join((*PACKAGES, *FLINK_PACKAGES))}; Kafka {KAFKA_VERSION} as the broker.",
@@ -307,7 +307,7 @@ def _median(seconds: Sequence[float]) -> str:
 
 
 def _others_better(results: Mapping[str, Result]) -> list[str]:
-    """Where a peer that held was sooner than ours of the same guarantee."""
+    """Where a peer that held was faster than ours of the same guarantee."""
     found, compared = [], False
     for ours in (p for p in PEERS.values() if p.command is None):
         own = [r.first_effect_s for r in _of(results, ours, "none") if r.first_effect_s is not None]
@@ -320,8 +320,8 @@ def _others_better(results: Mapping[str, Result]) -> list[str]:
                 times = statistics.median(own) / statistics.median(first)
                 found.append(f"- {peer.text} shows its first record {times:.1f} times as soon as {ours.text}, {held}.")
     if not compared:
-        return ["Nothing is said here of who is sooner: ours was not run beside them."]
-    return ["Where others are better:", "", *found] if found else ["Nobody was sooner than ours here."]
+        return ["No times are compared: ours was not run along with them."]
+    return ["Where others are better:", "", *found] if found else ["None was faster than ours here."]
 
 
 def main() -> None:
@@ -330,8 +330,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--again", action="store_true")
-    told = parser.parse_args()
-    run(told.peer or list(PEERS), told.seeds, told.minutes, told.again)
+    arguments = parser.parse_args()
+    run(arguments.peer or list(PEERS), arguments.seeds, arguments.minutes, arguments.again)
 
 
 if __name__ == "__main__":
