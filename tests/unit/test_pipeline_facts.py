@@ -7,12 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pyarrow as pa
 import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 import delivered
 from delivered.commit.context import Context
@@ -25,8 +27,10 @@ from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Owner
 from delivered.plan import Plan, Refusal
 from delivered.spark import first_offsets
+from delivered.spark.batch_start import handed_over
 from delivered.spark.facts import living
 from delivered.spark.messages import translated
+from delivered.spark.readers import StreamReader
 from delivered.write.shard import write_shard
 
 ROWS = pa.schema([pa.field("value", pa.binary())])
@@ -182,6 +186,54 @@ def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
     explicit = made.source.with_options(startingOffsets=json.dumps(first)).source()
     assert explicit.driver().initial()["offsets"] == first["offsets"]
     assert [p.name for p in (Path(made.checkpoint) / "delivered").iterdir()] == ["source-offsets.json"]
+
+
+def test_batch_0_of_the_idiom_begins_where_it_began_if_the_source_knows_the_checkpoint(tmp_path: Path) -> None:
+    """The source tells the sink, which keeps it: with another "latest" what lies between would be lost."""
+    made = pipeline(tmp_path)
+    source = made.source.with_options(startingOffsets="latest").source()
+    reader = StreamReader(source, False, driver_id="d" * 32, checkpoint=made.checkpoint)
+    began = reader.initialOffset()
+    append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
+    end = reader.latestOffset(began, ReadAllAvailable())
+    assert handed_over("d" * 32, json.dumps(end)) is None
+    reader.partitions(began, end)
+    assert handed_over("other", json.dumps(end)) is None
+    assert handed_over("d" * 32, json.dumps(end)) == began
+    assert handed_over("d" * 32, json.dumps(end)) is None  # it is told once
+    first_offsets.note(made.checkpoint, began)
+
+    again = StreamReader(source, False, driver_id="e" * 32, checkpoint=made.checkpoint)
+    assert again.initialOffset() == began != source.driver().initial()
+    # Two queries that end at one place and began at two: nothing is said.
+    again.partitions(began, end)
+    elsewhere = StreamReader(source, False, driver_id="e" * 32)
+    elsewhere.partitions(elsewhere.initialOffset(), end)
+    assert handed_over("e" * 32, json.dumps(end)) is None
+    again.partitions(began, end)
+    again.stop()
+    assert handed_over("e" * 32, json.dumps(end)) is None
+    assert not [
+        p for p in Path(tempfile.gettempdir()).glob("delivered-start-*") if p.name[-32:] in ("d" * 32, "e" * 32)
+    ]
+
+
+def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
+    file = tmp_path / "c" / "sources" / "0" / "0"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b'\0v1\n{"orders":{"0":12}}')
+    assert first_offsets.kept(str(tmp_path / "c")) == {"orders": {"0": 12}}
+    file.write_bytes(b"of another source")
+    assert first_offsets.kept(str(tmp_path / "c")) is None
+
+
+def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
+    """Once the Pipeline on a checkpoint of the idiom wrote today's "latest" down as its start."""
+    made = pipeline(tmp_path)
+    (Path(made.checkpoint) / "offsets").mkdir(parents=True)
+    (Path(made.checkpoint) / "offsets" / "0").write_text("v1\n{}\n{}")
+    assert first_offsets.keep(made.checkpoint, made.source.source()) is None
+    assert first_offsets.kept(made.checkpoint) is None
 
 
 def test_damaged_first_offsets_stop_the_start(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from delivered.spark.audit_sent import SentRange, sent_range
 from delivered.spark.audit_spec import AuditSpec, BadExpression, expressions
 from delivered.spark.checkpoint import read_view
 from delivered.spark.final_state import check, id_sql, of_state
-from delivered.spark.frames import batches_fit_for, kept_plain, slice_frame
+from delivered.spark.frames import batches_fit_for, kept_plain, shuffles_fit_for, slice_frame
 from delivered.spark.reconcile import Result, hashed, reconcile
 from delivered.write.shard import fingerprint_seed
 
@@ -112,7 +112,9 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
         found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
-            foreign = _foreign(found, spec)
+            rows, foreign = _kept(found, spec)
+            expected = ledger.visible.total.count if ledger.visible is not None else 0
+            held.enter_context(shuffles_fit_for(spark, rows + expected))
             mine = found.filter("own").drop("own") if spec.own is not None else found
             view = read_view(spec.checkpoint)
             start, unsure = _start(spec, read)
@@ -163,14 +165,13 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     return judged(report, versions_known=bool(spec.transform_version) and all(r.fingerprint for r in again))
 
 
-def _foreign(found: DataFrame, spec: AuditSpec) -> int:
-    """Keep what was read of the sink; return how many records of it are others'."""
+def _kept(found: DataFrame, spec: AuditSpec) -> tuple[int, int]:
+    """Keep what was read of the sink; return how many records it is, and how many of them are others'."""
     if spec.own is None:
-        found.count()
-        return 0
+        return found.count(), 0
     with expressions(spec):
-        (row,) = found.agg(F.sum(F.expr("cast(NOT own AS long)")).alias("foreign")).collect()
-    return int(row["foreign"] or 0)
+        (row,) = found.agg(F.count("*").alias("rows"), F.count_if(~F.col("own")).alias("foreign")).collect()
+    return int(row["rows"]), int(row["foreign"])
 
 
 def _own_wrong(sent: DataFrame, own: str) -> str:

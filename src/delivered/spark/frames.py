@@ -49,6 +49,11 @@ _NARROW = frozenset(
 
 _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _NESTED_ROWS_MAX = 512
+_SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
+_SHUFFLE_ROWS = 200_000
+"""Rows of about 100 bytes in one partition of a shuffle."""
+
+_SHUFFLE_PARTITIONS_MAX = 10_000
 _PACKED = "spark.sql.inMemoryColumnarStorage.compressed"
 
 _OPERATOR = re.compile(r"^[\s:+*|-]*(?:\(\d+\)\s*)?([A-Za-z]+)")
@@ -98,6 +103,18 @@ def kept_plain(spark: SparkSession) -> Iterator[None]:
     keeps 336,776 classified records, 6.0 s without (4.3.0, two cores).
     """
     with _set(spark, _PACKED, "false"):
+        yield
+
+
+@contextmanager
+def shuffles_fit_for(spark: SparkSession, rows: int) -> Iterator[None]:
+    """While this holds, shuffles have as many partitions as so many small rows deserve.
+
+    A partition costs 10 to 20 ms in each of the audit's shuffles, whatever is in it: with Spark's default of 200, most
+    of the time of a small audit.
+    """
+    partitions = min(max(1, -(-rows // _SHUFFLE_ROWS)), _SHUFFLE_PARTITIONS_MAX)
+    with _set(spark, _SHUFFLE_PARTITIONS, str(partitions)):
         yield
 
 

@@ -11,7 +11,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from delivered.contract import Slice, Source, SourceDriver
 from delivered.model.patience import in_query
+from delivered.contract_offsets import HasOffsetMetadata
 from delivered.model.step import Moment, StepId, reach
+from delivered.spark import first_offsets
 from delivered.spark.batch_start import hand_over, withdraw
 from delivered.spark.crash import arm
 from delivered.spark.drain import is_drained
@@ -72,7 +74,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._opened
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        self._initial = self._logged = self._driver.initial()
+        initial, began = self._driver.initial(), None
+        if self._checkpoint is not None:
+            # Batch 0 runs again: where it begins was settled the first time, whatever "latest" is by now.
+            began = first_offsets.kept(self._checkpoint)
+        metadata = self._source.offset_metadata if isinstance(self._source, HasOffsetMetadata) else frozenset()
+        self._initial = initial if began is None else {k: v for k, v in began.items() if k not in metadata}
+        self._logged = self._initial
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
