@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ROWS = 400
+MARK = "named_struct('key', 'pipeline', 'value', CAST('audited' AS BINARY))"
+SQL = f"SELECT key, value, array({MARK}) AS headers FROM source"
+OWN = "exists(headers, h -> h.key = 'pipeline' AND h.value = CAST('audited' AS BINARY))"
 
 
 def produce(bootstrap: str, topic: str) -> None:
@@ -45,11 +48,11 @@ def pipeline_file(folder: Path, bootstrap: str, source: str, sink: str) -> Path:
                     "format": "kafka", **servers, "subscribe": source, "startingOffsets": "earliest",
                     "maxOffsetsPerTrigger": 100,
                 },
-                "transform": {"sql": "SELECT key, value FROM source"},
+                "transform": {"sql": SQL},
                 "sinks": [{"format": "kafka", **servers, "topic": sink}],
                 "trigger": "available_now",
                 "master": "local[2]",
-                "audit": {"id": "get_json_object(CAST(value AS STRING), '$.id')"},
+                "audit": {"id": "get_json_object(CAST(value AS STRING), '$.id')", "own": OWN},
             }
         )
     )  # fmt: skip
@@ -101,11 +104,15 @@ def test_a_batch_that_is_decided_and_not_applied_is_in_progress(
     assert finished.fingerprints.says == "source, ledger and sink agree"
     assert sorted(line.lane for line in finished.lanes) == [f"{source}-0", f"{source}-1"]
 
-    # One record more, by somebody else's hand.
+    # One record more, by somebody else's hand: without the header it is foreign, with it a duplicate.
     from confluent_kafka import Producer
 
     producer = Producer({"bootstrap.servers": kafka.bootstrap})
     producer.produce(sink, key="k1", value=json.dumps({"id": 7}), partition=0)
+    assert producer.flush(30) == 0
+    shared = delivered.Pipeline.from_file(file).audit(spark)
+    assert (shared.verdict, shared.counts, shared.foreign) == (Verdict.HELD, Counts(ROWS, ROWS), 1), shared.to_json()
+    producer.produce(sink, key="k1", value=json.dumps({"id": 7}), partition=0, headers=[("pipeline", b"audited")])
     assert producer.flush(30) == 0
     broken = delivered.Pipeline.from_file(file).audit(spark)
     assert (broken.verdict, broken.exit_code, broken.counts.duplicated) == (Verdict.BROKEN, 1, 1)

@@ -10,8 +10,8 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from delivered.contract import Slice, Source, SourceDriver
-from delivered.model.patience import in_query
 from delivered.contract_offsets import HasOffsetMetadata
+from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
 from delivered.spark import first_offsets
 from delivered.spark.batch_start import hand_over, withdraw
