@@ -393,6 +393,8 @@ def test_p4_earlier_incarnations_are_bounded(tmp_path: Path) -> None:
     assert len(state.earlier) == LEDGER_INCARNATIONS
     assert [(d.scope.incarnation, d.batch) for d in state.earlier[:2]] == [("i119", 1), ("i118", 1)]
     assert count(sink, "_delivered_decision") == LEDGER_INCARNATIONS
+    assert count(sink, "_delivered_archive") == 20
+    assert claimed(sink, scope=Scope("orders", "t", "i3")).look().archived is not None
 
 
 def test_look_and_history_write_nothing(tmp_path: Path) -> None:

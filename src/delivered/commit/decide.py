@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from delivered.commit.apply import apply_decided, work_of
 from delivered.commit.context import Context
-from delivered.commit.messages import all_skipped, checked, complete, strangers, written
+from delivered.commit.messages import all_skipped, check_same_rows, checked, complete, repeats, strangers, written
 from delivered.commit.repair import repaired
 from delivered.commit.sweep import sweep
 from delivered.commit.target import decided_targets, known_targets
@@ -25,13 +25,13 @@ from delivered.model.limits import DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.transforms import transforms_after
-from delivered.model.work import Account, Decision, LedgerState, Prepared, ShardMessage
+from delivered.model.work import Account, Action, Decision, LedgerState, Prepared, ShardMessage
 
 log = logging.getLogger(__name__)
 
 
 def commit_batch(
-    context: Context, batch: int, offsets: str, messages: Sequence[ShardMessage | None]
+    context: Context, batch: int, offsets: str, messages: Sequence[ShardMessage | None], *, run: bool = False
 ) -> Decision | None:
     """Make a batch count, then visible.
 
@@ -45,6 +45,7 @@ def commit_batch(
 
     Args:
         offsets: the sources' offsets, for a batch without a single task.
+        run: as in the `CheckpointView` that the batch was planned for.
 
     Returns:
         The decision, or None if every shard was in already.
@@ -52,6 +53,7 @@ def commit_batch(
     Raises:
         InvariantBroken: the messages do not fit together. Nothing was decided.
         Fenced: another driver, or a later start of this one, owns the ledger. Nothing was decided.
+        Refused: the run was decided before, for other rows. Nothing was written.
         ReplayDiffers: a shard written again differs from the one decided. Nothing was applied.
         OutcomeUnknown, PromiseBroken: the next start finishes the batch.
     """
@@ -65,6 +67,14 @@ def commit_batch(
             f"Batch {batch} is to be decided, and the ledger holds batch {last.batch} already. Nothing was decided.",
             next_step="stop every other driver on this checkpoint, then start the pipeline again",
         )
+    if run and (again := last.archived if last is not None else state.archived) is not None and repeats(said):
+        try:
+            check_same_rows(context, again, said)
+        except DeliveredError:
+            _give_back(context, strangers(said, last) if last else list(written(said)))
+            raise
+        if all(m.did is Action.COMPARE for m in said):
+            return None
     if last is not None and last.batch == batch:
         if all_skipped(said):
             return None

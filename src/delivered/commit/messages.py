@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delivered.commit.context import Context
-from delivered.model.errors import InvariantBroken
+from delivered.model.archive import Archived
+from delivered.model.errors import InvariantBroken, Refused
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import Action, Decision, Prepared, ShardMessage
 
@@ -52,6 +54,32 @@ def written(said: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
 
 def all_skipped(said: Sequence[ShardMessage]) -> bool:
     return bool(said) and all(m.did is Action.SKIP for m in said)
+
+
+def repeats(said: Sequence[ShardMessage]) -> bool:
+    """Whether these are of a run that was decided before it was planned. One without tasks has no rows to compare."""
+    return not said or any(m.did is Action.COMPARE for m in said)
+
+
+def check_same_rows(context: Context, decided: Archived, said: Sequence[ShardMessage]) -> None:
+    """Check that a run that was decided before has the same rows.
+
+    Raises:
+        Refused: it has others. None of them was written.
+    """
+    given = sum((m.compared for m in said), Fingerprint())
+    given += sum((p.fingerprint for p in written(said) if not p.sink), Fingerprint())
+    if decided.holds(given):
+        return
+    what = "others" if given.count == decided.rows else str(given.count)
+    raise Refused(
+        "RUN_ID_TAKEN",
+        f"The run {context.scope.incarnation!r} of pipeline {context.scope.pipeline!r} was written to sink "
+        f"{context.scope.sink!r} before, with {decided.rows} records; now it has {what}. A run id names the same rows "
+        "each time. Nothing was written.",
+        next_step="give other rows another runId; within foreachBatch one of the query's id and the batch's: "
+        'f"{query_id}-{batch_id}"',
+    )
 
 
 def complete(context: Context, batch: int, said: Sequence[ShardMessage]) -> None:

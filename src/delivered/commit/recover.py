@@ -6,7 +6,7 @@ import logging
 
 from delivered.commit.apply import apply_decided, work_of
 from delivered.commit.context import Context
-from delivered.commit.rules import BegunBatch, DecidedBatch, NewBatch, judge
+from delivered.commit.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, judge
 from delivered.commit.sweep import sweep
 from delivered.commit.target import check_targets, known_targets
 from delivered.model.errors import OutcomeUnknown, PromiseBroken, Refused
@@ -53,11 +53,15 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
     match verdict:
         case DecidedBatch(decision):
             log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
-            guarantee, action, rewrite = decision.guarantee, Action.SKIP, _finish(context, decision)
+            rewrite = _finish(context, decision, state.earlier[0] if view.run and state.earlier else None)
+            guarantee, action = decision.guarantee, Action.COMPARE if view.run else Action.SKIP
+        case ArchivedRun():
+            _undo(context, state.earlier[0] if state.earlier else None)
+            action = Action.COMPARE
         case BegunBatch():
             log.warning("batch %d was begun by an earlier run and is given up", view.batch)
             action = Action.GIVE_UP
-            sweep(context, None)
+            _undo(context, state.earlier[0] if state.last is None and state.earlier else None)
         case NewBatch():
             fresh = state.last is None
             if first:
@@ -76,18 +80,26 @@ def _claim(context: Context) -> LedgerState:
     return state
 
 
-def _finish(context: Context, decision: Decision) -> dict[int, frozenset[str]]:
-    """Apply a decided batch; return the shards whose promise is gone, each with the sinks to write it to again."""
+def _finish(context: Context, decision: Decision, other: Decision | None = None) -> dict[int, frozenset[str]]:
+    """Apply a decided batch; return the shards whose promise is gone, each with the sinks to write it to again.
+
+    Args:
+        other: the newest decision of other incarnations, where this one may come again after it. Its participants may
+            not be applied yet, and are left as they are.
+    """
     _known_sinks(context, decision)
+    keep = (decision,) if other is None else (decision, other)
     if decision.guarantee is not Guarantee.EXACTLY_ONCE:
-        sweep(context, decision)
+        sweep(context, *keep)
         return {}
     reach(StepId.RECOVER_APPLY, Moment.BEFORE, batch=decision.batch)
     broken = apply_decided(context, decision, StepId.RECOVER_APPLY)
     # Evidence is read only after the sweep: open transactions of the dead would hide it.
-    sweep(context, decision)
+    sweep(context, *keep)
     lost: dict[int, frozenset[str]] = {}
-    for p in broken:
+    # A later incarnation began by finishing this decision. Evidence of it may be gone by now: markers are compacted.
+    finished = other is not None and other.decided_at_ms > decision.decided_at_ms
+    for p in () if finished else broken:
         if not context.resource.applied(work_of(decision, p)):
             lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
     if lost:
@@ -112,7 +124,7 @@ def _known_sinks(context: Context, decision: Decision) -> None:
 def _undo(context: Context, earlier: Decision | None) -> None:
     """Abort what nobody decided. What an earlier incarnation did decide, and did not live to apply, is finished."""
     if earlier is None:
-        sweep(context, None)
+        sweep(context)
         return
     lost = _finish(context, earlier)
     if lost and not context.tolerance.missing_ledger:

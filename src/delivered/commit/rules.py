@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from delivered.model.archive import Archived
 from delivered.model.errors import LedgerAhead, LedgerBehind, Refused
 from delivered.model.guarantee import Guarantee
+from delivered.model.limits import LEDGER_INCARNATIONS
 from delivered.model.work import Begun, CheckpointView, Decision, LedgerState, Tolerance
 
 
@@ -28,7 +30,14 @@ class BegunBatch:
     begun: Begun
 
 
-Verdict = NewBatch | DecidedBatch | BegunBatch
+@dataclass(frozen=True)
+class ArchivedRun:
+    """The run was decided and finished, so long ago that only its archived entry is left."""
+
+    archived: Archived
+
+
+Verdict = NewBatch | DecidedBatch | BegunBatch | ArchivedRun
 
 
 def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
@@ -41,6 +50,8 @@ def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolera
             stricter, and records of this batch may have left under the weaker one.
     """
     last, begun = state.last, state.begun
+    if last is None and state.archived is not None:
+        return _archived(state.archived, view, guarantee, tolerance)
     newest = max((r.batch for r in (last, begun) if r is not None), default=None)
     if newest is not None and newest > view.batch:
         raise LedgerAhead(
@@ -90,6 +101,24 @@ def _begun(begun: Begun, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
                 next_step='accept that its records may appear twice with .option("repeatedBatch", "accept"), once; '
                 "or start with guarantee at_most_once, let it finish one batch, then change to exactly_once",
             )
+
+
+def _archived(archived: Archived, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
+    """What a batch of an incarnation is of which the ledger keeps its archived entry alone."""
+    if not archived.decided:
+        return _begun(Begun(view.batch, view.offsets), guarantee, tolerance)
+    if view.run:
+        return ArchivedRun(archived)
+    if tolerance.missing_ledger:
+        return NewBatch()
+    raise LedgerBehind(
+        "LEDGER_FORGOTTEN",
+        f"The checkpoint is about to run batch {view.batch} of incarnation {view.incarnation}, which wrote "
+        f"{archived.rows} records to this sink, and more than {LEDGER_INCARNATIONS} later checkpoints did since. The "
+        "ledger does not hold its batches any more: whether the sink has this one cannot be told.",
+        next_step="use the newest checkpoint; or accept once that the batch may be there, with "
+        '.option("missingLedger", "accept")',
+    )
 
 
 def _same_offsets(decided: str, view: CheckpointView) -> None:

@@ -13,14 +13,14 @@ from delivered.model.work import Decision
 log = logging.getLogger(__name__)
 
 
-def sweep(context: Context, keep: Decision | None) -> None:
-    """Abort every open participant of this pipeline and sink that `keep` does not name.
+def sweep(context: Context, *keep: Decision) -> None:
+    """Abort every open participant of this pipeline and sink that the decisions in `keep` do not name.
 
     Raises:
         OutcomeUnknown: some may still be open.
     """
     reach(StepId.RECOVER_SWEEP, Moment.BEFORE)
-    match context.resource.sweep(keep.participants if keep else ()):
+    match context.resource.sweep([p for decision in keep for p in decision.participants]):
         case Ok(count):
             if count:
                 log.info("aborted %d undecided participants", count, extra={"step": StepId.RECOVER_SWEEP})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from delivered.model.archive import Archived
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -22,12 +23,14 @@ class CheckpointView:
         batch: the batch about to run: the newest file of `offsets/`.
         offsets: what the sources' offsets of that batch are, one line per source, without Spark's own first lines.
         logged: the newest batch of `commits/`, or None if no batch was ever logged.
+        run: a run of `df.write`: no offsets but its id, so only its rows tell that it is the same when given again.
     """
 
     incarnation: str
     batch: int
     offsets: str
     logged: int | None
+    run: bool = False
 
 
 class Action(StrEnum):
@@ -36,6 +39,8 @@ class Action(StrEnum):
     WRITE = "write"
     SKIP = "skip"
     """The shard is in; reading it again would be waste."""
+    COMPARE = "compare"
+    """The run is in; its rows are counted, to see whether they are the same, and none is written."""
     GIVE_UP = "give_up"
     """at_most_once: an earlier attempt may have sent records; count them and send none."""
 
@@ -120,6 +125,7 @@ class ShardMessage:
         did: what it did. WRITE carries a participant for each sink written; GIVE_UP the fingerprint of what was not
             sent.
         given_up: by sink, as `Prepared.sink` names it.
+        compared: COMPARE: the rows that were handed to the sink that keeps the ledger.
     """
 
     plan: BatchPlan
@@ -128,6 +134,7 @@ class ShardMessage:
     did: Action
     participants: tuple[Prepared, ...] = ()
     given_up: Mapping[str, Fingerprint] = field(default_factory=dict)
+    compared: Fingerprint = Fingerprint()
 
     @property
     def prepared(self) -> Prepared | None:
@@ -227,6 +234,11 @@ class Decision:
         """Whose rows the deciding transaction itself makes visible, where the ledger's sink commits so: its own, and
         when the batch is decided first. A later revision replaces participants of other sinks."""
         return () if self.revision else tuple(p for p in self.participants if not p.sink)
+
+    @property
+    def archived(self) -> Archived:
+        """What is kept of this incarnation when this newest decision of it is forgotten."""
+        return Archived.of(self.scope.incarnation, self.total, self.given_up)
 
     def scope_of(self, prepared: Prepared) -> Scope:
         return replace(self.scope, sink=prepared.sink) if prepared.sink else self.scope
@@ -349,6 +361,7 @@ class LedgerState:
         earlier: newest decisions of other incarnations of the same pipeline and sink, newest incarnation first.
         earlier_begun: newest begun batches of other incarnations that decided nothing, by incarnation: their records
             may have left.
+        archived: what is kept of this incarnation, if its decisions were forgotten since.
         epoch: grows with every claim. It tells apart two claims of one owner: a query stopped and started again in
             one session. 0 where a ledger does not count.
     """
@@ -359,6 +372,7 @@ class LedgerState:
     earlier: tuple[Decision, ...] = ()
     earlier_begun: tuple[tuple[str, Begun], ...] = ()
     epoch: int = 0
+    archived: Archived | None = None
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class BatchWriter(DataSourceArrowWriter):
 
         arm()
         ready_target(self._sink, self._schema)
-        return plan_batch(self._context(), CheckpointView(self._run, 0, f"run {self._run}", None), first=True)
+        return plan_batch(self._context(), CheckpointView(self._run, 0, f"run {self._run}", None, run=True), first=True)
 
     def _context(self) -> Context:
         from dataclasses import replace
@@ -92,7 +92,7 @@ class BatchWriter(DataSourceArrowWriter):
 
         arm()
         said = [m.message if isinstance(m, ShardCommit) else None for m in messages]
-        commit_batch(self._context(), 0, f"run {self._run}", said)
+        commit_batch(self._context(), 0, f"run {self._run}", said, run=True)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         from delivered.commit.decide import abort_batch

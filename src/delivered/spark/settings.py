@@ -24,7 +24,10 @@ PIPELINE_OPTIONS = OptionTable(
         Option("missingLedger", "accept: go on although the ledger lacks batches of this checkpoint.", "refuse"),
         Option("repeatedBatch", "accept: exactly_once may repeat a batch that a weaker guarantee began.", "refuse"),
         Option("newTarget", "accept: go on although the sink's topic or table was dropped and made anew.", "refuse"),
-        Option("runId", "df.write only: the same run, given twice, is written once."),
+        Option(
+            "runId",
+            "df.write only: names these rows. Given again, they are written once, and other rows are refused.",
+        ),
         Option("checkpointLocation", "Spark's: where the query keeps its checkpoint."),
         Option("queryName", "Spark's: the query's name."),
     ),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
@@ -23,6 +24,8 @@ T = TypeVar("T")
 _SINK = "pipeline = :pipeline AND sink = :sink"
 _SCOPE = f"{_SINK} AND incarnation = :incarnation"
 _OTHER = f"{_SINK} AND incarnation <> :incarnation"
+_ARCHIVE_VERSION = 3
+"""Of the ledger's tables, from which on there is the archive."""
 _SAME = "n.pipeline = d.pipeline AND n.sink = d.sink AND n.incarnation = d.incarnation"
 
 
@@ -49,6 +52,10 @@ class SqlLedger(ABC, Generic[C]):
     @abstractmethod
     def _begin(self, connection: C) -> None:
         """Open a transaction that will write."""
+
+    @abstractmethod
+    def _version(self, connection: C) -> int:
+        """Of the ledger's tables."""
 
     @abstractmethod
     def _read(self, question: Callable[[C], T], nothing: T) -> T:
@@ -262,6 +269,7 @@ class SqlLedger(ABC, Generic[C]):
             earlier=tuple(Decision.from_json(row[0]) for row in earlier),
             earlier_begun=tuple((i, Begun(batch, offsets)) for i, batch, offsets in earlier_begun),
             epoch=held[1] if held else 0,
+            archived=self._archived(connection) if last is None else None,
         )
 
     def _owner(self, connection: C, hold: bool = False) -> tuple[Owner, int] | None:
@@ -280,17 +288,38 @@ class SqlLedger(ABC, Generic[C]):
         return None if row is None else str(row[0])
 
     def _forget_incarnations(self, connection: C) -> None:
-        """Of other incarnations keep the newest decision; of very old ones nothing.
+        """Of other incarnations keep the newest decision; of very old ones the archived entry.
 
         What a statement deletes from, it reads in a query of its own below: MySQL takes it no other way.
         """
         newest = f"SELECT incarnation AS i, max(batch) AS b FROM {{decision}} WHERE {_OTHER} GROUP BY incarnation"
         where = f"{_OTHER} AND (incarnation, batch) NOT IN (SELECT i, b FROM ({newest}) AS newest)"
         self._sql.delete(connection, "decision", where, self._key)
+        values = {**self._key, "kept": LEDGER_INCARNATIONS}
         for table, written in self._sql.written.items():
             kept = f"SELECT incarnation FROM {{{table}}} WHERE {_OTHER} ORDER BY {written} DESC LIMIT :kept"
             where = f"{_OTHER} AND incarnation NOT IN (SELECT incarnation FROM ({kept}) AS kept)"
-            self._sql.delete(connection, table, where, {**self._key, "kept": LEDGER_INCARNATIONS})
+            text = table if table == "decision" else "NULL"
+            old = connection.execute(self._sql(f"SELECT incarnation, {text} FROM {{{table}}} WHERE {where}"), values)
+            for incarnation, decision in old.fetchall():
+                self._archive(connection, incarnation, decision)
+            self._sql.delete(connection, table, where, values)
+
+    def _archive(self, connection: C, incarnation: str, decision: str | None) -> None:
+        """A decision's entry takes the place of that of a batch that was only begun, never the other way round."""
+        entry = Decision.from_json(decision).archived if decision is not None else Archived.begun(incarnation)
+        statement = (
+            "INSERT INTO {archive} (pipeline, sink, incarnation, entry) "
+            "VALUES (:pipeline, :sink, :incarnation, :entry) "
+            + self._sql.known("pipeline, sink, incarnation", "entry" if decision is not None else None)
+        )
+        connection.execute(self._sql(statement), {**self._key, "incarnation": incarnation, "entry": entry.encode()})
+
+    def _archived(self, connection: C) -> Archived | None:
+        if self._version(connection) < _ARCHIVE_VERSION:  # looked at by somebody who may not migrate it
+            return None
+        row = self._one(connection, f"SELECT entry FROM {{archive}} WHERE {_SCOPE}")
+        return None if row is None else Archived.decode(bytes(row[0]))
 
     def _one(self, connection: Connection, statement: str, **values: Any) -> Any:
         return connection.execute(self._sql(statement), {**self._key, **values}).fetchone()

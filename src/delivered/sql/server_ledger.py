@@ -87,6 +87,9 @@ class ServerLedger(SqlLedger[C]):
             {**self._key, "batch": batch},
         )
 
+    def _version(self, connection: C) -> int:
+        return self._server.version(connection)
+
     def _read(self, question: Callable[[C], T], nothing: T) -> T:
         """Asked once more if the connection was an old one that is gone."""
         for attempt in (1, 2):

@@ -55,10 +55,15 @@ def write_shard(
     action = plan.action_for(shard)
     if action is Action.SKIP:
         return ShardMessage(plan, shard, attempt, Action.SKIP)
-    if plan.guarantee is Guarantee.AT_MOST_ONCE and attempt > 0:
+    if action is Action.WRITE and plan.guarantee is Guarantee.AT_MOST_ONCE and attempt > 0:
         # An earlier attempt of this task may have sent records. Sending again could double them.
         action = Action.GIVE_UP
     lines = _lines(sink, plan, shard)
+    if action is Action.COMPARE:
+        for batch in batches:
+            for _ in _shared(lines, batch, plan.batch, shard):
+                pass  # counted
+        return ShardMessage(plan, shard, attempt, action, compared=next(n.total for n in lines if not n.member.id))
     if action is Action.GIVE_UP:
         for batch in batches:
             for line, _ in _shared(lines, batch, plan.batch, shard):

@@ -32,6 +32,7 @@ from delivered.connectors.delta.merge import NOTHING, Effect, effect
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Names, Record, Records, digest, ledger_key, next_claim
 from delivered.connectors.delta.target import required, same_columns, table_schema
+from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -303,34 +304,51 @@ class DeltaLedger:
             incarnation = self._scope.incarnation
             held = self._records.owner(table)
             others = self._others(table, held[1] if held else 0)
+            last, begun, archived = None, None, None
+            try:
+                last, begun = self._records.last(table, incarnation), self._records.begun(table, incarnation)
+            except InvariantBroken:  # the log names records that are gone
+                archived = self._records.archive.read().find(incarnation)
+                if archived is None:
+                    raise
             return LedgerState(
                 owner=held[0] if held else None,
-                last=self._records.last(table, incarnation),
-                begun=self._records.begun(table, incarnation),
+                last=last,
+                begun=begun,
                 earlier=others.decisions,
                 earlier_begun=others.begun,
                 epoch=held[1] if held else 0,
+                archived=archived,
             )
 
     def _others(self, table: Any, claim: int) -> _Earlier:
         """What other incarnations left cannot change while one owner holds the ledger: read once for each claim."""
         if self._earlier is None or self._earlier[0] != claim:
-            found = []
-            for incarnation in self._records.incarnations():
-                if incarnation != self._scope.incarnation:
-                    found.append(self._records.last(table, incarnation))
+            others = [i for i in self._records.incarnations() if i != self._scope.incarnation]
+            found = [self._last_of(table, incarnation) for incarnation in others]
             decisions = sorted((d for d in found if d is not None), key=lambda d: -d.decided_at_ms)
             begun = [(i, b) for i, b in self._records.only_begun(table) if i != self._scope.incarnation]
             self._earlier = (claim, _Earlier(tuple(decisions), tuple(begun)))
         return self._earlier[1]
 
+    def _last_of(self, table: Any, incarnation: str) -> Decision | None:
+        """The newest decision of another incarnation; None, too, if that is archived, and half taken away."""
+        try:
+            return self._records.last(table, incarnation)
+        except InvariantBroken:
+            if self._records.archive.read().find(incarnation) is None:
+                raise
+            return None
+
     def _forget(self, table: Any) -> None:
-        """Of other incarnations keep the newest decision; of very old ones nothing; of owners the newest."""
+        """Of other incarnations keep the newest decision; of very old ones the archived entry; of owners the newest."""
         with explained(self._options), contextlib.suppress(OSError):
             held = self._records.owner(table)
             others = self._others(table, held[1] if held else 0)
             kept = {d.scope.incarnation for d in others.decisions[:LEDGER_INCARNATIONS]} | {self._scope.incarnation}
             open_batches = {i for i, _ in others.begun[:LEDGER_INCARNATIONS]}
+            old = [d.archived for d in others.decisions[LEDGER_INCARNATIONS:]]
+            self._records.archive.add([*old, *(Archived.begun(i) for i, _ in others.begun[LEDGER_INCARNATIONS:])])
             gone = []
             for incarnation in self._records.incarnations():
                 newest = self._records.newest(table, incarnation)

@@ -3,6 +3,7 @@
     _delivered/p-<pipeline>/s-<sink>/owner/<claim>.json
                                      decided/<incarnation>/<batch>-<hash>.json
                                      begun/<incarnation>/<hash>.json
+                                     archive/<hash>.bin
 
     application transaction                          version
     delivered/<pipeline>/<sink>/owner                the newest claim: its count, and 32 random bits
@@ -11,7 +12,8 @@
     delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest begun batch
 
 A file is written before the commit that points to it: one that nothing points to never counted. Vacuum and readers
-leave folders alone whose names start with `_`. Each decision names the hash of the one before: a chain.
+leave folders alone whose names start with `_`. Each decision names the hash of the one before: a chain. Of incarnations
+long past an entry in the archive is left; the log keeps their application transactions for good.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from delivered.connectors.delta.options import DeltaOptions
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.work import Begun, Decision, Owner
+from delivered.storage.archive import ArchiveFiles
 
 _CLAIM_BITS = 32
 
@@ -175,13 +178,22 @@ class Records:
             at = self.decided(incarnation, at).previous
 
     def incarnations(self) -> list[str]:
-        return self.store.folders(f"{self.names.folder}/decided")
+        """Those of which a decision is kept."""
+        return self._with_files(f"{self.names.folder}/decided")
+
+    @property
+    def archive(self) -> ArchiveFiles:
+        return ArchiveFiles(self.store, f"{self.names.folder}/archive")
 
     def only_begun(self, table: Any) -> list[tuple[str, Begun]]:
         """Incarnations that began a batch and decided none."""
-        begun = self.store.folders(f"{self.names.folder}/begun")
+        begun = self._with_files(f"{self.names.folder}/begun")
         found = [(i, self.begun(table, i)) for i in begun if self.newest(table, i) is None]
         return [(i, b) for i, b in found if b is not None]
+
+    def _with_files(self, folder: str) -> list[str]:
+        """Names of folders in a folder that are not empty: nobody takes those away whose files are gone."""
+        return sorted({name.removeprefix(f"{folder}/").partition("/")[0] for name in self.store.files(folder)})
 
     def _read(self, name: str, expected: int | None = None) -> bytes:
         data = self._kept.get(name) or self.store.get(name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from delivered.connectors.delta.client import Store, explained, open_table
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Records, ledger_key
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
@@ -84,7 +84,10 @@ class DeltaResource:
         newest = None if table is None else records.newest(table, incarnation)
         if newest is None:
             return None, set()
-        record = records.decided(incarnation, newest)
+        try:
+            record = records.decided(incarnation, newest)
+        except InvariantBroken:  # archived: long past, and nothing of it is open
+            return newest[0] + 1, set()
         if self._options.write.upserts:  # staged rows are not what the table took in
             return newest[0], {record.writer} - {""}
         participants = record.decision.participants

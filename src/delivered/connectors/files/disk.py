@@ -9,6 +9,7 @@
                                      staged/<incarnation>/<batch>-<shard>-<attempt>-<nonce>.staged
                                      decided/<incarnation>/<batch>.json
                                      begun/<incarnation>.json
+                                     archive/<hash>.bin          what is left of incarnations long past
 
 Readers leave names alone that start with `_` or `.`; Spark shows `batch` as a column.
 """

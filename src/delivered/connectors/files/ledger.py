@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from pyarrow import fs
+
 from delivered.connectors.files.disk import RECORD, Places, failed, numbered, take_away
 from delivered.connectors.files.options import FilesOptions
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
@@ -26,7 +28,9 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LE
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.storage.archive import ArchiveFiles
 from delivered.storage.durable import make_folder, put, sync, write_new
+from delivered.storage.store import Store
 
 
 class FilesLedger:
@@ -234,16 +238,23 @@ class FilesLedger:
         earlier = [d for d in (self._last(other) for other in others) if d is not None]
         known = {d.scope.incarnation for d in earlier} | {incarnation}
         begun_by = sorted((self._places.root / "begun").glob("*.json"), key=lambda p: -p.stat().st_mtime)
+        last = self._last(incarnation)
         return LedgerState(
             owner=found[0] if found else None,
-            last=self._last(incarnation),
+            last=last,
             begun=Begun(**json.loads(begun.read_bytes())) if begun.exists() else None,
             earlier=tuple(sorted(earlier, key=lambda d: -d.decided_at_ms)),
             earlier_begun=tuple(
                 (path.stem, Begun(**json.loads(path.read_bytes()))) for path in begun_by if path.stem not in known
             ),
             epoch=found[1] if found else 0,
+            archived=self._archive.read().find(incarnation) if last is None else None,
         )
+
+    @property
+    def _archive(self) -> ArchiveFiles:
+        root = self._places.root
+        return ArchiveFiles(Store(fs.SubTreeFileSystem(str(root), fs.LocalFileSystem()), root), "archive")
 
     def _owner(self) -> tuple[Owner, int, Path] | None:
         for epoch, path in sorted(numbered(self._places.root / "owner").items(), reverse=True):
@@ -274,11 +285,13 @@ class FilesLedger:
         old.unlink(missing_ok=True)
 
     def _forget(self) -> None:
-        """Of other incarnations keep the newest decision; of very old ones nothing; of owners some."""
+        """Of other incarnations keep the newest decision; of very old ones the archived entry; of owners some."""
         root, mine = self._places.root, self._scope.incarnation
         decided = root / "decided"
         folders = sorted(decided.iterdir(), key=lambda p: -p.stat().st_mtime) if decided.is_dir() else []
         others = [p for p in folders if p.name != mine]
+        old = (self._last(folder.name) for folder in others[LEDGER_INCARNATIONS:])
+        self._archive.add(d.archived for d in old if d is not None)
         for number, folder in enumerate(others):
             records = numbered(folder)
             for batch, path in records.items():

@@ -7,6 +7,7 @@ later claim, whatever was under way, and rows that others append meanwhile fence
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import time
 import uuid
@@ -31,6 +32,7 @@ from delivered.connectors.iceberg.records import (
 from delivered.connectors.iceberg.resource import claims_folder
 from delivered.connectors.iceberg.staged import ROWS
 from delivered.connectors.iceberg.target import check_features, same_columns
+from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -177,13 +179,14 @@ class IcebergLedger:
         if current is not None and current.id != owner.id:
             superseded = (current.id, *superseded)[:OWNERS_REMEMBERED]
         self._claimed = Claim(owner, epoch, None)
+        archive, removals = self._forgotten(table)
         return Change(
             folder=claims_folder(self._scope),
             prefix=f"{epoch}-",
             summary={"delivered.pipeline": self._scope.pipeline, "delivered.sink": self._scope.sink},
             branch=self._names.branch,
-            properties={self._names.owner: owner_text(replace(owner, superseded=superseded), epoch)},
-            removals=self._forgotten(table),
+            properties={self._names.owner: owner_text(replace(owner, superseded=superseded), epoch), **archive},
+            removals=removals,
             expires=[held.snapshot] if held is not None and held.snapshot is not None else [],
         )
 
@@ -259,13 +262,15 @@ class IcebergLedger:
         records, incarnation = Records(table, self._scope), self._scope.incarnation
         held = records.claim()
         earlier = self._others(records, held.epoch if held else 0)
+        last = records.decided(incarnation)
         return LedgerState(
             owner=held.owner if held else None,
-            last=records.decided(incarnation),
+            last=last,
             begun=records.begun(incarnation),
             earlier=earlier.decisions,
             earlier_begun=earlier.begun,
             epoch=held.epoch if held else 0,
+            archived=records.archived(incarnation) if last is None else None,
         )
 
     def _others(self, records: Records, epoch: int) -> _Earlier:
@@ -278,15 +283,19 @@ class IcebergLedger:
             self._earlier = (epoch, _Earlier(tuple(decisions), tuple((i, b) for i, b in begun if b is not None)))
         return self._earlier[1]
 
-    def _forgotten(self, table: Any) -> list[str]:
-        """Properties of very old incarnations."""
+    def _forgotten(self, table: Any) -> tuple[dict[str, str], list[str]]:
+        """Properties of very old incarnations, and the one that keeps what is left of them."""
         records = Records(table, self._scope)
         others = self._others(records, -1)
         self._earlier = None
-        old = [d.scope.incarnation for d in others.decisions[LEDGER_INCARNATIONS:]]
-        old += [incarnation for incarnation, _ in others.begun[LEDGER_INCARNATIONS:]]
+        decided, begun = others.decisions[LEDGER_INCARNATIONS:], others.begun[LEDGER_INCARNATIONS:]
+        if not decided and not begun:
+            return {}, []
+        entries = [*(d.archived for d in decided), *(Archived.begun(i) for i, _ in begun)]
+        kept = base64.b64encode(records.archive().with_more(entries).data).decode()
+        old = [*(d.scope.incarnation for d in decided), *(i for i, _ in begun)]
         names = [name for i in old for name in (self._names.decided(i), self._names.begun(i))]
-        return [name for name in names if name in table.properties]
+        return {self._names.archive: kept}, [name for name in names if name in table.properties]
 
     def _take_away(self, names: list[str]) -> None:
         """What nothing points to any more. Missed now, it is found at the next claim."""

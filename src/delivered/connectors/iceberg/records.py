@@ -4,6 +4,7 @@
     delivered/<pipeline>/<sink>/owner               the owner, and the number of its claim, as JSON
     delivered/<pipeline>/<sink>/decided/<incarnation>  the newest decision: its batch, the commit's mark, the record
     delivered/<pipeline>/<sink>/begun/<incarnation>    the newest begun batch, as JSON
+    delivered/<pipeline>/<sink>/archive             what is left of incarnations long past, in base64
 
     branch                                          snapshot
     delivered/<pipeline>/<sink>                     of the newest claim; empty, without a parent
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.model.archive import Archive, Archived
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.work import Begun, Decision, Owner
@@ -47,6 +49,10 @@ class Names:
 
     def decided(self, incarnation: str) -> str:
         return f"{self.branch}/decided/{incarnation}"
+
+    @property
+    def archive(self) -> str:
+        return f"{self.branch}/archive"
 
     def begun(self, incarnation: str) -> str:
         return f"{self.branch}/begun/{incarnation}"
@@ -146,6 +152,16 @@ class Records:
             return Begun(data["batch"], data["offsets"])
         except (ValueError, KeyError) as error:
             raise _spoiled(name, error) from None
+
+    def archive(self) -> Archive:
+        name = self._names.archive
+        try:
+            return Archive(base64.b64decode(self._properties.get(name, ""), validate=True), repr(name))
+        except ValueError as error:
+            raise _spoiled(name, error) from None
+
+    def archived(self, incarnation: str) -> Archived | None:
+        return self.archive().find(incarnation)
 
     def incarnations(self) -> list[str]:
         """Those that decided a batch."""

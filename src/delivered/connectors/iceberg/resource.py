@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +82,9 @@ class IcebergResource:
         records = None if table is None else Records(table, self._scope)
         decision = None if records is None else records.decided(incarnation)
         if records is None or decision is None:
-            return None, set()
+            # Of an archived incarnation nothing is open, and all of its files may count.
+            long_past = records is not None and records.archived(incarnation) is not None
+            return sys.maxsize if long_past else None, set()
         named = {str(p.handle["writer"]) for p in decision.participants if not p.sink and "writer" in p.handle}
         made = records.writer(incarnation)
         named |= {made} if made is not None else set()
@@ -99,7 +102,10 @@ class IcebergResource:
         for folder in files.folders(stage.sink_folder(self._scope)):
             if folder.startswith("i-"):
                 incarnation = folder.removeprefix("i-")
-                newest = Records(table, self._scope).newest(incarnation)
+                before = Records(table, self._scope)
+                if before.newest(incarnation) is None and before.archived(incarnation) is not None:
+                    continue
+                newest = before.newest(incarnation)
                 there = stage.newest_files(files, self._scope, incarnation, newest)
                 records = Records(require_table(self._options), self._scope)
                 newest, mark = records.newest(incarnation), records.mark(incarnation) or "none"

@@ -7,6 +7,7 @@ process live side by side and must not fence each other.
     partition 0   ["owner", sink]                     who owns the ledger
                   ["last", sink, incarnation]         its newest decision, whole
                   ["begun", sink, incarnation]        its newest begun batch (at_most_once)
+                  ["archive", sink, n]                what is left of incarnations long past: entries of 25 bytes
     partition 1   ["kept", sink, incarnation, n]      decisions for the audit, n = batch % 1000
     partition 2.. ["marker", pipeline, sink, shard]   written by the tasks: see markers.py
 
@@ -32,6 +33,7 @@ from delivered.connectors.kafka.markers import (
 )
 from delivered.connectors.kafka.protocol import NoAnswer, NoTopic, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.model.archive import Archive, Archived
 from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
 from delivered.model.identity import Scope
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OUTAGE_PATIENCE_S, OWNERS_REMEMBERED, RECOVERY_WAIT_S
@@ -43,6 +45,8 @@ LEDGER_TRANSACTION_TIMEOUT_S = 15
 
 _PLAN, _DECIDE = "plan", "decide"
 _CLAIM_TRIES = 10
+_ARCHIVE_ENTRIES = 400
+"""In one record of the archive: 10 kB, which is what a claim writes again when it adds to it."""
 
 
 class KafkaLedger:
@@ -59,6 +63,7 @@ class KafkaLedger:
         self._owner: Owner | None = None
         self._last: dict[str, Decision] = {}
         self._begun: dict[str, Begun] = {}
+        self._archive: dict[int, Archive] = {}
         self._claims = 0
 
     # -- the contract --------------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ class KafkaLedger:
     def _read_new(self, wait: bool = True) -> None:
         if self._reader is None:
             self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
-            self._owner, self._last, self._begun = None, {}, {}
+            self._owner, self._last, self._begun, self._archive = None, {}, {}, {}
         try:
             newest: dict[bytes, bytes | None] = {}
             for record in self._reader.read(time.monotonic() + RECOVERY_WAIT_S, wait):
@@ -194,6 +199,8 @@ class KafkaLedger:
                 if value is not None:
                     said = json.loads(value)
                     self._begun[incarnation] = Begun(said["batch"], said["offsets"])
+            case ["archive", self._scope.sink, int(number)]:
+                self._archive[number] = Archive(value or b"", f"topic {self._topic!r}")
             case _:
                 pass
 
@@ -209,7 +216,11 @@ class KafkaLedger:
             # In the order of the log, newest last.
             earlier_begun=tuple((i, b) for i, b in reversed(self._begun.items()) if i != own and i not in self._last),
             epoch=self._claims,
+            archived=None if own in self._last else self._archived(own),
         )
+
+    def _archived(self, incarnation: str) -> Archived | None:
+        return next((a for archive in self._archive.values() if (a := archive.find(incarnation)) is not None), None)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -264,11 +275,12 @@ class KafkaLedger:
         if before is not None:
             former = before.superseded if before.id == owner.id else (before.id, *before.superseded)
         mine = replace(owner, superseded=former[: OWNERS_REMEMBERED - 1])
-        records = [(self._key("owner"), _owner_json(mine, claims)), *self._outdated()]
+        writes = dict(self._outdated())
+        writes[STATE_PARTITION] = [(self._key("owner"), _owner_json(mine, claims)), *writes[STATE_PARTITION]]
         reason = ""
         for _ in range(_CLAIM_TRIES):
             producer = self._producers.pop(_PLAN)
-            outcome, _ = write(self._wire, self._id(_PLAN), producer, self._topic, {STATE_PARTITION: records})
+            outcome, _ = write(self._wire, self._id(_PLAN), producer, self._topic, writes)
             if isinstance(outcome, Ok):
                 self._producers[_PLAN] = producer
                 return
@@ -286,14 +298,28 @@ class KafkaLedger:
             next_step="start again when the brokers answer and no other driver starts",
         )
 
-    def _outdated(self) -> list[tuple[bytes, bytes | None]]:
-        """Tombstones for the oldest incarnations, so that the ledger stays bounded when each run is one."""
+    def _outdated(self) -> Writes:
+        """Entries of the oldest incarnations for the archive, and tombstones for the rest of them, so that the ledger
+        stays small when each run is one."""
         oldest = sorted(self._last.values(), key=lambda d: d.decided_at_ms)
-        return [
-            (self._key("last", d.scope.incarnation), None)
-            for d in oldest[: max(0, len(oldest) - LEDGER_HISTORY_BATCHES)]
-            if d.scope.incarnation != self._scope.incarnation
+        old = oldest[: max(0, len(oldest) - LEDGER_HISTORY_BATCHES)]
+        old = [d for d in old if d.scope.incarnation != self._scope.incarnation]
+        if not old:
+            return {STATE_PARTITION: []}
+        last = max(self._archive, default=0)
+        if len(self._archive.get(last, Archive())) >= _ARCHIVE_ENTRIES:
+            last += 1
+        entries = self._archive.get(last, Archive()).with_more(d.archived for d in old)
+        state = [
+            (self._key("archive", last), entries.data),
+            *((self._key(kind, d.scope.incarnation), None) for d in old for kind in ("last", "begun")),
         ]
+        kept = [
+            (self._key("kept", d.scope.incarnation, n), None)
+            for d in old
+            for n in range(min(d.batch + 1, LEDGER_HISTORY_BATCHES))
+        ]
+        return {STATE_PARTITION: state, HISTORY_PARTITION: kept}
 
     # -- who owns it ---------------------------------------------------------------------------------------------
 

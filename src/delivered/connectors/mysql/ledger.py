@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 
+_TABLES = ("owner", "decision", "begun", "marker", "memory", "noted", "seen", "archive")
+
+
 @dataclass(frozen=True)
 class MysqlDialect(Dialect):
     def known(self, keys: str, column: str | None) -> str:
@@ -50,7 +53,7 @@ def dialect(schema: str) -> MysqlDialect:
     """Of a ledger that lies in this database."""
     s = with_values(schema)
     return MysqlDialect(
-        tables={name: f"{s}.{name}" for name in ("owner", "decision", "begun", "marker", "memory", "noted", "seen")},
+        tables={name: f"{s}.{name}" for name in _TABLES},
         value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
         written={"decision": "n", "begun": "n"},
         hold=" FOR UPDATE",

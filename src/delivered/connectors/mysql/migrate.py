@@ -56,6 +56,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             number bigint NOT NULL, hash binary(16) NOT NULL, until_us bigint NOT NULL, batch bigint NOT NULL,
             PRIMARY KEY (number, hash, until_us), KEY of_time (number, until_us)) {_MADE}""",
     ),
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.archive (
+            pipeline {_NAME}, sink {_NAME}, incarnation {_NAME}, entry varbinary(32) NOT NULL,
+            PRIMARY KEY (pipeline, sink, incarnation)) {_MADE}""",
+    ),
 )
 """Statements that lead from version n to n + 1. Only ever appended to."""
 

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     import psycopg
 
 
+_TABLES = ("owner", "decision", "begun", "marker", "memory", "noted", "seen", "archive")
+
+
 def dialect(schema: str) -> Dialect:
     """Of a ledger that lies in this schema."""
     s = quoted(schema).replace("%", "%%")
     return Dialect(
-        tables={name: f"{s}.{name}" for name in ("owner", "decision", "begun", "marker", "memory", "noted", "seen")},
+        tables={name: f"{s}.{name}" for name in _TABLES},
         value=lambda statement: re.sub(r":(\w+)", r"%(\1)s", statement),
         written={"decision": "decided_at", "begun": "begun_at"},
         hold=" FOR UPDATE",

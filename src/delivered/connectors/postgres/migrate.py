@@ -44,6 +44,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (number, hash, until_us))""",
         "CREATE INDEX seen_of_time ON {s}.seen (number, until_us)",
     ),
+    (
+        """CREATE TABLE {s}.archive (
+            pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, entry bytea NOT NULL,
+            PRIMARY KEY (pipeline, sink, incarnation))""",
+    ),
 )
 """Statements that lead from version n to n + 1. Only ever appended to."""
 

@@ -28,7 +28,9 @@ from delivered.sql.ledger import SqlLedger
 T = TypeVar("T")
 
 DIALECT = Dialect(
-    tables={name: f"_delivered_{name}" for name in ("owner", "decision", "begun", "memory", "noted", "seen")},
+    tables={
+        name: f"_delivered_{name}" for name in ("owner", "decision", "begun", "memory", "noted", "seen", "archive")
+    },
     value=lambda statement: statement,
     written={"decision": "rowid", "begun": "rowid"},
     hold="",  # a transaction that writes is the only one
@@ -62,6 +64,9 @@ class SqliteLedger(SqlLedger[sqlite3.Connection]):
         if self._connection is None:
             self._connection = self._database.connect("ledger")
         return self._connection
+
+    def _version(self, connection: sqlite3.Connection) -> int:
+        return version_of(connection)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
         begin(connection)

@@ -39,6 +39,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (number, hash, until_us)) WITHOUT ROWID""",
         "CREATE INDEX _delivered_seen_of_time ON _delivered_seen (number, until_us)",
     ),
+    (
+        """CREATE TABLE _delivered_archive (
+            pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, entry BLOB NOT NULL,
+            PRIMARY KEY (pipeline, sink, incarnation)) WITHOUT ROWID""",
+    ),
 )
 """Statements that lead from version n to n + 1. Only ever appended to."""
 

@@ -1,0 +1,115 @@
+"""What a ledger keeps for good of an incarnation whose decisions it has forgotten: enough to know it again.
+
+Each run of `df.write` is an incarnation, and its id must be known for as long as somebody may give it again. Kept is
+the hash of the name, with the number and a digest of the rows: 25 bytes, whatever the ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from delivered.model.errors import InvariantBroken
+from delivered.model.fingerprint import Fingerprint
+
+_ENTRY = struct.Struct(">8sQ8sB")
+ENTRY_BYTES = _ENTRY.size
+_UNDECIDED, _PARTLY = 1, 2
+_NO_ROWS = bytes(8)
+
+
+@dataclass(frozen=True)
+class Archived:
+    """
+    Attributes:
+        key: hash of the incarnation's name.
+        rows: records decided, of all batches.
+        digest: of their fingerprint.
+        decided: False: a batch was begun under a weaker guarantee, and none decided.
+        partly: at_most_once gave records up: `digest` is not of all that it was handed.
+    """
+
+    key: bytes
+    rows: int = 0
+    digest: bytes = _NO_ROWS
+    decided: bool = True
+    partly: bool = False
+
+    @classmethod
+    def of(cls, incarnation: str, total: Fingerprint, given_up: Fingerprint) -> Archived:
+        """Of the running fingerprints in its newest decision."""
+        return cls(key_of(incarnation), total.count, digest_of(total), True, bool(given_up.count))
+
+    @classmethod
+    def begun(cls, incarnation: str) -> Archived:
+        return cls(key_of(incarnation), decided=False)
+
+    def holds(self, rows: Fingerprint) -> bool:
+        """Whether these are the rows that were decided, as far as can be told."""
+        return rows.count >= self.rows if self.partly else (rows.count, digest_of(rows)) == (self.rows, self.digest)
+
+    def encode(self) -> bytes:
+        return _ENTRY.pack(self.key, self.rows, self.digest, (not self.decided) * _UNDECIDED + self.partly * _PARTLY)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Archived:
+        key, rows, digest, flags = _ENTRY.unpack(data)
+        return cls(key, rows, digest, not flags & _UNDECIDED, bool(flags & _PARTLY))
+
+
+def key_of(incarnation: str) -> bytes:
+    """64 bits: two of a million names meet in one of 37 million ledgers, and then a run is refused."""
+    return hashlib.blake2b(incarnation.encode(), digest_size=8).digest()
+
+
+def digest_of(rows: Fingerprint) -> bytes:
+    return hashlib.blake2b(str(rows).encode(), digest_size=8).digest()
+
+
+class Archive:
+    """Any number of archived incarnations, as one text of bytes.
+
+    Raises:
+        InvariantBroken: the bytes are not what was written.
+    """
+
+    def __init__(self, data: bytes = b"", where: str = "the ledger") -> None:
+        if len(data) % ENTRY_BYTES:
+            raise InvariantBroken(
+                "LEDGER_RECORD_MISSING",
+                f"The archive of earlier runs in {where} has {len(data)} bytes, no multiple of {ENTRY_BYTES}: it is "
+                "not what was written.",
+                next_step="restore it from a backup, as one with the sink",
+            )
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data) // ENTRY_BYTES
+
+    def __iter__(self) -> Iterator[Archived]:
+        for start in range(0, len(self.data), ENTRY_BYTES):
+            yield Archived.decode(self.data[start : start + ENTRY_BYTES])
+
+    def find(self, incarnation: str) -> Archived | None:
+        """Where there are two entries, one of a decision counts. Nothing is unpacked but what is found."""
+        found = [Archived.decode(self.data[at : at + ENTRY_BYTES]) for at in self._places(key_of(incarnation))]
+        return max(found, key=lambda entry: entry.decided, default=None)
+
+    def with_more(self, more: Iterable[Archived]) -> Archive:
+        """These, and those that do not stand there yet."""
+        new = [e.encode() for e in more if e not in self]
+        return Archive(self.data + b"".join(new)) if new else self
+
+    def __contains__(self, entry: object) -> bool:
+        return isinstance(entry, Archived) and any(
+            self.data.startswith(entry.encode(), at) for at in self._places(entry.key)
+        )
+
+    def _places(self, key: bytes) -> Iterator[int]:
+        at = self.data.find(key)
+        while at >= 0:
+            if at % ENTRY_BYTES == 0:
+                yield at
+            at = self.data.find(key, at + 1)

@@ -1,0 +1,164 @@
+"""Runs of `df.write`: each is an incarnation named by its id, which every ledger knows for good."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+from tests.conformance.test_sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
+
+from delivered.commit.context import Context
+from delivered.commit.decide import commit_batch
+from delivered.commit.recover import plan_batch
+from delivered.connectors.delta import ledger as delta_ledger
+from delivered.connectors.files import ledger as files_ledger
+from delivered.connectors.iceberg import ledger as iceberg_ledger
+from delivered.connectors.kafka import ledger as kafka_ledger
+from delivered.contract import ready_target
+from delivered.model.capability import Commit
+from delivered.model.errors import Refused
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.outcome import Ok
+from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, ShardMessage, Tolerance
+from delivered.sql import ledger as sql_ledger
+from delivered.write.shard import write_shard
+
+KEPT = 3
+"""Runs whose decisions a ledger keeps here."""
+RUNS = KEPT + 3
+_drivers = itertools.count()
+
+
+@pytest.fixture(params=[n for n in SINKS if "s3" not in n])
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    for module in (sql_ledger, delta_ledger, iceberg_ledger, files_ledger):
+        monkeypatch.setattr(module, "LEDGER_INCARNATIONS", KEPT)
+    monkeypatch.setattr(kafka_ledger, "LEDGER_HISTORY_BATCHES", KEPT)
+    return Rig(SINKS[request.param](request))
+
+
+class Run:
+    """One `df.write`, as its own process."""
+
+    def __init__(self, rig: Rig, name: str, guarantee: Guarantee = EXACT) -> None:
+        self.rig = replace(rig, incarnation=name)
+        made = self.rig.context(f"driver {next(_drivers)}", guarantee)
+        self.context: Context = replace(made, tolerance=Tolerance(new_checkpoint=True))
+        self.offsets = f"run {name}"
+
+    def plan(self) -> BatchPlan:
+        ready_target(self.rig.sink, self.rig.schema)
+        return plan_batch(
+            self.context, CheckpointView(self.rig.incarnation, 0, self.offsets, None, run=True), first=True
+        )
+
+    def write(self, plan: BatchPlan, rows: list[pa.RecordBatch]) -> list[ShardMessage]:
+        messages = [write_shard(self.rig.sink, plan, i, 0, iter([b]), SCHEMA) for i, b in enumerate(rows)]
+        found: list[ShardMessage] = pickle.loads(pickle.dumps(messages))
+        return found
+
+    def commit(self, messages: list[ShardMessage]) -> Decision | None:
+        return commit_batch(self.context, 0, self.offsets, messages, run=True)
+
+    def __call__(self, rows: list[pa.RecordBatch]) -> Decision | None:
+        return self.commit(self.write(self.plan(), rows))
+
+
+def visible_at_last(rig: Rig, expected: Fingerprint) -> bool:
+    """Whether exactly these rows are in the sink. Kafka's brokers end a transaction just after they say so."""
+    deadline = time.monotonic() + 20
+    while (found := rig.visible()) != expected and found.count < expected.count and time.monotonic() < deadline:
+        pass
+    return found == expected
+
+
+def rows_of(rig: Rig, number: int) -> list[pa.RecordBatch]:
+    return [rig.rows(number, shard) for shard in range(SHARDS)]
+
+
+def test_a_run_given_twice_is_written_once_however_many_came_between(rig: Rig) -> None:
+    for i in range(RUNS):
+        assert Run(rig, f"r{i}")(rows_of(rig, i)) is not None
+    everything = rig.expected(*range(RUNS))
+    assert visible_at_last(rig, everything)
+    state = Run(rig, "r0").context.ledger.look()
+    known = rig.sink.capability().system == "memory" or state.last is not None  # a folder of files holds its record
+    assert known or state.archived is not None
+    for i in (0, 1, RUNS - 1, 0):
+        again = Run(rig, f"r{i}")
+        plan = again.plan()
+        assert plan.action is Action.COMPARE
+        shuffled = [pa.concat_batches(list(reversed(rows_of(rig, i))))]  # other partitions, the same rows
+        assert again.commit(again.write(plan, shuffled)) is None
+    assert visible_at_last(rig, everything)
+    assert Run(rig, "new")(rows_of(rig, 50)) is not None
+    assert visible_at_last(rig, everything + rig.expected(50))
+
+
+def test_a_run_id_that_comes_again_with_other_rows_is_refused(rig: Rig) -> None:
+    for i in range(RUNS):
+        Run(rig, f"r{i}")(rows_of(rig, i))
+    everything = rig.expected(*range(RUNS))
+    for i in (0, RUNS - 1):
+        others = [rows_of(rig, 70), rows_of(rig, i)[:1], [*rows_of(rig, i), rig.rows(71, 0)], []]
+        for rows in others:
+            with pytest.raises(Refused, match="RUN_ID_TAKEN") as caught:
+                Run(rig, f"r{i}")(rows)
+            assert f"'r{i}'" in caught.value.message
+            assert f"{rig.expected(i).count} records" in caught.value.message
+    assert visible_at_last(rig, everything)
+    assert Run(rig, "r0")(rows_of(rig, 0)) is None
+
+
+@pytest.mark.parametrize("guarantee", [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE])
+def test_weaker_guarantees_know_a_run_too(rig: Rig, guarantee: Guarantee) -> None:
+    begun = Run(rig, "begun", Guarantee.AT_MOST_ONCE)
+    begun.write(begun.plan(), rows_of(rig, 90))  # sent; then it is killed
+    for i in range(RUNS):
+        Run(rig, f"r{i}", guarantee)(rows_of(rig, i))
+    for i in (0, RUNS - 1):
+        assert Run(rig, f"r{i}", guarantee)(rows_of(rig, i)) is None
+        with pytest.raises(Refused, match="RUN_ID_TAKEN"):
+            Run(rig, f"r{i}", guarantee)(rows_of(rig, 70))
+    sent = rig.expected(90, *range(RUNS))
+    assert visible_at_last(rig, sent)
+    again = Run(rig, "begun", Guarantee.AT_MOST_ONCE)
+    plan = again.plan()
+    assert plan.action is Action.GIVE_UP  # its records may be in the sink
+    again.commit(again.write(plan, rows_of(rig, 90)))
+    assert visible_at_last(rig, sent)
+
+
+def decided_and_killed(rig: Rig, name: str, number: int) -> None:
+    """A run whose driver dies between its decision and the moment at which its rows are visible."""
+    run = Run(rig, name)
+    plan = run.plan()
+    prepared = tuple(p for m in run.write(plan, rows_of(rig, number)) for p in m.participants)
+    total = sum((p.fingerprint for p in prepared), Fingerprint())
+    decision = Decision(
+        run.rig.scope, run.context.owner.id, EXACT, 0, run.offsets, prepared, total, Fingerprint(), 10**14
+    )
+    assert run.context.ledger.decide(decision) == Ok(None)
+
+
+def test_a_run_killed_after_its_decision_is_finished_by_the_same_run(rig: Rig) -> None:
+    decided_and_killed(rig, "r0", 0)
+    with pytest.raises(Refused, match="RUN_ID_TAKEN"):
+        Run(rig, "r0")(rows_of(rig, 1))
+    assert Run(rig, "r0")(rows_of(rig, 0)) is None
+    assert visible_at_last(rig, rig.expected(0))
+
+
+def test_an_older_run_given_again_leaves_the_decided_rows_of_a_killed_one(rig: Rig) -> None:
+    Run(rig, "r0")(rows_of(rig, 0))
+    decided_and_killed(rig, "r1", 1)
+    assert Run(rig, "r0")(rows_of(rig, 0)) is None
+    if rig.sink.capability().commit is Commit.TWO_PHASE:
+        assert visible_at_last(rig, rig.expected(0))
+    Run(rig, "r2")(rows_of(rig, 2))  # finishes r1, whose promise must be there still
+    assert visible_at_last(rig, rig.expected(0, 1, 2))
