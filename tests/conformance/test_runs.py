@@ -14,7 +14,7 @@ from tests.conformance.test_sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
 from delivered.commit.context import Context
 from delivered.commit.decide import commit_batch
 from delivered.commit.recover import plan_batch
-from delivered.connectors.delta import ledger as delta_ledger
+from delivered.connectors.delta import earlier as delta_earlier
 from delivered.connectors.files import ledger as files_ledger
 from delivered.connectors.iceberg import ledger as iceberg_ledger
 from delivered.connectors.kafka import ledger as kafka_ledger
@@ -36,7 +36,7 @@ _drivers = itertools.count()
 
 @pytest.fixture(params=[n for n in SINKS if "s3" not in n])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    for module in (sql_ledger, delta_ledger, iceberg_ledger, files_ledger):
+    for module in (sql_ledger, delta_earlier, iceberg_ledger, files_ledger):
         monkeypatch.setattr(module, "LEDGER_INCARNATIONS", KEPT)
     monkeypatch.setattr(kafka_ledger, "LEDGER_HISTORY_BATCHES", KEPT)
     return Rig(SINKS[request.param](request))

@@ -24,7 +24,7 @@ from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract import Sink, ready_target
 from delivered.contract_target import KnowsTarget
 from delivered.model.capability import Commit
-from delivered.model.errors import Fenced, Refused, TargetChanged
+from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -506,3 +506,24 @@ def test_a_decision_of_a_version_that_kept_no_target_is_gone_on_from(rig: Rig) -
     made = rig.run(2, rig.context("second"))
     assert made is not None
     assert made.targets == decided.targets
+
+
+def test_a_renamed_pipeline_is_told_its_former_name(rig: Rig) -> None:
+    """`queryName` was changed between two starts: the ledger knows the checkpoint under the former name."""
+    for batch in range(2):
+        rig.run(batch)
+    renamed = replace(rig, pipeline=f"{rig.pipeline}-renamed")
+    for batch in (1, 2):
+        with pytest.raises(LedgerBehind, match="LEDGER_RENAMED") as caught:
+            renamed.plan(renamed.context("second"), batch)
+        assert f"{rig.pipeline!r}" in caught.value.message
+        assert f"{renamed.pipeline!r}" in caught.value.message
+        assert f'.option("pipeline", "{rig.pipeline}")' in str(caught.value.next_step)
+        assert "missingLedger" not in str(caught.value)
+    another = replace(rig, pipeline=f"{rig.pipeline}-other", incarnation="i7")
+    with pytest.raises(LedgerBehind, match="LEDGER_MISSING") as caught:
+        another.plan(another.context("third"), 2)
+    assert f"pipeline {another.pipeline!r}" in caught.value.message
+    assert f"{rig.pipeline!r} (sink {rig.scope.sink!r})" in caught.value.message
+    another.run(0)  # a pipeline of its own, from its first batch on
+    assert rig.run(2) is not None

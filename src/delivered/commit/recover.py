@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from delivered.commit.apply import apply_decided, work_of
 from delivered.commit.context import Context
 from delivered.commit.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, judge
 from delivered.commit.sweep import sweep
 from delivered.commit.target import check_targets, known_targets
-from delivered.model.errors import OutcomeUnknown, PromiseBroken, Refused
+from delivered.contract_target import KnowsOthers
+from delivered.model.errors import DeliveredError, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
+from delivered.model.identity import OtherLedger
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, LedgerState
@@ -46,7 +49,7 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
     if state is None or since not in (None, state.epoch):
         first, state = True, _claim(context)
     reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
-    verdict = judge(state, view, context.guarantee, context.tolerance)
+    verdict = judge(state, view, context.scope, context.guarantee, context.tolerance, _others(context, view, state))
     targets = check_targets(context, state.last) if first else known_targets(context, state.last)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
     guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
@@ -71,6 +74,19 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
     return BatchPlan(
         context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch, targets
     )
+
+
+def _others(context: Context, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
+    """Other ledgers in the same place, where this one knows nothing of the checkpoint: it may have been renamed. Two
+    pipelines may each have a run of one id."""
+    known = state.last is not None or state.begun is not None or state.archived is not None
+    if known or view.run or not isinstance(context.ledger, KnowsOthers):
+        return ()
+    try:
+        return context.ledger.others()
+    except DeliveredError as error:
+        log.warning("which other ledgers there are could not be read: %s", error)
+        return ()
 
 
 def _claim(context: Context) -> LedgerState:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from delivered.model.archive import Archived
 from delivered.model.errors import LedgerAhead, LedgerBehind, Refused
 from delivered.model.guarantee import Guarantee
+from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import LEDGER_INCARNATIONS
 from delivered.model.work import Begun, CheckpointView, Decision, LedgerState, Tolerance
 
@@ -37,11 +39,24 @@ class ArchivedRun:
     archived: Archived
 
 
+_OFFSETS_SHOWN = 4_000
+_OTHERS_SHOWN = 5
+
 Verdict = NewBatch | DecidedBatch | BegunBatch | ArchivedRun
 
 
-def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> Verdict:
+def judge(
+    state: LedgerState,
+    view: CheckpointView,
+    scope: Scope,
+    guarantee: Guarantee,
+    tolerance: Tolerance,
+    others: Sequence[OtherLedger] = (),
+) -> Verdict:
     """Say what the batch about to run is.
+
+    Args:
+        others: other ledgers in the same place, where this one knows nothing of the checkpoint.
 
     Raises:
         LedgerAhead: an older checkpoint was put back.
@@ -58,8 +73,7 @@ def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolera
             "LEDGER_AHEAD",
             f"The ledger holds batch {newest} of incarnation {view.incarnation}, the checkpoint is about to run "
             f"batch {view.batch}: an older copy of the checkpoint was put back. Going on would skip or repeat records.",
-            next_step="restore the newest checkpoint; or start a new one at the offsets that "
-            "`delivered audit` prints as the last decided",
+            next_step=_after(last.offsets if last is not None else begun.offsets if begun is not None else ""),
         )
     if last is not None and last.batch == view.batch:
         _same_offsets(last.offsets, view)
@@ -68,7 +82,8 @@ def judge(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolera
         _same_offsets(begun.offsets, view)
         return _begun(begun, guarantee, tolerance)
     if newest is None:
-        _first_of_ledger(state, view, guarantee, tolerance)
+        _renamed(view, scope, guarantee, tolerance, others)
+        _first_of_ledger(state, view, scope, guarantee, tolerance, others)
     elif (last.batch if last else -1) < view.batch - 1 and not tolerance.missing_ledger:
         # Every batch that Spark logged was decided. One that was only begun shows that the decision is gone.
         raise LedgerBehind(
@@ -128,19 +143,60 @@ def _same_offsets(decided: str, view: CheckpointView) -> None:
             f"Batch {view.batch} of incarnation {view.incarnation} was decided for the offsets {decided[:500]}, and "
             f"is about to run for {view.offsets[:500]}: an older copy of the checkpoint was put back. Taking the one "
             "for the other would lose records.",
-            next_step="restore the newest checkpoint; or start a new one at the offsets that "
-            "`delivered audit` prints as the last decided",
+            next_step=_after(decided),
         )
 
 
-def _first_of_ledger(state: LedgerState, view: CheckpointView, guarantee: Guarantee, tolerance: Tolerance) -> None:
+def _after(offsets: str) -> str:
+    """How to go on behind the last decided batch, without a file to audit."""
+    starts = [f".option(\"startingOffsets\", '{line}')" for line in offsets.splitlines()]
+    told = " and, for the next source, ".join(starts)
+    if len(told) > _OFFSETS_SHOWN:
+        told = f"{told[:_OFFSETS_SHOWN]}... (cut; the ledger holds all of it)"
+    return (
+        "restore the newest checkpoint; or begin a new one where the last decided batch ended: a new "
+        f'checkpointLocation, {told} and, once, .option("newCheckpoint", "accept")'
+    )
+
+
+def _renamed(
+    view: CheckpointView, scope: Scope, guarantee: Guarantee, tolerance: Tolerance, others: Sequence[OtherLedger]
+) -> None:
+    """Refuse a checkpoint that the ledger knows under another name."""
+    former = next((o for o in others if o.same_incarnation), None)
+    if former is None or tolerance.missing_ledger or (view.batch == 0 and guarantee is Guarantee.AT_LEAST_ONCE):
+        return
+    what, name, now = "sink", former.sink, scope.sink
+    if former.pipeline != scope.pipeline:
+        what, name, now = "pipeline", former.pipeline, scope.pipeline
+    named_by = " (without the option, the query's name is the pipeline's)" if what == "pipeline" else ""
+    raise LedgerBehind(
+        "LEDGER_RENAMED",
+        f"This checkpoint (incarnation {view.incarnation}) wrote its batches as {what} {name!r}, and is about to run "
+        f"batch {view.batch} as {what} {now!r}{named_by}. A ledger knows batches by these names: going on could "
+        f"write batch {view.batch} twice.",
+        next_step=f'restore the name: .option("{what}", "{name}"); another name needs a new checkpoint',
+    )
+
+
+def _first_of_ledger(
+    state: LedgerState,
+    view: CheckpointView,
+    scope: Scope,
+    guarantee: Guarantee,
+    tolerance: Tolerance,
+    others: Sequence[OtherLedger],
+) -> None:
     if view.batch > 0 and not tolerance.missing_ledger:
+        known = ", ".join(f"{o.pipeline!r} (sink {o.sink!r})" for o in others[:_OTHERS_SHOWN])
         raise LedgerBehind(
             "LEDGER_MISSING",
-            f"The checkpoint is about to run batch {view.batch}, the ledger knows no batch of incarnation "
-            f"{view.incarnation}. Whether the sink holds batch {view.batch} already cannot be told.",
-            next_step="point the sink at the ledger that this checkpoint was written with, or, if this is the "
-            'first start with a ledger, accept it once with .option("missingLedger", "accept")',
+            f"The checkpoint is about to run batch {view.batch}, and the ledger of pipeline {scope.pipeline!r}, sink "
+            f"{scope.sink!r}, knows no batch of incarnation {view.incarnation}. Whether the sink holds batch "
+            f"{view.batch} already cannot be told.{f' Ledgers in the same place: {known}.' if known else ''}",
+            next_step=("if the pipeline or its sink was renamed, restore the name; " if known else "")
+            + "point the sink at the ledger that this checkpoint was written with; or, if this is the first start with "
+            'a ledger, accept it once with .option("missingLedger", "accept")',
         )
     if guarantee is Guarantee.AT_LEAST_ONCE or tolerance.new_checkpoint:
         return

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from delivered.contract import Ledger, Member, SetsUp
+from delivered.contract_target import KnowsOthers
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import Scope
+from delivered.model.identity import OtherLedger, Scope
 from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
@@ -57,6 +58,14 @@ class GroupLedger:
 
     def history(self) -> Iterable[Decision]:
         return self._deciding.history()
+
+    def others(self) -> Sequence[OtherLedger]:
+        """See `delivered.contract_target.KnowsOthers`: beside the deciding ledger, but for this group's own."""
+        if not isinstance(self._deciding, KnowsOthers):
+            return ()
+        mine = {scope.sink for _, scope in self._others}
+        found = self._deciding.others()
+        return [o for o in found if not (o.pipeline == self._scope.pipeline and o.sink in mine)]
 
     def close(self) -> None:
         for ledger in (self._deciding, *self._ledgers):

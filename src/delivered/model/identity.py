@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from delivered.model.errors import UsageError
@@ -61,3 +62,25 @@ class Work:
     batch: int
     shard: int
     attempt: int = 0
+
+
+@dataclass(frozen=True)
+class OtherLedger:
+    """A ledger of another pipeline, or of another sink, in the same place.
+
+    Attributes:
+        same_incarnation: it knows a batch of this checkpoint: the pipeline, or the sink, had another name.
+    """
+
+    pipeline: str
+    sink: str
+    same_incarnation: bool = False
+
+
+OTHERS_MAX = 20
+"""Other ledgers that a ledger names."""
+
+
+def named_first(found: Iterable[OtherLedger]) -> list[OtherLedger]:
+    """Those that know the incarnation first; at most `OTHERS_MAX`."""
+    return sorted(set(found), key=lambda o: (not o.same_incarnation, o.pipeline, o.sink))[:OTHERS_MAX]

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
-from delivered.model.identity import Scope
+from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner
@@ -148,6 +148,22 @@ class SqlLedger(ABC, Generic[C]):
         kept: list[str] = self._peek(question, [])
         for text in kept:
             yield Decision.from_json(text)
+
+    def others(self) -> list[OtherLedger]:
+        """See `delivered.contract_target.KnowsOthers`."""
+
+        def question(connection: C) -> list[OtherLedger]:
+            other = "NOT (pipeline = :pipeline AND sink = :sink)"
+            same = " UNION ".join(
+                f"SELECT pipeline, sink FROM {{{table}}} WHERE incarnation = :incarnation AND {other}"
+                for table in ("decision", "begun")
+            )
+            holders = {tuple(row) for row in connection.execute(self._sql(same), self._key).fetchall()}
+            owners = connection.execute(self._sql(f"SELECT pipeline, sink FROM {{owner}} WHERE {other}"), self._key)
+            known = {tuple(row) for row in owners.fetchall()} | holders
+            return named_first(OtherLedger(p, s, (p, s) in holders) for p, s in known)
+
+        return self._read(question, [])
 
     def record(self, connection: C, batch: int, decision: str) -> None:
         """Write a decision, or its next revision; forget those beyond the history. Inside an open transaction."""

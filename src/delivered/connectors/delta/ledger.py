@@ -12,12 +12,12 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.delta import types
+from delivered.connectors.delta import earlier, types
 from delivered.connectors.delta.client import Store, explained, open_table, require_table, sync_versions
 from delivered.connectors.delta.commit import (
     CHECKPOINT_VERSIONS,
@@ -28,32 +28,20 @@ from delivered.connectors.delta.commit import (
     commit,
     tidy,
 )
+from delivered.connectors.delta.earlier import Earlier
 from delivered.connectors.delta.merge import NOTHING, Effect, effect
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Names, Record, Records, digest, ledger_key, next_claim
 from delivered.connectors.delta.target import required, same_columns, table_schema
-from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
-from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
+from delivered.model.identity import OtherLedger, Scope, Work
+from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 from delivered.sql.merge import stored as kept
 from delivered.storage import stage
-
-
-@dataclass(frozen=True)
-class _Earlier:
-    """
-    Attributes:
-        decisions: the newest of each other incarnation, newest first.
-        begun: batches of other incarnations that decided none.
-    """
-
-    decisions: tuple[Decision, ...]
-    begun: tuple[tuple[str, Begun], ...]
 
 
 class DeltaLedger:
@@ -66,7 +54,7 @@ class DeltaLedger:
         self._opened: Records | None = None
         self._table: Any = None
         self._claimed: tuple[str, int] | None = None
-        self._earlier: tuple[int, _Earlier] | None = None
+        self._earlier: tuple[int, Earlier] | None = None
 
     def claim(self, owner: Owner) -> LedgerState:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
@@ -188,6 +176,11 @@ class DeltaLedger:
         if table is not None:
             with explained(self._options):
                 yield from reversed(list(self._records.chain(table, self._scope.incarnation)))
+
+    def others(self) -> list[OtherLedger]:
+        """See `delivered.contract_target.KnowsOthers`."""
+        with explained(self._options):
+            return earlier.other_ledgers(self._records, self._refresh())
 
     def close(self) -> None:
         self._table = self._opened = None
@@ -321,51 +314,18 @@ class DeltaLedger:
                 archived=archived,
             )
 
-    def _others(self, table: Any, claim: int) -> _Earlier:
+    def _others(self, table: Any, claim: int) -> Earlier:
         """What other incarnations left cannot change while one owner holds the ledger: read once for each claim."""
         if self._earlier is None or self._earlier[0] != claim:
-            others = [i for i in self._records.incarnations() if i != self._scope.incarnation]
-            found = [self._last_of(table, incarnation) for incarnation in others]
-            decisions = sorted((d for d in found if d is not None), key=lambda d: -d.decided_at_ms)
-            begun = [(i, b) for i, b in self._records.only_begun(table) if i != self._scope.incarnation]
-            self._earlier = (claim, _Earlier(tuple(decisions), tuple(begun)))
+            self._earlier = (claim, earlier.read(self._records, table))
         return self._earlier[1]
-
-    def _last_of(self, table: Any, incarnation: str) -> Decision | None:
-        """The newest decision of another incarnation; None, too, if that is archived, and half taken away."""
-        try:
-            return self._records.last(table, incarnation)
-        except InvariantBroken:
-            if self._records.archive.read().find(incarnation) is None:
-                raise
-            return None
 
     def _forget(self, table: Any) -> None:
         """Of other incarnations keep the newest decision; of very old ones the archived entry; of owners the newest."""
         with explained(self._options), contextlib.suppress(OSError):
             held = self._records.owner(table)
-            others = self._others(table, held[1] if held else 0)
-            kept = {d.scope.incarnation for d in others.decisions[:LEDGER_INCARNATIONS]} | {self._scope.incarnation}
-            open_batches = {i for i, _ in others.begun[:LEDGER_INCARNATIONS]}
-            old = [d.archived for d in others.decisions[LEDGER_INCARNATIONS:]]
-            self._records.archive.add([*old, *(Archived.begun(i) for i, _ in others.begun[LEDGER_INCARNATIONS:])])
-            gone = []
-            for incarnation in self._records.incarnations():
-                newest = self._records.newest(table, incarnation)
-                keep = {self._names.decided_file(incarnation, *newest)} if newest and incarnation in kept else set()
-                if incarnation != self._scope.incarnation:
-                    gone += [
-                        f for f in self._records.store.files(self._names.decided_folder(incarnation)) if f not in keep
-                    ]
-                if incarnation not in kept | open_batches:
-                    gone += list(self._records.store.files(self._names.begun_folder(incarnation)))
-            # Some are kept: somebody may just read one that was the newest a moment ago. Files of claims that are
-            # under way are newer than the newest that counts.
-            # What has no claim for a name is a file that another driver is just writing.
-            files = self._records.store.files(f"{self._names.folder}/owner")
-            owners = sorted((f for f in files if _claim_of(f)), key=_claim_of)
-            gone += [f for f in owners[:-OWNERS_REMEMBERED] if held is not None and _claim_of(f) < held[1]]
-            self._take_away(gone)
+            claim = held[1] if held else 0
+            self._take_away(earlier.outdated(self._records, table, self._others(table, claim), claim))
 
     def _forget_old(self, incarnation: str, batch: int) -> None:
         horizon = batch - LEDGER_HISTORY_BATCHES
@@ -400,8 +360,3 @@ class DeltaLedger:
             "later start.",
             next_step="nothing, if the later start is running; else start the pipeline again",
         )
-
-
-def _claim_of(name: str) -> int:
-    digits = name.rpartition("/")[2].removesuffix(".json")
-    return int(digits) if digits.isdigit() else 0

@@ -187,9 +187,13 @@ class Records:
 
     def only_begun(self, table: Any) -> list[tuple[str, Begun]]:
         """Incarnations that began a batch and decided none."""
-        begun = self._with_files(f"{self.names.folder}/begun")
+        begun = self.begun_incarnations()
         found = [(i, self.begun(table, i)) for i in begun if self.newest(table, i) is None]
         return [(i, b) for i, b in found if b is not None]
+
+    def begun_incarnations(self) -> list[str]:
+        """Those of which a begun batch is kept."""
+        return self._with_files(f"{self.names.folder}/begun")
 
     def _with_files(self, folder: str) -> list[str]:
         """Names of folders in a folder that are not empty: nobody takes those away whose files are gone."""

@@ -23,7 +23,7 @@ from delivered.connectors.files.disk import RECORD, Places, failed, numbered, ta
 from delivered.connectors.files.options import FilesOptions
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
+from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
@@ -157,6 +157,18 @@ class FilesLedger:
                 return
         if last is not None:
             yield last
+
+    def others(self) -> list[OtherLedger]:
+        """See `delivered.contract_target.KnowsOthers`."""
+        found = []
+        for root in self._places.root.parent.parent.glob("p-*/s-*"):
+            pipeline, sink = root.parent.name.removeprefix("p-"), root.name.removeprefix("s-")
+            theirs = Places(self._options, Scope(pipeline, sink, self._scope.incarnation))
+            if theirs.root != self._places.root:
+                incarnation = self._scope.incarnation
+                holds = bool(numbered(theirs.decided(incarnation))) or theirs.begun(incarnation).exists()
+                found.append(OtherLedger(pipeline, sink, holds))
+        return named_first(found)
 
     def close(self) -> None:
         """Nothing is held."""

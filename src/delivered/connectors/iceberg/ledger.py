@@ -35,7 +35,7 @@ from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import OtherLedger, Scope, Work, named_first
 from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
@@ -166,6 +166,19 @@ class IcebergLedger:
         if table is not None:
             found = list(Records(table, self._scope).history(self._scope.incarnation))
             yield from found[-LEDGER_HISTORY_BATCHES:]
+
+    def others(self) -> list[OtherLedger]:
+        """See `delivered.contract_target.KnowsOthers`."""
+        properties, found = require_table(self._options).properties, []
+        for name in properties:
+            match name.split("/"):
+                case ["delivered", pipeline, sink, "owner"] if name != self._names.owner:
+                    names = Names(Scope(pipeline, sink, self._scope.incarnation))
+                    known = (names.decided(names.scope.incarnation), names.begun(names.scope.incarnation))
+                    found.append(OtherLedger(pipeline, sink, any(k in properties for k in known)))
+                case _:
+                    pass
+        return named_first(found)
 
     def close(self) -> None:
         """Catalogs stay open in this process, for later batches."""

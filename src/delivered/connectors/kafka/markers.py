@@ -32,9 +32,13 @@ _FETCH_BYTES = 4 << 20
 _READ_COMMITTED = 1
 
 
+LEDGER_TOPICS = "__delivered_"
+"""Start of the names of internal topics that nobody named."""
+
+
 def ledger_topic(scope: Scope, named: str | None) -> str:
     """Name of the pipeline's internal topic."""
-    return named or f"__delivered_{scope.pipeline}"
+    return named or f"{LEDGER_TOPICS}{scope.pipeline}"
 
 
 def marker_partition(scope: Scope) -> int:

@@ -264,6 +264,13 @@ class Wire:
             self._refresh()
         return self._leaders[(topic, partition)]
 
+    def topics(self) -> list[str]:
+        """Names of all topics that this user may see. Raises NoAnswer."""
+        from kafka.protocol.metadata import MetadataRequest
+
+        answer = self.ask(MetadataRequest(topics=None, allow_auto_topic_creation=False, max_version=9))
+        return sorted(t.name for t in answer.topics if t.error_code == NONE)
+
     def topic_id(self, topic: str) -> str | None:
         """The id that a topic got when it was made; None: there is no such topic, or the brokers are older than ids.
 

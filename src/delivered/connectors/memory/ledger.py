@@ -8,7 +8,7 @@ from delivered.connectors.memory.world import Answer, State, World
 from delivered.model.capability import Commit
 from delivered.model.errors import Fenced
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
+from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
@@ -68,6 +68,15 @@ class MemoryLedger:
 
     def history(self) -> Iterable[Decision]:
         return self._room.of(self._scope.incarnation)[-LEDGER_HISTORY_BATCHES:]
+
+    def others(self) -> list[OtherLedger]:
+        """See `delivered.contract_target.KnowsOthers`."""
+        mine, incarnation = (self._scope.pipeline, self._scope.sink), self._scope.incarnation
+        rooms = {name: room for name, room in self._world.rooms.items() if name != mine and room.owner is not None}
+        return named_first(
+            OtherLedger(*name, same_incarnation=bool(room.of(incarnation)) or incarnation in room.begun)
+            for name, room in rooms.items()
+        )
 
     def close(self) -> None:
         """Nothing is open."""
