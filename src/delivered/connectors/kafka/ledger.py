@@ -16,7 +16,6 @@ The topic is compacted, so it stays as small as its keys are few.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -28,18 +27,17 @@ from delivered.connectors.kafka.ledger_topic import ensure_topic
 from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes, write
 from delivered.connectors.kafka.markers import (
     HISTORY_PARTITION,
-    LEDGER_TOPICS,
     STATE_PARTITION,
     CommittedReader,
     ledger_topic,
 )
 from delivered.connectors.kafka.protocol import NoAnswer, NoTopic, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.topics import other_ledgers
 from delivered.model.archive import Archive, Archived
 from delivered.model.errors import Fenced, LedgerBehind, OutcomeUnknown
-from delivered.model.identity import OTHERS_MAX, OtherLedger, Scope, named_first
+from delivered.model.identity import OtherLedger, Scope
 from delivered.model.limits import (
-    CONNECT_TIMEOUT_S,
     LEDGER_HISTORY_BATCHES,
     OUTAGE_PATIENCE_S,
     OWNERS_REMEMBERED,
@@ -147,26 +145,11 @@ class KafkaLedger:
         yield from sorted((Decision.from_json(v) for v in kept.values()), key=lambda d: d.batch)
 
     def others(self) -> list[OtherLedger]:
-        """See `delivered.contract_target.KnowsOthers`. Of topics that this user may not read nothing is told."""
+        """See `delivered.contract_target.KnowsOthers`."""
         try:
-            topics = [t for t in self._wire.topics() if t.startswith(LEDGER_TOPICS) and t != self._topic]
+            return other_ledgers(self._wire, self._topic, self._scope)
         except NoAnswer as error:
             raise self._unreadable(error) from None
-        found: dict[tuple[str, str], bool] = {}
-        for topic in [self._topic, *topics[:OTHERS_MAX]]:
-            pipeline = self._scope.pipeline if topic == self._topic else topic.removeprefix(LEDGER_TOPICS)
-            reader = CommittedReader(self._wire, topic, STATE_PARTITION)
-            with contextlib.suppress(NoAnswer):
-                for record in reader.read(time.monotonic() + CONNECT_TIMEOUT_S, wait=False):
-                    match json.loads(record.key):
-                        case ["owner", str(sink)]:
-                            found.setdefault((pipeline, sink), False)
-                        case ["last" | "begun", str(sink), self._scope.incarnation] if record.value is not None:
-                            found[pipeline, sink] = True
-                        case _:
-                            pass
-        found.pop((self._scope.pipeline, self._scope.sink), None)
-        return named_first(OtherLedger(*name, same_incarnation=holds) for name, holds in found.items())
 
     def close(self) -> None:
         wire, self._opened = self._opened, None

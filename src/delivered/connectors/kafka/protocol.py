@@ -264,31 +264,6 @@ class Wire:
             self._refresh()
         return self._leaders[(topic, partition)]
 
-    def topics(self) -> list[str]:
-        """Names of all topics that this user may see. Raises NoAnswer."""
-        from kafka.protocol.metadata import MetadataRequest
-
-        answer = self.ask(MetadataRequest(topics=None, allow_auto_topic_creation=False, max_version=9))
-        return sorted(t.name for t in answer.topics if t.error_code == NONE)
-
-    def topic_id(self, topic: str) -> str | None:
-        """The id that a topic got when it was made; None: there is no such topic, or the brokers are older than ids.
-
-        Raises:
-            NoAnswer: nobody tells at the moment.
-        """
-        from kafka.protocol.metadata import MetadataRequest
-
-        Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
-        answer = self.ask(MetadataRequest(topics=[Topic(name=topic)], allow_auto_topic_creation=False))
-        [found] = answer.topics
-        if found.error_code == UNKNOWN_TOPIC_OR_PARTITION:
-            return None
-        if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
-            raise NoAnswer(f"topic {topic!r}: {name_of(found.error_code)}")
-        known = found.topic_id
-        return str(known) if known is not None and known.int else None
-
     def forget(self, transactional_id: str | None = None) -> None:
         """Ask again where things are."""
         if transactional_id is not None:

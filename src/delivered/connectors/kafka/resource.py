@@ -9,6 +9,7 @@ from delivered.connectors.kafka.ledger_topic import ensure_topic
 from delivered.connectors.kafka.markers import find_marker, ledger_topic
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.topics import topic_id
 from delivered.connectors.kafka.transactions import Handle, OpenTransaction
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.identity import Scope, Work
@@ -62,7 +63,7 @@ class KafkaResource:
         if topic is None:
             return {}
         try:
-            known = self._wire.topic_id(topic)
+            known = topic_id(self._wire, topic)
         except NoAnswer as error:
             raise Unreachable(
                 "KAFKA_NO_ANSWER",
