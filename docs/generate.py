@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs import benchmark, pitfalls, support, verified
+from docs import behaviours, benchmark, pitfalls, support, verified
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
@@ -38,9 +38,10 @@ def reference() -> str:
 
 
 def pages() -> dict[Path, str]:
-    readme = DOCS.parent / "README.md"
+    readme, kafka = DOCS.parent / "README.md", DOCS / "connectors" / "kafka.md"
     return {
         DOCS / "benchmark.md": benchmark.page(),
+        kafka: behaviours.into(kafka.read_text(encoding="utf-8")),
         DOCS / "options.md": reference(),
         DOCS / "pipeline.schema.json": as_text(),
         DOCS / "pitfalls.md": pitfalls.page(),

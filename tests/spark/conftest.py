@@ -6,16 +6,39 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from benchmarks.cases import SPARK_KAFKA_JARS
+
+from delivered.brokers.fetch import fetch_jars
+from delivered.brokers.java import java_home
+from delivered.model.errors import DeliveredError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
 @pytest.fixture(scope="session")
-def spark() -> Iterator[SparkSession]:
+def spark_kafka_jars() -> str:
+    """Spark's own Kafka connector, with commas; empty where it cannot be had."""
+    try:
+        java = java_home() / "bin" / "java"
+        folder = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java, print, transitive=False)
+    except DeliveredError as error:
+        print(f"without Spark's own Kafka connector: {error}")
+        return ""
+    return ",".join(str(jar) for jar in sorted(folder.glob("*.jar")))
+
+
+@pytest.fixture(scope="session")
+def sparks_own_kafka(spark_kafka_jars: str) -> bool:
+    """Whether the session of `spark` has `format("kafka")`."""
+    return bool(spark_kafka_jars)
+
+
+@pytest.fixture(scope="session")
+def spark(spark_kafka_jars: str) -> Iterator[SparkSession]:
     from delivered.spark.session import session
 
-    made = session("tests", master="local[2]")
+    made = session("tests", master="local[2]", conf={"spark.jars": spark_kafka_jars} if spark_kafka_jars else None)
     made.sparkContext.setLogLevel("ERROR")
     yield made
     made.stop()
