@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import yaml
 from benchmarks.cases import SPARK_KAFKA_JARS
+from pyspark.errors import StreamingQueryException
 from tests.kafka_tools import produce, read_committed
 
 import delivered
@@ -109,3 +112,51 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(kafka: Any, spark: SparkSess
     assert logged(checkpoint)[1] == {source: {"0": 25}}
     report = made.audit(spark)
     assert (report.exit_code, report.counts.sent, report.counts.delivered) == (0, 25, 25)
+
+
+def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
+    kafka: Any, spark: SparkSession, tmp_path: Path
+) -> None:
+    """The source does not know the checkpoint; the sink keeps the topic's id for it and compares."""
+    delivered.register(spark)
+    source, sink = kafka.topic(1), kafka.topic(1)
+
+    def run_once() -> None:
+        (
+            spark.readStream.format("delivered_kafka")
+            .option("kafka.bootstrap.servers", kafka.bootstrap)
+            .option("subscribe", source)
+            .option("startingOffsets", "earliest")
+            .load()
+            .selectExpr("key", "value")
+            .writeStream.format("delivered_kafka")
+            .option("guarantee", "exactly_once")
+            .option("kafka.bootstrap.servers", kafka.bootstrap)
+            .option("topic", sink)
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .queryName("idiom-remade")
+            .trigger(availableNow=True)
+            .start()
+            .awaitTermination(WAIT_S)
+        )
+
+    def seen() -> list[int]:
+        return sorted(int(m.value() or b"-1") for m in read_committed(kafka.bootstrap, sink))
+
+    produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(10)))
+    run_once()
+    produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(10, 15)))
+    run_once()
+    assert seen() == list(range(15))
+    assert all(set(offsets) == {source} for offsets in logged(tmp_path / "checkpoint").values())
+
+    kafka.admin().delete_topics([source])[source].result(30)
+    deadline = time.monotonic() + WAIT_S
+    while source in kafka.admin().list_topics(timeout=30).topics:
+        assert time.monotonic() < deadline
+    kafka.topic(1, name=source)
+    produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(100, 140)))
+    for _ in range(2):  # as the batch is planned anew, and as a start finds it logged
+        with pytest.raises(StreamingQueryException, match=f"DATA_LOST.*{source} was deleted and made again"):
+            run_once()
+    assert seen() == list(range(15))

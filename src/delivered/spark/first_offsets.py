@@ -3,7 +3,7 @@
 Spark logs where a batch ends, and takes where batch 0 begins from the source, again if batch 0 runs again. With
 startingOffsets "latest" that would be another place, and what lies between would be lost. So the first start writes
 the offsets down, once, and every start of a `Pipeline` passes them as explicit `startingOffsets`. In the bare idiom the
-sink writes down what the source told it (batch_start.py). The audit reads from here on.
+sink writes down what the source told it (handover.py). The audit reads from here on.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from delivered.contract_offsets import HasOffsetMetadata
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
 from delivered.spark import beside
+from delivered.spark.handover import SourceFacts
 
 FILE = "delivered/offset-metadata.json"
 OPTION = "checkpointlocation"
@@ -139,9 +140,20 @@ def _is_ahead(one: Any, other: Any) -> bool:
 class PlainDriver:
     """A source's driver whose offsets, in and out, are those of Spark's own connector."""
 
-    def __init__(self, driver: SourceDriver, metadata: OffsetMetadata) -> None:
+    def __init__(self, driver: SourceDriver, metadata: OffsetMetadata, source: HasOffsetMetadata) -> None:
         self._driver = driver
         self._metadata = metadata
+        self._source = source
+
+    def facts(self, end: Offsets) -> SourceFacts:
+        """What the sink keeps where this source does not know the checkpoint."""
+        known = self._metadata.find(self._metadata.split(end)[0])
+        if not known:  # a batch that an earlier process planned: what is read now is what its tasks will read
+            known = self._metadata.split(self._driver.newest() or {})[1]
+        source = self._source
+        return SourceFacts(
+            None, known, sorted(source.lasting_metadata), sorted(source.identity_metadata), source.stops_on_data_loss
+        )
 
     def initial(self) -> Offsets:
         return self._kept(self._driver.initial())
@@ -177,6 +189,36 @@ class PlainDriver:
         return plain
 
 
+def keep_for_source(location: str, logged: str, facts: SourceFacts) -> None:
+    """Keep the metadata of a source that does not know the checkpoint; runs where the sink of its batch is planned.
+
+    Args:
+        logged: the batch's end, as Spark logged it.
+
+    Raises:
+        InvariantBroken: what is read was deleted and made again since the batch before, and the source is strict.
+        Unreachable: the checkpoint cannot be used.
+    """
+    end, lasting = json.loads(logged), frozenset(facts.lasting)
+    kept = OffsetMetadata(location, lasting | frozenset(facts.metadata), lasting)
+    before = kept.find(end)
+    again = sorted(
+        name
+        for key in facts.identities
+        for name, now in facts.metadata.get(key, {}).items()
+        if before.get(key, {}).get(name, now) != now
+    )
+    if again and facts.strict:
+        raise InvariantBroken(
+            "DATA_LOST",
+            f"{', '.join(again)} was deleted and made again since the checkpoint's batch before; its records below the "
+            "offsets that the checkpoint stands at would not be read. Nothing of this batch was written.",
+            next_step="find out why; to read the new one from its start, begin with a new checkpoint; to go on at the "
+            'old offsets all the same, restart with .option("failOnDataLoss", "false")',
+        )
+    kept.keep(end, facts.metadata)
+
+
 def stream_driver(source: Source, location: str | None, *, writes: bool = True) -> SourceDriver:
     """The driver of a stream, for Spark's offset log.
 
@@ -187,4 +229,5 @@ def stream_driver(source: Source, location: str | None, *, writes: bool = True) 
     driver = source.driver()
     if not isinstance(source, HasOffsetMetadata):
         return driver
-    return PlainDriver(driver, OffsetMetadata(location, source.offset_metadata, source.lasting_metadata, writes=writes))
+    metadata = OffsetMetadata(location, source.offset_metadata, source.lasting_metadata, writes=writes)
+    return PlainDriver(driver, metadata, source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
@@ -14,10 +14,10 @@ from delivered.contract_offsets import HasOffsetMetadata
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
 from delivered.spark import first_offsets
-from delivered.spark.batch_start import hand_over, withdraw
 from delivered.spark.crash import arm
 from delivered.spark.drain import is_drained
-from delivered.spark.offset_metadata import stream_driver
+from delivered.spark.handover import SourceFacts, Teller
+from delivered.spark.offset_metadata import PlainDriver, stream_driver
 from delivered.write.direct import pack
 
 if TYPE_CHECKING:
@@ -56,15 +56,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._source = source
         self._direct = direct
         self._drain = drain
-        self._driver_id = driver_id
         self._checkpoint = checkpoint
         self._opened: SourceDriver | None = None
         self._initial: dict[str, Any] | None = None
         self._logged: dict[str, Any] | None = None
-        self._handed_over: Path | None = None
+        self._teller = Teller(driver_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_initial": None, "_logged": None, "_handed_over": None}
+        return {**self.__dict__, "_opened": None, "_initial": None, "_logged": None}
 
     @property
     def _driver(self) -> SourceDriver:
@@ -106,9 +105,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         in_query()
-        if start == self._initial:
-            self._handed_over = hand_over(self._driver_id, start, end)
-        return [SlicePartition(s) for s in self._driver.slices(start, end)]
+        slices = self._driver.slices(start, end)
+        self._tell_sink(start, end)
+        return [SlicePartition(s) for s in slices]
+
+    def _tell_sink(self, start: dict[str, Any], end: dict[str, Any]) -> None:
+        begins = start if start == self._initial else None
+        if self._checkpoint is None and isinstance(self._driver, PlainDriver):
+            self._teller.tell(end, replace(self._driver.facts(end), start=begins))
+        elif begins is not None:
+            self._teller.tell(end, SourceFacts(begins))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if self._direct and isinstance(partition, SlicePartition):
@@ -125,8 +131,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._logged = logged
 
     def stop(self) -> None:
-        if self._handed_over is not None:
-            withdraw(self._handed_over)
+        self._teller.stop()
         if self._opened is not None:
             self._opened.close()
             self._opened = None

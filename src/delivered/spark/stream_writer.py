@@ -15,7 +15,7 @@ from delivered.contract import Several, Sink, ready_target
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import BatchPlan, ShardMessage
+from delivered.model.work import BatchPlan, CheckpointView, ShardMessage
 from delivered.spark.crash import arm
 from delivered.spark.driver import Driver
 from delivered.spark.settings import PipelineSettings
@@ -96,8 +96,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         view = read_view(self._checkpoint)
         if view.batch:
             in_query()
-        else:
-            self._note_start(view.offsets)
+        self._keep_source_facts(view)
         context = self._context(view.incarnation)
         first = engine.is_first(context.scope, self._driver, view)
         if not first:
@@ -110,18 +109,20 @@ class StreamWriter(DataSourceStreamArrowWriter):
         engine.remember(context.scope, self._driver, view.batch, plan.epoch)
         return plan
 
-    def _note_start(self, logged: str) -> None:
-        """Keep where batch 0 begins, for the audit; a checkpoint that takes no file of ours is no reason to stop."""
+    def _keep_source_facts(self, view: CheckpointView) -> None:
+        """Keep what the source cannot; a checkpoint that takes no file of ours is no reason to stop."""
         from delivered.spark import first_offsets
-        from delivered.spark.batch_start import handed_over
+        from delivered.spark.handover import told
+        from delivered.spark.offset_metadata import keep_for_source
 
-        begins = handed_over(self._driver.id, logged)
-        if begins is None:
-            return
+        facts = told(self._driver.id, view.offsets)
         try:
-            first_offsets.note(self._checkpoint, begins)
+            if facts.start is not None and view.batch == 0:
+                first_offsets.note(self._checkpoint, facts.start)
+            if facts.metadata:
+                keep_for_source(self._checkpoint, view.offsets, facts)
         except Unreachable as error:
-            log.warning("where batch 0 begins is not kept, and no audit will know it: %s", error)
+            log.warning("what the source knows of its offsets is not kept, and no audit will know it: %s", error)
 
     @property
     def _checkpoint(self) -> str:

@@ -14,6 +14,7 @@ from delivered.connectors.kafka.client import KafkaDriverClient, joined
 from delivered.connectors.kafka.client_settings import check_settings
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
+    IDENTITIES,
     LASTING,
     LATEST,
     METADATA,
@@ -53,6 +54,14 @@ class KafkaSource:
     @property
     def lasting_metadata(self) -> frozenset[str]:
         return LASTING
+
+    @property
+    def identity_metadata(self) -> frozenset[str]:
+        return IDENTITIES
+
+    @property
+    def stops_on_data_loss(self) -> bool:
+        return self.options.fail_on_data_loss
 
     def capability(self) -> SourceCapability:
         assumes = [
