@@ -29,9 +29,8 @@ class Finding:
     """What a preflight check saw at the live system.
 
     Attributes:
-        refuses: the pipeline must not start with this.
-        code: as in an error, without the prefix.
-        only: the guarantee that it stands against; None: every one.
+        refuses: the pipeline must not start with this; code: as in an error, without the prefix.
+        only: the guarantee that it stands against; None: every one. transient: a server is away, and may come back.
     """
 
     code: str
@@ -39,11 +38,12 @@ class Finding:
     refuses: bool
     next_step: str | None = None
     only: Guarantee | None = None
+    transient: bool = False
 
     @classmethod
-    def refusal(cls, error: DeliveredError) -> Finding:
+    def refusal(cls, why: DeliveredError) -> Finding:
         """What a check ran into, as a finding that refuses."""
-        return cls(error.code.removeprefix("DELIVERED_"), error.message, True, error.next_step)
+        return cls(why.code.removeprefix("DELIVERED_"), why.message, True, why.next_step, None, why.may_come_back)
 
 
 class ShardWriter(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -116,3 +117,17 @@ def test_a_query_that_fails_gives_one_clear_error(example: Path) -> None:
     assert "Traceback" not in err
     assert "\tat org.apache" not in err
     assert rows(example.parent) == 0
+
+
+def test_the_log_of_a_failed_query_is_where_the_message_says(example: Path) -> None:
+    text = example.read_text().replace("AS customer", "AS customer, CAST(raise_error('boom') AS STRING) AS why")
+    example.write_text(text)
+    with running("run", str(example)) as process:
+        _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1, err
+    named = re.search(r"read Spark's log in (\S+\.log);", err)
+    assert named is not None, err
+    log = Path(named.group(1))
+    assert "boom" in log.read_text()
+    log.unlink()
+    assert re.search(r"^20\d\d-\S+Z ", err, re.MULTILINE) or "batch" not in err, "progress has time stamps"

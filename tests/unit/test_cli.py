@@ -52,11 +52,11 @@ def test_every_command_has_help_and_both_outputs(command: list[str]) -> None:
 
 
 def test_plan_as_text_and_json(example: Path) -> None:
-    code, out, _ = call("plan", example)
+    code, out, _ = call("plan", example, "--offline")
     assert code == 0
     assert "orders: exactly_once by" in out
     assert "commit.decide" in out
-    code, out, _ = call("plan", example, "--output", "json")
+    code, out, _ = call("plan", example, "--offline", "--output", "json")
     assert code == 0
     assert [s["id"] for s in json.loads(out)["steps"]][-1] == "log"
 
@@ -73,8 +73,8 @@ def test_a_refusal_exits_2_and_says_the_way_out(example: Path) -> None:
 
 def test_an_option_stands_above_the_environment(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELIVERED_GUARANTEE", "at_least_once")
-    assert json.loads(call("plan", example, "-o", "json")[1])["guarantee"] == "at_least_once"
-    arguments = ("plan", example, "-o", "json", "--guarantee", "at_most_once")
+    assert json.loads(call("plan", example, "--offline", "-o", "json")[1])["guarantee"] == "at_least_once"
+    arguments = ("plan", example, "--offline", "-o", "json", "--guarantee", "at_most_once")
     assert json.loads(call(*arguments)[1])["guarantee"] == "at_most_once"
 
 
@@ -157,7 +157,7 @@ def test_a_reader_that_closes_early_is_no_error(example: Path) -> None:
     """`delivered plan orders.yaml | head -1`: no traceback, no message."""
     code = "from delivered.cli.main import app; app()"
     writer = subprocess.Popen(
-        [sys.executable, "-c", code, "plan", str(example)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code, "plan", "--offline", str(example)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert writer.stdout is not None
     writer.stdout.close()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from delivered.cli.output import console
+from delivered.cli.output import console, spoken
 from delivered.model.errors import DeliveredError
 from delivered.model.extras import EXTRA_OF
 
@@ -61,7 +61,7 @@ def examine(pipeline: Pipeline | None) -> list[Check]:
     found = [look() for look in looks]
     if pipeline is not None:
         found.extend(_pipeline(pipeline))
-    return found
+    return spoken(found)
 
 
 def show(checks: list[Check]) -> None:

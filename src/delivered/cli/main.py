@@ -11,9 +11,9 @@ import typer
 
 from delivered.cli import open as open_
 from delivered.cli import servers
-from delivered.cli.output import Output, OutputOption, command, console, say, say_json, working
+from delivered.cli.output import Output, OutputOption, command, console, say, say_json, spoken, tell_warnings, working
 from delivered.model.errors import UsageError
-from delivered.model.limits import RECEIVERS_MAX
+from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.pipeline.load import parse_override
 from delivered.spark.pipeline import Pipeline
 
@@ -35,6 +35,9 @@ SetOption = Annotated[
 GuaranteeOption = Annotated[str | None, typer.Option(help="at_most_once, at_least_once or exactly_once.")]
 CheckpointOption = Annotated[str | None, typer.Option(help="Another checkpoint than the file's.")]
 MasterOption = Annotated[str | None, typer.Option(help="Spark master, for instance local[4].")]
+WaitOption = Annotated[
+    bool, typer.Option("--wait/--no-wait", help="Wait two minutes for a server that is away, or give up at once.")
+]
 TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that runs this pipeline.")]
 
 
@@ -78,21 +81,29 @@ def plan(
     guarantee: GuaranteeOption = None,
     checkpoint: CheckpointOption = None,
     master: MasterOption = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Ask neither servers nor checkpoint.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask neither servers nor checkpoint nor Spark.")] = False,
     takeover: TakeoverOption = False,
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Show what a pipeline will do and what its guarantee rests on; or why it is refused (exit 2)."""
+    from delivered.cli.run import SparkLog, quiet_spark
     from delivered.plan import Refusal, to_json
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
     with working(f"asking source and sink of {pipeline.name}"):
         answer = pipeline.plan(offline=offline, takeover=takeover)
+    if not offline and pipeline.transform.kind == "sql" and not isinstance(answer, Refusal):
+        with (
+            working("holding the SQL against the source's columns"),
+            quiet_spark(pipeline, SparkLog.of(pipeline, None)) as spark,
+        ):
+            answer = pipeline.plan(spark, takeover=takeover)
+    answer = spoken(answer)
     if output is Output.JSON:
         say_json(to_json(answer))
     else:
         say(str(answer))
-    return 2 if isinstance(answer, Refusal) else 0
+    return answer.error.exit_code if isinstance(answer, Refusal) else 0
 
 
 @app.command()
@@ -110,6 +121,7 @@ def run(
     receivers: Annotated[
         int, typer.Option(min=0, max=RECEIVERS_MAX, help="Also run so many receivers of the source's queue.")
     ] = 0,
+    wait: WaitOption = True,
     stop_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that a stop (SIGTERM, Ctrl-C) waits for the running batch.")
     ] = 120.0,
@@ -124,11 +136,13 @@ def run(
     trigger = "available_now" if available_now else None
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master, trigger=trigger)
     if not receivers:
-        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output)
+        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, wait=wait)
     from delivered.pipeline.receive import receiving
 
-    with receiving(pipeline.source, receivers) as raise_failure:
-        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, raise_failure)
+    tell_warnings()
+    patience_s = OUTAGE_PATIENCE_S if wait else 0.0
+    with receiving(pipeline.source, receivers, patience_s=patience_s) as raise_failure:
+        return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, raise_failure, wait=wait)
 
 
 @app.command()
@@ -140,12 +154,13 @@ def receive(
     idle_seconds: Annotated[
         float | None, typer.Option(min=0, help="End when nothing arrived for so long. Default: go on.")
     ] = None,
+    wait: WaitOption = True,
     output: OutputOption = Output.TEXT,
 ) -> int:
     """Receive a queue into the durable log of a pipeline's source: persist, then acknowledge; until it is stopped."""
     from delivered.cli.receive import receive_file
 
-    return receive_file(file, dict(parse_override(s) for s in set_), processes, idle_seconds, output)
+    return receive_file(file, dict(parse_override(s) for s in set_), processes, idle_seconds, output, wait=wait)
 
 
 @app.command()
@@ -168,7 +183,7 @@ def audit(
     """Read source and sink back and list what was lost, doubled or altered; exit 1 if the guarantee was broken, 3 if it
     cannot be told."""
     from delivered.audit.table import render
-    from delivered.cli.run import quiet_spark
+    from delivered.cli.run import SparkLog, quiet_spark
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
     start = _offsets("--sink-from", sink_from)
@@ -176,7 +191,7 @@ def audit(
         raise UsageError(
             "AUDIT_SINK", "--sink-from speaks of one sink, and the pipeline has several.", "add --sink NAME"
         )
-    with working("starting Spark") as progress, quiet_spark(pipeline, spark_log) as (spark, _):
+    with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
         reports = [
             pipeline.audit(spark, sink=name, samples_max=samples, sink_from=start, progress=progress)
             for name in ([sink] if sink else pipeline.sink_names)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import wraps
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from delivered.model.dialect import in_file_words
 from delivered.model.errors import DeliveredError
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Output(StrEnum):
@@ -58,6 +63,27 @@ def note(text: str) -> None:
     messages().print(text, style="dim", markup=False)
 
 
+def log_line(text: str) -> None:
+    """As `note`, with the time where nobody watches: whoever reads it later asks when it was."""
+    note(text if messages().is_terminal else f"{stamp()} {text}")
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        log_line(record.getMessage())
+
+
+def tell_warnings() -> None:
+    """From here on our warnings are lines for people: nobody else configures logging in this process."""
+    ours = logging.getLogger("delivered")
+    if not any(isinstance(h, _Lines) for h in ours.handlers):
+        ours.addHandler(_Lines(logging.WARNING))
+
+
+def stamp() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
 @contextlib.contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show that something takes time: a spinner on a terminal, else one line per change."""
@@ -67,6 +93,18 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         return
     with shown.status(Text(text)) as status:
         yield lambda now: status.update(Text(now))
+
+
+def spoken(given: T) -> T:
+    """Texts, and what is made of them, in the words of a pipeline file, which users of the command line write."""
+    found: Any = given
+    if isinstance(found, str) and not isinstance(found, StrEnum):
+        found = in_file_words(found)
+    elif isinstance(found, tuple | list):
+        found = type(found)(map(spoken, found))
+    elif is_dataclass(found) and not isinstance(found, type):
+        found = replace(found, **{f.name: spoken(getattr(found, f.name)) for f in fields(found) if f.init})
+    return cast("T", found)
 
 
 def redact(text: str) -> str:
@@ -108,8 +146,8 @@ def fail(error: Exception, as_json: bool) -> int:
     if os.environ.get("DELIVERED_TRACEBACK"):
         messages().print_exception()
     found = _ours(error)
-    message = redact(found.message)[:_MESSAGE_LENGTH_MAX]
-    next_step = redact(found.next_step) if found.next_step else None
+    message = redact(spoken(found.message))[:_MESSAGE_LENGTH_MAX]
+    next_step = redact(spoken(found.next_step)) if found.next_step else None
     if as_json:
         say_json({"error": {"code": found.code, "message": message, "next": next_step}})
     else:

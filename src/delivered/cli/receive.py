@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delivered.cli.output import Output, note, say, say_json
+from delivered.cli.output import Output, log_line, say, say_json, stamp, tell_warnings
+from delivered.model.limits import OUTAGE_PATIENCE_S
 from delivered.pipeline.load import load_file
 
 if TYPE_CHECKING:
@@ -21,14 +22,21 @@ _SUMMED = (
 )
 
 
-def receive_file(file: Path, overrides: dict[str, Any], processes: int, idle_s: float | None, output: Output) -> int:
-    """Run the receivers of a pipeline file's source; returns the exit code."""
+def receive_file(
+    file: Path, overrides: dict[str, Any], processes: int, idle_s: float | None, output: Output, *, wait: bool = True
+) -> int:
+    """Run the receivers of a pipeline file's source; returns the exit code.
+
+    Args:
+        wait: for a server that is away.
+    """
     from delivered.pipeline.endpoint import Endpoint, as_text
     from delivered.pipeline.receive import quiet_client, receive
     from delivered.testing.crash import install_from_environment
 
     install_from_environment()
-    quiet_client()
+    quiet_client(warnings=False)
+    tell_warnings()
     given = load_file(file, overrides).source
     endpoint = Endpoint(given.format, {k: as_text(k, v) for k, v in (given.model_extra or {}).items()})
     stop = threading.Event()
@@ -36,8 +44,9 @@ def receive_file(file: Path, overrides: dict[str, Any], processes: int, idle_s: 
         signal.signal(number, lambda *_: stop.set())
     shown = _Shown(output)
     began = time.monotonic()
-    note(f"receiving {endpoint.options.get('queue', endpoint.label)} into {endpoint.options.get('log')}")
-    receive(endpoint, processes, stop.is_set, idle_s, shown.report)
+    log_line(f"receiving {endpoint.options.get('queue', endpoint.label)} into {endpoint.options.get('log')}")
+    patience_s = OUTAGE_PATIENCE_S if wait else 0.0
+    receive(endpoint, processes, stop.is_set, idle_s, shown.report, patience_s=patience_s)
     shown.end(time.monotonic() - began)
     return 0
 
@@ -54,9 +63,9 @@ class _Shown:
             return
         self._at = time.monotonic()
         if self._output is Output.JSON:
-            say_json({"event": "progress", **self.totals()}, one_line=True)
+            say_json({"event": "progress", "time": stamp(), **self.totals()}, one_line=True)
         else:
-            note(self._text())
+            log_line(self._text())
 
     def end(self, seconds: float) -> None:
         if self._output is Output.JSON:

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from delivered.cli.output import Output, messages, note, say, say_json, working
+from delivered.cli.output import Output, log_line, messages, note, say, say_json, stamp, tell_warnings, working
+from delivered.model.errors import DeliveredError
+from delivered.model.limits import OUTAGE_PATIENCE_S
+from delivered.pipeline.patience import StoppedWaiting, patiently
 from delivered.spark.crash import TOLD
 
 if TYPE_CHECKING:
@@ -48,39 +51,53 @@ def run_pipeline(
     spark_log: str | None,
     output: Output,
     beside: Callable[[], None] = lambda: None,
+    *,
+    wait: bool = True,
 ) -> int:
     """Run it; returns the exit code. Raises what made the query fail, as an error of ours.
 
     Args:
         beside: raises if something that runs beside the query failed; it ends the query.
+        wait: for a server that is away, as long as a restart of it may take.
     """
     from delivered.plan import Refusal
     from delivered.spark.progress import watch
 
     asked = Asked(threading.Event(), threading.Event())
     _listen(asked)
+    tell_warnings()
     with working(f"asking source and sink of {pipeline.name}"):
-        plan = pipeline.plan(takeover=takeover)
+        try:
+            plan = patiently(
+                f"a server of {pipeline.name}",
+                lambda: pipeline.plan(takeover=takeover),
+                away=lambda answer: answer.error if isinstance(answer, Refusal) and answer.transient else None,
+                patience_s=OUTAGE_PATIENCE_S if wait else 0.0,
+                stop=asked.stop.is_set,
+            )
+        except StoppedWaiting:
+            return 0
     if isinstance(plan, Refusal):
         raise plan.error
     if output is Output.TEXT:
         say(f"{pipeline.name}: {pipeline.guarantee.value} by {plan.mechanism}")
     began = time.monotonic()
+    log = SparkLog.of(pipeline, spark_log)
     with contextlib.ExitStack() as stack:
         with working("starting Spark"):
-            spark, log = stack.enter_context(quiet_spark(pipeline, spark_log))
+            spark = stack.enter_context(quiet_spark(pipeline, log))
         _listen(asked)  # again: a new SparkContext takes SIGINT, to cancel the running jobs
         if asked.stop.is_set():
             return 0
         query = pipeline.start(spark, takeover=takeover)
         with watch(pipeline, query) as progress:
-            show = _Shown(output, _Told(log))
+            show = _Shown(output, _Told(log.path))
             idle = _until_done(pipeline, query, progress, show, asked, stop_timeout, beside)
             progress.refresh()
             failure = query.exception()
             show.end()
-    if failure is not None:
-        raise _said(failure, spark_log)
+        if failure is not None:
+            raise _said(failure, log)  # in here: what it names is kept
     _summary(pipeline, progress, time.monotonic() - began, idle, output)
     return 0
 
@@ -102,7 +119,7 @@ def _until_done(
     """Watch until the query ends, or until it was asked to stop and did. Returns whether a batch was cut off: False."""
     while query.isActive:
         if asked.stop.wait(_POLL_S):
-            note("stopping after the running batch; once more to stop now")
+            log_line("stopping after the running batch; once more to stop now")
             deadline = time.monotonic() + stop_timeout
 
             def waiting() -> None:
@@ -163,7 +180,7 @@ class _Shown:
 
     def line(self, progress: Progress) -> None:
         for text in self._told.new():
-            note(text)
+            log_line(text)
         now = progress.shown
         if now == self._last:
             return
@@ -173,9 +190,9 @@ class _Shown:
         elif time.monotonic() - self._at >= _LINE_EVERY_S:
             self._last, self._at = now, time.monotonic()
             if self._output is Output.JSON:
-                say_json(progress.to_json(), one_line=True)
+                say_json({**progress.to_json(), "time": stamp()}, one_line=True)
             else:
-                note(progress.text)
+                log_line(progress.text)
 
     def end(self) -> None:
         self._told.close()
@@ -186,7 +203,13 @@ class _Shown:
 def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool, output: Output) -> None:
     if output is Output.JSON:
         say_json(
-            {**progress.to_json(), "event": "stopped", "between_batches": idle, "seconds": round(seconds, 3)},
+            {
+                **progress.to_json(),
+                "event": "stopped",
+                "time": stamp(),
+                "between_batches": idle,
+                "seconds": round(seconds, 3),
+            },
             one_line=True,
         )
         return
@@ -195,9 +218,8 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
         say("The running batch was cut off; the next start finishes or repeats it.")
 
 
-def _said(failure: Any, spark_log: str | None) -> Exception:
+def _said(failure: Any, log: SparkLog) -> Exception:
     """A failed query's own words, with where Spark says more."""
-    from delivered.model.errors import DeliveredError
     from delivered.spark.messages import translated
 
     found = translated(failure)
@@ -205,26 +227,38 @@ def _said(failure: Any, spark_log: str | None) -> Exception:
         return found
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     cause = next((line for line in reversed(lines) if "Error" in line and not line.startswith("at ")), lines[0])
-    where = spark_log or f"the file named above, or {tempfile.gettempdir()}/delivered-*.log"
+    where = log.path or "standard error"
     return DeliveredError("QUERY_FAILED", cause[:2_000], next_step=f"read Spark's log in {where}; then run again")
 
 
-@contextlib.contextmanager
-def quiet_spark(pipeline: Pipeline, spark_log: str | None) -> Iterator[tuple[SparkSession, Path | None]]:
-    """A session whose log goes to a file, and that Ctrl-C on this terminal does not reach; with that file, if any.
+@dataclass(frozen=True)
+class SparkLog:
+    """Where Spark's own log goes.
 
-    Args:
-        spark_log: the file; "-": standard error; None: a temporary file, taken away when all went well.
+    Attributes:
+        path: the file; None: standard error.
+        temporary: taken away when all went well.
     """
+
+    path: Path | None
+    temporary: bool = False
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, given: str | None) -> SparkLog:
+        """As the option --spark-log has it: a file; "-": standard error; None: a temporary file."""
+        if given is None:
+            handle, name = tempfile.mkstemp(prefix=f"delivered-{pipeline.name}-", suffix=".log")
+            os.close(handle)
+            return cls(Path(name), temporary=True)
+        return cls(None if given == "-" else Path(given))
+
+
+@contextlib.contextmanager
+def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
+    """A session whose log goes to a file, and that Ctrl-C on this terminal does not reach."""
     from delivered.spark.start import new_session
 
-    path: Path | None = None
-    if spark_log is None:
-        handle, name = tempfile.mkstemp(prefix=f"delivered-{pipeline.name}-", suffix=".log")
-        os.close(handle)
-        path = Path(name)
-    elif spark_log != "-":
-        path = Path(spark_log)
+    path = log.path
     # Processes started from here on inherit the mask: the JVM and its workers finish their batch when a person
     # presses Ctrl-C, which the terminal sends to all of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -238,13 +272,13 @@ def quiet_spark(pipeline: Pipeline, spark_log: str | None) -> Iterator[tuple[Spa
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        yield spark, path
+        yield spark
     except BaseException:
         if path is not None:
             note(f"Spark's log: {path}")
         raise
     else:
-        if spark_log is None and path is not None:
+        if log.temporary and path is not None:
             path.unlink(missing_ok=True)
     finally:
         with contextlib.suppress(Exception):

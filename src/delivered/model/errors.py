@@ -33,6 +33,8 @@ class DeliveredError(Exception):
     """
 
     exit_code = 1
+    may_come_back = False
+    """A server is away, so that the same call may succeed later."""
 
     def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
         self.code = f"DELIVERED_{code}"
@@ -71,8 +73,19 @@ class MissingExtra(UsageError):
         super().__init__(code, message, next_step)
 
 
+_AWAY = frozenset(
+    f"DELIVERED_{system}_{what}"
+    for system in ("ACTIVEMQ", "KAFKA", "MYSQL", "POSTGRES", "PULSAR", "RABBITMQ", "ROCKETMQ")
+    for what in ("UNREACHABLE", "NO_ANSWER")
+)
+
+
 class Unreachable(DeliveredError):
     """A server did not answer in time, or turned the credentials away."""
+
+    def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
+        super().__init__(code, message, next_step)
+        self.may_come_back = self.code in _AWAY  # not for wrong credentials or paths
 
 
 class BadRecord(DeliveredError):

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.limits import RECEIVERS_MAX
+from delivered.model.errors import DeliveredError, Unreachable, UsageError
+from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.options import resolve_secret
+from delivered.pipeline.patience import StoppedWaiting, patiently
 from delivered.pipeline.registry import received
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def receive(
     stop: Callable[[], bool] | None = None,
     idle_s: float | None = None,
     report: Report | None = None,
+    *,
+    patience_s: float = OUTAGE_PATIENCE_S,
 ) -> None:
     """Receive into the log of `source` until `stop()` is true; what was taken by then is persisted and acknowledged.
 
@@ -47,29 +50,38 @@ def receive(
         processes: with more than one, each is a process of its own; one that dies is started again.
         idle_s: end also when nothing arrived for so long; None: go on.
         report: called with the number of the receiver and what it did so far, after every append.
+        patience_s: how long to wait for a server that is away; 0: not at all.
 
     Raises:
         UsageError: not a queue, a bad option, or the queue cannot be received from.
+        Unreachable: the server stayed away.
         DeliveredError: the log or the queue failed. Nothing that is not in the log was acknowledged.
     """
     if not 1 <= processes <= RECEIVERS_MAX:
         raise UsageError("RECEIVERS", f"processes is {processes}; it must be from 1 to {RECEIVERS_MAX}.")
-    check(source)
-    if processes == 1:
-        receive_one(source.system, source.options, 0, stop or _never, idle_s, report)
+    asked_to_stop = stop or _never
+    if not _await(source, patience_s, asked_to_stop):
         return
-    _Several(source, processes, idle_s).run(stop or _never, report)
+    if processes == 1:
+        receive_one(source.system, source.options, 0, asked_to_stop, idle_s, report)
+        return
+    _Several(source, processes, idle_s).run(asked_to_stop, report)
 
 
 @contextlib.contextmanager
-def receiving(source: Endpoint, processes: int) -> Iterator[Callable[[], None]]:
+def receiving(
+    source: Endpoint,
+    processes: int,
+    *,
+    patience_s: float = OUTAGE_PATIENCE_S,
+) -> Iterator[Callable[[], None]]:
     """Receivers beside a pipeline that runs in this process. Gives a function that raises what made them end.
 
     The log is there when this is entered, so that the pipeline can be planned.
     """
     from delivered.connectors.log import open_journal
 
-    check(source)
+    _await(source, patience_s, _never)
     made = received(source.system, source.options).options
     open_journal(made.log, _storage(made.storage), 1).close()
     stop, failed = threading.Event(), list[Exception]()
@@ -93,9 +105,25 @@ def receiving(source: Endpoint, processes: int) -> Iterator[Callable[[], None]]:
         thread.join()
 
 
+def _await(source: Endpoint, patience_s: float, stop: Callable[[], bool]) -> bool:
+    """`check`, once the server answers; False: told to stop before it did."""
+    try:
+        patiently(source.label, lambda: check(source), patience_s=patience_s, stop=stop)
+    except StoppedWaiting:
+        return False
+    return True
+
+
 def check(source: Endpoint) -> None:
-    """Ask the queue whether it can be received from. Raises what refuses; the rest is logged."""
+    """Ask the queue whether it can be received from. Raises what refuses; the rest is logged.
+
+    Raises:
+        Unreachable: the server is away.
+        UsageError: it cannot be received from.
+    """
     for finding in received(source.system, source.options).queue.preflight():
+        if finding.transient:
+            raise Unreachable(finding.code, finding.message, finding.next_step)
         if finding.refuses:
             raise UsageError(finding.code, finding.message, finding.next_step)
         _LOG.warning("%s", finding.message)
@@ -263,10 +291,15 @@ def _process(system: str, options: Mapping[str, str], number: int, idle_s: float
         raise SystemExit(error.exit_code) from None
 
 
-def quiet_client() -> None:
+def quiet_client(warnings: bool = True) -> None:
     """For a process of its own: our warnings to standard error, and none of the clients', which show a stack for every
-    connection that is refused or lost."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    connection that is refused or lost.
+
+    Args:
+        warnings: false: somebody else shows ours.
+    """
+    if warnings:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     for client in ("pika", "stomp.py"):
         logging.getLogger(client).setLevel(logging.CRITICAL)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
-from delivered.model.errors import Refused
+from delivered.model.errors import Refused, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step
 from delivered.plan import repeats, several
@@ -59,6 +59,7 @@ class Refusal:
     Attributes:
         nearest: the strongest other guarantee that can be had as everything stands; None: none.
         way_out: what to change to get the guarantee asked for.
+        transient: a server is away; asked later, the answer may be another.
     """
 
     pipeline: str
@@ -67,11 +68,12 @@ class Refusal:
     reason: str
     nearest: Guarantee | None
     way_out: str
+    transient: bool = False
 
     @property
-    def error(self) -> Refused:
+    def error(self) -> Refused | Unreachable:
         """The refusal as an exception, for `start`."""
-        return Refused(self.code, self.reason, next_step=self.next_step)
+        return (Unreachable if self.transient else Refused)(self.code, self.reason, next_step=self.next_step)
 
     @property
     def next_step(self) -> str:
@@ -107,8 +109,15 @@ def make_plan(request: Request) -> Plan | Refusal:
 
 def _refusal(request: Request, reason: Reason) -> Refusal:
     weaker = [g for g in (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE) if g is not request.guarantee]
-    nearest = next((g for g in weaker if not any(reasons(replace(request, guarantee=g)))), None)
-    return Refusal(request.pipeline, request.guarantee, reason.code, reason.text, nearest, reason.way_out)
+    # What a server can do does not depend on whether it runs now; but that it is away stands against every guarantee.
+    nearest = None if reason.transient else next((g for g in weaker if _can_be_had(request, g)), None)
+    return Refusal(
+        request.pipeline, request.guarantee, reason.code, reason.text, nearest, reason.way_out, reason.transient
+    )
+
+
+def _can_be_had(request: Request, guarantee: Guarantee) -> bool:
+    return all(reason.transient for reason in reasons(replace(request, guarantee=guarantee)))
 
 
 def _transform_changed(request: Request) -> Iterator[str]:

@@ -55,12 +55,14 @@ class TransformFacts:
         text: the SQL, or the function's name.
         stateful: it keeps state between batches, as declared or seen.
         deterministic: the same input gives the same rows; None: nobody said.
+        findings: what holding it against the source's columns showed, and its columns against the sinks.
     """
 
     kind: str = "none"
     text: str = ""
     stateful: bool = False
     deterministic: bool | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class CheckpointFacts:
         accepts_new: the user knows that this checkpoint starts over.
         transform_changed: first and newest batch that ran with another transform than the one that the pipeline names
             now; None: the newest one ran with this one, or nobody knows.
+        unwritable: why Spark could not write it; None: it could, or nobody knows.
+        ledger_missing: it holds batches, the ledger none of them, and the user did not accept that.
         other_dedup: what the checkpoint began with, for people, if the pipeline names another dedup now; else None.
     """
 
@@ -120,6 +124,8 @@ class CheckpointFacts:
     earlier: EarlierFacts | None = None
     accepts_new: bool = False
     other_dedup: str | None = None
+    unwritable: str | None = None
+    ledger_missing: bool = False
     transform_changed: tuple[int, int] | None = None
 
 

@@ -20,11 +20,13 @@ class Reason:
     Attributes:
         code: as in an error, without the prefix.
         way_out: what the user can change to get the guarantee asked for.
+        transient: a server is away, which says nothing of what it can do.
     """
 
     code: str
     text: str
     way_out: str
+    transient: bool = False
 
 
 Rule = Callable[[Request], Reason | None]
@@ -271,6 +273,31 @@ def ledger_not_ahead(request: Request) -> Reason | None:
     )
 
 
+def checkpoint_writable(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if facts.unwritable is None:
+        return None
+    return Reason(
+        "CHECKPOINT_UNWRITABLE",
+        f"The checkpoint {facts.location!r} cannot be written: {facts.unwritable}.",
+        "name a folder that the driver's user may write to",
+    )
+
+
+def ledger_there(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if not facts.ledger_missing:
+        return None
+    return Reason(
+        "LEDGER_MISSING",
+        f"The checkpoint {facts.location!r} holds batch {facts.newest} (incarnation {facts.incarnation}), and the "
+        f"ledger of sink {request.decider.name!r} knows no batch of it under the pipeline {request.pipeline!r}. "
+        "Whether the sink holds these batches already cannot be told.",
+        "name pipeline and sink as the checkpoint was written with, or point the sink at that ledger; or, if this is "
+        'the first start with a ledger, accept it once with .option("missingLedger", "accept")',
+    )
+
+
 def checkpoint_known(request: Request) -> Reason | None:
     facts = request.checkpoint
     earlier = facts.earlier
@@ -288,9 +315,12 @@ def checkpoint_known(request: Request) -> Reason | None:
 
 
 def preflight_passed(request: Request) -> Reason | None:
-    for finding in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]:
+    findings = [*request.source.findings, *(f for s in request.sinks for f in s.findings)]
+    findings += request.transform.findings
+    for finding in sorted(findings, key=lambda f: f.transient):
         if finding.refuses and finding.only in (None, request.guarantee):
-            return Reason(finding.code, finding.message, finding.next_step or "mend what the message names")
+            way_out = finding.next_step or "mend what the message names"
+            return Reason(finding.code, finding.message, way_out, finding.transient)
     return None
 
 
@@ -313,7 +343,9 @@ RULES: tuple[Rule, ...] = (
     promise_outlives_batch,
     owner_gone,
     dedup_unchanged,
+    checkpoint_writable,
     ledger_not_ahead,
+    ledger_there,
     checkpoint_known,
     preflight_passed,
 )

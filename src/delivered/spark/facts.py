@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -13,7 +14,8 @@ from pyarrow import fs
 
 from delivered.contract import Finding, Screens, Sink
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import Refused, Unreachable
+from delivered.model.errors import MissingExtra, Refused, Unreachable
+from delivered.model.extras import missing_extra
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import LedgerState, Owner
@@ -67,13 +69,18 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
     blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
     if not offline and not blocked:
         checkpoint = _checkpoint(pipeline, spark, takeover)
+    transform = _transform(pipeline)
+    if spark is not None and not offline and not blocked:
+        from delivered.spark.check import checked_transform
+
+        transform = replace(transform, findings=checked_transform(pipeline, spark))
     return Request(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
         source=source,
         sinks=sinks,
         checkpoint=checkpoint,
-        transform=_transform(pipeline),
+        transform=transform,
         execution=_execution(pipeline, spark),
         on_bad_row=pipeline.on_bad_row,
         screening=tuple(n.name for (_, s), n in zip(made, sinks, strict=True) if isinstance(s, Screens)),
@@ -118,8 +125,13 @@ def _asked(preflight: Any) -> tuple[Finding, ...]:
     """A preflight that raises refuses: a server that is down is not a reason to show a traceback."""
     try:
         return tuple(preflight())
-    except Refused as error:
+    except (Refused, MissingExtra) as error:
         return (Finding.refusal(error),)
+    except ModuleNotFoundError as error:
+        found = missing_extra(str(error))
+        if found is None:
+            raise
+        return (Finding.refusal(found),)
 
 
 def _execution(pipeline: Pipeline, spark: Any) -> Execution:
@@ -154,6 +166,11 @@ def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFac
         newest=newest,
         ledger_newest=_newest(state),
         owner=None if connect else living(state.owner, jvm_of(spark)),
+        unwritable=_unwritable(pipeline.checkpoint),
+        ledger_missing=newest is not None
+        and _newest(state) is None
+        and not pipeline.missing_ledger
+        and (newest > 0 or _is_done(pipeline.checkpoint, newest)),
         takeover=takeover,
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
@@ -195,6 +212,24 @@ def logged(location: str) -> tuple[str | None, int | None]:
             next_step="make the folder readable for the driver's user",
         ) from error
     return incarnation, max((int(i.base_name) for i in infos if i.base_name.isdigit()), default=None)
+
+
+def _is_done(location: str, batch: int) -> bool:
+    filesystem, folder = open_folder(location)
+    return filesystem.get_file_info(f"{folder}/commits/{batch}").type is fs.FileType.File
+
+
+def _unwritable(location: str) -> str | None:
+    """Why a folder of this machine cannot be written; None: it can, or it is elsewhere, where Spark finds out."""
+    filesystem, path = open_folder(location)
+    if not isinstance(filesystem, fs.LocalFileSystem):
+        return None
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is a file"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write in {folder}"
 
 
 def living(owner: Owner | None, jvm: psutil.Process | None = None) -> OwnerFacts | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from delivered.contract import Ledger
@@ -12,6 +14,8 @@ from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.patience import within
 from delivered.spark.sinks import opened
+
+_RATE_OVER_S = 10.0
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
@@ -27,15 +31,17 @@ class Progress:
     Attributes:
         batch: the newest decided batch; None: none yet.
         records: decided since `watch` began, at all sinks; given_up: the same, of at_most_once.
-        rate: records per second between the last two looks at the ledger that differed.
-        lag: what Spark says of the source, if it does.
+        rate: records per second over the last ten seconds: 0 when nothing arrives.
+        lag: offsets between what the last batch read and the end of its source; None: the source does not count them.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, source: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
         self._ledger = ledger
+        self._source = source
+        self._window: deque[tuple[float, int]] = deque()
+        self.lag: int | None = None
         self._first: tuple[int, int, int] | None = None
         self._looked = 0.0
-        self._changed = time.monotonic()
         self.batch: int | None = None
         self.batches = 0
         self.records = 0
@@ -48,6 +54,15 @@ class Progress:
         if self._first is not None and now - self._looked < every_s:
             return
         self._looked = now
+        self._look_at_ledger()
+        self._window.append((now, self.records))
+        while len(self._window) > 2 and now - self._window[1][0] >= _RATE_OVER_S:
+            self._window.popleft()
+        first_at, first = self._window[0]
+        self.rate = (self.records - first) / max(now - first_at, 1.0)
+        self.lag = lag(self._source())
+
+    def _look_at_ledger(self) -> None:
         try:
             with within(_LOOK_S_MAX):
                 last = self._ledger.look().last
@@ -64,15 +79,13 @@ class Progress:
             return
         if batch == self.batch or batch < 0:
             return
-        delivered = records - self._first[1]
-        self.rate = (delivered - self.records) / max(now - self._changed, 1e-3)
         self.batch, self.batches = batch, batch - self._first[0]
-        self.records, self.given_up, self._changed = delivered, given_up - self._first[2], now
+        self.records, self.given_up = records - self._first[1], given_up - self._first[2]
 
     @property
     def shown(self) -> tuple[Any, ...]:
         """Differs when there is something new to show."""
-        return (self.batch, self.records, self.given_up)
+        return (self.batch, self.records, self.given_up, round(self.rate), self.lag)
 
     @property
     def totals(self) -> str:
@@ -83,9 +96,10 @@ class Progress:
     @property
     def text(self) -> str:
         """One line for people."""
+        behind = f"  lag {self.lag:,}" if self.lag is not None else ""
         if self.batches == 0:
-            return "waiting for records"
-        return f"batch {self.batch}  {self.totals}  {self.rate:,.0f} records/s"
+            return f"waiting for records{behind}"
+        return f"batch {self.batch}  {self.totals}  {self.rate:,.0f} records/s{behind}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -95,6 +109,7 @@ class Progress:
             "records": self.records,
             "given_up": self.given_up,
             "records_per_second": round(self.rate, 1),
+            "lag": self.lag,
         }
 
 
@@ -104,11 +119,50 @@ def watch(pipeline: Pipeline, query: StreamingQuery) -> Iterator[Progress]:
     name, sink = opened(pipeline)
     ledger = sink.ledger(Scope(pipeline.name, name, str(query.id)))
     try:
-        progress = Progress(ledger)
+        progress = Progress(ledger, lambda: _first_source(query))
         progress.refresh()
         yield progress
     finally:
         ledger.close()
+
+
+def _first_source(query: StreamingQuery) -> Mapping[str, Any] | None:
+    """What Spark says of the source, as of its last report: at least every ten seconds."""
+    with contextlib.suppress(Exception):  # the query may have ended meanwhile
+        said = query.lastProgress
+        if said is not None:
+            return dict(json.loads(said.json if hasattr(said, "json") else json.dumps(said))["sources"][0])
+    return None
+
+
+def lag(source: Mapping[str, Any] | None) -> int | None:
+    """Offsets behind, over all partitions; None: the source does not count its offsets, or nothing was said yet."""
+    if source is None:
+        return None
+    newest, end = _offsets(source.get("latestOffset")), _offsets(source.get("endOffset"))
+    if newest is None:
+        return None
+    return sum(max(0, n - (end or {}).get(name, 0)) for name, n in newest.items())
+
+
+def _offsets(given: Any) -> dict[tuple[str, ...], int] | None:
+    """Offset by partition, from what a source writes as JSON: numbers at whatever depth."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return None
+    found: dict[tuple[str, ...], int] = {}
+
+    def walk(value: Any, path: tuple[str, ...]) -> bool:
+        if isinstance(value, dict):
+            return all(walk(v, (*path, k)) for k, v in value.items() if not k.startswith("#"))
+        if isinstance(value, int) and not isinstance(value, bool):
+            found[path] = value
+            return True
+        return False
+
+    return found if isinstance(given, dict) and walk(given, ()) and found else None
 
 
 def _plural(count: int, one: str, many: str) -> str:

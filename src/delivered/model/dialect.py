@@ -1,0 +1,37 @@
+"""How a hint names an option to whoever reads it.
+
+A hint holds an option as Spark's users write it, `.option("name", "value")`; that is its stored form, because Spark
+carries errors as text. Readers of a pipeline file get `name: value`; `in_file_words` rewrites all of them at the edge.
+"""
+
+from __future__ import annotations
+
+import re
+
+_OPTION = re.compile(
+    r"""\.option\((?P<q>["'])(?P<name>[\w.]+)(?P=q), (?:(?P<v>["'])(?P<value>.*?)(?P=v)|(?P<any>\.\.\.))\)"""
+)
+_SNAKE = {"missingLedger": "missing_ledger", "newCheckpoint": "new_checkpoint", "newTarget": "new_target"}
+"""Options of Spark's writer that a pipeline file spells in its own way."""
+_FRAMES = (
+    (re.compile(r'df\.withColumn\("([^"]+)", col\("([^"]+)"\)\.cast\("([^"]+)"\)\)'), r"write CAST(\2 AS \3) AS \1"),
+    (re.compile(r'df\.filter\(col\("([^"]+)"\)\.isNotNull\(\)\)'), r"add WHERE \1 IS NOT NULL"),
+    (re.compile(r'df\.drop\("([^"]+)"\)'), r"leave \1 out"),
+)
+"""What a DataFrame's user calls -> what is done in the transform's SQL."""
+_PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./+ -]*")
+
+
+def in_file_words(text: str) -> str:
+    """A message with every option as it stands in a pipeline file, and every change of columns as SQL has it."""
+    for frame, sql in _FRAMES:
+        text = frame.sub(f"{sql} in the transform", text)
+    return _OPTION.sub(_file_line, text)
+
+
+def _file_line(found: re.Match[str]) -> str:
+    name = _SNAKE.get(found["name"], found["name"])
+    value = found["any"] or found["value"]
+    if not found["any"] and not _PLAIN.fullmatch(value):
+        value = "'" + value.replace("'", "''") + "'" if '"' in value else f'"{value}"'
+    return f"{name}: {value}"

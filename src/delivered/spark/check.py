@@ -1,0 +1,96 @@
+"""Holds a pipeline's SQL against the source's columns, and its columns against the sinks, before a query starts."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+
+from delivered.contract import Finding
+from delivered.contract_columns import planned
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.spark.sinks import projected, without_async
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from delivered.spark.pipeline import Pipeline
+
+_VIEW = "source"
+_SUGGESTED = re.compile(r"Did you mean one of the following\? \[(.*?)\]", re.DOTALL)
+_PLACE = re.compile(r"\(line (\d+), pos (\d+)\)|line (\d+),? pos(?:ition)? (\d+)")
+_CLASS = re.compile(r"^\[([A-Z_.]+)\]\s*")
+
+
+def checked_transform(pipeline: Pipeline, spark: SparkSession) -> tuple[Finding, ...]:
+    """What is wrong with SQL and columns. Reads no record; a transform in Python is not run.
+
+    Several sinks and dedup change what arrives: then only the SQL is checked.
+    """
+    if pipeline.source.is_spark_own or pipeline.transform.kind not in ("none", "sql"):
+        return ()
+    try:
+        source = planned(pipeline.source.source()).schema()
+        columns = _result(pipeline, spark, source)
+        if len(pipeline.sinks) == 1 and pipeline.dead_letter is None:
+            without_async(pipeline.sinks[0]).sink().check_schema(columns)
+    except UsageError as error:
+        return (Finding.refusal(error),)
+    except DeliveredError:
+        return ()  # a server that went away meanwhile: the start tells it
+    return ()
+
+
+def _result(pipeline: Pipeline, spark: SparkSession, source: pa.Schema) -> pa.Schema:
+    """Columns of the rows that reach the first sink.
+
+    Raises:
+        UsageError: the SQL, or what the sink selects, does not fit the columns.
+    """
+    frame: DataFrame = spark.createDataFrame([], from_arrow_schema(source))
+    try:
+        if pipeline.transform.kind == "sql":
+            with _view(spark, frame):
+                frame = spark.sql(pipeline.transform.sql)
+        if len(pipeline.sinks) == 1:
+            frame = projected(frame, pipeline.sinks[0].projection)
+        return to_arrow_schema(frame.schema, timezone="UTC")
+    except (AnalysisException, ParseException) as error:
+        raise _invalid(error, pipeline.transform.sql, source) from None
+
+
+@contextlib.contextmanager
+def _view(spark: SparkSession, frame: DataFrame) -> Iterator[None]:
+    """The view `source`; one of the user's with that name comes back."""
+    before = None
+    if spark.catalog.tableExists(_VIEW) and spark.catalog.getTable(_VIEW).isTemporary:
+        before = spark.table(_VIEW)
+    frame.createOrReplaceTempView(_VIEW)
+    try:
+        yield
+    finally:
+        if before is not None:
+            before.createOrReplaceTempView(_VIEW)
+        else:
+            spark.catalog.dropTempView(_VIEW)
+
+
+def _invalid(error: Any, sql: str, source: pa.Schema) -> UsageError:
+    text = str(error)
+    place = _PLACE.search(text)
+    first = _CLASS.sub("", text.split("SQLSTATE")[0].split("\n")[0]).strip().rstrip(".;")
+    line = next((g for g in (place.group(1), place.group(3)) if g), None) if place else None
+    position = next((g for g in (place.group(2), place.group(4)) if g), None) if place else None
+    where = f" (line {line}, position {int(position or 0) + 1} of {sql.strip()!r})" if line else f" ({sql.strip()!r})"
+    suggested = _SUGGESTED.search(text)
+    names = suggested.group(1).replace("`", "") if suggested else ", ".join(source.names)
+    return UsageError(
+        "SQL_INVALID",
+        f"The transform's SQL does not fit the source: {first}{where}.",
+        next_step=f"{'did you mean' if suggested else 'the view `source` has the columns'} {names}",
+    )

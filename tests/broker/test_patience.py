@@ -1,0 +1,102 @@
+"""A receiver, and `delivered run`, started while their server is away: they wait and say so, or give up if told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import yaml
+
+import delivered
+from delivered.connectors.log.produce import append
+from delivered.model.errors import Unreachable
+from delivered.pipeline.patience import patiently
+from delivered.plan import Plan, Refusal
+
+RUN = [sys.executable, "-m", "delivered.cli.main", "run"]
+
+
+@pytest.fixture
+def once_told() -> Iterator[Callable[[Callable[[], None]], list[str]]]:
+    """`once_told(act)`: what is logged of an outage; `act` is called with the first line."""
+    log, handlers = logging.getLogger("delivered.outage"), list[logging.Handler]()
+
+    def install(act: Callable[[], None]) -> list[str]:
+        said: list[str] = []
+
+        class Act(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                said.append(record.getMessage())
+                if len(said) == 1:
+                    act()
+
+        handlers.append(Act())
+        log.addHandler(handlers[-1])
+        return said
+
+    yield install
+    for handler in handlers:
+        log.removeHandler(handler)
+
+
+def test_run_waits_for_its_server(new_postgres: Callable[..., Any], once_told: Any, tmp_path: Path) -> None:
+    server = new_postgres()
+    server.execute("CREATE TABLE orders (key bytea, value bytea)")
+    server.broker.stop()
+    append(str(tmp_path / "in"), pa.table({"key": [b"k"], "value": [b"v"]}))
+    given = {
+        "pipeline": "orders",
+        "guarantee": "exactly_once",
+        "checkpoint": "checkpoint",
+        "source": {"format": "log", "path": "in"},
+        "sinks": [{"format": "postgres", "url": server.url, "dbtable": "orders"}],
+    }
+    file = tmp_path / "orders.yaml"
+    file.write_text(yaml.safe_dump(given))
+
+    gave_up = subprocess.run([*RUN, str(file), "--no-wait"], capture_output=True, text=True, timeout=120)
+    assert gave_up.returncode == 1
+    assert "DELIVERED_POSTGRES_UNREACHABLE" in gave_up.stderr
+    assert "retrying" not in gave_up.stderr
+
+    waiting = subprocess.Popen([*RUN, str(file)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert waiting.stderr is not None
+    try:
+        said = next(line for line in waiting.stderr if "does not answer, retrying (" in line)
+        assert said[:2] == "20", "with a time stamp"
+        os.kill(waiting.pid, signal.SIGTERM)
+        assert waiting.wait(60) == 0, "told to stop, it stops"
+    finally:
+        waiting.kill()
+
+    def away(answer: Plan | Refusal) -> Any:
+        return answer.error if isinstance(answer, Refusal) and answer.transient else None
+
+    pipeline = delivered.Pipeline.from_file(file)
+    said_all = once_told(server.broker.restart)
+    assert isinstance(patiently("PostgreSQL", pipeline.plan, away=away), Plan)
+    assert "waiting up to 120 s" in said_all[0]
+
+
+def test_a_receiver_waits_for_its_server(new_rabbitmq: Callable[[], Any], once_told: Any, tmp_path: Path) -> None:
+    server = new_rabbitmq()
+    queue = server.queue()
+    server.send(queue, [("1", b"value")])
+    server.broker.stop()
+    source = delivered.endpoint("rabbitmq", url=server.url, queue=queue, log=str(tmp_path / "log"))
+    with pytest.raises(Unreachable, match="RABBITMQ_UNREACHABLE"):
+        delivered.receive(source, patience_s=0)
+
+    said = once_told(server.broker.restart)
+    taken: list[int] = []
+    delivered.receive(source, idle_s=3, report=lambda _, counts: taken.append(counts.entered))
+    assert "waiting up to 120 s" in said[0]
+    assert taken[-1] == 1

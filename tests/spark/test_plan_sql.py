@@ -1,0 +1,49 @@
+"""Wrong SQL, and columns that a sink does not take, are told by the plan: no query starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+import delivered
+from delivered.connectors.log.produce import append
+from delivered.plan import Plan, Refusal
+
+
+def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> None:
+    append(str(tmp_path / "in"), pa.table({"key": [b"k"], "value": [b"v"]}))
+
+    def plan(sql: str, **sink: str) -> Plan | Refusal:
+        return delivered.Pipeline(
+            name="orders",
+            guarantee="exactly_once",
+            checkpoint=tmp_path / "checkpoint",
+            source=delivered.log(tmp_path / "in"),
+            transform=sql,
+            sinks=[delivered.sqlite(tmp_path / "out.db", table="orders", **sink)],
+        ).plan(spark)
+
+    spark.range(3).createOrReplaceTempView("source")
+    fine = plan("SELECT CAST(value AS STRING) AS id FROM source")
+    assert isinstance(fine, Plan), fine
+    assert spark.table("source").count() == 3, "a view of the user's comes back"
+    spark.catalog.dropTempView("source")
+
+    unknown = plan("SELECT\n  valu AS id\nFROM source")
+    assert isinstance(unknown, Refusal)
+    assert unknown.code == "SQL_INVALID"
+    assert "line 2" in unknown.reason
+    assert "`valu`" in unknown.reason
+    assert unknown.way_out.startswith("did you mean value")
+    syntax = plan("SELEC value FROM source")
+    assert isinstance(syntax, Refusal)
+    assert (syntax.code, "line 1" in syntax.reason) == ("SQL_INVALID", True)
+    assert "key, value" in syntax.way_out
+
+    spark.udf.register("twice", lambda x: 2 * x, "int")
+    assert isinstance(plan("SELECT twice(1) AS id FROM source"), Plan), "functions of the session are known"
+    column = plan("SELECT map('a', 1) AS id FROM source")
+    assert isinstance(column, Refusal), "a column that the sink cannot take"
+    assert not (tmp_path / "checkpoint").exists()

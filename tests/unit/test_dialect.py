@@ -1,0 +1,95 @@
+"""Hints are read in the words of whoever reads them: the notation of Spark's users, or that of a pipeline file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from delivered.cli.main import app
+from delivered.cli.output import spoken
+from delivered.contract import Finding
+from delivered.model.capability import Commit, SinkCapability, SourceCapability
+from delivered.model.dialect import in_file_words
+from delivered.model.errors import Unreachable, UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.plan import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan
+
+SRC = Path(__file__).parents[2] / "src" / "delivered"
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        ('add .option("guarantee", "exactly_once")', "add guarantee: exactly_once"),
+        ('once with .option("missingLedger", "accept")', "once with missing_ledger: accept"),
+        ('restart with .option("failOnDataLoss", "false")', "restart with failOnDataLoss: false"),
+        ('write .option("url", "mysql://h:3306/shop")', 'write url: "mysql://h:3306/shop"'),
+        ("""write .option("startingOffsets", '{"0": 12}')""", """write startingOffsets: '{"0": 12}'"""),
+        ('df.withColumn("w", col("w").cast("string"))', "write CAST(w AS string) AS w in the transform"),
+        ('df.drop("w")', "leave w out in the transform"),
+        ('add .option("topic", ...), or a column', "add topic: ..., or a column"),
+    ],
+)
+def test_an_option_as_a_file_has_it(stored: str, read: str) -> None:
+    assert in_file_words(stored) == read
+
+
+def test_every_hint_of_the_product_can_be_read_so() -> None:
+    found = 0
+    for file in SRC.rglob("*.py"):
+        for text in re.findall(r"""(?:next_step=|way_out = )f?(['"].*)""", file.read_text()):
+            if ".option(" in text:
+                found += 1
+                filled = re.sub(r"\{[^{}]*\}", "x", text)  # of an f-string
+                assert ".option(" not in in_file_words(filled), f"{file}: {text}"
+    assert found > 30
+
+
+def test_the_command_line_speaks_of_files(tmp_path: Path) -> None:
+    file = tmp_path / "orders.yaml"
+    source = {"format": "log", "path": "in"}
+    sinks = [{"format": "mysql", "url": "postgresql://x", "dbtable": "t"}]
+    given = {"pipeline": "orders", "guarantee": "exactly_once", "checkpoint": "c", "source": source, "sinks": sinks}
+    file.write_text(yaml.safe_dump(given))
+    said = CliRunner().invoke(app, ["plan", "--offline", str(file)])
+    assert said.exit_code == 2
+    assert 'Next: write url: "mysql://localhost:3306/shop"' in said.output
+    assert spoken(UsageError("X", "x").code) == "DELIVERED_X"
+
+
+def request(*findings: Finding, commit: Commit = Commit.NONE, **checkpoint: object) -> Request:
+    says = dict.fromkeys(("mechanism", "stage", "prepare", "decide", "apply", "send"), "x")
+    capability = SinkCapability("rabbitmq", commit=commit, batch_atomic=True, **says)
+    sink = SinkFacts("orders", "rabbitmq orders", capability, findings)
+    source = SourceFacts("log in", SourceCapability("log", replayable=True))
+    facts = CheckpointFacts("/c", **checkpoint)  # type: ignore[arg-type]
+    return Request("orders", Guarantee.EXACTLY_ONCE, source, (sink,), facts)
+
+
+def test_a_server_that_is_away_hides_no_weaker_guarantee() -> None:
+    away = Finding.refusal(Unreachable("RABBITMQ_UNREACHABLE", "RabbitMQ does not answer."))
+    refused = make_plan(request(away))
+    assert isinstance(refused, Refusal)
+    assert (refused.code, refused.nearest, refused.transient) == (
+        "SINK_CANNOT_COMMIT",
+        Guarantee.AT_LEAST_ONCE,
+        False,
+    )
+    refused = make_plan(request(away, commit=Commit.TWO_PHASE))
+    assert isinstance(refused, Refusal)
+    assert (refused.code, refused.nearest, refused.transient) == ("RABBITMQ_UNREACHABLE", None, True)
+    assert not Finding.refusal(Unreachable("MYSQL_LOGIN", "no")).transient
+
+
+def test_plan_tells_a_ledger_that_is_missing_and_a_checkpoint_that_cannot_be_written() -> None:
+    refused = make_plan(request(commit=Commit.TWO_PHASE, incarnation="i", newest=3, ledger_missing=True))
+    assert isinstance(refused, Refusal)
+    assert refused.code == "LEDGER_MISSING"
+    assert "missing_ledger: accept" in spoken(refused).way_out
+    refused = make_plan(request(commit=Commit.TWO_PHASE, unwritable="/c is a file"))
+    assert isinstance(refused, Refusal)
+    assert refused.code == "CHECKPOINT_UNWRITABLE"
