@@ -26,6 +26,9 @@ COMMANDS = [
     ["brokers", "fetch"],
     ["brokers", "stop"],
     ["brokers", "status"],
+    ["brokers", "topic"],
+    ["brokers", "produce"],
+    ["brokers", "read"],
 ]
 
 

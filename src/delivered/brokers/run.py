@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class Status:
     Attributes:
         running: its process lives; answering: it also answers requests.
         bootstrap: "127.0.0.1:port", or None if no server was ever started in the folder.
+        url: what clients are given; None as `bootstrap`.
+        pipeline: it as a source or sink of a pipeline file.
+        first_steps: what it is for -> a command to run next.
     """
 
     kind: str | None
@@ -39,6 +42,9 @@ class Status:
     pid: int | None
     bootstrap: str | None
     listeners: Mapping[str, str]
+    url: str | None = None
+    pipeline: str | None = None
+    first_steps: Mapping[str, str] = field(default_factory=dict)
 
 
 class Broker:
@@ -141,6 +147,7 @@ def start(
     properties: Mapping[str, str] | None = None,
     heap_mb: int = 384,
     dies_with_parent: bool = False,
+    port: int | None = None,
     say: Say = _silent,
 ) -> Broker:
     """Start a server on 127.0.0.1 and free ports, and wait until it answers.
@@ -157,11 +164,12 @@ def start(
             PLAINTEXT may do all.
         properties: more lines of the server's configuration, for instance {"transaction.max.timeout.ms": "900000"}.
         heap_mb: of the Java heap, where there is one.
+        port: of its main listener; a server of this folder that is stopped moves there. None: a free one.
         dies_with_parent: the server ends with the process that started it, even if that is killed (Linux).
         say: called with a line of text when something takes long.
 
     Raises:
-        UsageError: unknown kind, or it has no `tls` or `scram` here.
+        UsageError: unknown kind, it has no `tls` or `scram` here, or it runs on another port.
         DeliveredError: no Java or no such server here, download failed, or the server did not come up; the message
             ends with its last words.
     """
@@ -176,9 +184,16 @@ def start(
     if state is not None and state.kind != kind:
         raise UsageError("BROKER_FOLDER", f"The folder {place} holds a server of kind {state.kind!r}, not {kind!r}.")
     if state is not None:
+        asked = _at(state, port)
         if state.identity is not None and state.identity.find() is not None:
+            if asked.listeners != state.listeners:
+                raise UsageError(
+                    "BROKER_PORT",
+                    f"{kind} in {place} runs already, at {state.listeners[SERVERS[kind].main]}, and port is {port}.",
+                    next_step=f"delivered brokers stop {kind}, then start it again",
+                )
             return Broker(place, state, state.identity)
-        return Broker(place, *_run(place, state, say))
+        return Broker(place, *_run(place, asked, say))
     settings: dict[str, Any] = {
         "scram": dict(scram or {}),
         "tls": tls,
@@ -191,12 +206,20 @@ def start(
         ports = free_ports(len(names))
         listeners = {n: f"127.0.0.1:{p}" for n, p in zip(names, ports, strict=True)}
         try:
-            return Broker(place, *_run(place, State(kind, listeners, settings), say))
+            return Broker(place, *_run(place, _at(State(kind, listeners, settings), port), say))
         except DeliveredError as error:
-            # Between the look and the bind another program can take a port.
-            if "address already in use" not in error.message.lower() or attempt == _TRIES - 1:
+            # Between the look and the bind another program can take a port; the one that was asked for stays taken.
+            taken = "address already in use" in error.message.lower()
+            if not taken or port is not None or attempt == _TRIES - 1:
                 raise
     raise AssertionError("not reached")
+
+
+def _at(state: State, port: int | None) -> State:
+    """The state with its main listener on this port."""
+    if port is None:
+        return state
+    return replace(state, listeners={**state.listeners, SERVERS[state.kind].main: f"127.0.0.1:{port}"})
 
 
 def attach(folder: Path | str) -> Broker:
@@ -242,6 +265,9 @@ def status(folder: Path | str) -> Status:
         pid=state.identity.pid if running and state.identity else None,
         bootstrap=bootstrap,
         listeners={k: v for k, v in state.listeners.items() if k not in server.hidden},
+        url=(url := server.url(bootstrap)),
+        pipeline=server.pipeline.format(url=url, **state.listeners),
+        first_steps={what: text.format(url=url) for what, text in server.first_steps},
     )
 
 

@@ -27,6 +27,8 @@ class Server:
         url: address -> what clients are given.
         takes: which of tls and scram it can have.
         stop: signal that asks it to end, whoever is connected.
+        pipeline: as a source or sink of a pipeline file: `{url}` for the address, `{HTTP}` for that of a listener.
+        first_steps: what somebody who has just started it runs next, `{url}` likewise.
     """
 
     listeners: Callable[[Mapping[str, Any]], list[str]]
@@ -38,6 +40,8 @@ class Server:
     hidden: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
     stop: signal.Signals = signal.SIGTERM
+    pipeline: str = ""
+    first_steps: tuple[tuple[str, str], ...] = ()
 
 
 def _java() -> Path:
@@ -85,6 +89,7 @@ SERVERS: Mapping[str, Server] = {
         prepare=_activemq,
         answers=lambda state: activemq.answers(state.listeners[activemq.STOMP]),
         url=activemq.url,
+        pipeline='{{format: activemq, url: "{url}", queue: orders, log: orders-log}}',
     ),
     "kafka": Server(
         listeners=lambda settings: kafka.listeners_wanted(settings["tls"], bool(settings["scram"])),
@@ -95,6 +100,12 @@ SERVERS: Mapping[str, Server] = {
         answers=lambda state: kafka.answers(state.listeners[kafka.PLAINTEXT]),
         url=str,
         takes=frozenset({"tls", "scram"}),
+        pipeline='{{format: kafka, kafka.bootstrap.servers: "{url}", subscribe: orders}}',
+        first_steps=(
+            ("topics", "delivered brokers topic orders orders-clean"),
+            ("records", "delivered brokers produce orders --records 1000"),
+            ("look", "delivered brokers read orders"),
+        ),
     ),
     "mysql": Server(
         listeners=lambda _: [mysql.MYSQL],
@@ -103,6 +114,7 @@ SERVERS: Mapping[str, Server] = {
         prepare=_mysql,
         answers=lambda state: mysql.answers(state.listeners[mysql.MYSQL]),
         url=mysql.url,
+        pipeline='{{format: mysql, url: "{url}", dbtable: orders, ifNotExists: true}}',
     ),
     "postgres": Server(
         listeners=lambda _: [postgres.POSTGRESQL],
@@ -112,6 +124,8 @@ SERVERS: Mapping[str, Server] = {
         answers=lambda state: postgres.answers(state.listeners[postgres.POSTGRESQL]),
         url=postgres.url,
         stop=signal.SIGINT,  # SIGTERM would wait until every client has gone
+        pipeline='{{format: postgres, url: "{url}", dbtable: orders, ifNotExists: true}}',
+        first_steps=(("look", 'psql "{url}"'),),
     ),
     "pulsar": Server(
         listeners=lambda settings: pulsar.listeners_wanted(settings["tls"]),
@@ -121,6 +135,7 @@ SERVERS: Mapping[str, Server] = {
         answers=lambda state: pulsar.answers(state.listeners[pulsar.HTTP], state.settings["properties"]),
         url=pulsar.url,
         takes=frozenset({"tls"}),
+        pipeline='{{format: pulsar, url: "{url}", adminUrl: "http://{HTTP}", topics: orders}}',
     ),
     "rabbitmq": Server(
         listeners=lambda _: [rabbitmq.AMQP, rabbitmq.EPMD, rabbitmq.ERLANG],
@@ -130,6 +145,7 @@ SERVERS: Mapping[str, Server] = {
         prepare=_rabbitmq,
         answers=lambda state: rabbitmq.answers(state.listeners[rabbitmq.AMQP]),
         url=rabbitmq.url,
+        pipeline='{{format: rabbitmq, url: "{url}", queue: orders, log: orders-log}}',
     ),
     "rocketmq": Server(
         listeners=lambda _: [rocketmq.GRPC, rocketmq.NAMESRV, rocketmq.BROKER],
@@ -138,5 +154,6 @@ SERVERS: Mapping[str, Server] = {
         prepare=_rocketmq,
         answers=lambda state: rocketmq.answers(state.listeners),
         url=rocketmq.url,
+        pipeline='{{format: rocketmq, endpoints: "{url}", topic: orders, group: orders, log: orders-log}}',
     ),
 }

@@ -21,6 +21,9 @@ FolderOption = Annotated[Path | None, typer.Option(help="Its data. Default: a fo
 def start(
     kind: KindArgument = "kafka",
     folder: FolderOption = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65_535, help="Where clients reach it. Default: a free port.")
+    ] = None,
     tls: Annotated[bool, typer.Option("--tls", help="Kafka and Pulsar: also listen with TLS.")] = False,
     given: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A line of the server's configuration.")
@@ -30,8 +33,68 @@ def start(
     """Start a server and wait until it answers; fetches it the first time."""
     properties = _properties(given or [])
     with working(f"starting {kind}") as progress:
-        broker = brokers.start(kind, folder, tls=tls, properties=properties, say=progress)
+        broker = brokers.start(kind, folder, tls=tls, properties=properties, port=port, say=progress)
     _show(brokers.status(broker.folder), output)
+
+
+@app.command()
+@command
+def topic(
+    names: Annotated[list[str], typer.Argument(help="Topics to make; one that exists stays as it is.")],
+    partitions: Annotated[int, typer.Option(min=1, max=1_000)] = 4,
+    folder: FolderOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Make topics on the Kafka that `brokers start kafka` started."""
+    from delivered.brokers.kafka_try import make_topics
+
+    bootstrap = _kafka(folder)
+    made = make_topics(bootstrap, names, partitions)
+    if output is Output.JSON:
+        say_json({"bootstrap": bootstrap, "made": made})
+        return
+    for name in names:
+        say(f"{name}: {f'made, {partitions} partitions' if name in made else 'is there already'}")
+
+
+@app.command()
+@command
+def produce(
+    topic: Annotated[str, typer.Argument(help="An existing topic.")],
+    records: Annotated[int, typer.Option(min=1, max=10_000_000, help="Orders as JSON, with a key.")] = 1_000,
+    folder: FolderOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Send sample records to a topic of that Kafka."""
+    from delivered.brokers import kafka_try
+
+    kafka_try.produce(_kafka(folder), topic, records)
+    if output is Output.JSON:
+        say_json({"topic": topic, "records": records})
+    else:
+        say(f"{topic}: {records:,} records sent, all acknowledged")
+
+
+@app.command(name="read")
+@command
+def read_topic(
+    topic: Annotated[str, typer.Argument(help="An existing topic.")],
+    show: Annotated[int, typer.Option(min=0, help="Records to show; all are counted.")] = 3,
+    folder: FolderOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Read a topic of that Kafka as a read_committed reader sees it, from its start to its end."""
+    from delivered.brokers.kafka_try import consume
+
+    count = 0
+    for partition, offset, key, value in consume(_kafka(folder), topic):
+        count += 1
+        if count <= show and output is Output.TEXT:
+            say(f"{partition}/{offset}  {_shown(key)}  {_shown(value)}")
+    if output is Output.JSON:
+        say_json({"topic": topic, "records": count})
+    else:
+        say(f"{topic}: {count:,} committed records")
 
 
 @app.command()
@@ -73,6 +136,14 @@ def status(kind: KindArgument = "kafka", folder: FolderOption = None, output: Ou
     return 0 if found.answering else 1
 
 
+def _kafka(folder: Path | None) -> str:
+    return brokers.attach(_place("kafka", folder)).bootstrap
+
+
+def _shown(given: bytes | None) -> str:
+    return "null" if given is None else given.decode(errors="replace")[:200]
+
+
 def _properties(given: list[str]) -> dict[str, str]:
     from delivered.model.errors import UsageError
 
@@ -96,7 +167,12 @@ def _show(status: Any, output: Output) -> None:
         return
     state = "answers" if status.answering else "runs and does not answer" if status.running else "is stopped"
     process = f" (process {status.pid})" if status.pid else ""
-    say(f"{status.kind} {state}: {status.bootstrap}{process}, data in {status.folder}")
+    say(f"{status.kind} {state}: {status.url}{process}, data in {status.folder}")
     for protocol, address in status.listeners.items():
         if address != status.bootstrap:
             say(f"  {protocol} {address}")
+    if not status.answering:
+        return
+    say(f"  pipeline  {status.pipeline}")
+    for what, text in status.first_steps.items():
+        say(f"  {what:9} {text}")

@@ -1,0 +1,46 @@
+"""What `brokers start` and `status` print about a server can be used as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from delivered import brokers
+from delivered.brokers.process import State
+from delivered.brokers.servers import SERVERS
+from delivered.cli.main import app
+from delivered.pipeline.endpoint import Endpoint, as_text
+
+
+def stopped(kind: str, folder: Path) -> str:
+    State(
+        kind,
+        {n: f"127.0.0.1:{9000 + i}" for i, n in enumerate(SERVERS[kind].listeners({"tls": False, "scram": {}}))},
+        {},
+    ).save(folder)
+    return str(brokers.status(folder).url)
+
+
+@pytest.mark.parametrize("kind", brokers.KINDS)
+def test_the_line_for_a_pipeline_file_is_one(kind: str, tmp_path: Path) -> None:
+    url = stopped(kind, tmp_path)
+    given = yaml.safe_load(str(brokers.status(tmp_path).pipeline))
+    assert url in given.values(), "the whole address"
+    made = Endpoint(given.pop("format"), {k: as_text(k, v) for k, v in given.items()})
+    assert made.sink() if kind in ("postgres", "mysql") else made.source()
+
+
+def test_a_server_moves_to_the_port_that_is_asked_for() -> None:
+    kafka = State("kafka", {"PLAINTEXT": "127.0.0.1:20000", "CONTROLLER": "127.0.0.1:20001"}, {})
+    assert brokers.run._at(kafka, None) is kafka
+    moved = brokers.run._at(kafka, 9092).listeners
+    assert moved == {"PLAINTEXT": "127.0.0.1:9092", "CONTROLLER": "127.0.0.1:20001"}
+
+
+def test_what_postgres_is_reached_by_is_a_url(tmp_path: Path) -> None:
+    assert stopped("postgres", tmp_path) == "postgresql://delivered@127.0.0.1:9000/delivered"
+    said = CliRunner().invoke(app, ["brokers", "status", "postgres", "--folder", str(tmp_path)]).output
+    assert "postgresql://delivered@127.0.0.1:9000/delivered" in said
