@@ -510,6 +510,7 @@ def test_a_decision_of_a_version_that_kept_no_target_is_gone_on_from(rig: Rig) -
 
 def test_a_renamed_pipeline_is_told_its_former_name(rig: Rig) -> None:
     """`queryName` was changed between two starts: the ledger knows the checkpoint under the former name."""
+    rig = replace(rig, incarnation=f"only-{rig.pipeline}")  # as Spark's are, on a server that others use too
     for batch in range(2):
         rig.run(batch)
     renamed = replace(rig, pipeline=f"{rig.pipeline}-renamed")
@@ -520,10 +521,10 @@ def test_a_renamed_pipeline_is_told_its_former_name(rig: Rig) -> None:
         assert f"{renamed.pipeline!r}" in caught.value.message
         assert f'.option("pipeline", "{rig.pipeline}")' in str(caught.value.next_step)
         assert "missingLedger" not in str(caught.value)
-    another = replace(rig, pipeline=f"{rig.pipeline}-other", incarnation="i7")
+    another = replace(rig, pipeline=f"{rig.pipeline}-other", incarnation=f"more-{rig.pipeline}")
     with pytest.raises(LedgerBehind, match="LEDGER_MISSING") as caught:
         another.plan(another.context("third"), 2)
     assert f"pipeline {another.pipeline!r}" in caught.value.message
-    assert f"{rig.pipeline!r} (sink {rig.scope.sink!r})" in caught.value.message
+    assert "Ledgers in the same place: " in caught.value.message
     another.run(0)  # a pipeline of its own, from its first batch on
     assert rig.run(2) is not None

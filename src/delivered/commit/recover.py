@@ -77,10 +77,10 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
 
 
 def _others(context: Context, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
-    """Other ledgers in the same place, where this one knows nothing of the checkpoint: it may have been renamed. Two
-    pipelines may each have a run of one id."""
+    """Other ledgers in the same place, where this one should know the checkpoint and does not: it may have been
+    renamed."""
     known = state.last is not None or state.begun is not None or state.archived is not None
-    if known or view.run or not isinstance(context.ledger, KnowsOthers):
+    if known or view.batch == 0 or not isinstance(context.ledger, KnowsOthers):
         return ()
     try:
         return context.ledger.others()

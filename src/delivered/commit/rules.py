@@ -82,7 +82,7 @@ def judge(
         _same_offsets(begun.offsets, view)
         return _begun(begun, guarantee, tolerance)
     if newest is None:
-        _renamed(view, scope, guarantee, tolerance, others)
+        _renamed(view, scope, tolerance, others)
         _first_of_ledger(state, view, scope, guarantee, tolerance, others)
     elif (last.batch if last else -1) < view.batch - 1 and not tolerance.missing_ledger:
         # Every batch that Spark logged was decided. One that was only begun shows that the decision is gone.
@@ -159,12 +159,10 @@ def _after(offsets: str) -> str:
     )
 
 
-def _renamed(
-    view: CheckpointView, scope: Scope, guarantee: Guarantee, tolerance: Tolerance, others: Sequence[OtherLedger]
-) -> None:
+def _renamed(view: CheckpointView, scope: Scope, tolerance: Tolerance, others: Sequence[OtherLedger]) -> None:
     """Refuse a checkpoint that the ledger knows under another name."""
     former = next((o for o in others if o.same_incarnation), None)
-    if former is None or tolerance.missing_ledger or (view.batch == 0 and guarantee is Guarantee.AT_LEAST_ONCE):
+    if former is None or tolerance.missing_ledger:
         return
     what, name, now = "sink", former.sink, scope.sink
     if former.pipeline != scope.pipeline:
