@@ -27,8 +27,8 @@ from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Owner
 from delivered.plan import Plan, Refusal
 from delivered.spark import first_offsets
-from delivered.spark.batch_start import handed_over
 from delivered.spark.facts import living
+from delivered.spark.handover import told
 from delivered.spark.messages import translated
 from delivered.spark.readers import StreamReader
 from delivered.write.shard import write_shard
@@ -196,11 +196,12 @@ def test_batch_0_of_the_idiom_begins_where_it_began_if_the_source_knows_the_chec
     began = reader.initialOffset()
     append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
     end = reader.latestOffset(began, ReadAllAvailable())
-    assert handed_over("d" * 32, json.dumps(end)) is None
+    assert told("d" * 32, json.dumps(end)).start is None
     reader.partitions(began, end)
-    assert handed_over("other", json.dumps(end)) is None
-    assert handed_over("d" * 32, json.dumps(end)) == began
-    assert handed_over("d" * 32, json.dumps(end)) is None  # it is told once
+    assert told("other", json.dumps(end)).start is None
+    assert told("d" * 32, json.dumps(end)).start == began
+    reader.stop()
+    assert told("d" * 32, json.dumps(end)).start is None
     first_offsets.note(made.checkpoint, began)
 
     again = StreamReader(source, False, driver_id="e" * 32, checkpoint=made.checkpoint)
@@ -209,12 +210,13 @@ def test_batch_0_of_the_idiom_begins_where_it_began_if_the_source_knows_the_chec
     again.partitions(began, end)
     elsewhere = StreamReader(source, False, driver_id="e" * 32)
     elsewhere.partitions(elsewhere.initialOffset(), end)
-    assert handed_over("e" * 32, json.dumps(end)) is None
-    again.partitions(began, end)
+    assert told("e" * 32, json.dumps(end)).start is None
+    elsewhere.stop()
+    assert told("e" * 32, json.dumps(end)).start == began
     again.stop()
-    assert handed_over("e" * 32, json.dumps(end)) is None
+    assert told("e" * 32, json.dumps(end)).start is None
     assert not [
-        p for p in Path(tempfile.gettempdir()).glob("delivered-start-*") if p.name[-32:] in ("d" * 32, "e" * 32)
+        p for p in Path(tempfile.gettempdir()).glob("delivered-batch-*") if p.name[-32:] in ("d" * 32, "e" * 32)
     ]
 
 
