@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -9,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -77,6 +79,16 @@ def test_what_a_function_closes_over_counts_and_circles_end() -> None:
         return lambda frame: (frame, circle, make)
 
     assert version(as_transform(make(1))) == version(as_transform(make(1))) != version(as_transform(make(2)))
+
+
+def test_objects_that_answer_to_any_name_do_no_harm() -> None:
+    @functools.wraps(test_another_text_of_sql_is_another_version)
+    def wrapped(frame: Any) -> Any:
+        return frame, mock.call, mock.MagicMock
+
+    cached = functools.lru_cache(wrapped)
+    odd = mock.call
+    assert version(as_transform(lambda frame: (frame, odd, cached))) != version(as_transform(wrapped))
 
 
 def decision(last: Decision | None, transform: str, count: int = 10, offsets: str = "") -> Decision:

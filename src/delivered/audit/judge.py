@@ -38,9 +38,10 @@ def judged(report: AuditReport, *, versions_known: bool) -> AuditReport:
                 f"through the transform, gives other records: {why}"
             )
             return replace(report, judged=False, unknowns=tuple(unknowns))
-    if counts.unexpected and not report.all_own:
+    unexplained = counts.unexpected - report.undeleted
+    if unexplained and not report.all_own:
         unknowns.append(
-            f"{counts.unexpected:,} records match nothing that was sent, and the ledger does not account for them: "
+            f"{unexplained:,} records match nothing that was sent, and the ledger does not account for them: "
             "possibly foreign. If others write to this sink, name what tells this pipeline's records (audit: own); if "
             "nobody else does, say own: 'true'"
         )

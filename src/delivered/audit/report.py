@@ -134,6 +134,7 @@ class AuditReport:
         earlier: batches that ran with another transform; None: there are none.
         own: SQL that told this pipeline's records from others'; empty: nobody said.
         foreign: records for which it was not true; they are in no count.
+        undeleted: of the unexpected records, those whose keys this pipeline deleted: they are its own.
         notes: what a reader of the report should know; none of it changes the verdict.
         id_says: what tells records apart in this audit.
         dedup: of a pipeline that drops the source's repeats. `counts.in_progress` then also counts what may be in the
@@ -158,6 +159,7 @@ class AuditReport:
     earlier: Earlier | None = None
     own: str = ""
     foreign: int = 0
+    undeleted: int = 0
     notes: tuple[str, ...] = ()
     id_says: str = "the whole record"
     dedup: DedupCounts | None = None
@@ -181,6 +183,8 @@ class AuditReport:
             return []
         counts = self.counts if self.all_own else replace(self.counts, unexpected=0)
         found = breaches(self.guarantee, counts, self.given_up)
+        if self.undeleted:
+            found.append(f"{self.undeleted} keys are in the sink that were deleted")
         if self.earlier is not None and not self.guarantee.may_lose:
             if self.earlier.missing:
                 found.append(

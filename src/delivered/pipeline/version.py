@@ -6,6 +6,7 @@ from installed packages. Another fingerprint means that somebody edited the tran
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import sysconfig
@@ -43,8 +44,10 @@ def _told(what: Any, seen: set[int]) -> Iterator[str]:
     if id(what) in seen or len(seen) > _FUNCTIONS_MAX:
         return
     seen.add(id(what))
-    if hasattr(what, "__wrapped__"):
-        yield from _told(what.__wrapped__, seen)
+    # In its own dictionary: some objects answer to any name.
+    own = getattr(what, "__dict__", None)
+    if isinstance(own, dict) and "__wrapped__" in own:
+        yield from _told(own["__wrapped__"], seen)
     if isinstance(what, FunctionType):
         if _installed(what):
             yield f"{what.__module__}.{what.__qualname__}"
@@ -64,10 +67,13 @@ def _told(what: Any, seen: set[int]) -> Iterator[str]:
         yield _source(what) if own else what.__name__
     elif isinstance(what, BuiltinFunctionType):
         yield what.__name__
+    elif isinstance(what, functools.partial):
+        for value in (what.func, what.args, what.keywords):
+            yield from _told(value, seen)
     elif callable(what) and not inspect.ismethod(what):
-        # An object that is called, a partial: what it is, and what it was made with.
+        # An object that is called: what it is, and what it was made with.
         yield from _told(type(what), seen)
-        for value in (*getattr(what, "args", ()), getattr(what, "func", None), *_attributes(what)):
+        for value in _attributes(what):
             yield from _told(value, seen)
     elif inspect.ismethod(what):
         yield from _told(what.__func__, seen)
@@ -99,7 +105,7 @@ def _source(what: Any) -> str:
         return inspect.getsource(what)
     except (OSError, TypeError):
         code = getattr(what, "__code__", None)
-        return "".join(_compiled(code)) if code is not None else what.__name__
+        return "".join(_compiled(code)) if isinstance(code, CodeType) else str(what.__name__)
 
 
 def _compiled(code: CodeType) -> Iterator[str]:
@@ -123,4 +129,5 @@ def _content(cell: Any) -> Any:
 
 
 def _attributes(what: Any) -> list[Any]:
-    return [v for _, v in sorted(getattr(what, "__dict__", {}).items())]
+    own = getattr(what, "__dict__", None)
+    return [v for _, v in sorted(own.items())] if isinstance(own, dict) else []

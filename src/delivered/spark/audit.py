@@ -126,7 +126,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
             if reason is not None:
                 return replace(_by_ledger(spec, incarnation, ledger, reason), range_from=json.dumps(start))
             say("reading the source range and comparing")
-            unclear, ahead, once = 0, None, None
+            unclear, undeleted, ahead, once = 0, 0, None, None
             if spec.dedup is not None:
                 ends = [(batch, parsed(text)) for batch, text in ledger.ends]
                 once = held.enter_context(read.once(spark, scope, start, ends, end))
@@ -147,12 +147,14 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
                     ahead = read.hashed(spark, scope, [(end or start, planned)], ahead=True)[0]
             with expressions(spec):
                 result = reconcile(sent, ahead, there, spec.samples_max)
+                if mode.upserts and result.counts.unexpected:
+                    undeleted = there.join(state.gone, "id", "left_semi").count()
                 if spec.own is not None and result.counts.lost and "own" in sent.columns:
                     unsure = unsure or _own_wrong(sent, spec.own)
         finally:
             found.unpersist()
     report = _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
-    report = replace(report, own=spec.own or "", foreign=foreign)
+    report = replace(report, own=spec.own or "", foreign=foreign, undeleted=undeleted)
     if others is not None:
         report = with_earlier(replace(report, given_up=report.given_up - others.given_up.count), others)
     report = replace(report, unknowns=(*report.unknowns, *_contradictions(report)))

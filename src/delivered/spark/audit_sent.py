@@ -124,7 +124,7 @@ class SentRange:
         if planned != end:
             coming = self.frame(spark, self._driver.slices(end or start, planned))
             unclear = unclear.union(coming.select(F.expr(id_sql(mode)).alias("id")))
-        return FinalState(state.rows, unclear.distinct())
+        return FinalState(state.rows, unclear.distinct(), state.gone)
 
     def as_rows(self, state: DataFrame, scope: Scope, lane: str = "keys") -> DataFrame:
         """Rows for `reconcile`, of no partition and no order."""

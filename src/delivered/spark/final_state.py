@@ -24,10 +24,12 @@ class FinalState:
     Attributes:
         rows: that must be in the sink, without the column that deletes.
         unclear: ids, as `id_sql` makes them, of keys of which the source alone does not tell what must be there.
+        gone: ids of keys whose last row deletes; those of them that are not unclear must not be there.
     """
 
     rows: DataFrame
     unclear: DataFrame
+    gone: DataFrame
 
 
 def check(mode: WriteMode) -> None:
@@ -90,7 +92,8 @@ def final_state(frame: DataFrame, mode: WriteMode, lanes: Sequence[int] | None) 
     perhaps_back = F.col("newest").isNotNull() & (~order_known | (F.col("newest") > F.col(f"{_ROW}.{_AT}")))
     unclear = F.col(f"{_ROW}.{_GONE}") & perhaps_back
     rows = by_key.filter(~F.col(f"{_ROW}.{_GONE}")).select(*[F.col(f"{_ROW}.{_quoted(c)}").alias(c) for c in kept])
-    return FinalState(rows, by_key.filter(unclear).select(F.expr(id_sql(mode)).alias("id")))
+    key = F.expr(id_sql(mode)).alias("id")
+    return FinalState(rows, by_key.filter(unclear).select(key), by_key.filter(f"{_ROW}.{_GONE}").select(key))
 
 
 def of_state(report: AuditReport, mode: WriteMode, unclear: int) -> AuditReport:
