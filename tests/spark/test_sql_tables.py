@@ -25,7 +25,9 @@ def count(spark: SparkSession, query: str) -> int:
     return int(spark.sql(query).collect()[0][0])
 
 
-def test_a_table_is_read_and_inserted_into(spark: SparkSession, kafka: Any, tables: list[str]) -> None:
+def test_a_table_is_read_and_inserted_into(
+    spark: SparkSession, kafka: Any, tables: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     servers = f"'kafka.bootstrap.servers' '{kafka.bootstrap}'"
     source, sink = kafka.topic(2), kafka.topic(2)
     send(kafka, source, range(10))
@@ -47,6 +49,10 @@ def test_a_table_is_read_and_inserted_into(spark: SparkSession, kafka: Any, tabl
     assert count(spark, "SELECT count(*) FROM orders") == 13
     assert count(spark, "SELECT count(*) FROM latest") == 13
     assert frame.count() == 10
+    frame.explain()
+    assert "the offsets of this DataFrame are fixed at its first action" in capsys.readouterr().out
+    spark.range(3).explain()
+    assert "offsets" not in capsys.readouterr().out
 
     insert = "INSERT INTO clean WITH ('runId' = 'first') (key, value) SELECT key, value FROM orders"
     spark.sql(insert)

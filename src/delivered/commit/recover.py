@@ -10,6 +10,7 @@ from delivered.commit.context import Context
 from delivered.commit.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, judge
 from delivered.commit.sweep import sweep
 from delivered.commit.target import check_targets, known_targets
+from delivered.contract import Ledger
 from delivered.contract_target import KnowsOthers
 from delivered.model.errors import DeliveredError, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
@@ -49,7 +50,9 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
     if state is None or since not in (None, state.epoch):
         first, state = True, _claim(context)
     reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
-    verdict = judge(state, view, context.scope, context.guarantee, context.tolerance, _others(context, view, state))
+    verdict = judge(
+        state, view, context.scope, context.guarantee, context.tolerance, other_ledgers(context.ledger, view, state)
+    )
     targets = check_targets(context, state.last) if first else known_targets(context, state.last)
     reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
     guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
@@ -76,14 +79,14 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
     )
 
 
-def _others(context: Context, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
+def other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
     """Other ledgers in the same place, where this one should know the checkpoint and does not: it may have been
     renamed."""
     known = state.last is not None or state.begun is not None or state.archived is not None
-    if known or view.batch == 0 or not isinstance(context.ledger, KnowsOthers):
+    if known or view.batch == 0 or not isinstance(ledger, KnowsOthers):
         return ()
     try:
-        return context.ledger.others()
+        return ledger.others()
     except DeliveredError as error:
         log.warning("which other ledgers there are could not be read: %s", error)
         return ()

@@ -62,7 +62,7 @@ class BatchWriter(DataSourceArrowWriter):
             try:
                 self._plan = self._recover()
             except DeliveredError as error:
-                raise pickle.PicklingError(str(error)) from error
+                raise pickle.PicklingError(str(error)) from None
         return self.__dict__
 
     def _recover(self) -> BatchPlan:

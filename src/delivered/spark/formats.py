@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 from pyspark.sql.datasource import (
@@ -15,7 +15,7 @@ from pyspark.sql.datasource import (
     DataSourceWriter,
 )
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delivered.contract import Several, Sink, Source
 from delivered.contract_checks import ChecksGuarantee
@@ -27,12 +27,14 @@ from delivered.spark.batch_writer import BatchWriter
 from delivered.spark.direct import is_direct, read_direct, without_direct
 from delivered.spark.drain import drain_of, without_drain
 from delivered.spark.driver import Driver
+from delivered.spark.hooks import install
 from delivered.spark.offset_metadata import location_of, without_location
 from delivered.spark.readers import BatchReader, StreamReader
-from delivered.spark.session import make_active
+from delivered.spark.session import active, make_active
 from delivered.spark.settings import PipelineSettings, split_options
 from delivered.spark.sinks import FORMAT as SINKS_FORMAT
 from delivered.spark.sinks import unpacked
+from delivered.spark.start_check import OPTION, check_start
 from delivered.spark.stream_writer import StreamWriter
 from delivered.write.direct import SLICE_SCHEMA
 
@@ -95,6 +97,9 @@ class DeliveredDataSource(DataSource):
         return sink, options, settings
 
     def schema(self) -> StructType:
+        if OPTION in self.options:
+            check_start(self.system, self.options, self._sink)
+            return StructType([StructField("checked", BooleanType())])
         table = tables.created(self.options)
         if table is not None:
             return self._table(table)
@@ -133,7 +138,8 @@ class DeliveredDataSource(DataSource):
         return StreamWriter(sink, options, settings, self.driver, rows, direct)
 
 
-_registered: WeakSet[SparkSession] = WeakSet()
+_registered: WeakKeyDictionary[SparkSession, Driver] = WeakKeyDictionary()
+"""What a session's classes carry."""
 
 
 def is_registered(spark: SparkSession) -> bool:
@@ -151,7 +157,8 @@ class SeveralSinks(DeliveredDataSource):
 def register(spark: SparkSession) -> None:
     """Make every format of this package known to a session, and the session active in this thread. May be called again.
 
-    A thread that did not make the session calls it before it starts a stream: Spark looks for the sink there.
+    Every session that this one makes by `newSession` knows them too, and so does every thread. Errors of these formats
+    begin with their code from here on, and a query that cannot be started is refused by `start()` (docs/spark.md).
 
     Args:
         spark: a classic session or one of Spark Connect.
@@ -159,12 +166,22 @@ def register(spark: SparkSession) -> None:
     The registered classes carry an id of this driver, new for each call: it is how the driver's processes know each
     other as one owner of a ledger, and how a second driver on the same checkpoint is told apart.
     """
-    driver = Driver.of(spark)
-    for name in connectors():
-        attributes: dict[str, Any] = {"system": name, "driver": driver}
-        # Not importable by name, so that Spark pickles the class by value, id included.
-        spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
-    several: dict[str, Any] = {"system": SINKS_FORMAT, "driver": driver}
-    spark.dataSource.register(type(f"Delivered_{SINKS_FORMAT}", (SeveralSinks,), several))
-    _registered.add(spark)
+    _register(spark, None)
+    install(spark, _register)
     make_active(spark)
+
+
+def _register(spark: SparkSession, parent: SparkSession | None) -> None:
+    """
+    Args:
+        parent: a session of the same driver.
+    """
+    driver = (_registered.get(parent) if parent is not None else None) or Driver.of(spark)
+    with active(spark):  # where Spark looks whether a format is there already
+        for name in connectors():
+            attributes: dict[str, Any] = {"system": name, "driver": driver}
+            # Not importable by name, so that Spark pickles the class by value, id included.
+            spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
+        several: dict[str, Any] = {"system": SINKS_FORMAT, "driver": driver}
+        spark.dataSource.register(type(f"Delivered_{SINKS_FORMAT}", (SeveralSinks,), several))
+    _registered[spark] = driver

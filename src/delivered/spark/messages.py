@@ -8,7 +8,9 @@ from delivered.model import errors
 from delivered.model.errors import DeliveredError
 from delivered.model.extras import missing_extra
 
-_OURS = re.compile(r"\[DELIVERED_([A-Z0-9_]+)\] (.*?)(?: Next: (.*?))?\s*(?=\n|$)", re.DOTALL)
+_OURS = re.compile(
+    r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_]+)\] (.*?)(?: Next: (.*?))?\s*(?=\n|$)", re.DOTALL
+)
 _LENGTH_MAX = 4_000
 _WORKER_DIED = re.compile(
     r"no cause message|Python worker exited unexpectedly|EOFException|EOFError|Connection reset|Broken pipe|"
@@ -29,12 +31,27 @@ def translated(error: BaseException) -> DeliveredError | None:
     """The error of ours inside an exception of Spark's, or the extra that brings a missing library; None: neither."""
     if isinstance(error, DeliveredError):
         return error
-    found = _OURS.search(str(error))
+    text = _as_spark_says(error)
+    return _ours(text) or missing_extra(text) or _worker_died(text)
+
+
+def from_our_code(text: str) -> DeliveredError | None:
+    """The same, if what Spark says concerns this package: a user's own function may miss a library, too."""
+    return (
+        _ours(text)
+        or (missing_extra(text) if "delivered/" in text else None)
+        or (_worker_died(text) if "[STREAM_FAILED]" in text and "DataSource delivered_" in text else None)
+    )
+
+
+def _ours(text: str) -> DeliveredError | None:
+    found = _OURS.search(text)
     if found is None:
-        return missing_extra(str(error)) or _worker_died(str(error))
-    code, message, next_step = found.group(1), found.group(2).strip(), found.group(3)
+        return None
+    name, code, message, next_step = found.group(1), found.group(2), found.group(3).strip(), found.group(4)
     # A message may hold line breaks only by accident; the trace of Spark follows on the next line.
-    kind = _KNOWN_TYPES.get(code, errors.UsageError if code.startswith(_REFUSED) else DeliveredError)
+    by_code = _KNOWN_TYPES.get(code, errors.UsageError if code.startswith(_REFUSED) else DeliveredError)
+    kind: type[DeliveredError] = getattr(errors, name or "", by_code)
     return kind(code, message[:_LENGTH_MAX], next_step.strip() if next_step else None)
 
 
@@ -49,3 +66,9 @@ def _worker_died(said: str) -> DeliveredError | None:
         next_step="start the pipeline again, now or later: the batch is finished or run again, as its guarantee says; "
         "if it comes back, look for a lack of memory",
     )
+
+
+def _as_spark_says(error: BaseException) -> str:
+    """Its whole text, also where hooks.py shortened it."""
+    whole = getattr(type(error).__str__, "__wrapped__", None)
+    return str(error) if whole is None else str(whole(error))

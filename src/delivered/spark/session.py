@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,6 +74,24 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
     spark = builder.getOrCreate()
     register(spark)
     return spark
+
+
+@contextlib.contextmanager
+def active(spark: SparkSession) -> Iterator[None]:
+    """A session is the active one of this thread; then the former one again."""
+    if not hasattr(spark, "_jvm"):
+        yield
+        return
+    sessions = type(spark)._get_j_spark_session_class(spark._jvm)
+    before = sessions.getActiveSession()
+    sessions.setActiveSession(spark._jsparkSession)
+    try:
+        yield
+    finally:
+        if before.isDefined():
+            sessions.setActiveSession(before.get())
+        else:
+            sessions.clearActiveSession()
 
 
 def make_active(spark: SparkSession) -> None:

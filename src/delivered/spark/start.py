@@ -36,6 +36,7 @@ from delivered.spark.drain import new_drain
 from delivered.spark.facts import logged
 from delivered.spark.formats import is_registered, register
 from delivered.spark.frames import batches_fit_for
+from delivered.spark.hooks import already_planned
 from delivered.spark.messages import translated
 from delivered.spark.session import make_active, session
 from delivered.spark.settings import TRANSFORM_OPTION
@@ -160,7 +161,10 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
     if direct is not None:
         writer = mark_sink(writer, direct)
     _keep_dedup(pipeline)
-    with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
+    with (
+        already_planned(),
+        batches_fit_for(spark, frame.schema),
+    ):  # a query keeps the configuration that it started with
         return writer.trigger(**pipeline.trigger.for_spark()).start()
 
 

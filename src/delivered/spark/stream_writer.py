@@ -84,7 +84,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 self._plan = self._recover()
             except DeliveredError as error:
                 # Any other type would reach the user wrapped in "Could not serialize object".
-                raise pickle.PicklingError(str(error)) from error
+                raise pickle.PicklingError(str(error)) from None
         return {**self.__dict__, "_options": {}}
 
     def _recover(self) -> BatchPlan:
