@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,3 +162,38 @@ def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
         with pytest.raises(StreamingQueryException, match=f"DATA_LOST.*{source} was deleted and made again"):
             run_once()
     assert seen() == list(range(15))
+
+
+def test_a_checkpoint_of_sparks_own_connector_is_left_as_it_was_until_it_is_accepted(
+    kafka: Any, spark: SparkSession, tmp_path: Path
+) -> None:
+    source, checkpoint = kafka.topic(1), tmp_path / "checkpoint"
+    produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(20)))
+    conf = {"batchWatermarkMs": 0, "batchTimestampMs": 1, "conf": {"spark.sql.shuffle.partitions": "2"}}
+    for name, text in {
+        "metadata": json.dumps({"id": str(uuid.uuid4())}),
+        "offsets/0": f'v1\n{json.dumps(conf)}\n{{"{source}":{{"0":12}}}}',
+        "commits/0": 'v1\n{"nextBatchWatermarkMs":0}',
+        "sources/0/0": f'\0v1\n{{"{source}":{{"0":0}}}}',
+    }.items():
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_text(text)
+    before = {p: p.read_bytes() for p in checkpoint.rglob("*") if p.is_file()}
+
+    def made(**more: bool) -> delivered.Pipeline:
+        return delivered.Pipeline(
+            name=source, guarantee="exactly_once", checkpoint=checkpoint, trigger="available_now", **more,
+            source=delivered.kafka(kafka.bootstrap, subscribe=source), transform="SELECT key, value FROM source",
+            sinks=[delivered.sqlite(str(tmp_path / "out.db"), "orders")],
+        )  # fmt: skip
+
+    with pytest.raises(delivered.Refused, match="LEDGER_MISSING"):
+        made().start(spark)
+    assert {p: p.read_bytes() for p in checkpoint.rglob("*") if p.is_file()} == before
+    made(missing_ledger=True).start(spark).awaitTermination(WAIT_S)
+    with sqlite3.connect(tmp_path / "out.db") as connection:
+        found = connection.execute("SELECT value FROM orders").fetchall()
+    assert sorted(int(v) for (v,) in found) == list(range(12, 20))
+    log = logged(checkpoint)
+    assert log[max(log)] == {source: {"0": 20}}
+    made().start(spark).awaitTermination(WAIT_S)
