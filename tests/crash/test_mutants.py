@@ -164,7 +164,9 @@ def unknown_is_failed(patch: pytest.MonkeyPatch) -> None:
 
 def finish_by_the_pipelines_guarantee(patch: pytest.MonkeyPatch) -> None:
     honest = recover._finish
-    patch.setattr(recover, "_finish", lambda context, d: honest(context, replace(d, guarantee=context.guarantee)))
+    patch.setattr(
+        recover, "_finish", lambda context, d, *more: honest(context, replace(d, guarantee=context.guarantee), *more)
+    )
 
 
 def changed_guarantee() -> Sim:
