@@ -8,15 +8,19 @@ checkpoint's sidecar where batch 0 began (first_offsets.py) and, in the bare idi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
+import os
 import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from delivered.contract import Offsets
 
@@ -44,13 +48,17 @@ class Teller:
         self._driver_id = driver_id
         self._name = uuid.uuid4().hex
         self._told: Path | None = None
+        self._stops_at_exit = False
 
     def tell(self, end: Offsets, facts: SourceFacts) -> None:
         """Say this of the batch that ends at `end`. May be called again. Where there is no place for the file, nothing
         is told: that costs what the sink would have kept, and nothing else."""
-        path = _folder(self._driver_id, end) / self._name
+        path = _folder(self._driver_id, end) / f"{os.getpid()}-{self._name}"
         if path != self._told:
             self.stop()
+        if not self._stops_at_exit:  # Spark ends this process without a word to the source
+            atexit.register(self.stop)
+            self._stops_at_exit = True
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
             draft = path.with_suffix(".draft")
@@ -79,7 +87,8 @@ def told(driver_id: str, logged: str) -> SourceFacts:
     found: list[SourceFacts] = []
     with contextlib.suppress(OSError, ValueError):
         for path in sorted(_folder(driver_id, json.loads(logged)).iterdir()):
-            if not path.suffix:
+            # What a killed process told may be of a time before the topic was made again.
+            if not path.suffix and psutil.pid_exists(int(path.name.split("-")[0])):
                 found.append(SourceFacts(**json.loads(path.read_text())))
 
     def agreed(name: str, otherwise: Any) -> Any:
