@@ -32,7 +32,7 @@ CODES = {
     "start: timeout": "TRANSACTION_TIMEOUT_TOO_LONG",
     "start: topic": "TOPIC_UNKNOWN",
     "start: new checkpoint": "CHECKPOINT_NEW",
-    "start: ledger": "LEDGER_MISSING",
+    "start: pipeline renamed": "LEDGER_RENAMED",
     "awaitTermination: row": "TOPIC_MISSING",
 }
 
@@ -89,7 +89,7 @@ def test_the_same_over_spark_connect(kafka: Any, tmp_path: Path) -> None:
         [sys.executable, str(APP), *(part for k, v in given.items() for part in (f"--{k}", v))],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
         env=os.environ
         | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java_home())},

@@ -92,7 +92,7 @@ def texts(spark: SparkSession, idiom: Idiom) -> dict[str, str]:
     found["started"] = str(Path(idiom.folder, "checkpoint").exists())
     idiom.run(rows)
     note("start: new checkpoint", lambda: idiom.start(rows, checkpointLocation=fresh))
-    note("start: ledger", lambda: idiom.start(rows, pipeline="another"))
+    note("start: pipeline renamed", lambda: idiom.start(rows, pipeline="another"))
     found["offsets"] = ",".join(sorted(f.name for f in Path(idiom.folder, "checkpoint/offsets").glob("[0-9]*")))
     found["progress"] = json.dumps(idiom.progress)
 
