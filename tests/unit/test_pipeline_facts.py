@@ -125,6 +125,20 @@ def test_a_ledger_ahead_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
         made.start()
 
 
+def test_a_ledger_behind_the_checkpoint_is_refused_before_spark_logs_a_batch(tmp_path: Path) -> None:
+    made = pipeline(tmp_path)
+    decide(made, 1, Owner("gone"))
+    checkpoint(made, 2)
+    assert code_of(made.plan()) == "PLAN", "batch 1 has not ended"
+    (Path(made.checkpoint) / "commits").mkdir()
+    (Path(made.checkpoint) / "commits" / "1").write_text("v1\n{}")
+    before = {p: p.read_bytes() for p in Path(made.checkpoint).rglob("*") if p.is_file()}
+    with pytest.raises(delivered.Refused, match=r"LEDGER_BEHIND.*holds batch 1.*is 0"):
+        made.start()
+    assert {p: p.read_bytes() for p in Path(made.checkpoint).rglob("*") if p.is_file()} == before
+    assert code_of(pipeline(tmp_path, missing_ledger=True).plan()) == "PLAN"
+
+
 def test_a_new_checkpoint_is_refused_unless_accepted(tmp_path: Path) -> None:
     """P2: batch numbers of a new checkpoint start at 0 and mean other records."""
     decide(pipeline(tmp_path), 2, Owner("gone"))

@@ -111,6 +111,7 @@ class CheckpointFacts:
         transform_changed: first and newest batch that ran with another transform than the one that the pipeline names
             now; None: the newest one ran with this one, or nobody knows.
         unwritable: why Spark could not write it; None: it could, or nobody knows.
+        ledger_behind: the ledger lacks batches that it once decided, and the user did not accept that.
         ledger_missing: it holds batches, the ledger none of them, and the user did not accept that.
         other_dedup: what the checkpoint began with, for people, if the pipeline names another dedup now; else None.
     """
@@ -126,6 +127,7 @@ class CheckpointFacts:
     other_dedup: str | None = None
     unwritable: str | None = None
     ledger_missing: bool = False
+    ledger_behind: bool = False
     transform_changed: tuple[int, int] | None = None
 
 

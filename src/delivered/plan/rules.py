@@ -298,6 +298,19 @@ def ledger_there(request: Request) -> Reason | None:
     )
 
 
+def ledger_not_behind(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if not facts.ledger_behind:
+        return None
+    return Reason(
+        "LEDGER_BEHIND",
+        f"The checkpoint {facts.location!r} holds batch {facts.newest}, and the newest that the ledger of sink "
+        f"{request.decider.name!r} knows of it is {facts.ledger_newest}: the batches between them are missing in the "
+        "sink. The sink, or its ledger, was put back to an older copy.",
+        'restore the sink, or accept the gap once with .option("missingLedger", "accept")',
+    )
+
+
 def checkpoint_known(request: Request) -> Reason | None:
     facts = request.checkpoint
     earlier = facts.earlier
@@ -346,6 +359,7 @@ RULES: tuple[Rule, ...] = (
     checkpoint_writable,
     ledger_not_ahead,
     ledger_there,
+    ledger_not_behind,
     checkpoint_known,
     preflight_passed,
 )

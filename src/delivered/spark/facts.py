@@ -153,6 +153,8 @@ def _execution(pipeline: Pipeline, spark: Any) -> Execution:
 def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFacts:
     sink_name, sink = opened(pipeline)
     incarnation, newest = logged(pipeline.checkpoint)
+    # Before the ledger, which a pipeline that runs moves on.
+    done = newest is not None and _is_done(pipeline.checkpoint, newest)
     ledger = sink.ledger(Scope(pipeline.name, sink_name, incarnation or _NO_INCARNATION))
     try:
         state = ledger.look()
@@ -170,13 +172,21 @@ def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFac
         ledger_missing=newest is not None
         and _newest(state) is None
         and not pipeline.missing_ledger
-        and (newest > 0 or _is_done(pipeline.checkpoint, newest)),
+        and (newest > 0 or done),
+        ledger_behind=newest is not None and not pipeline.missing_ledger and _is_behind(state, newest + int(done)),
         takeover=takeover,
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
         transform_changed=_transform_changed(state, pipeline.transform_version),
         other_dedup=changed(pipeline.checkpoint, pipeline.dedup, sink_name) if incarnation is not None else None,
     )
+
+
+def _is_behind(state: LedgerState, following: int) -> bool:
+    """Whether a ledger that knows the checkpoint lacks batches before the one that Spark runs first."""
+    newest = _newest(state)
+    decided = -1 if state.last is None else state.last.batch
+    return newest not in (None, following) and decided < following - 1
 
 
 def _newest(state: LedgerState) -> int | None:
