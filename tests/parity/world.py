@@ -16,6 +16,8 @@ from confluent_kafka import IsolationLevel, Producer, TopicPartition
 from confluent_kafka.admin import NewPartitions, OffsetSpec
 from tests.kafka_tools import read_committed
 
+from delivered.spark.session import make_active
+
 Fact = str | int | bool | None
 Facts = dict[str, Fact]
 
@@ -191,6 +193,7 @@ class World:
         writer = frame.write.format(self.connector.format).options(**given).mode(mode)
 
         def save() -> str:
+            make_active(self.spark)  # Spark looks for a Python sink in the thread's active session alone
             writer.save()
             return "written"
 
