@@ -234,6 +234,19 @@ def test_batch_0_of_the_idiom_begins_where_it_began_if_the_source_knows_the_chec
     ]
 
 
+def test_batch_0_that_runs_again_begins_where_it_began(tmp_path: Path) -> None:
+    """In the idiom "latest" is elsewhere by then: what came in between is asked for, not lost."""
+    first, end, now = {"t": {"0": 1}}, {"t": {"0": 2}}, {"t": {"0": 3}}
+    location = str(tmp_path)
+    first_offsets.check(location, now, end)  # nothing is known: an earlier version began it
+    first_offsets.note(location, {**first, "#topic ids": {"t": "a"}})
+    first_offsets.check(location, first, end, ["#topic ids"])
+    first_offsets.check(location, now, first, ["#topic ids"])  # without records
+    with pytest.raises(InvariantBroken, match="START_CHANGED") as refused:
+        first_offsets.check(location, now, end, ["#topic ids"])
+    assert f"""startingOffsets", '{json.dumps(first, separators=(",", ":"))}'""" in str(refused.value)
+
+
 def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
     file = tmp_path / "c" / "sources" / "0" / "0"
     file.parent.mkdir(parents=True)

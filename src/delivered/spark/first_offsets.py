@@ -9,6 +9,7 @@ sink writes down what the source told it (handover.py). The audit reads from her
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 
 from delivered.contract import Offsets, Source
 from delivered.model.errors import InvariantBroken
@@ -77,3 +78,26 @@ def note(location: str, offsets: Offsets) -> None:
     """Write down where batch 0 begins, unless that is known."""
     if kept(location) is None:
         beside.write(location, FILE, json.dumps({"offsets": offsets}, separators=(",", ":")).encode(), first=True)
+
+
+def check(location: str, start: Offsets, end: Offsets, metadata: Collection[str] = ()) -> None:
+    """Batch 0 runs again: it must begin where it began the first time, or what lies between is lost.
+
+    Args:
+        start: where it would begin now.
+        end: as Spark logged it. A batch 0 without records, as at "latest" on a quiet source, may begin anywhere.
+        metadata: keys of offsets that `start` leaves out.
+
+    Raises:
+        InvariantBroken: it begins elsewhere, as with startingOffsets "latest".
+    """
+    began = {k: v for k, v in (kept(location) or start).items() if k not in metadata}
+    if began not in (start, end):
+        text = json.dumps(began, separators=(",", ":"))
+        raise InvariantBroken(
+            "START_CHANGED",
+            f"Batch 0 of the checkpoint {location!r} runs again. It began at {text[:500]}; now the source begins at "
+            f"{json.dumps(start)[:500]}, and what lies between would be lost. Nothing was written.",
+            next_step=f"""start once with .option("startingOffsets", '{text[:2_000]}') on the source; or always name """
+            f"""the checkpoint to it too, with .option("checkpointLocation", {location!r})""",
+        )

@@ -30,11 +30,13 @@ class SourceFacts:
     """
     Attributes:
         start: where the batch begins, if it is the first of a checkpoint.
+        bare: the source does not know the checkpoint, and cannot ask where its first batch began.
         metadata: of the batch's end, where the source does not know the checkpoint.
         lasting, identities, strict: what the source says of it; see `HasOffsetMetadata`.
     """
 
     start: Offsets | None = None
+    bare: bool = False
     metadata: Offsets = field(default_factory=dict)
     lasting: Sequence[str] = ()
     identities: Sequence[str] = ()
@@ -97,6 +99,7 @@ def told(driver_id: str, logged: str) -> SourceFacts:
 
     return SourceFacts(
         agreed("start", None),
+        any(f.bare for f in found),
         agreed("metadata", {}),
         agreed("lasting", ()),
         agreed("identities", ()),

@@ -152,7 +152,12 @@ class PlainDriver:
             known = self._metadata.split(self._driver.newest() or {})[1]
         source = self._source
         return SourceFacts(
-            None, known, sorted(source.lasting_metadata), sorted(source.identity_metadata), source.stops_on_data_loss
+            None,
+            True,
+            known,
+            sorted(source.lasting_metadata),
+            sorted(source.identity_metadata),
+            source.stops_on_data_loss,
         )
 
     def initial(self) -> Offsets:

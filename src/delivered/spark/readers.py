@@ -114,7 +114,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._checkpoint is None and isinstance(self._driver, PlainDriver):
             self._teller.tell(end, replace(self._driver.facts(end), start=begins))
         elif begins is not None:
-            self._teller.tell(end, SourceFacts(begins))
+            self._teller.tell(end, SourceFacts(begins, self._checkpoint is None))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if self._direct and isinstance(partition, SlicePartition):

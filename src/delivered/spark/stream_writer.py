@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 from collections.abc import Iterator, Mapping
@@ -119,6 +120,8 @@ class StreamWriter(DataSourceStreamArrowWriter):
         try:
             if facts.start is not None and view.batch == 0:
                 first_offsets.note(self._checkpoint, facts.start)
+                if facts.bare:
+                    first_offsets.check(self._checkpoint, facts.start, json.loads(view.offsets), facts.lasting)
             if facts.metadata:
                 keep_for_source(self._checkpoint, view.offsets, facts)
         except Unreachable as error:
