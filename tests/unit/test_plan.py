@@ -18,6 +18,7 @@ from delivered.model.capability import Commit, SinkCapability, SourceCapability
 from delivered.model.dedup import TABLE, Dedup
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
+from delivered.pipeline.registry import find_source
 from delivered.plan import (
     CheckpointFacts,
     EarlierFacts,
@@ -37,7 +38,7 @@ from delivered.plan import (
 
 GOLDEN = Path(__file__).parent / "golden"
 
-KAFKA = SourceFacts("kafka orders", SourceCapability("kafka", replayable=True))
+KAFKA = SourceFacts("kafka orders", SourceCapability("kafka", replayable=True, sent_twice=True))
 QUEUE = SourceFacts("queue orders", SourceCapability("queue", replayable=False, why_not="it forgets what it delivered"))
 LOG = SourceFacts("log orders", SourceCapability("log", replayable=True, local=True))
 
@@ -311,3 +312,11 @@ def test_text_keeps_to_the_width(width: int) -> None:
     for request in [*PLANS.values(), *REFUSALS.values()]:
         lines = to_text(make_plan(request), width).splitlines()
         assert all(len(line) <= max(width, 80) for line in lines)
+
+
+def test_sources_that_keep_what_was_sent_twice_say_so() -> None:
+    """Receivers recognise a message that comes again by its id; what is read by offset has nobody who does."""
+    from docs.support import SOURCES
+
+    found = {e.system: find_source(e.system, e.options).capability().sent_twice for e in SOURCES}
+    assert {system for system, twice in found.items() if twice} == {"kafka", "pulsar", "rabbitmq_stream"}

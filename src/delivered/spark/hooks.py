@@ -1,7 +1,7 @@
 """What `register` adds to PySpark's own classes, so that an error reaches the user early and says what to do first.
 
 PySpark shows an error of a Python data source as the worker's traceback, and runs a sink's code only in the query's
-first batch, after `start()` returned. Nothing in the data source interface changes that (decision 033). So `register`
+first batch, after `start()` returned. Nothing in the data source interface changes that (decision 035). So `register`
 wraps, once per process:
 
     exceptions of Spark    str(error) is our message, if one of ours is inside; its type stays
