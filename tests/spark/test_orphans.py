@@ -25,12 +25,15 @@ def jvm(spark: SparkSession) -> psutil.Process:
 
 
 def _is_daemon(process: psutil.Process) -> bool:
-    return "pyspark.daemon" in process.cmdline()
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "pyspark.daemon" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False  # a child of the JVM that ended meanwhile
 
 
 def kill_daemons(spark: SparkSession) -> list[psutil.Process]:
     """Kill what forks Python workers; return the workers that live on."""
-    daemons = [p for p in jvm(spark).children() if p.status() != psutil.STATUS_ZOMBIE and _is_daemon(p)]
+    daemons = [p for p in jvm(spark).children() if _is_daemon(p)]
     workers = [w for d in daemons for w in d.children()]
     for daemon in daemons:
         os.kill(daemon.pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from delivered.commit.context import Context
 from delivered.contract import Several, Sink
@@ -20,8 +21,8 @@ from delivered.spark.settings import PipelineSettings
 _CONTEXTS_MAX = 8
 
 _contexts: OrderedDict[tuple[Scope, str, str], Context] = OrderedDict()
-_planned: dict[tuple[Scope, str], tuple[int, int]] = {}
-"""The batch planned last, and the epoch of its plan."""
+_planned: dict[tuple[Scope, str], tuple[int, int, str]] = {}
+"""The batch planned last, the epoch of its plan, and the start of the query that it belongs to."""
 
 
 def owner(driver: Driver) -> Owner:
@@ -35,7 +36,7 @@ def context(
 ) -> Context:
     """The context of the sinks of one pipeline, opened once per process."""
     scope = Scope(settings.pipeline, settings.sink or sink.name, incarnation)
-    key = (scope, driver.id, repr(sorted(options.items())) + repr(settings))
+    key = (scope, driver.id, repr(sorted(options.items())) + repr(replace(settings, start="")))
     if key in _contexts:
         _contexts.move_to_end(key)
         return _contexts[key]
@@ -56,19 +57,20 @@ def context(
     return _contexts[key]
 
 
-def is_first(scope: Scope, driver: Driver, view: CheckpointView) -> bool:
-    """Whether recovery must claim and sweep: unless this process planned the batch before, and Spark logged it."""
-    before, _ = _planned.get((scope, driver.id), (None, None))
-    return before is None or before != view.batch - 1 or view.logged != before
+def is_first(scope: Scope, driver: Driver, view: CheckpointView, start: str) -> bool:
+    """Whether recovery must claim and sweep: unless this process planned the batch before, in the same start of the
+    query, and Spark logged it."""
+    before, _, began = _planned.get((scope, driver.id), (None, None, start))
+    return before is None or before != view.batch - 1 or view.logged != before or began != start
 
 
 def epoch(scope: Scope, driver: Driver) -> int | None:
     """The ledger's epoch that the plan before rested on, if it was made in this process."""
-    return _planned.get((scope, driver.id), (None, None))[1]
+    return _planned.get((scope, driver.id), (None, None, ""))[1]
 
 
-def remember(scope: Scope, driver: Driver, batch: int, epoch: int) -> None:
-    _planned[(scope, driver.id)] = (batch, epoch)
+def remember(scope: Scope, driver: Driver, batch: int, epoch: int, start: str) -> None:
+    _planned[(scope, driver.id)] = (batch, epoch, start)
 
 
 def forget(scope: Scope, driver: Driver) -> None:

@@ -23,6 +23,7 @@ import io
 import logging
 import re
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX, connector
 from delivered.spark.messages import from_our_code, translated
 from delivered.spark.session import make_active
+from delivered.spark.settings import START_OPTION
 from delivered.spark.source_progress import is_python_stream, lag
 from delivered.spark.start_check import OPTION, pack
 
@@ -208,6 +210,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         write = None if _planned.get() else _write(self)
         if write is not None and write.format.lower().startswith(PREFIX):
             _check(_session_of(self), write)
+            self.option(START_OPTION, uuid.uuid4().hex)
         query = original(self, path, partitionBy=partitionBy)
         names = _sources(self)
         if names:

@@ -35,6 +35,8 @@ PIPELINE_OPTIONS = OptionTable(
 
 TRANSFORM_OPTION = "delivered.transform"
 """What `Pipeline` tells the sink of its transform."""
+START_OPTION = "delivered.start"
+"""Another value at each start of a query: the processes that plan and commit its batches outlive it."""
 
 _ASYNC_PROGRESS = "asyncprogresstrackingenabled"
 
@@ -46,6 +48,7 @@ class PipelineSettings:
         sink: None: the connector's default name.
         checkpoint: as Spark passes it; None for a write that is not a stream.
         transform: fingerprint of the pipeline's transform; empty: nobody told it.
+        start: tells one start of the query from the next in a session; empty: nobody told it.
     """
 
     guarantee: Guarantee
@@ -55,6 +58,7 @@ class PipelineSettings:
     run_id: str | None
     tolerance: Tolerance
     transform: str = ""
+    start: str = ""
 
 
 def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[str, str]]:
@@ -66,7 +70,7 @@ def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[st
     """
     known = {o.name.lower() for o in PIPELINE_OPTIONS.options}
     ours = {k: v for k, v in options.items() if k.lower() in known}
-    rest = {k: v for k, v in options.items() if k.lower() not in {*known, TRANSFORM_OPTION}}
+    rest = {k: v for k, v in options.items() if k.lower() not in {*known, TRANSFORM_OPTION, START_OPTION}}
     guarantee = Guarantee.parse(next((v for k, v in ours.items() if k.lower() == "guarantee"), None))
     values = PIPELINE_OPTIONS.restore(ours)
     for key in [k for k in rest if k.lower().startswith("asyncprogress")]:
@@ -94,6 +98,7 @@ def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[st
             run_id=values.get("runId"),
             tolerance=tolerance,
             transform=next((v for k, v in options.items() if k.lower() == TRANSFORM_OPTION), ""),
+            start=next((v for k, v in options.items() if k.lower() == START_OPTION), ""),
         ),
         rest,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +40,7 @@ from delivered.spark.frames import batches_fit_for
 from delivered.spark.hooks import already_planned
 from delivered.spark.messages import translated
 from delivered.spark.session import make_active, session
-from delivered.spark.settings import TRANSFORM_OPTION
+from delivered.spark.settings import START_OPTION, TRANSFORM_OPTION
 from delivered.spark.sinks import (
     COORDINATES,
     FORMAT,
@@ -151,7 +152,7 @@ def _query(pipeline: Pipeline, spark: SparkSession, drain: Path) -> StreamingQue
     writer = _to_sinks(pipeline, frame, direct=direct is not None)
     writer = writer.option("guarantee", pipeline.guarantee.value).option("pipeline", pipeline.name)
     writer = writer.option("checkpointLocation", pipeline.checkpoint).queryName(pipeline.name)
-    writer = writer.option(TRANSFORM_OPTION, pipeline.transform_version)
+    writer = writer.option(TRANSFORM_OPTION, pipeline.transform_version).option(START_OPTION, uuid.uuid4().hex)
     if pipeline.new_checkpoint:
         writer = writer.option("newCheckpoint", "accept")
     if pipeline.missing_ledger:

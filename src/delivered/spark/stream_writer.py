@@ -99,7 +99,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
             in_query()
         self._keep_source_facts(view)
         context = self._context(view.incarnation)
-        first = engine.is_first(context.scope, self._driver, view)
+        first = engine.is_first(context.scope, self._driver, view, self._settings.start)
         if not first:
             reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
         else:
@@ -107,7 +107,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         since = engine.epoch(context.scope, self._driver)
         engine.forget(context.scope, self._driver)
         plan = plan_batch(context, view, first=first, since=since)
-        engine.remember(context.scope, self._driver, view.batch, plan.epoch)
+        engine.remember(context.scope, self._driver, view.batch, plan.epoch, self._settings.start)
         return plan
 
     def _keep_source_facts(self, view: CheckpointView) -> None:

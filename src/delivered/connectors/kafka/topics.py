@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from difflib import SequenceMatcher
 from typing import Any
 
 from delivered.connectors.kafka.markers import LEDGER_TOPICS, STATE_PARTITION, CommittedReader
@@ -48,7 +49,9 @@ def other_ledgers(wire: Wire, own: str, scope: Scope) -> list[OtherLedger]:
     from kafka.protocol.metadata import MetadataRequest
 
     answer = wire.ask(MetadataRequest(topics=None, allow_auto_topic_creation=False, max_version=9))
-    topics = sorted(t.name for t in answer.topics if t.name.startswith(LEDGER_TOPICS) and t.name != own)
+    names = [t.name for t in answer.topics if t.name.startswith(LEDGER_TOPICS) and t.name != own]
+    # Not all are read. A new name is mostly like the former one.
+    topics = sorted(names, key=lambda name: (-SequenceMatcher(None, own, name).ratio(), name))
     found: dict[tuple[str, str], bool] = {}
     for topic in [own, *topics[:OTHERS_MAX]]:
         pipeline = scope.pipeline if topic == own else topic.removeprefix(LEDGER_TOPICS)

@@ -35,6 +35,9 @@ READY_MAX = 16
 
 READY_AGE_S_MAX = 300.0
 START_TIMEOUT_S = OUTAGE_PATIENCE_S
+READY_TIMEOUT_S = 2.0
+"""For a producer that is made ready in the background. One that waits out an outage would take the id when the brokers
+are back, from the task that runs by then: any worker may run the shard's next batch, and fences the others."""
 IDLE_MAX = 8
 
 _lock = threading.Lock()
@@ -104,11 +107,11 @@ def is_ready(options: SinkOptions, work: Work) -> bool:
     return ready.done.is_set()
 
 
-def _start(options: SinkOptions, name: str) -> Taken:
+def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) -> Taken:
     producer = make_producer(producer_config(options, Guarantee.EXACTLY_ONCE, name))
     try:
         with unanswered(server_name(options.client["bootstrap.servers"])):
-            producer.start(START_TIMEOUT_S)
+            producer.start(timeout_s)
         return Taken(producer, _holder(options, name))
     except BaseException:
         producer.close()
@@ -158,7 +161,7 @@ def _make(options: SinkOptions, work: Work, ready: Ready, old: list[Ready]) -> N
     try:
         for entry in old:
             _drop(entry)
-        taken = _start(options, transactional_id(work))
+        taken = _start(options, transactional_id(work), READY_TIMEOUT_S)
     except (ProducerError, DeliveredError) as error:
         log.debug("a producer could not be made ready: %s", error)
     else:
