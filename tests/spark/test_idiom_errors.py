@@ -75,6 +75,7 @@ def test_a_mistake_is_refused_where_it_is_made(spark: SparkSession, kafka: Any, 
     assert spark.newSession().sql("SELECT 1").count() == 1
 
 
+@pytest.mark.matrix
 def test_the_same_over_spark_connect(kafka: Any, tmp_path: Path) -> None:
     source, sink = kafka.topic(1), kafka.topic(1)
     send(kafka, source, range(10))
