@@ -13,12 +13,14 @@ from tests.crash.sim import Checkpoint, Crash, Sim
 from tests.crash.test_history import other_rows
 
 from delivered.commit import decide, recover, repair, rules
-from delivered.connectors.memory.ledger import MemoryLedger
+from delivered.connectors.memory import store
 from delivered.connectors.memory.resource import MemoryResource
 from delivered.connectors.memory.world import Answer
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.work import Action, BatchPlan
 from delivered.write import shard
@@ -80,7 +82,7 @@ def apply_before_decide(patch: pytest.MonkeyPatch) -> None:
 def retry_decide(patch: pytest.MonkeyPatch) -> None:
     def again(context: Any, decision: Any, unknown: Unknown) -> Any:
         text = decision.to_json()
-        context.ledger._room.decisions.append(text)
+        context.ledger._store._room.decisions.append(text)
         return Ok(None)
 
     patch.setattr(decide, "_look", again)
@@ -90,7 +92,7 @@ def standing_decision_decided_again(patch: pytest.MonkeyPatch) -> None:
     honest = decide._apply
 
     def again(context: Any, decision: Any) -> None:
-        decide._decide(context, decision, decision.participants)
+        decide._decide(context, replace(decision, decided_at_ms=decision.decided_at_ms + 1), decision.participants)
         honest(context, decision)
 
     patch.setattr(decide, "_apply", again)
@@ -105,10 +107,12 @@ def xor(patch: pytest.MonkeyPatch) -> None:
 
 
 def incarnation_left_out(patch: pytest.MonkeyPatch) -> None:
-    from delivered.connectors.memory.world import Room
-    from delivered.model.work import Decision
+    honest = store.state_of
 
-    patch.setattr(Room, "of", lambda self, _: [Decision.from_json(t) for t in self.decisions])
+    def of_any(scope: Scope, owner: Any, epoch: int, decisions: Any, *rest: Any) -> Any:
+        return honest(scope, owner, epoch, [replace(d, scope=scope) for d in decisions][:1], *rest)
+
+    patch.setattr(store, "state_of", of_any)
 
 
 def skip_new_batches(patch: pytest.MonkeyPatch) -> None:
@@ -143,8 +147,9 @@ def begin_not_recorded(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MemoryLedger, "resume", lambda self, owner_id: (setattr(self, "_epoch", 0), self._state())[1])
-    patch.setattr(MemoryLedger, "claim", lambda self, owner: self._state())
+    patch.setattr(Ledger, "_check_claim", lambda self, claim, head: None)
+    patch.setattr(Ledger, "claim", lambda self, owner: self.look())
+    patch.setattr(Ledger, "resume", lambda self, owner_id: self.look())
     patch.setattr(decide, "_same_claim", lambda *args: None)
 
 
@@ -160,6 +165,7 @@ def unknown_is_ok(patch: pytest.MonkeyPatch) -> None:
 
 def unknown_is_failed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decide, "_look", lambda context, decision, unknown: Failed(unknown.reason))
+    patch.setattr(decide, "OUTAGE_PATIENCE_S", -1.0)  # to decide it again would find it in
 
 
 def finish_by_the_pipelines_guarantee(patch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.memory.ledger import MemoryLedger
 from delivered.connectors.memory.options import MemorySinkOptions, MemorySourceOptions
 from delivered.connectors.memory.resource import MemoryResource
 from delivered.connectors.memory.source import MemorySource
+from delivered.connectors.memory.store import MemoryStore
 from delivered.connectors.memory.world import ROWS, World, world
 from delivered.connectors.memory.writer import SendingWriter, StagingWriter
 from delivered.contract import Finding, ShardWriter, Source
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
@@ -77,8 +78,8 @@ class MemorySink:
     def read_back(self) -> Source:
         return MemorySource(MemorySourceOptions(self.options.world, None), read_sink=True)
 
-    def ledger(self, scope: Scope) -> MemoryLedger:
-        return MemoryLedger(self._world, scope, self.options.commit)
+    def ledger(self, scope: Scope) -> Ledger:
+        return Ledger(MemoryStore(self._world, scope, self.options.commit), scope)
 
     def resource(self, scope: Scope) -> MemoryResource:
         return MemoryResource(self._world, scope, self.options.commit)

@@ -61,7 +61,6 @@ class Room:
     would hold them; newest last."""
 
     owner: Owner | None = None
-    superseded: tuple[str, ...] = ()
     epoch: int = 0
     decisions: list[str] = field(default_factory=list)
     begun: dict[str, Begun] = field(default_factory=dict)
@@ -70,18 +69,13 @@ class Room:
         found = [Decision.from_json(text) for text in self.decisions]
         return [d for d in found if d.scope.incarnation == incarnation]
 
-    def newest_of_others(self, incarnation: str) -> list[Decision]:
-        newest: dict[str, Decision] = {}
+    def newest(self) -> list[Decision]:
+        """The newest decision of each incarnation, newest first."""
+        found: dict[str, Decision] = {}
         for text in reversed(self.decisions):
             decision = Decision.from_json(text)
-            newest.setdefault(decision.scope.incarnation, decision)
-        newest.pop(incarnation, None)
-        return list(newest.values())
-
-    def begun_by_others(self, incarnation: str) -> list[tuple[str, Begun]]:
-        """Of incarnations that decided nothing, newest first."""
-        decided = {Decision.from_json(text).scope.incarnation for text in self.decisions}
-        return [(i, b) for i, b in reversed(self.begun.items()) if i != incarnation and i not in decided]
+            found.setdefault(decision.scope.incarnation, decision)
+        return list(found.values())
 
 
 class World:

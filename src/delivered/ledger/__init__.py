@@ -1,0 +1,1 @@
+"""The rules of a ledger, once, above stores that only read and write."""

@@ -1,0 +1,172 @@
+"""The rules of a ledger: one owner at a time, one decision for a batch, and nothing gets in behind a later claim."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from delivered.ledger.store import Change, Head, Store
+from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import OtherLedger, Scope
+from delivered.model.limits import CONNECT_TIMEOUT_S, OWNERS_REMEMBERED
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Begun, Decision, LedgerState, Owner
+
+
+class Ledger:
+    """Where decisions are durable: one writer at a time. Runs on the driver, in two processes of one owner.
+
+    It works by one claim, its own or that of the other process; a later claim, also of the same owner, voids it.
+    """
+
+    def __init__(self, store: Store, scope: Scope) -> None:
+        self._store = store
+        self._scope = scope
+        self._claim: tuple[str, int] | None = None
+
+    def claim(self, owner: Owner) -> LedgerState:
+        """Become the one owner, fence every other, and return what the ledger holds.
+
+        After it returns, nothing that was under way can get in any more: no `begin` or `decide` of an earlier
+        owner, and none of this owner's own that had no answer. May be called again by the same owner.
+
+        Raises:
+            Fenced: this owner was superseded before, or somebody claimed right behind.
+            Unreachable: others claim it again and again.
+        """
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            match self._store.take(lambda head: self._successor(owner, head)):
+                case Ok(epoch):
+                    break
+                case Failed(reason) | Unknown(reason):
+                    if time.monotonic() > deadline:
+                        raise self._contended(reason)
+        state = self._store.read()
+        if state.owner is None or (state.owner.id, state.epoch) != (owner.id, epoch):
+            raise self._fenced(owner.id, state.owner)
+        self._claim = (owner.id, epoch)
+        return state
+
+    def resume(self, owner_id: str) -> LedgerState:
+        """As the owner who claimed before, perhaps in another process, go on; fences nobody else.
+
+        Raises:
+            Fenced: somebody else owns the ledger now.
+        """
+        state = self._store.read()
+        if state.owner is None or state.owner.id != owner_id:
+            raise self._fenced(owner_id, state.owner)
+        self._claim = (owner_id, state.epoch)
+        return state
+
+    def look(self) -> LedgerState:
+        """What the ledger holds now. Takes nothing, fences nobody, writes nothing: for the planner and the audit.
+
+        May be called by any process, with or without an owner, while a driver runs.
+        """
+        return self._store.peek()
+
+    def begin(self, begun: Begun) -> Outcome[None]:
+        """Record that a batch may send records from now on, durably, if this owner still owns the ledger.
+
+        Runs before the batch's tasks. May be called again for the same batch. Failed: this owner was fenced.
+        """
+
+        claim = self._claim
+
+        def rule(head: Head) -> Change | None:
+            self._check_claim(claim, head)
+            return None if head.begun() == begun else Change(begun=begun)
+
+        return self._write(rule)
+
+    def decide(self, decision: Decision) -> Outcome[None]:
+        """Record the decision, durably, if this owner still owns the ledger.
+
+        Staged rows that the store's transaction reaches become visible with it. Participants of other sinks are
+        recorded and not touched. A later revision of a batch takes the place of the earlier one.
+        Failed: it is not in, and will not get in. Unknown: `claim` again, then look.
+        """
+        text = decision.to_json()
+        exactly_once = decision.guarantee is Guarantee.EXACTLY_ONCE
+        claim = self._claim  # that of this call: what arrives late is judged by the claim that it was sent under
+        move = tuple(p for p in decision.to_move if p.holds) if exactly_once else ()
+
+        def rule(head: Head) -> Change | None:
+            if head.batch is not None and head.batch >= decision.batch:
+                last = head.last()
+                if last is not None and last.to_json() == text:
+                    return None
+                self._check_claim(claim, head)
+                if last is None or not _revises(decision, last):
+                    raise InvariantBroken(
+                        "DECIDED_OTHERWISE",
+                        f"Batch {decision.batch} of {self._scope} is decided already, or a later one is, {self._where}."
+                        " What is visible stays; nothing was added.",
+                        next_step="stop every other driver on this checkpoint, then start the pipeline again",
+                    )
+            self._check_claim(claim, head)
+            return Change(decision=decision, move=move)
+
+        return self._write(rule)
+
+    def history(self) -> Iterable[Decision]:
+        """Decisions of this incarnation that are still kept, oldest first."""
+        return self._store.history()
+
+    def others(self) -> Sequence[OtherLedger]:
+        """Ledgers of other pipelines and sinks in the same place."""
+        return self._store.others()
+
+    def close(self) -> None:
+        """Give connections back. May be called again."""
+        self._store.close()
+
+    def _write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
+        try:
+            return self._store.write(rule)
+        except DeliveredError as error:  # before anything was sent
+            return Failed(str(error))
+
+    def _successor(self, owner: Owner, head: Head) -> Owner:
+        """The owner after this head: who he is, and who must never claim again."""
+        before = head.owner
+        if before is None:
+            return replace(owner, superseded=())
+        if owner.id in before.superseded:
+            raise self._fenced(owner.id, before)
+        former = before.superseded if before.id == owner.id else (before.id, *before.superseded)
+        return replace(owner, superseded=former[:OWNERS_REMEMBERED])
+
+    def _check_claim(self, claim: tuple[str, int] | None, head: Head) -> None:
+        if head.owner is None or claim != (head.owner.id, head.epoch):
+            raise self._fenced(claim[0] if claim else "none", head.owner)
+
+    @property
+    def _where(self) -> str:
+        return self._store.where
+
+    def _fenced(self, owner_id: str, current: Owner | None) -> Fenced:
+        other = "nobody" if current is None else f"{current.id} (process {current.process} on {current.host!r})"
+        return Fenced(
+            "FENCED",
+            f"Driver {owner_id} does not own the ledger of sink {self._scope.sink!r} of pipeline "
+            f"{self._scope.pipeline!r} {self._where} any more; it belongs to {other}, or to a later start.",
+            next_step="nothing, if the later start is running; else start the pipeline again",
+        )
+
+    def _contended(self, reason: str) -> Unreachable:
+        return Unreachable(
+            "LEDGER_CONTENDED",
+            f"The ledger of sink {self._scope.sink!r} of pipeline {self._scope.pipeline!r} {self._where} could not be "
+            f"claimed within {CONNECT_TIMEOUT_S:.0f} s: {reason}",
+            next_step="see whether another driver of this pipeline starts again and again; then start again",
+        )
+
+
+def _revises(decision: Decision, last: Decision) -> bool:
+    """The next revision of a decided batch takes its place; nothing else does."""
+    return last.batch == decision.batch and last.revision < decision.revision
