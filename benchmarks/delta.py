@@ -80,9 +80,9 @@ def spark_direct(running: bool = False) -> Case:
     Args:
         running: the query runs already; else its start and its end are in the time.
     """
+    from delivered.engine.direct import ArrowTransform, Direct
     from delivered.spark.direct import mark_sink, mark_source
     from delivered.spark.session import session
-    from delivered.write.direct import ArrowTransform, Direct
 
     spark = session("bench", f"local[{CORES}]", {"spark.driver.memory": "1g"})
     spark.sparkContext.setLogLevel("ERROR")

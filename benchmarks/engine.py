@@ -18,10 +18,10 @@ def exactly_once() -> Callable[[Path, Any], None]:
     pool = multiprocessing.get_context("spawn").Pool(CORES)
 
     def run(folder: Path, sink: Any) -> None:
-        from delivered.commit.context import Context
-        from delivered.commit.decide import commit_batch
-        from delivered.commit.recover import plan_batch
-        from delivered.contract import ready_target
+        from delivered.contract.powers import ready_target
+        from delivered.engine.context import Context
+        from delivered.engine.decide import commit_batch
+        from delivered.engine.recover import plan_batch
         from delivered.model.guarantee import Guarantee
         from delivered.model.identity import Scope
         from delivered.model.work import CheckpointView, Owner
@@ -39,6 +39,6 @@ def exactly_once() -> Callable[[Path, Any], None]:
 
 
 def _shard(sink: Any, plan: Any, shard: int, share: Sequence[str]) -> Any:
-    from delivered.write.shard import write_shard
+    from delivered.engine.shard import write_shard
 
     return write_shard(sink, plan, shard, 0, batches(share), pq.read_schema(share[0]))

@@ -90,7 +90,7 @@ def _plain(url: str, table: str, first: int, count: int, local: bool) -> Span:
 
 
 def _shard(sink: Any, plan: Any, shard: int, first: int, count: int) -> tuple[Any, Span]:
-    from delivered.write.shard import write_shard
+    from delivered.engine.shard import write_shard
 
     data = rows(first, count)
     since = Since()
@@ -104,9 +104,9 @@ def plain(pool: Any, url: str, table: str, count: int, local: bool) -> Span:
 
 
 def engine(pool: Any, url: str, table: str, count: int, mechanism: str) -> Span:
-    from delivered.commit.context import Context
-    from delivered.commit.decide import commit_batch
-    from delivered.commit.recover import plan_batch
+    from delivered.engine.context import Context
+    from delivered.engine.decide import commit_batch
+    from delivered.engine.recover import plan_batch
     from delivered.model.guarantee import Guarantee
     from delivered.model.identity import Scope
     from delivered.model.work import CheckpointView, Owner

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from delivered.contract import Finding, Offsets, Slice, Source
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice, Source
 from delivered.model.capability import SourceCapability
 
 if TYPE_CHECKING:

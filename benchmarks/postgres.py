@@ -191,8 +191,8 @@ def _writer(
     spark: SparkSession, world: World, folder: str, table: str, guarantee: str, mechanism: str, direct: bool
 ) -> DataStreamWriter:
     if direct:
+        from delivered.engine.direct import ArrowTransform, Direct
         from delivered.spark.direct import mark_sink, mark_source
-        from delivered.write.direct import ArrowTransform, Direct
 
         reader = spark.readStream.format(parquet_source.FORMAT).option("path", folder).option("shards", CORES)
         read = Direct(parquet_source.ParquetSource(folder, CORES), ArrowTransform())

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     )
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
-    from delivered.plan.planner import Plan, Refusal
+    from delivered.planner.plan import Plan, Refusal
     from delivered.spark.formats import register
     from delivered.spark.pipeline import Pipeline
     from delivered.spark.session import session
@@ -66,9 +66,9 @@ _WHERE = {
     "MissingExtra": "delivered.model.errors",
     "OutcomeUnknown": "delivered.model.errors",
     "Pipeline": "delivered.spark.pipeline",
-    "Plan": "delivered.plan.planner",
+    "Plan": "delivered.planner.plan",
     "PromiseBroken": "delivered.model.errors",
-    "Refusal": "delivered.plan.planner",
+    "Refusal": "delivered.planner.plan",
     "Refused": "delivered.model.errors",
     "ReplayDiffers": "delivered.model.errors",
     "Transform": "delivered.pipeline.transform",

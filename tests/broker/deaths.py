@@ -23,15 +23,15 @@ from tests.conformance.test_sinks import SCHEMA, SHARDS, Rig, offsets, rows
 from tests.crash.child import start_child
 from tests.crash.embedded_pipeline import PIPELINE
 
-from delivered.commit.decide import commit_batch
 from delivered.connectors.log import append
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok
 from delivered.model.work import Action, Decision
-from delivered.write.shard import write_shard
 
 if TYPE_CHECKING:
     from tests.conftest import Mysql, Postgres
@@ -209,7 +209,7 @@ def test_zombie_that_prepares_after_the_sweep_changes_nothing(world: World) -> N
 TASK = """
 import pickle, sys
 from delivered.testing.crash import install_from_environment
-from delivered.write.shard import write_shard
+from delivered.engine.shard import write_shard
 install_from_environment()
 sink, plan, shard, batch, schema = pickle.load(open(sys.argv[1], "rb"))
 write_shard(sink, plan, shard, 0, iter([batch]), schema)

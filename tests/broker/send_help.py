@@ -16,7 +16,7 @@ import delivered
 from delivered.connectors.log import append
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.plan import Plan, Refusal
+from delivered.planner import Plan, Refusal
 from delivered.testing.supervisor import run
 
 ROWS = 4_000

@@ -16,17 +16,17 @@ from typing import Any
 import pyarrow as pa
 from tests.kafka_tools import read_committed
 
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.ledger import KafkaLedger
 from delivered.connectors.kafka.resource import KafkaResource
 from delivered.connectors.kafka.sink import KafkaSink
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage
-from delivered.write.shard import write_shard
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCHEMA = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])

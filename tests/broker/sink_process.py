@@ -16,7 +16,7 @@ def tell(what: Any) -> None:
 
 def write(sink: Any, plan: Any, shard: int, batches: Any, schema: Any) -> None:
     """Prepare a shard, tell the message, then do nothing: the test kills this process."""
-    from delivered.write.shard import write_shard
+    from delivered.engine.shard import write_shard
 
     tell(write_shard(sink, plan, shard, 0, iter(batches), schema))
     time.sleep(600)

@@ -11,7 +11,7 @@ from confluent_kafka import IsolationLevel, Producer, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
 from delivered.connectors.kafka import CONNECTOR
-from delivered.contract import Offsets, Source, SourceDriver
+from delivered.contract.source import Offsets, Source, SourceDriver
 
 
 def source(kafka: Any, options: Mapping[str, Any] | None = None, /, **more: Any) -> Source:

@@ -43,7 +43,7 @@ SWEEP = pytest.mark.matrix
 IMPORTED = (
     "deltalake",
     "tests.crash.dedup_help", "delivered.connectors.sqlite.sink", "delivered.connectors.sqlite.keys", "psycopg",
-    "delivered.sql.warm", "delivered.connectors.mysql.wire", "delivered.connectors.mysql.writer",
+    "delivered.kits.sql.warm", "delivered.connectors.mysql.wire", "delivered.connectors.mysql.writer",
     *(f"delivered.connectors.{s}.{m}" for s in ("postgres", "mysql") for m in ("sink", "ledger", "resource", "writer")),
 )  # fmt: skip
 Execute = Callable[[str], list[tuple[Any, ...]]]

@@ -18,17 +18,17 @@ import pytest
 from tests.conftest import Kafka, Postgres
 from tests.kafka_tools import read_committed
 
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.log import append
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.group import SinkGroup
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
 from delivered.model.work import CheckpointView, Decision, Owner
 from delivered.pipeline.registry import find_sink
-from delivered.write.shard import write_shard
 
 RECORDS = 1_000
 CHILD = Path(__file__).parents[1] / "crash" / "embedded_pipeline.py"

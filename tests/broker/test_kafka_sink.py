@@ -17,13 +17,13 @@ from tests.broker.source_help import read_all
 from tests.kafka_tools import read_committed
 
 from delivered.connectors.kafka import CONNECTOR, librdkafka, warm
+from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
 from delivered.model.work import Owner, Prepared
 from delivered.source.columns import HEADERS
-from delivered.write.shard import write_shard
 
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]
 

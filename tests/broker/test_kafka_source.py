@@ -18,7 +18,7 @@ from confluent_kafka import Consumer, TopicPartition
 from tests.broker.source_help import Transactions, positions, produce, read_all, read_range, source, values
 
 from delivered.connectors.kafka import native_consume, reader
-from delivered.contract import Slice, Source
+from delivered.contract.source import Slice, Source
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.spark.offset_metadata import FILE, stream_driver
 

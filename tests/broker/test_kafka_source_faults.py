@@ -23,7 +23,7 @@ from confluent_kafka.admin import (
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
 
 from delivered.connectors.kafka import client, librdkafka, native_consume, reader
-from delivered.contract import Slice
+from delivered.contract.source import Slice
 from delivered.model.errors import Unreachable, UsageError
 
 CONSUMERS = ["native", "plain"]

@@ -17,7 +17,7 @@ from tests.kafka_tools import read_committed
 from delivered.connectors.kafka import transactions, warm
 from delivered.connectors.kafka.protocol import Wire
 from delivered.connectors.kafka.transactions import Handle
-from delivered.contract import ShardWriter
+from delivered.contract.sink import ShardWriter
 from delivered.model import step
 from delivered.model.errors import Fenced, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
@@ -403,7 +403,7 @@ def test_recovery_of_a_decided_batch_whose_driver_died(rig: Rig) -> None:
 def test_records_of_one_key_keep_their_order(rig: Rig) -> None:
     context = rig.context()
     plan = rig.plan(context, 0)
-    from delivered.write.shard import write_shard
+    from delivered.engine.shard import write_shard
 
     values = [b"%05d" % i for i in range(40_000)]
     batches = [rows(values[i : i + 7000], key=b"one") for i in range(0, len(values), 7000)]

@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from tests.broker.test_postgres_sink import EVERY_TYPE, MECHANISMS, VALUES, read, write
 from tests.conformance.test_sinks import Rig, offsets, rows
 
-from delivered.commit.decide import commit_batch
 from delivered.connectors.mysql import CONNECTOR, encode
 from delivered.connectors.mysql.migrate import MIGRATIONS, migrate
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.work import Owner
-from delivered.write.shard import write_shard
 
 if TYPE_CHECKING:
     from tests.conftest import Mysql

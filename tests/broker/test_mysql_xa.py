@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.conformance.test_sinks import SCHEMA, Rig, offsets, rows
 
-from delivered.commit.decide import commit_batch
 from delivered.connectors.mysql import transactions
 from delivered.connectors.mysql.writer import LoadWriter
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
 from delivered.model.errors import UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.work import Decision, Prepared
-from delivered.write.shard import write_shard
 
 if TYPE_CHECKING:
     from tests.conftest import Mysql
@@ -246,7 +246,7 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
 
 
 def test_a_strangers_lock_on_the_ledger_is_told(mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.sql import server_ledger
+    from delivered.kits.sql import server_ledger
 
     monkeypatch.setattr(server_ledger, "CONNECT_TIMEOUT_S", 1.5)
     rig.run(0)

@@ -19,7 +19,7 @@ import delivered
 from delivered.connectors.log.produce import append
 from delivered.model.errors import Unreachable
 from delivered.pipeline.patience import patiently
-from delivered.plan import Plan, Refusal
+from delivered.planner import Plan, Refusal
 
 RUN = [sys.executable, "-m", "delivered.cli.main", "run"]
 

@@ -18,16 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.conformance.test_sinks import SCHEMA, Rig, offsets, rows
 
-from delivered.commit.decide import commit_batch
 from delivered.connectors.postgres import CONNECTOR, encode
 from delivered.connectors.postgres.migrate import MIGRATIONS, migrate
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Ok
-from delivered.write.shard import write_shard
 
 if TYPE_CHECKING:
     from tests.conftest import Postgres

@@ -17,7 +17,7 @@ from tests.broker.test_pulsar_sink import ids, sink, taken
 from tests.broker.test_pulsar_source import read_all, source
 from tests.conftest import Pulsar
 
-from delivered.contract import ready_target
+from delivered.contract.powers import ready_target
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee

@@ -14,7 +14,7 @@ import pytest
 from tests.broker.test_pulsar_source import read, read_all, rows, source
 from tests.conftest import Pulsar
 
-from delivered.contract_columns import planned
+from delivered.contract.powers import planned
 from delivered.model.errors import BadRecord, UsageError
 
 

@@ -28,7 +28,7 @@ from delivered.connectors.pulsar.options import parse
 from delivered.connectors.pulsar.publish import Publisher
 from delivered.connectors.pulsar.reader import check_connection
 from delivered.connectors.pulsar.sink_options import parse_sink
-from delivered.contract import ready_target
+from delivered.contract.powers import ready_target
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

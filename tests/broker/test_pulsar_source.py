@@ -22,7 +22,7 @@ from delivered.connectors.pulsar import CONNECTOR
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.options import parse
 from delivered.connectors.pulsar.positions import from_json
-from delivered.contract import Offsets, Source
+from delivered.contract.source import Offsets, Source
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 
 FULL = "persistent://public/default/"

@@ -19,7 +19,7 @@ from tests.conftest import Rabbitmq
 
 from delivered.connectors.rabbitmq import stream_reader
 from delivered.connectors.rabbitmq.stream import CONNECTOR
-from delivered.contract import Offsets, Source
+from delivered.contract.source import Offsets, Source
 from delivered.model.errors import InvariantBroken, UsageError
 
 SMALL = {"x_max_length_bytes": 400_000, "x_stream_max_segment_size_bytes": 100_000}

@@ -15,7 +15,7 @@ from tests.conformance.test_sinks import Rig
 
 from delivered.connectors.kafka import CONNECTOR as KAFKA
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract import Sink
+from delivered.contract.sink import Sink
 from delivered.model.errors import TargetChanged
 from delivered.model.work import Tolerance
 

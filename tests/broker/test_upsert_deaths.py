@@ -29,12 +29,12 @@ from tests.conformance.test_upserts import rows
 from tests.crash.child import start_child
 from tests.crash.embedded_pipeline import TABLE
 
-from delivered.commit.decide import commit_batch
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log import append
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
 from delivered.model.outcome import Ok
 from delivered.model.work import Decision
-from delivered.write.shard import write_shard
 
 RECORDS, KEYS = 1_000, 97
 VERSION = {"mode": "upsert", "keyColumns": "id", "versionColumn": "version"}

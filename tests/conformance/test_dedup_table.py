@@ -14,17 +14,17 @@ import pytest
 from tests.conformance.test_sinks import SCHEMA, SINKS
 from tests.crash.dedup_help import by_key, hashed, once, with_helpers
 
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
+from delivered.kits.sql.keys import KeyTable
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import KEY_MEMORIES_KEPT
 from delivered.model.outcome import Ok
 from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
-from delivered.sql.keys import KeyTable
-from delivered.write.shard import write_shard
 
 KEEPERS = (
     "sqlite", "postgres-one-transaction", "postgres-two-phase", "mysql-one-transaction", "mysql-two-phase"

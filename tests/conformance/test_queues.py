@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.crash.receiver_process import Spool, SpoolReceiver
 
-from delivered.contract_queue import Bunch, Receiver
+from delivered.contract.queue import Bunch, Receiver
 from delivered.model.outcome import Ok
 
 COUNT = 30

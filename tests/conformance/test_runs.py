@@ -11,22 +11,22 @@ import pyarrow as pa
 import pytest
 from tests.conformance.test_sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
 
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.delta import earlier as delta_earlier
 from delivered.connectors.files import ledger as files_ledger
 from delivered.connectors.iceberg import ledger as iceberg_ledger
 from delivered.connectors.kafka import ledger as kafka_ledger
-from delivered.contract import ready_target
+from delivered.contract.powers import ready_target
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
+from delivered.kits.sql import ledger as sql_ledger
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
 from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, ShardMessage, Tolerance
-from delivered.sql import ledger as sql_ledger
-from delivered.write.shard import write_shard
 
 KEPT = 3
 """Runs whose decisions a ledger keeps here."""

@@ -13,16 +13,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract import Sink, ready_target
-from delivered.contract_target import KnowsTarget
+from delivered.contract.powers import KnowsTarget, ready_target
+from delivered.contract.sink import Sink
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model.capability import Commit
 from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -40,7 +41,6 @@ from delivered.model.work import (
     ShardMessage,
     Tolerance,
 )
-from delivered.write.shard import fingerprint_seed, write_shard
 
 SHARDS = 2
 ROWS = 50

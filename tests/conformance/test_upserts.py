@@ -15,17 +15,18 @@ import pytest
 from deltalake import DeltaTable
 from tests.conformance.test_sinks import EXACT, Rig, offsets
 
-from delivered.commit.decide import commit_batch
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.mysql import CONNECTOR as MYSQL
 from delivered.connectors.postgres import CONNECTOR as POSTGRES
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract import Connector, Sink
+from delivered.contract.connector import Connector
+from delivered.contract.sink import Sink
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
-from delivered.write.shard import write_shard
 
 SCHEMA = pa.schema(
     [

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.engine.repeats import AT, HELPER_TYPES, KEY, TIE, TIME, without_seen
 from delivered.model.identity import Scope
-from delivered.write.repeats import AT, HELPER_TYPES, KEY, TIE, TIME, without_seen
 
 Rows = Callable[[], Iterator[pa.RecordBatch]]
 

@@ -23,15 +23,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract import Several, Sink, ready_target
+from delivered.contract.powers import ready_target
+from delivered.contract.sink import Several, Sink
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.group import Columns, SinkGroup
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -40,7 +42,6 @@ from delivered.model.step import Moment, StepId, install, reach
 from delivered.model.work import CheckpointView, Owner
 from delivered.pipeline.registry import find_sink
 from delivered.testing.crash import install_from_environment
-from delivered.write.shard import write_shard
 
 ROWS_PER_BATCH = 400
 TABLE = "events"

@@ -11,14 +11,14 @@ import pyarrow.compute as pc
 from tests.crash.sim import Sim
 
 from delivered.connectors.memory import CONNECTOR
-from delivered.contract import Several
+from delivered.contract.sink import Several
+from delivered.engine.shard import fingerprint_seed
 from delivered.group import SinkGroup
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Tolerance
-from delivered.write.shard import fingerprint_seed
 
 BOTH_PREPARE = (Commit.TWO_PHASE, Commit.TWO_PHASE)
 LAST_RESOURCE = (Commit.TWO_PHASE, Commit.ONE_TRANSACTION)

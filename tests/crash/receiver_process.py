@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from delivered.connectors.log.journal import LogJournal
-from delivered.contract_queue import Bunch, Receiver
+from delivered.contract.queue import Bunch, Receiver
 from delivered.model.outcome import Ok, Outcome
 from delivered.source.receive import ReceiveLimits, ReceiveLoop
 from delivered.testing.crash import install_from_environment

@@ -23,12 +23,13 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from delivered.commit.context import Context
-from delivered.commit.decide import abort_batch, commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS, Answer, State, make_world
-from delivered.contract import Several, Sink
+from delivered.contract.sink import Several, Sink
+from delivered.engine.context import Context
+from delivered.engine.decide import abort_batch, commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model import step
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -36,7 +37,6 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
 from delivered.model.work import BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
-from delivered.write.shard import fingerprint_seed, write_shard
 
 T = TypeVar("T")
 HOWS = ("kill", "tree", "fail", "zombie", "zombie_task")

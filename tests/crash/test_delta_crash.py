@@ -21,12 +21,12 @@ from tests.crash.embedded_pipeline import PIPELINE
 from tests.crash.test_sqlite_crash import BATCHES, PARTITIONS, RECORDS, World, log, points
 
 from delivered.connectors.delta import CONNECTOR
-from delivered.contract import Sink
+from delivered.contract.sink import Sink
+from delivered.kits.table.stage import batch_of
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
 from delivered.model.work import Decision
-from delivered.storage.stage import batch_of
 
 __all__ = ["log"]  # the fixture
 

@@ -26,7 +26,7 @@ from tests.crash.test_delta_crash import (
 from tests.crash.test_sqlite_crash import log
 
 from delivered.connectors.files import CONNECTOR
-from delivered.contract import Sink
+from delivered.contract.sink import Sink
 
 __all__ = [
     "log",

@@ -14,6 +14,7 @@ from tests.crash.sim import HOWS, Checkpoint, Crash, Driver
 from tests.crash.test_history import again, codes, other_rows
 from tests.crash.test_points import expected_points, judge
 
+from delivered.engine import shard
 from delivered.group import SinkGroup
 from delivered.group.resource import GroupResource
 from delivered.model.capability import Commit
@@ -21,7 +22,6 @@ from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
 from delivered.model.work import Action, BatchPlan, Decision, ShardMessage
-from delivered.write import shard
 
 GROUPS = {"both prepare": BOTH_PREPARE, "last resource": LAST_RESOURCE}
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 from tests.crash.sim import Checkpoint, Crash, Driver, Sim
 
-from delivered.commit import decide
 from delivered.connectors.memory.world import Answer
+from delivered.engine import decide
 from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee

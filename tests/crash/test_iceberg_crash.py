@@ -31,7 +31,7 @@ from tests.crash.test_sqlite_crash import BATCHES, log
 from tests.crash.zygote import Zygote
 
 from delivered.connectors.iceberg import CONNECTOR
-from delivered.contract import Sink
+from delivered.contract.sink import Sink
 
 __all__ = [
     "log",

@@ -15,13 +15,13 @@ from tests.crash.sim import Crash, points
 from tests.crash.test_history import codes
 
 from delivered.connectors.memory import CONNECTOR
-from delivered.contract import LETTERS, Several
+from delivered.contract.sink import LETTERS, Several
+from delivered.engine import letters as letters_module
+from delivered.engine import shard
 from delivered.group import SinkGroup
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
-from delivered.write import letters as letters_module
-from delivered.write import shard
 
 EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 NTH_MAX = 30

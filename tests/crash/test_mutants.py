@@ -12,10 +12,10 @@ from tests.crash.scenarios import single
 from tests.crash.sim import Checkpoint, Crash, Sim
 from tests.crash.test_history import other_rows
 
-from delivered.commit import decide, recover, repair, rules
 from delivered.connectors.memory import store
 from delivered.connectors.memory.resource import MemoryResource
 from delivered.connectors.memory.world import Answer
+from delivered.engine import decide, recover, repair, rules, shard
 from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint
@@ -23,7 +23,6 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.work import Action, BatchPlan
-from delivered.write import shard
 
 EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 Patch = Callable[[pytest.MonkeyPatch], None]

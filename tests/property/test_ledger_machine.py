@@ -11,17 +11,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from delivered.commit.context import Context
-from delivered.commit.decide import abort_batch, commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS, Answer, make_world
+from delivered.engine.context import Context
+from delivered.engine.decide import abort_batch, commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
-from delivered.write.shard import write_shard
 
 SHARDS = 2
 

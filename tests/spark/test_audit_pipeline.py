@@ -18,7 +18,7 @@ from delivered.connectors.log import append
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
-from delivered.plan import Plan
+from delivered.planner import Plan
 from delivered.spark.audit import audit
 from delivered.spark.audit_spec import AuditSpec
 

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 import delivered
 from delivered.connectors.log.produce import append
-from delivered.plan import Plan, Refusal
+from delivered.planner import Plan, Refusal
 
 
 def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> None:

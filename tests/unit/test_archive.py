@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
+from delivered.kits.table import archive as storage
+from delivered.kits.table.archive import FILES_MAX, ArchiveFiles
+from delivered.kits.table.store import Store
 from delivered.model.archive import ENTRY_BYTES, Archive, Archived, key_of
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
-from delivered.storage import archive as storage
-from delivered.storage.archive import FILES_MAX, ArchiveFiles
-from delivered.storage.store import Store
 
 
 def entry(number: int, given_up: int = 0) -> Archived:

@@ -20,7 +20,7 @@ from delivered.connectors.delta.client import open_table
 from delivered.connectors.delta.commit import Change, commit
 from delivered.connectors.delta.resource import DeltaResource
 from delivered.connectors.delta.sink import DeltaSink
-from delivered.contract import Ledger
+from delivered.contract.sink import Ledger
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -135,7 +135,7 @@ def test_partitions_are_written_apart_and_read_by_any_client(tmp_path: Path) -> 
 
 
 def test_more_partitions_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delivered.storage.parquet.OPEN_FILES_MAX", 3)
+    monkeypatch.setattr("delivered.kits.table.parquet.OPEN_FILES_MAX", 3)
     rows = pa.table({"id": range(40), "k": [i % 7 for i in range(40)]})
     sink = sink_at(tmp_path, partitionBy="k")
     prepared = staged(sink, rows)

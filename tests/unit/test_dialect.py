@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from delivered.cli.main import app
 from delivered.cli.output import spoken
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
 from delivered.model.dialect import in_file_words
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.plan import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan
+from delivered.planner import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan
 
 SRC = Path(__file__).parents[2] / "src" / "delivered"
 

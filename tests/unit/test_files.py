@@ -16,7 +16,7 @@ from delivered.connectors.files import CONNECTOR, ledger, options
 from delivered.connectors.files.disk import Places
 from delivered.connectors.files.resource import FilesResource
 from delivered.connectors.files.sink import FilesSink
-from delivered.contract import Ledger
+from delivered.contract.sink import Ledger
 from delivered.model.errors import Fenced, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee

@@ -21,12 +21,12 @@ from delivered.connectors.iceberg import CONNECTOR, disk, options
 from delivered.connectors.iceberg.records import Names, Records, ledger_key
 from delivered.connectors.iceberg.resource import IcebergResource
 from delivered.connectors.iceberg.sink import IcebergSink
+from delivered.kits.table import stage
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.work import Owner
-from delivered.storage import stage
 
 NAME = "shop.t"
 

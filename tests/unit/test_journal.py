@@ -15,7 +15,7 @@ from delivered.connectors.log import CONNECTOR, append, produce
 from delivered.connectors.log import journal as journals
 from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.log.progress import write_progress
-from delivered.contract_queue import Bunch, Entered
+from delivered.contract.queue import Bunch, Entered
 from delivered.model.outcome import Failed, Ok, Unknown
 
 

@@ -24,7 +24,7 @@ from delivered.connectors.log import CONNECTOR, append
 from delivered.connectors.log import read as reading
 from delivered.connectors.log.options import parse
 from delivered.connectors.log.source import LogSource, admit
-from delivered.contract import Slice
+from delivered.contract.source import Slice
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 
 

@@ -17,21 +17,21 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 import delivered
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.log.produce import append
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.model.errors import InvariantBroken, OutcomeUnknown
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Owner
-from delivered.plan import Plan, Refusal
+from delivered.planner import Plan, Refusal
 from delivered.spark import first_offsets
 from delivered.spark.facts import living
 from delivered.spark.handover import told
 from delivered.spark.messages import translated
 from delivered.spark.readers import StreamReader
-from delivered.write.shard import write_shard
 
 ROWS = pa.schema([pa.field("value", pa.binary())])
 

@@ -13,7 +13,7 @@ from delivered.pipeline.load import load_file, load_text, parse_override
 from delivered.pipeline.schema import as_text, schema
 from delivered.pipeline.transform import load_function, transform
 from delivered.pipeline.trigger import parse_trigger
-from delivered.plan import Trigger
+from delivered.planner import Trigger
 from delivered.spark.pipeline import Pipeline
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "pipeline.schema.json"

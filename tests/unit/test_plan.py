@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
 from delivered.model.dedup import TABLE, Dedup
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
 from delivered.pipeline.registry import find_source
-from delivered.plan import (
+from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
     Execution,

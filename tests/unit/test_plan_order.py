@@ -10,13 +10,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract import Member, Several, Sink
+from delivered.contract.sink import Member, Several, Sink
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.group import SinkGroup
 from delivered.model import step
 from delivered.model.capability import SourceCapability
@@ -24,8 +25,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.step import StepId
 from delivered.model.work import CheckpointView, Owner
-from delivered.plan import CheckpointFacts, Plan, Request, SinkFacts, SourceFacts, make_plan
-from delivered.write.shard import write_shard
+from delivered.planner import CheckpointFacts, Plan, Request, SinkFacts, SourceFacts, make_plan
 
 SPARK_OWN = {StepId.SOURCE_READ, StepId.LOG}
 """Reached by the Spark glue, around the engine."""

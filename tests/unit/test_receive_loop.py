@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from delivered.connectors.log.journal import rows_of
-from delivered.contract_queue import Bunch, Entered, JournalSize
+from delivered.contract.queue import Bunch, Entered, JournalSize
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.source import apart, receive

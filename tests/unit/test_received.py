@@ -11,7 +11,7 @@ import pytest
 import delivered
 from delivered.model.errors import UsageError
 from delivered.pipeline.registry import find_source, received
-from delivered.plan import Plan, Refusal
+from delivered.planner import Plan, Refusal
 
 URL = "amqp://app@broker:5672/"
 

@@ -30,7 +30,7 @@ from delivered.model.limits import DECISION_BYTES_MAX
 from delivered.model.outcome import Unknown
 from delivered.model.work import Prepared
 from delivered.pipeline.registry import find_sink
-from delivered.plan import Plan, Refusal
+from delivered.planner import Plan, Refusal
 
 
 def _plain(text: str) -> bool:

@@ -43,7 +43,7 @@ def fresh(code: str, *inputs: bytes) -> set[str]:
     return set(json.loads(ran.stdout.splitlines()[-1]))
 
 
-def test_executor_loads_model_contract_write_and_one_connector() -> None:
+def test_executor_loads_model_contract_its_part_of_the_engine_and_one_connector() -> None:
     """Unpickle what a task gets, as an executor does, and use it."""
     plan = BatchPlan(Scope("p", "s", "i"), "o", Guarantee.EXACTLY_ONCE, 0, "{}", Action.WRITE)
     sink = CONNECTOR.sink({"world": "executor"})
@@ -51,14 +51,15 @@ def test_executor_loads_model_contract_write_and_one_connector() -> None:
 import pickle, sys
 sink, plan, schema = (pickle.loads(bytes.fromhex(a)) for a in sys.argv[1:])
 from delivered.connectors.memory.world import make_world
-from delivered.write.shard import write_shard
+from delivered.engine.shard import write_shard
 make_world("executor")
 assert write_shard(sink, plan, 0, 0, iter(()), schema).prepared is not None
 """
     loaded = fresh(code, *(pickle.dumps(x) for x in (sink, plan, ROWS)))
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
-    allowed = ("model", "contract", "write", "connectors")
+    allowed = ("model", "contract", "engine", "connectors")
     assert {m for m in ours if m.split(".")[0] not in allowed} == set()
+    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard", "letters"}
     assert {m.split(".")[1] for m in ours if m.startswith("connectors.")} == {"memory"}
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "typer", "rich", "yaml"})
 

@@ -14,11 +14,12 @@ import pytest
 from tests.unit.test_rooms import fresh
 
 import delivered
-from delivered.commit.context import Context
-from delivered.commit.decide import commit_batch
-from delivered.commit.recover import plan_batch
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, State, make_world, world
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.group import Columns, SinkGroup
 from delivered.model import step
 from delivered.model.errors import PromiseBroken, UsageError
@@ -27,11 +28,10 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
 from delivered.pipeline.projection import Item, parse_projection
-from delivered.plan import Plan, Refusal
+from delivered.planner import Plan, Refusal
 from delivered.spark.audit_ledger import read_ledger
 from delivered.spark.pipeline import Pipeline
 from delivered.spark.sinks import OPTION, opened, packed, plain_routes, unpacked
-from delivered.write.shard import write_shard
 
 FILE = """\
 pipeline: orders
@@ -222,14 +222,15 @@ def test_an_executor_loads_the_group_and_its_connectors_alone() -> None:
 import pickle, sys
 sink, plan, schema = (pickle.loads(bytes.fromhex(a)) for a in sys.argv[1:])
 from delivered.connectors.memory.world import make_world
-from delivered.write.shard import write_shard
+from delivered.engine.shard import write_shard
 for i in range(2):
     make_world(f"executor-group-{i}")
 assert len(write_shard(sink, plan, 0, 0, iter(()), schema).participants) == 2
 """
     loaded = fresh(code, *(pickle.dumps(x) for x in (sink, plan, ROWS)))
     rooms = {m.split(".")[1] for m in loaded if m.startswith("delivered.")}
-    assert rooms <= {"model", "contract", "contract_target", "write", "group", "connectors"}
+    assert rooms <= {"model", "contract", "engine", "group", "connectors"}
+    assert {m.split(".")[2] for m in loaded if m.startswith("delivered.engine.")} == {"shard", "letters"}
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "yaml"})
 
 

@@ -28,7 +28,7 @@ from delivered.model.work import Account, Decision, Prepared, TransformVersion
 from delivered.pipeline.projection import parse_projection
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform
 from delivered.pipeline.version import version_of
-from delivered.plan import CheckpointFacts, Plan, make_plan
+from delivered.planner import CheckpointFacts, Plan, make_plan
 
 SCOPE = Scope("p", "s", "i")
 

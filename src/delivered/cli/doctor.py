@@ -188,7 +188,7 @@ def _host_name() -> Check:
 
 
 def _pipeline(pipeline: Pipeline) -> Iterator[Check]:
-    from delivered.plan import Refusal
+    from delivered.planner import Refusal
 
     try:
         answer = pipeline.plan()

@@ -87,7 +87,7 @@ def plan(
 ) -> int:
     """Show what a pipeline will do and what its guarantee rests on; or why it is refused (exit 2)."""
     from delivered.cli.run import SparkLog, quiet_spark
-    from delivered.plan import Refusal, to_json
+    from delivered.planner import Refusal, to_json
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
     with working(f"asking source and sink of {pipeline.name}"):

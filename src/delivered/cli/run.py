@@ -60,7 +60,7 @@ def run_pipeline(
         beside: raises if something that runs beside the query failed; it ends the query.
         wait: for a server that is away, as long as a restart of it may take.
     """
-    from delivered.plan import Refusal
+    from delivered.planner import Refusal
     from delivered.spark.progress import watch
 
     asked = Asked(threading.Event(), threading.Event())

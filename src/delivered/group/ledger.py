@@ -11,8 +11,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from delivered.contract import Ledger, Member, SetsUp
-from delivered.contract_target import KnowsOthers
+from delivered.contract.powers import KnowsOthers, SetsUp
+from delivered.contract.sink import Ledger, Member
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.outcome import Ok, Outcome
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupLedger:
-    """See `delivered.contract.Ledger`."""
+    """See `delivered.contract.sink.Ledger`."""
 
     def __init__(self, scope: Scope, deciding: Ledger, others: Sequence[tuple[Member, Scope]]) -> None:
         self._scope = scope
@@ -60,7 +60,7 @@ class GroupLedger:
         return self._deciding.history()
 
     def others(self) -> Sequence[OtherLedger]:
-        """See `delivered.contract_target.KnowsOthers`: beside the deciding ledger, but for this group's own."""
+        """See `delivered.contract.powers.KnowsOthers`: beside the deciding ledger, but for this group's own."""
         if not isinstance(self._deciding, KnowsOthers):
             return ()
         mine = {scope.sink for _, scope in self._others}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from delivered.contract import Resource, SetsUp
-from delivered.contract_target import KnowsTarget
+from delivered.contract.powers import KnowsTarget, SetsUp
+from delivered.contract.sink import Resource
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome
@@ -13,7 +13,7 @@ from delivered.model.work import Prepared
 
 
 class GroupResource:
-    """See `delivered.contract.Resource`."""
+    """See `delivered.contract.sink.Resource`."""
 
     def __init__(self, resources: Mapping[str, tuple[str, Resource]], scope: Scope) -> None:
         self._scope = scope
@@ -44,7 +44,7 @@ class GroupResource:
         return trouble or Ok(count)
 
     def targets(self) -> dict[str, str]:
-        """See `delivered.contract_target.KnowsTarget`: of every sink that can tell."""
+        """See `delivered.contract.powers.KnowsTarget`: of every sink that can tell."""
         known = [r.targets() for r in self._by_id.values() if isinstance(r, KnowsTarget)]
         return {sink: target for targets in known for sink, target in targets.items()}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.contract import LETTERS, Route, Sink
+from delivered.contract.sink import LETTERS, Route, Sink
 from delivered.model.errors import UsageError
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from delivered.contract import LETTERS, Ledger, Member, Resource, Route, Sink, ready_target
+from delivered.contract.powers import ready_target
+from delivered.contract.sink import LETTERS, Ledger, Member, Resource, Route, Sink
 from delivered.group.ledger import GroupLedger
 from delivered.group.resource import GroupResource
 from delivered.group.route import letters_route
@@ -19,7 +20,7 @@ from delivered.model.identity import Scope, checked_name
 
 @dataclass(frozen=True)
 class SinkGroup:
-    """See `delivered.contract.Several`. Picklable, no connection."""
+    """See `delivered.contract.sink.Several`. Picklable, no connection."""
 
     members: tuple[Member, ...]
     on_bad_row: OnBadRow = OnBadRow.FAIL
@@ -75,7 +76,7 @@ class SinkGroup:
             member.sink.check_schema(given.schema if member.route is None else member.route(given).schema)
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.NeedsTarget`: for every sink that needs one."""
+        """See `delivered.contract.powers.NeedsTarget`: for every sink that needs one."""
         for member in self.members:
             given = pa.RecordBatch.from_pylist([], schema=LETTERS if member.letters else schema)
             ready_target(member.sink, given.schema if member.route is None else member.route(given).schema)

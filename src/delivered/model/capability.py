@@ -80,7 +80,7 @@ class SinkCapability:
         keeps_records_apart: the sink can send without ever sending twice (needed for at_most_once).
         local: it rests on files of one machine.
         promise_s_max: seconds after which the sink drops a prepared participant; None: never.
-        remembers: keys that were seen can lie beside its ledger: see `delivered.contract_memory`.
+        remembers: keys that were seen can lie beside its ledger: see `delivered.contract.powers`.
         write: whether every record stays, or takes the place of another one.
         assumes: what exactly_once takes for granted of the sink and its readers.
         limits: bounds to print with the plan.

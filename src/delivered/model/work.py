@@ -200,7 +200,7 @@ class Decision:
         given_up: running fingerprint of what at_most_once gave up there (an upper bound of what it lost).
         revision: 0, and one more each time a shard of a decided batch had to be written again.
         others: the same two for every other sink of the batch, by name.
-        targets: sink's name -> identity of what it wrote to (see `contract_target`), where it has one.
+        targets: sink's name -> identity of what it wrote to (see `contract.powers`), where it has one.
         transforms: the versions of the transform that this incarnation's batches ran with, oldest first, the one of
             this batch last. Empty: nobody ever told one. Bounded: the oldest ones are taken together.
     """

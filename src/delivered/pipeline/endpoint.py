@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from delivered.contract import Sink, Source
+from delivered.contract.sink import Sink
+from delivered.contract.source import Source
 from delivered.model.errors import UsageError
 from delivered.model.options import redacted
 from delivered.pipeline.projection import Projection, parse_projection

@@ -8,8 +8,10 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from delivered.contract import Connector, KeptSinkConnector, Sink, Source
-from delivered.contract_queue import QueueConnector
+from delivered.contract.connector import Connector, KeptSinkConnector
+from delivered.contract.queue import QueueConnector
+from delivered.contract.sink import Sink
+from delivered.contract.source import Source
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:

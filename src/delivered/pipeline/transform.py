@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.errors import UsageError
-from delivered.plan import TransformFacts
+from delivered.planner import TransformFacts
 
 _CHANGES_BETWEEN_RUNS = re.compile(
     r"\b(rand|randn|random|uuid|shuffle|randstr|monotonically_increasing_id|spark_partition_id|reflect|java_method)\s*\(",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.model.errors import UsageError
-from delivered.plan import Trigger
+from delivered.planner import Trigger
 
 _INTERVAL = re.compile(r"\d+(\.\d+)?\s*[a-zA-Z]+")
 _SPARK_NAMES = {

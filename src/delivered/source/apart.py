@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from delivered.contract_queue import Bunch, Entered, Journal
+from delivered.contract.queue import Bunch, Entered, Journal
 from delivered.model.limits import REFUSED_IN_A_ROW_MAX
 from delivered.model.outcome import Failed, Ok, Outcome
 

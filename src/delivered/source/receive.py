@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from delivered.contract_queue import Bunch, Entered, Journal, Receiver
+from delivered.contract.queue import Bunch, Entered, Journal, Receiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REFUSED_TIMES, SOURCE_PATIENCE_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown

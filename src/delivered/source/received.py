@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from delivered.contract import Finding, Slice, Source, SourceDriver
-from delivered.contract_queue import NamesIds, Queue
+from delivered.contract.finding import Finding
+from delivered.contract.queue import NamesIds, Queue
+from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
 from delivered.model.options import Option, choice, whole_number

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice
 from delivered.model.errors import DeliveredError, UsageError
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class WholeSource(ABC):
 
 
 class WholeDriver(ABC):
-    """See `delivered.contract.SourceDriver`; a stream is refused.
+    """See `delivered.contract.source.SourceDriver`; a stream is refused.
 
     Args:
         what: names it, for the refusal: "the table 'orders'".

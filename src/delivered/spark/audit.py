@@ -24,7 +24,9 @@ from delivered.audit.classes import Counts
 from delivered.audit.judge import judged, with_earlier
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
 from delivered.audit.versions import Earlier, VersionRange, earlier, version_ranges
-from delivered.contract import Offsets, Sink
+from delivered.contract.sink import Sink
+from delivered.contract.source import Offsets
+from delivered.engine.shard import fingerprint_seed
 from delivered.model.errors import DeliveredError, Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -40,7 +42,6 @@ from delivered.spark.checkpoint import read_view
 from delivered.spark.final_state import check, id_sql, of_state
 from delivered.spark.frames import batches_fit_for, kept_plain, shuffles_fit_for, slice_frame
 from delivered.spark.reconcile import Result, hashed, reconcile
-from delivered.write.shard import fingerprint_seed
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

@@ -27,7 +27,7 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.window import Window
 
 from delivered.audit.report import AuditReport, DedupCounts
-from delivered.contract import Offsets, Slice, SourceDriver
+from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.model.dedup import Dedup
 from delivered.spark.dedup import TIME, key_columns, with_keys
 

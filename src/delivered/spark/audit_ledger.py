@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from delivered.audit.history import History, check_history
-from delivered.contract import Resource, Several, Sink
+from delivered.contract.sink import Resource, Several, Sink
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.transactions import HoldsTransactions, OpenTransaction

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
-from delivered.contract import Offsets, Slice
+from delivered.contract.source import Offsets, Slice
+from delivered.engine.shard import fingerprint_seed
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.spark.audit_dedup import Judged, Once, cut, stretches
@@ -17,7 +18,6 @@ from delivered.spark.final_state import FinalState, final_state, id_sql
 from delivered.spark.frames import keeps_partitions, slice_frame
 from delivered.spark.offset_metadata import stream_driver
 from delivered.spark.reconcile import hashed
-from delivered.write.shard import fingerprint_seed
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from pyspark.errors import AnalysisException, ParseException
 
-from delivered.contract import Offsets, Several, Sink, Source
+from delivered.contract.sink import Several, Sink
+from delivered.contract.source import Offsets, Source
 from delivered.model.dedup import Dedup
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee

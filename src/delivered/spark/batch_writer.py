@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from delivered.contract import Sink, ready_target
+from delivered.contract.powers import ready_target
+from delivered.contract.sink import Sink
 from delivered.model.errors import DeliveredError, InvariantBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import BatchPlan, CheckpointView
@@ -21,7 +22,7 @@ from delivered.spark.stream_writer import ShardCommit, write_task
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from delivered.commit.context import Context
+    from delivered.engine.context import Context
 
 
 def run_id(settings: PipelineSettings) -> str:
@@ -66,7 +67,7 @@ class BatchWriter(DataSourceArrowWriter):
         return self.__dict__
 
     def _recover(self) -> BatchPlan:
-        from delivered.commit.recover import plan_batch
+        from delivered.engine.recover import plan_batch
 
         arm()
         ready_target(self._sink, self._schema)
@@ -88,13 +89,13 @@ class BatchWriter(DataSourceArrowWriter):
         return write_task(self._sink, self._plan, iterator, self._schema)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        from delivered.commit.decide import commit_batch
+        from delivered.engine.decide import commit_batch
 
         arm()
         said = [m.message if isinstance(m, ShardCommit) else None for m in messages]
         commit_batch(self._context(), 0, f"run {self._run}", said, run=True)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        from delivered.commit.decide import abort_batch
+        from delivered.engine.decide import abort_batch
 
         abort_batch(self._context(), [m.message for m in messages if isinstance(m, ShardCommit)])

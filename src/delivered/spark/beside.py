@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pyarrow import fs
 
+from delivered.kits.table.durable import put, put_first, sync
 from delivered.model.errors import Unreachable
 from delivered.spark.checkpoint import open_folder
-from delivered.storage.durable import put, put_first, sync
 
 
 def read(location: str, file: str) -> bytes | None:

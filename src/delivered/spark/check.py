@@ -11,8 +11,8 @@ import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
-from delivered.contract import Finding
-from delivered.contract_columns import planned
+from delivered.contract.finding import Finding
+from delivered.contract.powers import planned
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.spark.sinks import projected, without_async
 

@@ -1,7 +1,7 @@
 """Dedup of a stream by a table in the database of the sink that decides.
 
 All records of a key meet in one task, before the transform. It asks the table which keys earlier batches delivered,
-notes those that get in, and gives on their records; see `delivered.write.repeats`.
+notes those that get in, and gives on their records; see `delivered.engine.repeats`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from pyspark import TaskContext
 
-from delivered.contract import Sink
-from delivered.contract_memory import KEY_BYTES, Remembers
+from delivered.contract.powers import KEY_BYTES, Remembers
+from delivered.contract.sink import Sink
+from delivered.engine.repeats import AT, HELPERS, KEY, TIE, TIME, without_seen
 from delivered.model.dedup import Dedup
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.identity import Scope
 from delivered.spark.crash import arm
 from delivered.spark.dedup import TIME as WHEN
 from delivered.spark.dedup import is_placed, key_columns, with_keys
-from delivered.write.repeats import AT, HELPERS, KEY, TIE, TIME, without_seen
 
 if TYPE_CHECKING:
     import pyarrow as pa

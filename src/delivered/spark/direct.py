@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from pyspark.cloudpickle import dumps, loads
 from pyspark.sql.types import StructType
 
+from delivered.engine.direct import SLICE_COLUMN, Direct
 from delivered.model.errors import UsageError
-from delivered.write.direct import SLICE_COLUMN, Direct
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from delivered.commit.context import Context
-from delivered.contract import Several, Sink
+from delivered.contract.sink import Several, Sink
+from delivered.engine.context import Context
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Owner
 from delivered.spark.driver import Driver

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pyarrow import fs
 
-from delivered.contract import Finding, Screens, Sink
+from delivered.contract.finding import Finding
+from delivered.contract.powers import Screens
+from delivered.contract.sink import Sink
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import MissingExtra, Refused, Unreachable
 from delivered.model.extras import missing_extra
@@ -21,7 +23,7 @@ from delivered.model.identity import Scope
 from delivered.model.work import LedgerState, Owner
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.transform import changes_between_runs
-from delivered.plan import (
+from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
     Execution,

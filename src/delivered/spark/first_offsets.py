@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from delivered.contract import Offsets, Source
+from delivered.contract.source import Offsets, Source
 from delivered.model.errors import InvariantBroken
 from delivered.spark import beside
 from delivered.spark.checkpoint import holds_batches

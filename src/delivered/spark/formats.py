@@ -17,9 +17,10 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import BooleanType, StructField, StructType
 
-from delivered.contract import Several, Sink, Source
-from delivered.contract_checks import ChecksGuarantee
-from delivered.contract_columns import planned
+from delivered.contract.powers import ChecksGuarantee, planned
+from delivered.contract.sink import Several, Sink
+from delivered.contract.source import Source
+from delivered.engine.direct import SLICE_SCHEMA
 from delivered.model.errors import Refused
 from delivered.pipeline.registry import connectors, find_sink, find_source
 from delivered.spark import tables
@@ -36,7 +37,6 @@ from delivered.spark.sinks import FORMAT as SINKS_FORMAT
 from delivered.spark.sinks import unpacked
 from delivered.spark.start_check import OPTION, check_start
 from delivered.spark.stream_writer import StreamWriter
-from delivered.write.direct import SLICE_SCHEMA
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import ArrayType, MapType, StructType
 
-from delivered.contract import Slice, Source
-from delivered.contract_columns import planned
+from delivered.contract.powers import planned
+from delivered.contract.source import Slice, Source
 from delivered.model.columns import fitted
 
 if TYPE_CHECKING:

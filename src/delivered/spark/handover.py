@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from delivered.contract import Offsets
+from delivered.contract.source import Offsets
 
 
 @dataclass(frozen=True)

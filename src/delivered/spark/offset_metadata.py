@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from delivered.contract import Offsets, Slice, Source, SourceDriver
-from delivered.contract_offsets import HasOffsetMetadata
+from delivered.contract.powers import HasOffsetMetadata
+from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
 from delivered.spark import beside

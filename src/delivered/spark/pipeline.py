@@ -21,7 +21,7 @@ from delivered.pipeline.transform import NO_TRANSFORM, Transform, arrow, as_tran
 from delivered.pipeline.transform import transform as declare
 from delivered.pipeline.trigger import When, parse_trigger
 from delivered.pipeline.version import version_of
-from delivered.plan import Plan, Refusal, make_plan
+from delivered.planner import Plan, Refusal, make_plan
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from delivered.contract import Ledger
+from delivered.contract.sink import Ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.patience import within

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from delivered.contract import Slice, Source, SourceDriver
-from delivered.contract_offsets import HasOffsetMetadata
+from delivered.contract.powers import HasOffsetMetadata
+from delivered.contract.source import Slice, Source, SourceDriver
+from delivered.engine.direct import pack
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
 from delivered.spark import first_offsets
@@ -18,7 +19,6 @@ from delivered.spark.crash import arm
 from delivered.spark.drain import is_drained
 from delivered.spark.handover import SourceFacts, Teller
 from delivered.spark.offset_metadata import PlainDriver, stream_driver
-from delivered.write.direct import pack
 
 if TYPE_CHECKING:
     import pyarrow as pa

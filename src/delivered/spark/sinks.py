@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from delivered.contract import Screens, Several, Sink
+from delivered.contract.powers import Screens
+from delivered.contract.sink import Several, Sink
+from delivered.engine.letters import screened
 from delivered.group import Columns, SinkGroup
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.projection import Projection
 from delivered.pipeline.registry import find_sink
-from delivered.write.letters import screened
 
 if TYPE_CHECKING:
     import pyarrow as pa

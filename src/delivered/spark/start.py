@@ -17,15 +17,17 @@ from pyspark.sql import SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.audit.report import AuditReport
-from delivered.contract import Several, Source
-from delivered.contract_columns import planned
+from delivered.contract.powers import planned
+from delivered.contract.sink import Several
+from delivered.contract.source import Source
+from delivered.engine.direct import ArrowTransform, Direct
 from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.transform import Transform
-from delivered.plan import Refusal
+from delivered.planner import Refusal
 from delivered.spark import dedup_kept, first_offsets
 from delivered.spark.audit import audit as run_audit
 from delivered.spark.audit_spec import AuditSpec
@@ -54,7 +56,6 @@ from delivered.spark.sinks import (
     taken,
     without_async,
 )
-from delivered.write.direct import ArrowTransform, Direct
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from delivered.commit.recover import other_ledgers
-from delivered.commit.rules import judge
-from delivered.contract import Several, Sink
+from delivered.contract.sink import Several, Sink
+from delivered.engine.recover import other_ledgers
+from delivered.engine.rules import judge
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView
 from delivered.pipeline.endpoint import Endpoint
-from delivered.plan import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan
+from delivered.planner import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan
 from delivered.spark.checkpoint import read_view
 from delivered.spark.facts import logged
 from delivered.spark.settings import PipelineSettings

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
-from delivered.contract import Several, Sink, ready_target
+from delivered.contract.powers import ready_target
+from delivered.contract.sink import Several, Sink
+from delivered.engine.direct import Direct
+from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
@@ -20,13 +23,11 @@ from delivered.model.work import BatchPlan, CheckpointView, ShardMessage
 from delivered.spark.crash import arm
 from delivered.spark.driver import Driver
 from delivered.spark.settings import PipelineSettings
-from delivered.write.direct import Direct
-from delivered.write.shard import write_shard
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from delivered.commit.context import Context
+    from delivered.engine.context import Context
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         return {**self.__dict__, "_options": {}}
 
     def _recover(self) -> BatchPlan:
-        from delivered.commit.recover import plan_batch
+        from delivered.engine.recover import plan_batch
         from delivered.spark import engine
         from delivered.spark.checkpoint import read_view
 
@@ -156,7 +157,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         return write_task(self._sink, plan, iterator, self._schema, self._direct)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        from delivered.commit.decide import commit_batch
+        from delivered.engine.decide import commit_batch
         from delivered.spark.checkpoint import read_view
 
         arm()
@@ -172,7 +173,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         reach(StepId.LOG, Moment.BEFORE, batch=batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803, ARG002
-        from delivered.commit.decide import abort_batch
+        from delivered.engine.decide import abort_batch
 
         said = [m.message for m in messages if isinstance(m, ShardCommit)]
         if said:

@@ -28,18 +28,19 @@ from typing import Any
 
 import psutil
 
-from delivered.commit.context import Context
-from delivered.commit.decide import abort_batch, commit_batch
-from delivered.commit.recover import plan_batch
-from delivered.contract import Several, Sink, Slice, ready_target
-from delivered.contract_columns import planned
+from delivered.contract.powers import planned, ready_target
+from delivered.contract.sink import Several, Sink
+from delivered.contract.source import Slice
+from delivered.engine.context import Context
+from delivered.engine.decide import abort_batch, commit_batch
+from delivered.engine.direct import ArrowTransform, Direct, pack
+from delivered.engine.recover import plan_batch
+from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Account, BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
 from delivered.testing.crash import install_from_environment
-from delivered.write.direct import ArrowTransform, Direct, pack
-from delivered.write.shard import write_shard
 
 WORKERS = 2
 _CLIENTS = {"kafka": ("confluent_kafka",), "postgres": ("psycopg",), "delta": ("deltalake", "pyarrow.parquet")}

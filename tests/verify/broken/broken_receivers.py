@@ -9,7 +9,7 @@ from delivered.connectors.rabbitmq import CONNECTOR, RabbitmqConnector
 from delivered.connectors.rabbitmq.options import parse
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
-from delivered.contract_queue import Bunch, Queue
+from delivered.contract.queue import Bunch, Queue
 from delivered.model.outcome import Ok, Outcome
 
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from delivered.connectors.sqlite.options import SINK_OPTIONS, parse
 from delivered.connectors.sqlite.sink import SqliteSink
-from delivered.contract import Source
+from delivered.contract.source import Source
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work

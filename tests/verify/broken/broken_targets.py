@@ -16,7 +16,7 @@ import pyarrow as pa
 from broken_sinks import BrokenSink, Put, Row
 
 from delivered.connectors.sqlite.options import parse
-from delivered.contract import Source
+from delivered.contract.source import Source
 from delivered.model.options import Option, OptionTable
 
 _OPTIONS = OptionTable(

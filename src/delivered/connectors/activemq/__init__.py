@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from delivered.connectors.activemq.options import SINK_OPTIONS, SOURCE_OPTIONS, parse, parse_sink
-from delivered.sending.connector import QueueConnector
+from delivered.kits.queue.connector import QueueConnector
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink
-    from delivered.contract_queue import Queue
+    from delivered.contract.queue import Queue
+    from delivered.contract.sink import Sink
 
 
 class ActivemqConnector(QueueConnector):

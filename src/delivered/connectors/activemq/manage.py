@@ -9,7 +9,7 @@ from typing import Any
 
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import Place
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
 from delivered.model.errors import DeliveredError, Unreachable
 
 _ADDRESS = "activemq.management"

@@ -9,8 +9,8 @@ from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.manage import findings
 from delivered.connectors.activemq.options import ActivemqOptions
 from delivered.connectors.activemq.receiver import ActivemqReceiver
-from delivered.contract import Finding
-from delivered.contract_queue import Receiver
+from delivered.contract.finding import Finding
+from delivered.contract.queue import Receiver
 from delivered.model.errors import DeliveredError
 
 _FRAME_BYTES_MIN = 200

@@ -7,7 +7,7 @@ from typing import Any
 
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import ActivemqOptions
-from delivered.contract_queue import Bunch
+from delivered.contract.queue import Bunch
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown

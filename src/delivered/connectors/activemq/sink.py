@@ -11,13 +11,15 @@ from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.manage import findings
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqSinkOptions
 from delivered.connectors.activemq.writer import ActivemqWriter
-from delivered.contract import Finding, ShardWriter, Sink, Source
+from delivered.contract.finding import Finding
+from delivered.contract.sink import ShardWriter, Sink
+from delivered.contract.source import Source
+from delivered.kits.queue.columns import COLUMNS, as_bytes, check_types
+from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.sending.columns import COLUMNS, as_bytes, check_types
-from delivered.sending.sink import SendingSink, sends
 
 _DROPS = (
     "Artemis drops a repeat as long as its id is among the newest that its address keeps (id-cache-size, 20,000 unless "

@@ -6,9 +6,9 @@ import pyarrow as pa
 
 from delivered.connectors.activemq.options import ActivemqSinkOptions
 from delivered.connectors.activemq.publish import Message, Publisher
+from delivered.kits.queue.columns import body, column
+from delivered.kits.queue.writer import SendingWriter
 from delivered.model.identity import Work
-from delivered.sending.columns import body, column
-from delivered.sending.writer import SendingWriter
 
 
 class ActivemqWriter(SendingWriter[Message]):

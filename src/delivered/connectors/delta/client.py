@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.kits.table import delta_log
+from delivered.kits.table import store as storage
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
-from delivered.storage import delta_log
-from delivered.storage import store as storage
 
 
 def delta() -> Any:

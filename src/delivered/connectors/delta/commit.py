@@ -11,9 +11,9 @@ from typing import Any
 
 from delivered.connectors.delta.client import delta, open_table, sync_versions
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.kits.table.delta_log import sync_checkpoint
 from delivered.model.errors import DeliveredError
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.storage.delta_log import sync_checkpoint
 
 log = logging.getLogger(__name__)
 

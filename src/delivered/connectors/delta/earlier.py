@@ -60,7 +60,7 @@ def outdated(records: Records, table: Any, earlier: Earlier, claim: int) -> list
 
 
 def other_ledgers(records: Records, table: Any) -> list[OtherLedger]:
-    """As `delivered.contract_target.KnowsOthers.others`."""
+    """As `delivered.contract.powers.KnowsOthers.others`."""
     own, found = records.names.scope, []
     for p in records.store.folders("_delivered"):
         for s in records.store.folders(f"_delivered/{p}"):

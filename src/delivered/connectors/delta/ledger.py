@@ -33,6 +33,8 @@ from delivered.connectors.delta.merge import NOTHING, Effect, effect
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Names, Record, Records, digest, ledger_key, next_claim
 from delivered.connectors.delta.target import required, same_columns, table_schema
+from delivered.kits.sql.merge import stored as kept
+from delivered.kits.table import stage
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Work
@@ -40,12 +42,10 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, OW
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner
-from delivered.sql.merge import stored as kept
-from delivered.storage import stage
 
 
 class DeltaLedger:
-    """See `delivered.contract.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
+    """See `delivered.contract.sink.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
 
     def __init__(self, options: DeltaOptions, scope: Scope) -> None:
         self._options = options
@@ -178,7 +178,7 @@ class DeltaLedger:
                 yield from reversed(list(self._records.chain(table, self._scope.incarnation)))
 
     def others(self) -> list[OtherLedger]:
-        """See `delivered.contract_target.KnowsOthers`."""
+        """See `delivered.contract.powers.KnowsOthers`."""
         with explained(self._options):
             return earlier.other_ledgers(self._records, self._refresh())
 

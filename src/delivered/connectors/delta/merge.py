@@ -25,9 +25,9 @@ from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.read import BATCH_ROWS, active_files, whole
 from delivered.connectors.delta.target import table_schema
 from delivered.connectors.delta.writer import DeltaFiles, text
+from delivered.kits.table.merge import Matches, batch_of, key_columns, matches, new_rows, one_of_each, rewritten
 from delivered.model.capability import WriteMode
 from delivered.model.identity import Work
-from delivered.storage.merge import Matches, batch_of, key_columns, matches, new_rows, one_of_each, rewritten
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from delivered.kits.sql.options import MODE_OPTIONS, parse_mode
 from delivered.model.capability import APPEND, WriteMode
 from delivered.model.errors import Refused, UsageError
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import Option, OptionTable, choice, flag, resolve_secret
-from delivered.sql.options import MODE_OPTIONS, parse_mode
 
 OWNER = "delivered_delta sink"
 MODES = ("append", "overwrite", "upsert")

@@ -7,10 +7,10 @@ import uuid
 from delivered.connectors.delta.client import Store, explained, open_table, require_table
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import check_features, check_removes
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
+from delivered.kits.table import modes
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
-from delivered.storage import modes
 
 
 def preflight(options: DeltaOptions, guarantee: Guarantee) -> list[Finding]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import table_schema
-from delivered.contract import Offsets, Slice
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
 from delivered.source.whole import WholeDriver, WholeSource, packed

@@ -27,10 +27,10 @@ from typing import Any
 
 from delivered.connectors.delta.client import Store
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.kits.table.archive import ArchiveFiles
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.work import Begun, Decision, Owner
-from delivered.storage.archive import ArchiveFiles
 
 _CLAIM_BITS = 32
 

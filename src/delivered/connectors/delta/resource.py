@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from delivered.connectors.delta.client import Store, explained, open_table
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Records, ledger_key
+from delivered.kits.table import stage
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
-from delivered.storage import stage
 
 
 class DeltaResource:
-    """See `delivered.contract.Resource`."""
+    """See `delivered.contract.sink.Resource`."""
 
     def __init__(self, options: DeltaOptions, scope: Scope) -> None:
         self._options = options
@@ -53,7 +53,7 @@ class DeltaResource:
             return Unknown(str(error))
 
     def targets(self) -> dict[str, str]:
-        """The table's id. See `delivered.contract_target.KnowsTarget`."""
+        """The table's id. See `delivered.contract.powers.KnowsTarget`."""
         table = open_table(self._options)
         return {} if table is None else {self._scope.sink: f"table {self._options.path} with id {table.metadata().id}"}
 

@@ -9,14 +9,16 @@ import pyarrow as pa
 
 from delivered.connectors.delta import types
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.contract.finding import Finding
+from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.source import Source
+from delivered.kits.sql.merge import check_columns, stored
+from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.sql.merge import check_columns, stored
-from delivered.sql.types import Types
 
 
 class _Ordered(Types):
@@ -87,7 +89,7 @@ class DeltaSink:
 
     def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
         from delivered.connectors.delta.writer import DeltaFiles
-        from delivered.storage.shard import DirectWriter, StagingWriter
+        from delivered.kits.table.shard import DirectWriter, StagingWriter
 
         if guarantee is Guarantee.EXACTLY_ONCE:
             return StagingWriter(work, DeltaFiles(self.options, work, schema, direct=False))

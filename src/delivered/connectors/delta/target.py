@@ -12,9 +12,9 @@ from delivered.connectors.delta import types
 from delivered.connectors.delta.client import delta, explained, open_table, require_table, sync_versions
 from delivered.connectors.delta.commit import RETRIES_MAX, DataFile
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.kits.table import columns
 from delivered.model.capability import APPEND
 from delivered.model.errors import Refused, UsageError
-from delivered.storage import columns
 
 _FEATURES = frozenset(
     {

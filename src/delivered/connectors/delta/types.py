@@ -1,11 +1,11 @@
-"""Columns as a Delta table keeps them, without loss: see `delivered.storage.columns`."""
+"""Columns as a Delta table keeps them, without loss: see `delivered.kits.table.columns`."""
 
 from __future__ import annotations
 
 import pyarrow as pa
 
+from delivered.kits.table import columns
 from delivered.model.errors import UsageError
-from delivered.storage import columns
 
 KEEPER = "a Delta table"
 

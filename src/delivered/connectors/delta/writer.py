@@ -16,13 +16,13 @@ from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.commit import Change, DataFile, commit
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import required, same_columns
+from delivered.kits.sql.merge import check_rows
+from delivered.kits.table import stage
+from delivered.kits.table.parquet import PartFiles, split
 from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
-from delivered.sql.merge import check_rows
-from delivered.storage import stage
-from delivered.storage.parquet import PartFiles, split
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -31,7 +31,7 @@ _Part = tuple[tuple[str, str | None], ...]
 
 
 class DeltaFiles:
-    """See `delivered.storage.shard.ShardFiles`. A file named twice in the log is in once."""
+    """See `delivered.kits.table.shard.ShardFiles`. A file named twice in the log is in once."""
 
     def __init__(self, options: DeltaOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
         self._options = options

@@ -21,6 +21,9 @@ from pyarrow import fs
 
 from delivered.connectors.files.disk import RECORD, Places, failed, numbered, take_away
 from delivered.connectors.files.options import FilesOptions
+from delivered.kits.table.archive import ArchiveFiles
+from delivered.kits.table.durable import make_folder, put, sync, write_new
+from delivered.kits.table.store import Store
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, named_first
@@ -28,13 +31,10 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LE
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
-from delivered.storage.archive import ArchiveFiles
-from delivered.storage.durable import make_folder, put, sync, write_new
-from delivered.storage.store import Store
 
 
 class FilesLedger:
-    """See `delivered.contract.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
+    """See `delivered.contract.sink.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
 
     def __init__(self, options: FilesOptions, scope: Scope) -> None:
         self._options = options
@@ -159,7 +159,7 @@ class FilesLedger:
             yield last
 
     def others(self) -> list[OtherLedger]:
-        """See `delivered.contract_target.KnowsOthers`."""
+        """See `delivered.contract.powers.KnowsOthers`."""
         found = []
         for root in self._places.root.parent.parent.glob("p-*/s-*"):
             pipeline, sink = root.parent.name.removeprefix("p-"), root.name.removeprefix("s-")

@@ -11,7 +11,7 @@ import pyarrow as pa
 from delivered.connectors.files import formats
 from delivered.connectors.files.disk import failed, schema_file
 from delivered.connectors.files.options import FilesOptions
-from delivered.contract import Offsets, Slice
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
 from delivered.source.whole import WholeDriver, WholeSource, packed

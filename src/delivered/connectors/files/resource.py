@@ -13,7 +13,7 @@ from delivered.model.work import Prepared
 
 
 class FilesResource:
-    """See `delivered.contract.Resource`."""
+    """See `delivered.contract.sink.Resource`."""
 
     def __init__(self, options: FilesOptions, scope: Scope) -> None:
         self._places = Places(options, scope)
@@ -53,7 +53,7 @@ class FilesResource:
         return Ok(count)
 
     def targets(self) -> dict[str, str]:
-        """See `delivered.contract_target.KnowsTarget`."""
+        """See `delivered.contract.powers.KnowsTarget`."""
         options = self._places.options
         try:
             known = identity_file(options).read_text()

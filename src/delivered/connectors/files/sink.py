@@ -15,14 +15,14 @@ from delivered.connectors.files.options import FilesOptions
 from delivered.connectors.files.read import FolderRows, stored_schema
 from delivered.connectors.files.resource import FilesResource
 from delivered.connectors.files.writer import DirectWriter, StagingWriter
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
+from delivered.kits.table.durable import make_folder, put, put_first
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.storage.durable import make_folder, put, put_first
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pyarrow as pa
 
 from delivered.connectors.files.options import FilesOptions
+from delivered.kits.table import columns
 from delivered.model.errors import UsageError
-from delivered.storage import columns
 
 
 def canonical_schema(schema: pa.Schema) -> pa.Schema:

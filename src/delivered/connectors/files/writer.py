@@ -14,11 +14,11 @@ import pyarrow as pa
 from delivered.connectors.files import formats, types
 from delivered.connectors.files.disk import Places, failed, take_away
 from delivered.connectors.files.options import FilesOptions
+from delivered.kits.table.durable import make_folder, sync
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
-from delivered.storage.durable import make_folder, sync
 
 
 class StagingWriter:

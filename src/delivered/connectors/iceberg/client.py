@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.kits.table.durable import make_folder, sync
+from delivered.kits.table.store import Store
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
-from delivered.storage.durable import make_folder, sync
-from delivered.storage.store import Store
 
 FILE_IO = "delivered.connectors.iceberg.disk.DurableFileIO"
 

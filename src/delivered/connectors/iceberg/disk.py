@@ -11,7 +11,7 @@ from typing import Any
 
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
-from delivered.storage.durable import make_folder, sync
+from delivered.kits.table.durable import make_folder, sync
 
 
 class DurableFileIO(PyArrowFileIO):

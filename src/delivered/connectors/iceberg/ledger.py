@@ -32,6 +32,7 @@ from delivered.connectors.iceberg.records import (
 from delivered.connectors.iceberg.resource import claims_folder
 from delivered.connectors.iceberg.staged import ROWS
 from delivered.connectors.iceberg.target import check_features, same_columns
+from delivered.kits.table import stage
 from delivered.model.archive import Archived
 from delivered.model.errors import DeliveredError, Fenced, InvariantBroken, Unreachable
 from delivered.model.guarantee import Guarantee
@@ -40,7 +41,6 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, LEDGER_HISTORY_BATCHES, LE
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
-from delivered.storage import stage
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Earlier:
 
 
 class IcebergLedger:
-    """See `delivered.contract.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
+    """See `delivered.contract.sink.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
 
     def __init__(self, options: IcebergOptions, scope: Scope) -> None:
         self._options = options
@@ -168,7 +168,7 @@ class IcebergLedger:
             yield from found[-LEDGER_HISTORY_BATCHES:]
 
     def others(self) -> list[OtherLedger]:
-        """See `delivered.contract_target.KnowsOthers`."""
+        """See `delivered.contract.powers.KnowsOthers`."""
         properties, found = require_table(self._options).properties, []
         for name in properties:
             match name.split("/"):

@@ -27,7 +27,7 @@ from pyiceberg.manifest import (
 from pyiceberg.typedef import Record
 
 from delivered.connectors.iceberg.partition import Part
-from delivered.storage.parquet import Written
+from delivered.kits.table.parquet import Written
 
 _NO_SNAPSHOT = 0
 """Stands where the snapshot's id will be: the driver writes the entries anew."""

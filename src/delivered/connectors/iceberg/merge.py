@@ -25,11 +25,11 @@ from delivered.connectors.iceberg.client import data_path, store
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import compare
 from delivered.connectors.iceberg.writer import IcebergFiles
+from delivered.kits.sql.merge import stored
+from delivered.kits.table.merge import batch_of, key_columns, matches, new_rows, one_of_each, rewritten
 from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
 from delivered.model.identity import Work
-from delivered.sql.merge import stored
-from delivered.storage.merge import batch_of, key_columns, matches, new_rows, one_of_each, rewritten
 
 
 @dataclass(frozen=True)

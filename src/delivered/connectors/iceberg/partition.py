@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.storage.parquet import split
+from delivered.kits.table.parquet import split
 
 Part = tuple[Any, ...]
 """Values of the partition fields, as a manifest holds them: dates and times as whole numbers."""

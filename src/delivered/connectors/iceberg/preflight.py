@@ -7,10 +7,10 @@ import uuid
 from delivered.connectors.iceberg.client import catalog, data_path, explained, open_table, require_table, store
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
+from delivered.kits.table import modes
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
-from delivered.storage import modes
 
 
 def preflight(options: IcebergOptions, guarantee: Guarantee) -> list[Finding]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import explained, require_table
 from delivered.connectors.iceberg.options import IcebergOptions
-from delivered.contract import Offsets, Slice
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.columns import fitted
 from delivered.source.whole import WholeDriver, WholeSource, packed

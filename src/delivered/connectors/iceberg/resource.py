@@ -9,16 +9,16 @@ from typing import Any
 from delivered.connectors.iceberg.client import data_path, explained, metadata_path, open_table, require_table, store
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.records import Names, Records, ledger_key
+from delivered.kits.table import stage
+from delivered.kits.table.store import Store
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
-from delivered.storage import stage
-from delivered.storage.store import Store
 
 
 class IcebergResource:
-    """See `delivered.contract.Resource`."""
+    """See `delivered.contract.sink.Resource`."""
 
     def __init__(self, options: IcebergOptions, scope: Scope) -> None:
         self._options = options
@@ -62,7 +62,7 @@ class IcebergResource:
             return Unknown(str(error))
 
     def targets(self) -> dict[str, str]:
-        """The table's UUID. See `delivered.contract_target.KnowsTarget`."""
+        """The table's UUID. See `delivered.contract.powers.KnowsTarget`."""
         table = open_table(self._options)
         if table is None:
             return {}

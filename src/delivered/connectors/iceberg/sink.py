@@ -10,14 +10,16 @@ import pyarrow as pa
 from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.options import IcebergOptions
-from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.contract.finding import Finding
+from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.source import Source
+from delivered.kits.sql.merge import check_columns, stored
+from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
-from delivered.sql.merge import check_columns, stored
-from delivered.sql.types import Types
 
 _BACKUP = "catalog and table are backed up and restored as one"
 _CATALOG = "the catalog commits by comparing and swapping, and answers with what was committed last"
@@ -89,7 +91,7 @@ class IcebergSink:
         need()
         from delivered.connectors.iceberg.staged import StagedRows
         from delivered.connectors.iceberg.writer import IcebergFiles
-        from delivered.storage.shard import DirectWriter, StagingWriter
+        from delivered.kits.table.shard import DirectWriter, StagingWriter
 
         if guarantee is Guarantee.EXACTLY_ONCE:
             if self.options.write.upserts:

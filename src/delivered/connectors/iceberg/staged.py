@@ -10,20 +10,20 @@ from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features, compare
+from delivered.kits.sql.merge import check_rows, stored
+from delivered.kits.table import stage
+from delivered.kits.table.parquet import PartFiles, Written
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
-from delivered.sql.merge import check_rows, stored
-from delivered.storage import stage
-from delivered.storage.parquet import PartFiles, Written
 
 ROWS = "rows"
 """Name of the files in a participant's handle: (size, rows) of each, in their order."""
 
 
 class StagedRows:
-    """See `delivered.storage.shard.ShardFiles`."""
+    """See `delivered.kits.table.shard.ShardFiles`."""
 
     def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options

@@ -22,8 +22,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.kits.table import columns
 from delivered.model.errors import UsageError
-from delivered.storage import columns
 
 KEEPER = "an Iceberg table"
 FIELD_ID = b"PARQUET:field_id"

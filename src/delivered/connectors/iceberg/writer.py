@@ -14,16 +14,16 @@ from delivered.connectors.iceberg.commit import Change, commit
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.partition import Part, parts
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
+from delivered.kits.table import stage
+from delivered.kits.table.parquet import PartFiles
 from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
-from delivered.storage import stage
-from delivered.storage.parquet import PartFiles
 
 
 class IcebergFiles:
-    """See `delivered.storage.shard.ShardFiles`. Reads the table when there is a row to write."""
+    """See `delivered.kits.table.shard.ShardFiles`. Reads the table when there is a row to write."""
 
     def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
         self._options = options

@@ -11,7 +11,8 @@ from delivered.connectors.kafka.sink_options import SINK_OPTIONS, SinkOptions
 from delivered.model.options import OptionTable
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink, Source
+    from delivered.contract.sink import Sink
+    from delivered.contract.source import Source
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ _ARCHIVE_ENTRIES = 400
 
 
 class KafkaLedger:
-    """See `delivered.contract.Ledger`. Used by one thread at a time."""
+    """See `delivered.contract.sink.Ledger`. Used by one thread at a time."""
 
     def __init__(self, options: SinkOptions, scope: Scope) -> None:
         self._options = options
@@ -145,7 +145,7 @@ class KafkaLedger:
         yield from sorted((Decision.from_json(v) for v in kept.values()), key=lambda d: d.batch)
 
     def others(self) -> list[OtherLedger]:
-        """See `delivered.contract_target.KnowsOthers`."""
+        """See `delivered.contract.powers.KnowsOthers`."""
         try:
             return other_ledgers(self._wire, self._topic, self._scope)
         except NoAnswer as error:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from delivered.contract import Offsets
+from delivered.contract.source import Offsets
 from delivered.model.errors import InvariantBroken, UsageError
 
 Partition = tuple[str, int]

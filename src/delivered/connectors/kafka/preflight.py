@@ -8,7 +8,7 @@ from typing import Any
 from delivered.connectors.kafka import protocol
 from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of
 from delivered.connectors.kafka.sink_options import SinkOptions
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
 from delivered.model.errors import Unreachable
 from delivered.model.guarantee import Guarantee
 

@@ -19,7 +19,7 @@ from delivered.model.work import Prepared
 
 
 class KafkaResource:
-    """See `delivered.contract.Resource`. Also what `delivered transactions` shows and does."""
+    """See `delivered.contract.sink.Resource`. Also what `delivered transactions` shows and does."""
 
     def __init__(self, options: SinkOptions, scope: Scope) -> None:
         self._scope = scope
@@ -58,7 +58,7 @@ class KafkaResource:
         return transactions.sweep(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
 
     def targets(self) -> dict[str, str]:
-        """The topic's id, where the sink has one topic. See `delivered.contract_target.KnowsTarget`."""
+        """The topic's id, where the sink has one topic. See `delivered.contract.powers.KnowsTarget`."""
         topic = self._options.topic
         if topic is None:
             return {}
@@ -73,7 +73,7 @@ class KafkaResource:
         return {} if known is None else {self._scope.sink: f"topic {topic} with id {known}"}
 
     def set_up(self) -> None:
-        """The topic for markers, where another sink keeps the ledger. See `delivered.contract.SetsUp`."""
+        """The topic for markers, where another sink keeps the ledger. See `delivered.contract.powers.SetsUp`."""
         ensure_topic(self._wire, self._topic, self._options.ledger_replication)
 
     def forget(self, batch: int) -> None:

@@ -10,7 +10,9 @@ import pyarrow as pa
 from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.client_settings import check_settings
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
-from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
+from delivered.contract.finding import Finding
+from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.source import Source
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -19,7 +21,7 @@ from delivered.model.identity import Scope, Work
 
 @dataclass(frozen=True)
 class KafkaSink:
-    """See `delivered.contract.Sink`. Picklable; secrets travel as references."""
+    """See `delivered.contract.sink.Sink`. Picklable; secrets travel as references."""
 
     options: SinkOptions
 

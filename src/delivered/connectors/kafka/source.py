@@ -25,7 +25,8 @@ from delivered.connectors.kafka.offsets import (
     Where,
 )
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S

@@ -41,7 +41,7 @@ def topic_id(wire: Wire, topic: str) -> str | None:
 
 
 def other_ledgers(wire: Wire, own: str, scope: Scope) -> list[OtherLedger]:
-    """As `delivered.contract_target.KnowsOthers.others`. Of topics that this user may not read nothing is told.
+    """As `delivered.contract.powers.KnowsOthers.others`. Of topics that this user may not read nothing is told.
 
     Raises:
         NoAnswer: nobody tells at the moment.

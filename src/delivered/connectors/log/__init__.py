@@ -19,7 +19,8 @@ from delivered.model.errors import UsageError
 from delivered.model.options import OptionTable
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink, Source
+    from delivered.contract.sink import Sink
+    from delivered.contract.source import Source
 
 
 @dataclass(frozen=True)

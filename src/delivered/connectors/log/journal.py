@@ -22,13 +22,13 @@ from delivered.connectors.log import produce
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.progress import read_progress
 from delivered.connectors.log.read import RangeReader
-from delivered.contract_queue import Bunch, Entered, JournalSize
+from delivered.contract.queue import Bunch, Entered, JournalSize
+from delivered.kits.table.durable import sync
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.source.columns import HEADER, HEADERS
 from delivered.source.window import Window
-from delivered.storage.durable import sync
 
 ID_HEADER = "delivered.id"
 """Header under which a record carries the id that its sender gave it; always the first one."""

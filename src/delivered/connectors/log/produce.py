@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import absolute
+from delivered.kits.table.delta_log import sync_checkpoint
+from delivered.kits.table.durable import sync
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
-from delivered.storage.delta_log import sync_checkpoint
-from delivered.storage.durable import sync
 
 PARTITIONS_MAX = 1_000
 """Each partition of an append is an open file."""

@@ -12,7 +12,8 @@ from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
 from delivered.connectors.log.progress import write_progress
 from delivered.connectors.log.read import RangeReader
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source.columns import columns

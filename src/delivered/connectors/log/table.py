@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from delivered.kits.table import delta_log
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
 from delivered.source.columns import HEADERS, TIMESTAMP
-from delivered.storage import delta_log
 
 STORED = pa.schema(
     [

@@ -13,7 +13,8 @@ from delivered.connectors.memory.options import SINK, SOURCE
 from delivered.model.options import OptionTable
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink, Source
+    from delivered.contract.sink import Sink
+    from delivered.contract.source import Source
 
 
 @dataclass(frozen=True)

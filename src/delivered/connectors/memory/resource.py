@@ -60,7 +60,7 @@ class MemoryResource:
         return Ok(len(gone))
 
     def targets(self) -> dict[str, str]:
-        """See `delivered.contract_target.KnowsTarget`."""
+        """See `delivered.contract.powers.KnowsTarget`."""
         return {self._scope.sink: f"generation {self._world.generation}"}
 
     def close(self) -> None:

@@ -14,7 +14,9 @@ from delivered.connectors.memory.source import MemorySource
 from delivered.connectors.memory.store import MemoryStore
 from delivered.connectors.memory.world import ROWS, World, world
 from delivered.connectors.memory.writer import SendingWriter, StagingWriter
-from delivered.contract import Finding, ShardWriter, Source
+from delivered.contract.finding import Finding
+from delivered.contract.sink import ShardWriter
+from delivered.contract.source import Source
 from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, UsageError

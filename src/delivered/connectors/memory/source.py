@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from delivered.connectors.memory.options import MemorySourceOptions
 from delivered.connectors.memory.world import ROWS, world
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.step import Moment, StepId, reach
 

@@ -14,7 +14,7 @@ stage.py         tables in which tasks leave their shards
 transactions.py  two_phase: ids of XA transactions; list, commit, roll back
 sessions.py      which session holds something up, and the end of it
 writer.py        a task's side
-ledger.py        the driver's side: owner, decisions, over `delivered.sql.ledger`, where the line that decides is
+ledger.py        the driver's side: owner, decisions, over `delivered.kits.sql.ledger`, where the line that decides is
 resource.py      the driver's hand on what tasks prepared
 preflight.py     can this server keep the promise
 read.py          the table as a source, for the audit
@@ -30,10 +30,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql.options import SINK_OPTIONS, parse
-from delivered.sql.connector import SinkConnector
+from delivered.kits.sql.connector import SinkConnector
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink
+    from delivered.contract.sink import Sink
 
 
 class MysqlConnector(SinkConnector):

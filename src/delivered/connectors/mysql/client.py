@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from delivered.connectors.mysql import errors
 from delivered.connectors.mysql.migrate import migrate, version_of
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.kits.sql.server import Server
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
-from delivered.sql.server import Server
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -19,11 +19,11 @@ from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.migrate import with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.transactions import names_of
+from delivered.kits.sql.database import Connection
+from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
 from delivered.model.identity import Scope
 from delivered.model.outcome import Outcome, Unknown
-from delivered.sql.database import Connection
-from delivered.sql.dialect import Dialect
-from delivered.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delivered.sql.database import quoted
-from delivered.sql.merge import ORDER, Merge
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import ORDER, Merge
 
 
 @dataclass(frozen=True)

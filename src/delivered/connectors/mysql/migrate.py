@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import errors
-from delivered.sql.database import quoted
-from delivered.sql.migrate import is_newest
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.migrate import is_newest
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

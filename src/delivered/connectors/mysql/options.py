@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from delivered.kits.sql.options import LEDGER_SCHEMA_DEFAULT, ServerOptions, parse_server, server_options
 from delivered.model.errors import UsageError
 from delivered.model.options import Option, OptionTable
-from delivered.sql.options import LEDGER_SCHEMA_DEFAULT, ServerOptions, parse_server, server_options
 
 OWNER = "delivered_mysql sink"
 IDENTIFIER_LENGTH_MAX = 64

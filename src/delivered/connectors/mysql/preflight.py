@@ -9,14 +9,14 @@ from delivered.connectors.mysql import errors, target, transactions
 from delivered.connectors.mysql.client import MysqlDatabase, read_only
 from delivered.connectors.mysql.migrate import migrate
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import no_unique_index
+from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.transactions import age_of
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
-from delivered.sql.database import quoted
-from delivered.sql.merge import no_unique_index
-from delivered.sql.options import Mechanism
-from delivered.sql.transactions import age_of
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -12,14 +12,14 @@ from delivered.connectors.mysql import target
 from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.migrate import version_of
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.contract import Offsets, Slice
+from delivered.contract.source import Offsets, Slice
+from delivered.kits.sql import csv
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.table import TableSource, steps
+from delivered.kits.sql.target import never_written
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import InvariantBroken, UsageError
 from delivered.source.whole import WholeDriver
-from delivered.sql import csv
-from delivered.sql.database import quoted
-from delivered.sql.table import TableSource, steps
-from delivered.sql.target import never_written
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

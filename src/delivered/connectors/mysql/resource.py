@@ -9,14 +9,14 @@ from delivered.connectors.mysql import sessions, stage, target, transactions
 from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.ledger import dialect
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.kits.sql.resource import ServerResource
+from delivered.kits.sql.stage import KEY as STAGED
+from delivered.kits.sql.transactions import KEY as GID
+from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Prepared
-from delivered.sql.resource import ServerResource
-from delivered.sql.stage import KEY as STAGED
-from delivered.sql.transactions import KEY as GID
-from delivered.sql.transactions import OpenTransaction
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

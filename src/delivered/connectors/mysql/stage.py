@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from delivered.connectors.mysql.merge import MysqlMerge
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.target import Target
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import ORDER, Merge
+from delivered.kits.sql.names import Names
+from delivered.kits.sql.stage import Staging
 from delivered.model.work import Prepared
-from delivered.sql.database import quoted
-from delivered.sql.merge import ORDER, Merge
-from delivered.sql.names import Names
-from delivered.sql.stage import Staging
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -14,11 +14,11 @@ from delivered.connectors.mysql.merge import MysqlMerge
 from delivered.connectors.mysql.migrate import alone, with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import CHARSETS, TYPES
+from delivered.kits.sql.columns import Column, check_typed, compare
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import no_unique_index, stored
+from delivered.kits.sql.target import check_unchanged, marked, missing, new_mark
 from delivered.model.errors import UsageError
-from delivered.sql.columns import Column, check_typed, compare
-from delivered.sql.database import quoted
-from delivered.sql.merge import no_unique_index, stored
-from delivered.sql.target import check_unchanged, marked, missing, new_mark
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import errors, sessions
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.kits.sql.names import Names, new_nonce
+from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
-from delivered.sql.names import Names, new_nonce
-from delivered.sql.transactions import OpenTransaction
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -26,9 +26,9 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delivered.kits.sql.types import ServerTypes
+from delivered.kits.sql.values import because, outside_years
 from delivered.model.errors import BadRecord
-from delivered.sql.types import ServerTypes
-from delivered.sql.values import because, outside_years
 
 SCALE_MAX = 30
 KEY_BYTES_MAX = 3_072

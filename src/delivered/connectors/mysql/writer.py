@@ -13,24 +13,24 @@ from delivered.connectors.mysql.load import Loading
 from delivered.connectors.mysql.migrate import with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES, check_values
+from delivered.kits.sql import warm
+from delivered.kits.sql.merge import check_rows
+from delivered.kits.sql.names import new_nonce
+from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.stage import KEY as STAGED
+from delivered.kits.sql.transactions import KEY as GID
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.sql import warm
-from delivered.sql.merge import check_rows
-from delivered.sql.names import new_nonce
-from delivered.sql.options import Mechanism
-from delivered.sql.stage import KEY as STAGED
-from delivered.sql.transactions import KEY as GID
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 
 class LoadWriter:
-    """See `delivered.contract.ShardWriter`.
+    """See `delivered.contract.sink.ShardWriter`.
 
     exactly_once, two_phase: rows into the target and a marker, in an XA transaction that `prepare` leaves prepared. Its
         session ends with it: MariaDB lets nobody commit a prepared transaction while the session lives.

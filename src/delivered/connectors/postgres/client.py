@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.migrate import migrate, version_of
 from delivered.connectors.postgres.options import PostgresOptions
+from delivered.kits.sql.server import Server
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
-from delivered.sql.server import Server
 
 if TYPE_CHECKING:
     import psycopg

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.postgres import stage
 from delivered.connectors.postgres.client import PostgresDatabase, explained, is_lost
 from delivered.connectors.postgres.options import PostgresOptions
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.names import Names
+from delivered.kits.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
+from delivered.kits.sql.stage import KEY, Staging
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Outcome, Unknown
 from delivered.model.work import Decision
-from delivered.sql.database import quoted
-from delivered.sql.dialect import Dialect
-from delivered.sql.names import Names
-from delivered.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
-from delivered.sql.stage import KEY, Staging
 
 if TYPE_CHECKING:
     import psycopg

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from delivered.sql.database import quoted
-from delivered.sql.migrate import is_newest
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.migrate import is_newest
 
 if TYPE_CHECKING:
     import psycopg

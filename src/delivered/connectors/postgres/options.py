@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from urllib.parse import parse_qs, urlsplit
 
+from delivered.kits.sql.options import LEDGER_SCHEMA_DEFAULT, ServerOptions, parse_server, server_options
 from delivered.model.errors import UsageError
 from delivered.model.options import Option, OptionTable
-from delivered.sql.options import LEDGER_SCHEMA_DEFAULT, ServerOptions, parse_server, server_options
 
 OWNER = "delivered_postgres sink"
 IDENTIFIER_BYTES_MAX = 63

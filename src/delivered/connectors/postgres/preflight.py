@@ -10,12 +10,12 @@ from delivered.connectors.postgres.client import connect, explained
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.transactions import slots
-from delivered.contract import Finding
+from delivered.contract.finding import Finding
+from delivered.kits.sql.merge import no_unique_index
+from delivered.kits.sql.options import Mechanism
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
-from delivered.sql.merge import no_unique_index
-from delivered.sql.options import Mechanism
 
 if TYPE_CHECKING:
     import psycopg

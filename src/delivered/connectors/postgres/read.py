@@ -12,14 +12,14 @@ from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.migrate import version_of
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.contract import Offsets, Slice
+from delivered.contract.source import Offsets, Slice
+from delivered.kits.sql import csv
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.table import TableSource, steps
+from delivered.kits.sql.target import never_written
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
 from delivered.source.whole import WholeDriver
-from delivered.sql import csv
-from delivered.sql.database import quoted
-from delivered.sql.table import TableSource, steps
-from delivered.sql.target import never_written
 
 if TYPE_CHECKING:
     import psycopg

@@ -9,12 +9,12 @@ from delivered.connectors.postgres.client import PostgresDatabase, explained
 from delivered.connectors.postgres.ledger import dialect
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.transactions import GONE
+from delivered.kits.sql.names import Names
+from delivered.kits.sql.resource import ServerResource
+from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.sql.names import Names
-from delivered.sql.resource import ServerResource
-from delivered.sql.transactions import OpenTransaction
 
 if TYPE_CHECKING:
     import psycopg

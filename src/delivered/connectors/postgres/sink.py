@@ -11,15 +11,17 @@ import pyarrow as pa
 
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES, refused
-from delivered.contract import Finding, Ledger, Resource, ShardWriter, Source
-from delivered.contract_memory import KeyMemory
+from delivered.contract.finding import Finding
+from delivered.contract.powers import KeyMemory
+from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.source import Source
+from delivered.kits.sql.merge import without_key
+from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.sink import HISTORY, TableSink
+from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.sql.merge import without_key
-from delivered.sql.options import Mechanism
-from delivered.sql.sink import HISTORY, TableSink
-from delivered.sql.types import Types
 
 _BACKUP = "the database is backed up and restored as one, with the ledger's schema"
 
@@ -111,6 +113,6 @@ class PostgresSink(TableSink):
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.connectors.postgres.client import PostgresDatabase
         from delivered.connectors.postgres.ledger import dialect
-        from delivered.sql.keys import KeyTable, from_warm
+        from delivered.kits.sql.keys import KeyTable, from_warm
 
         return KeyTable(dialect(self.options.ledger_schema), scope, partial(from_warm, PostgresDatabase(self.options)))

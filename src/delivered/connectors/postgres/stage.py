@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.target import Target
-from delivered.sql.database import quoted
-from delivered.sql.merge import ORDER
-from delivered.sql.names import Names
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import ORDER
+from delivered.kits.sql.names import Names
 
 if TYPE_CHECKING:
     import psycopg

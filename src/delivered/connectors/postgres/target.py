@@ -12,11 +12,11 @@ from delivered.connectors.postgres import types
 from delivered.connectors.postgres.migrate import alone
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES
+from delivered.kits.sql.columns import Column, check_typed, compare
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import Merge, stored
+from delivered.kits.sql.target import check_unchanged, missing
 from delivered.model.errors import UsageError
-from delivered.sql.columns import Column, check_typed, compare
-from delivered.sql.database import quoted
-from delivered.sql.merge import Merge, stored
-from delivered.sql.target import check_unchanged, missing
 
 if TYPE_CHECKING:
     import psycopg

@@ -11,10 +11,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.options import PostgresOptions
+from delivered.kits.sql.names import Names, new_nonce
+from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import Refused
 from delivered.model.identity import Scope, Work
-from delivered.sql.names import Names, new_nonce
-from delivered.sql.transactions import OpenTransaction
 
 if TYPE_CHECKING:
     import psycopg

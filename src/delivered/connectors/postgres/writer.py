@@ -12,26 +12,26 @@ from delivered.connectors.postgres.client import PostgresDatabase, explained
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES
+from delivered.kits.sql import warm
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import check_rows
+from delivered.kits.sql.names import Names, new_nonce
+from delivered.kits.sql.options import Mechanism
+from delivered.kits.sql.stage import KEY as STAGED
+from delivered.kits.sql.stage import Staging
+from delivered.kits.sql.transactions import KEY as GID
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.sql import warm
-from delivered.sql.database import quoted
-from delivered.sql.merge import check_rows
-from delivered.sql.names import Names, new_nonce
-from delivered.sql.options import Mechanism
-from delivered.sql.stage import KEY as STAGED
-from delivered.sql.stage import Staging
-from delivered.sql.transactions import KEY as GID
 
 if TYPE_CHECKING:
     import psycopg
 
 
 class CopyWriter:
-    """See `delivered.contract.ShardWriter`.
+    """See `delivered.contract.sink.ShardWriter`.
 
     exactly_once, two_phase: COPY into the target and a marker, in a transaction that `prepare` leaves prepared.
     exactly_once, one_transaction: COPY into a staging table, which `prepare` commits.

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.pulsar.options import SOURCE_OPTIONS, parse
 from delivered.connectors.pulsar.sink_options import SINK_OPTIONS, parse_sink
-from delivered.sending.connector import SendingConnector
+from delivered.kits.queue.connector import SendingConnector
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink, Source
+    from delivered.contract.sink import Sink
+    from delivered.contract.source import Source
 
 
 class PulsarConnector(SendingConnector):

@@ -14,12 +14,14 @@ from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.connectors.pulsar.sink_options import OWNER, PulsarSinkOptions
 from delivered.connectors.pulsar.topic_schema import check_type, register
-from delivered.contract import Finding, ShardWriter, Sink, Source
+from delivered.contract.finding import Finding
+from delivered.contract.sink import ShardWriter, Sink
+from delivered.contract.source import Source
+from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.sending.sink import SendingSink, sends
 from delivered.source.columns import HEADERS
 
 _COLUMNS = ("key", "value", "headers", "event_time")

@@ -25,7 +25,8 @@ from delivered.connectors.pulsar.positions import (
     to_json,
 )
 from delivered.connectors.pulsar.schemas import registered, shape
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.source.ranges import admit
@@ -95,7 +96,7 @@ class PulsarSource:
         return columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
 
     def planned(self) -> PulsarSource:
-        """See `delivered.contract_columns`."""
+        """See `delivered.contract.powers`."""
         options = self.options
         if self.schemas or not options.typed:
             return self

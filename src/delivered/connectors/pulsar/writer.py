@@ -13,10 +13,10 @@ from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled
 from delivered.connectors.pulsar.publish import Message, Publisher
 from delivered.connectors.pulsar.sink_options import PulsarSinkOptions
 from delivered.connectors.pulsar.topic_schema import settle
+from delivered.kits.queue.columns import column
+from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Work
-from delivered.sending.columns import column
-from delivered.sending.writer import SendingWriter
 
 ID = "delivered.id"
 

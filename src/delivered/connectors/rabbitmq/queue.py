@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from delivered.connectors.rabbitmq.kind import Kind, kind
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
-from delivered.contract import Finding
-from delivered.contract_queue import Receiver
+from delivered.contract.finding import Finding
+from delivered.contract.queue import Receiver
 from delivered.model.errors import DeliveredError
 
 

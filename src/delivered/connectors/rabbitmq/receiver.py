@@ -10,7 +10,7 @@ from typing import Any
 
 from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
-from delivered.contract_queue import Bunch
+from delivered.contract.queue import Bunch
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.source.columns import micros

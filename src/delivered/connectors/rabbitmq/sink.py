@@ -10,13 +10,15 @@ import pyarrow as pa
 from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.writer import RabbitmqWriter
-from delivered.contract import Finding, ShardWriter, Sink, Source
+from delivered.contract.finding import Finding
+from delivered.contract.sink import ShardWriter, Sink
+from delivered.contract.source import Source
+from delivered.kits.queue.columns import COLUMNS, as_bytes, check_types
+from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
-from delivered.sending.columns import COLUMNS, as_bytes, check_types
-from delivered.sending.sink import SendingSink, sends
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from delivered.connectors.rabbitmq.stream_options import (
     Where,
     parse_stream,
 )
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.options import OptionTable
@@ -33,7 +34,8 @@ from delivered.source.columns import columns
 from delivered.source.ranges import admit
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink, Source
+    from delivered.contract.sink import Sink
+    from delivered.contract.source import Source
 
 log = logging.getLogger("delivered.rabbitmq")
 

@@ -7,9 +7,9 @@ import pyarrow as pa
 from delivered.connectors.rabbitmq.client import pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.publish import Message, Publisher
+from delivered.kits.queue.columns import body, column
+from delivered.kits.queue.writer import SendingWriter
 from delivered.model.identity import Work
-from delivered.sending.columns import body, column
-from delivered.sending.writer import SendingWriter
 
 
 class RabbitmqWriter(SendingWriter[Message]):

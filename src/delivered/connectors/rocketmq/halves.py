@@ -206,7 +206,7 @@ class HalfSender:
 
 
 class HalfPublisher:
-    """Half messages as `sending.writer` sends. Where nothing is held back, they are ended as soon as all are stored.
+    """Half messages as `kits.queue.writer` sends. Where nothing is held back, they are ended as soon as all are stored.
 
     Args:
         holds: leave them for the driver to end.

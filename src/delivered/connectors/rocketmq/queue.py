@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.receiver import MISSING, RocketmqReceiver
-from delivered.contract import Finding
-from delivered.contract_queue import Receiver
+from delivered.contract.finding import Finding
+from delivered.contract.queue import Receiver
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 
 

@@ -10,7 +10,8 @@ import pyarrow as pa
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
 from delivered.connectors.rocketmq.remoting import Cluster, Place
 from delivered.connectors.rocketmq.topic import ends, kept
-from delivered.contract import Finding, Offsets, Slice
+from delivered.contract.finding import Finding
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.source.whole import WholeDriver
 

@@ -20,7 +20,7 @@ from typing import Any
 from delivered.connectors.rocketmq.client import Session, library
 from delivered.connectors.rocketmq.message import Content, content
 from delivered.connectors.rocketmq.options import RocketmqOptions
-from delivered.contract_queue import Bunch
+from delivered.contract.queue import Bunch
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown

@@ -26,7 +26,7 @@ SETTLE_S = 4.0
 
 
 class RocketmqResource:
-    """See `delivered.contract.Resource`."""
+    """See `delivered.contract.sink.Resource`."""
 
     def __init__(self, options: RocketmqSinkOptions, scope: Scope) -> None:
         self._cluster = Cluster(options)

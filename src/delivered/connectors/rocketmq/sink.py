@@ -13,15 +13,17 @@ from delivered.connectors.rocketmq.read import RocketmqTopic
 from delivered.connectors.rocketmq.remoting import Cluster
 from delivered.connectors.rocketmq.resource import SETTLE_S, RocketmqResource
 from delivered.connectors.rocketmq.writer import HalfWriter, RocketmqWriter
-from delivered.contract import Finding, Resource, ShardWriter, Sink, Source
+from delivered.contract.finding import Finding
+from delivered.contract.sink import Resource, ShardWriter, Sink
+from delivered.contract.source import Source
+from delivered.kits.queue.columns import COLUMNS, TEXT, as_bytes, check_types
+from delivered.kits.queue.sink import Nothing, SendingSink, sends
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Outcome, Unknown
 from delivered.model.work import Prepared
-from delivered.sending.columns import COLUMNS, TEXT, as_bytes, check_types
-from delivered.sending.sink import Nothing, SendingSink, sends
 
 _NEEDED = {"NORMAL": (), "FIFO": ("message_group",), "DELAY": ("delivery_timestamp",), TRANSACTION: ()}
 HALVES_KEPT_S = 72 * 3_600.0

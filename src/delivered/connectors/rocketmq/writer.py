@@ -10,11 +10,11 @@ from delivered.connectors.rocketmq.halves import HalfPublisher, new_name
 from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Message, Publisher
 from delivered.connectors.rocketmq.remoting import Cluster
+from delivered.kits.queue.columns import body, column
+from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
-from delivered.sending.columns import body, column
-from delivered.sending.writer import SendingWriter
 
 NAMES = ("value", "message_id", "key", "tag", "message_group")
 

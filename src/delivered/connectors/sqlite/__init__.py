@@ -8,8 +8,8 @@ target.py    the user's table: create, check, insert
 merge.py     upserts
 stage.py     files in which tasks leave their shards
 writer.py    a task's side
-keys.py      keys that a dedup remembers, over `delivered.sql.keys`
-ledger.py    the driver's side: owner, decisions, over `delivered.sql.ledger`, where the line that decides is
+keys.py      keys that a dedup remembers, over `delivered.kits.sql.keys`
+ledger.py    the driver's side: owner, decisions, over `delivered.kits.sql.ledger`, where the line that decides is
 resource.py  staged files of decided and undecided shards
 read.py      the table as a source, for the audit
 sink.py      all of these as the contract's sink
@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from delivered.connectors.sqlite.options import SINK_OPTIONS, parse
-from delivered.sql.connector import SinkConnector
+from delivered.kits.sql.connector import SinkConnector
 
 if TYPE_CHECKING:
-    from delivered.contract import Sink
+    from delivered.contract.sink import Sink
 
 
 class SqliteConnector(SinkConnector):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from delivered.kits.sql.database import Database
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
-from delivered.sql.database import Database
 
 WAL_RACE_FIXED = (3, 51, 3)
 

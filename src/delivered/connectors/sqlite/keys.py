@@ -1,4 +1,4 @@
-"""A table of keys in the target database, for dedup. Statements stand in `delivered.sql.keys`."""
+"""A table of keys in the target database, for dedup. Statements stand in `delivered.kits.sql.keys`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from delivered.connectors.sqlite.database import SqliteDatabase, writing
 from delivered.connectors.sqlite.ledger import DIALECT
 from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.kits.sql.keys import KeyTable
 from delivered.model.identity import Scope
-from delivered.sql.keys import KeyTable
 
 
 def key_table(options: SqliteOptions, scope: Scope) -> KeyTable[sqlite3.Connection]:

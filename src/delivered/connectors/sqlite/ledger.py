@@ -15,15 +15,15 @@ from delivered.connectors.sqlite.merge import Merging
 from delivered.connectors.sqlite.migrate import migrate, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import read_staged, staged_schema
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.ledger import SqlLedger
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, LedgerState, Owner, Prepared
-from delivered.sql.database import quoted
-from delivered.sql.dialect import Dialect
-from delivered.sql.ledger import SqlLedger
 
 T = TypeVar("T")
 

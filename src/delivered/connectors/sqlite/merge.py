@@ -13,8 +13,8 @@ import pyarrow as pa
 from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
-from delivered.sql.database import quoted
-from delivered.sql.merge import ORDER, SHARD, Merge, key_in_two_shards, stored
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import ORDER, SHARD, Merge, key_in_two_shards, stored
 
 STAGED = 'temp."_delivered_staged"'
 

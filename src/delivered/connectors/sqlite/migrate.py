@@ -6,8 +6,8 @@ import sqlite3
 import time
 
 from delivered.connectors.sqlite.database import explained, writing
+from delivered.kits.sql.migrate import is_newest
 from delivered.model.limits import CONNECT_TIMEOUT_S
-from delivered.sql.migrate import is_newest
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (

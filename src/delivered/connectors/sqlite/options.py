@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from delivered.kits.sql.options import MODE_OPTIONS, TableOptions, parse_mode
 from delivered.model.capability import APPEND, WriteMode
 from delivered.model.errors import UsageError
 from delivered.model.options import Option, OptionTable, flag
-from delivered.sql.options import MODE_OPTIONS, TableOptions, parse_mode
 
 RESERVED_PREFIX = "_delivered_"
 

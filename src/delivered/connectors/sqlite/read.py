@@ -12,12 +12,12 @@ import pyarrow as pa
 from delivered.connectors.sqlite import target, types
 from delivered.connectors.sqlite.database import SqliteDatabase, explained
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.contract import Offsets, Slice
+from delivered.contract.source import Offsets, Slice
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.table import TableSource, steps
+from delivered.kits.sql.target import never_written
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
-from delivered.sql.database import quoted
-from delivered.sql.table import TableSource, steps
-from delivered.sql.target import never_written
 
 SLICE_ROWS = 250_000
 """Range of rowids in one slice, at least."""

@@ -16,7 +16,7 @@ from delivered.model.work import Decision, Prepared
 
 
 class SqliteResource:
-    """See `delivered.contract.Resource`."""
+    """See `delivered.contract.sink.Resource`."""
 
     def __init__(self, options: SqliteOptions, scope: Scope) -> None:
         self._options = options
@@ -68,7 +68,7 @@ class SqliteResource:
         return Ok(count)
 
     def targets(self) -> dict[str, str]:
-        """See `delivered.contract_target.KnowsTarget`: of a table that we made."""
+        """See `delivered.contract.powers.KnowsTarget`: of a table that we made."""
         if not Path(self._options.path).exists():
             return {}
         connection = connect(self._options.path, mode="ro")

@@ -18,17 +18,17 @@ from delivered.connectors.sqlite.read import SqliteTable
 from delivered.connectors.sqlite.resource import SqliteResource
 from delivered.connectors.sqlite.types import TYPES, refused
 from delivered.connectors.sqlite.writer import DirectWriter, StagingWriter
-from delivered.contract import Finding
-from delivered.contract_memory import KeyMemory
+from delivered.contract.finding import Finding
+from delivered.contract.powers import KeyMemory
+from delivered.kits.sql.merge import no_unique_index, without_key
+from delivered.kits.sql.sink import HISTORY, TableSink
+from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
-from delivered.sql.merge import no_unique_index, without_key
-from delivered.sql.sink import HISTORY, TableSink
-from delivered.sql.types import Types
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SqliteSink(TableSink):
             raise no_unique_index(write, self.options.table, self.options.where)
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.NeedsTarget`: a table that we make is there before the first decision names it."""
+        """See `contract.powers.NeedsTarget`: a table that we make is there before the first decision names it."""
         connection = connect(self.options.path)
         try:
             migrate(connection, self.options.path)

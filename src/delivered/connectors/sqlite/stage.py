@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.kits.table.durable import make_folder, sync
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
-from delivered.storage.durable import make_folder, sync
 
 _SUFFIX = ".arrow"
 _UNFINISHED = ".part"

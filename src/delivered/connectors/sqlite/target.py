@@ -10,10 +10,10 @@ import pyarrow as pa
 from delivered.connectors.sqlite import types
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import stored
+from delivered.kits.sql.target import check_unchanged, column_missing, marked, missing, new_mark
 from delivered.model.errors import UsageError
-from delivered.sql.database import quoted
-from delivered.sql.merge import stored
-from delivered.sql.target import check_unchanged, column_missing, marked, missing, new_mark
 
 CHUNK_ROWS = 8_192
 """Rows that exist as Python objects at one time."""

@@ -21,9 +21,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delivered.kits.sql.types import Types
+from delivered.kits.sql.values import outside_years
 from delivered.model.errors import BadRecord
-from delivered.sql.types import Types
-from delivered.sql.values import outside_years
 
 _AFFINITIES = {
     "INTEGER": ("INTEGER", "NUMERIC", "BLOB"),

@@ -16,11 +16,11 @@ from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import StagedFile
 from delivered.connectors.sqlite.types import TYPES, check_values
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import check_rows, stored
 from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
-from delivered.sql.database import quoted
-from delivered.sql.merge import check_rows, stored
 
 
 class StagingWriter:

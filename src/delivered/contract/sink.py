@@ -1,0 +1,232 @@
+"""What a sink is: a writer, a resource, a ledger. Small protocols; engine and planner know nothing else of it.
+
+Every docstring says: the promise in one line; runs on; may it be called again; what is true before and after it.
+`Outcome` has three cases. A method that returns one never raises for a server's answer: it says Failed when the
+change is not in and will not get in, and Unknown when it cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from delivered.contract.finding import Finding
+from delivered.contract.source import Source
+from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import SinkCapability
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Outcome
+from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+
+
+class ShardWriter(Protocol):
+    """Writes one shard of one batch in one attempt. Runs on an executor, in one thread, used once."""
+
+    def stage(self, batch: pa.RecordBatch) -> None:
+        """Take rows.
+
+        exactly_once: invisible to readers of the sink. Else: on their way to being visible; at_most_once never
+        sends a row twice. Memory stays bounded: blocks while the sink is behind.
+        Dies here: nothing counts (exactly_once); some rows may be visible (else).
+        """
+
+    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        """Make the rows durable and promise to commit; return the handle for `Resource`.
+
+        `fingerprint` is of all rows staged; a sink whose promise can expire keeps it in a marker beside the rows.
+
+        Runs after the last `stage`, once, also when there were no rows. After it the process may die.
+        The handle names the rows of this writer alone, never those of another with the same `Work`: Spark counts
+        attempts from 0 again when a batch or a stage runs again, and an earlier task may still be alive.
+        exactly_once: raises if the promise cannot be given. at_least_once: returns {} when every row was
+        acknowledged, else raises. at_most_once: returns when every row was acknowledged or given up: {}, or
+        {"given_up": n} with the count of those without an acknowledgement.
+        """
+
+    def abort(self) -> None:
+        """Give back what was staged, as far as possible. May be called at any time, again, and after an error."""
+
+
+class Resource(Protocol):
+    """The driver's hand on participants, prepared by tasks that may be gone. Runs on the driver."""
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """Make a decided participant visible. Idempotent: may be called again, by another process.
+
+        `work.scope` names the sink of this participant.
+
+        Ok: visible. Failed: the promise is gone, and this call did not make it visible; `applied` tells whether an
+        earlier one did. Unknown: ask again.
+        """
+
+    def applied(self, work: Work) -> bool:
+        """Whether the shard of this batch is visible, by evidence that lies in the sink with the rows.
+
+        Sees every outcome of transactions that `sweep` or `apply` ended before.
+        """
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        """Give a participant back that was not decided. Idempotent.
+
+        Runs in a task, too: of one of several sinks when another one could not promise.
+        """
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Abort every open participant of this pipeline and sink, of any incarnation, that `keep` does not name.
+
+        Runs at recovery, after older owners were fenced. Never touches what belongs to others. Returns how many.
+        """
+
+    def close(self) -> None:
+        """Give connections back. May be called again."""
+
+
+class Ledger(Protocol):
+    """Where decisions are durable: one writer at a time. Runs on the driver, in two processes of one owner."""
+
+    def claim(self, owner: Owner) -> LedgerState:
+        """Become the one owner, fence every other, and return what the ledger holds.
+
+        After it returns, nothing that was under way can get in any more: no `begin` or `decide` of an earlier
+        owner, and none of this owner's own that had no answer. May be called again by the same owner.
+        Raises Fenced if this owner was superseded before.
+        """
+
+    def resume(self, owner_id: str) -> LedgerState:
+        """As the owner who claimed before, perhaps in another process, go on; fences nobody else.
+
+        Raises Fenced if somebody else owns the ledger now.
+        """
+
+    def look(self) -> LedgerState:
+        """What the ledger holds now. Takes nothing, fences nobody, writes nothing: for the planner and the audit.
+
+        May be called by any process, with or without an owner, while a driver runs.
+        """
+
+    def begin(self, begun: Begun) -> Outcome[None]:
+        """Record that a batch may send records from now on, durably, if this owner still owns the ledger.
+
+        Runs before the batch's tasks. May be called again for the same batch. Failed: this owner was fenced.
+        """
+
+    def decide(self, decision: Decision) -> Outcome[None]:
+        """Record the decision, durably, if this owner still owns the ledger.
+
+        With `Commit.ONE_TRANSACTION`: rows of the participants in `decision.to_move` become visible in the same
+        transaction, which reaches the crash points of `commit.apply` once for each; Failed if staged rows of one are
+        gone. Participants of other sinks are recorded and not touched. A later revision of a batch takes the place of
+        the earlier one.
+        Failed: it is not in, and will not get in. Unknown: `claim` again, then look.
+        """
+
+    def history(self) -> Iterable[Decision]:
+        """Decisions of this incarnation that are still kept, oldest first."""
+
+    def close(self) -> None:
+        """Give connections back. May be called again."""
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A sink as the user named it: options, checked, no connection. Picklable."""
+
+    @property
+    def name(self) -> str:
+        """Default name of this sink in its pipeline; tells two sinks of one pipeline apart."""
+
+    def capability(self) -> SinkCapability:
+        """Static: asks no server."""
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        """Ask the live system whether it can keep the promise. Runs on the driver before the first batch."""
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        """Raise UsageError if rows of this schema cannot be written. Runs on the driver; asks no server."""
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows as a reader of the sink finds them: canonical columns, order and types; the fingerprint's input."""
+
+    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+        """Runs on an executor. May reuse clients that earlier shards left warm in this process."""
+
+    def read_back(self) -> Source:
+        """A source of all records that a reader of this sink sees, for the audit: same columns as `records`, and
+        what the system adds (for Kafka: partition and offset)."""
+
+    def ledger(self, scope: Scope) -> Ledger: ...
+
+    def resource(self, scope: Scope) -> Resource: ...
+
+
+LETTERS = pa.schema(
+    [
+        pa.field("sink", pa.string()),
+        pa.field("reason", pa.string()),
+        pa.field("batch", pa.int64()),
+        pa.field("shard", pa.int32()),
+        pa.field("row", pa.int64()),
+        pa.field("topic", pa.string()),
+        pa.field("partition", pa.int32()),
+        pa.field("offset", pa.int64()),
+        pa.field("record", pa.string()),
+    ]
+)
+"""What a dead-letter sink gets: who refused the row and why, its place in the batch (`row` counts the rows of that sink
+in that shard), where the source had it, if the rows still say so, and the row itself as JSON."""
+
+
+Route = Callable[[pa.RecordBatch], pa.RecordBatch]
+"""Which rows and columns of a batch a sink gets. Picklable; the same rows give the same rows."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of several sinks that a batch is written to, all or nothing.
+
+    Attributes:
+        id: as in `Prepared.sink`: empty for the sink that keeps the ledger, else its name.
+        name: in the pipeline.
+        route: None: all rows, all columns.
+        letters: it gets the dead letters of the others, through its route, and no rows.
+    """
+
+    id: str
+    name: str
+    sink: Sink
+    route: Route | None = None
+    letters: bool = False
+
+
+@runtime_checkable
+class Several(Protocol):
+    """Several sinks that share every batch. Its ledger decides for all of them; its resource tells whose participant
+    is whose by `Prepared.sink`, and by the sink that `Work.scope` names. Picklable."""
+
+    @property
+    def name(self) -> str:
+        """Of the sink that keeps the ledger."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """In the order in which they are prepared and applied. Exactly one has an empty id."""
+
+    @property
+    def on_bad_row(self) -> OnBadRow:
+        """What becomes of rows that a member `Screens` and refuses."""
+
+    @property
+    def others(self) -> frozenset[str]:
+        """Ids of all but the sink that keeps the ledger."""
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        """As of a sink: rows before the routes."""
+
+    def ledger(self, scope: Scope) -> Ledger: ...
+
+    def resource(self, scope: Scope) -> Resource: ...

@@ -1,0 +1,70 @@
+"""Make decided participants visible. Idempotent, side by side."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import tenacity
+
+from delivered.engine.context import Context
+from delivered.model.errors import OutcomeUnknown
+from delivered.model.identity import Work
+from delivered.model.limits import APPLY_TIMEOUT_S
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.step import Moment, StepId, armed, reach
+from delivered.model.work import Decision, Prepared
+
+_PARALLEL_MAX = 16
+
+
+def work_of(decision: Decision, prepared: Prepared) -> Work:
+    """The unit of work of a participant, at its own sink."""
+    return Work(decision.scope_of(prepared), decision.batch, prepared.shard, prepared.attempt)
+
+
+def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Prepared]:
+    """Apply every participant of a decision; return those whose promise is gone.
+
+    Runs on the driver. May be called again, by any process of the owner, for as long as the decision is known.
+
+    Raises:
+        OutcomeUnknown: a participant gave no answer within 120 s. The decision stands; the next start goes on.
+    """
+    pending = [p for p in decision.participants if p.holds]
+
+    def one(prepared: Prepared) -> Prepared | None:
+        work = work_of(decision, prepared)
+        facts = {"batch": decision.batch, "shard": prepared.shard, "sink": work.scope.sink}
+        reach(step, Moment.BEFORE, **facts)
+        match _settle(context, work, prepared):
+            case Ok():
+                reach(step, Moment.AFTER, **facts)
+                return None
+            case Failed():
+                return prepared
+            case Unknown(reason):
+                raise OutcomeUnknown(
+                    "APPLY_UNKNOWN",
+                    f"Batch {decision.batch}, shard {prepared.shard} is decided, and the sink {work.scope.sink!r} did "
+                    f"not confirm within {APPLY_TIMEOUT_S:.0f} s that it is visible: {reason}.",
+                    next_step="start the pipeline again when the sink answers; recovery finishes the batch",
+                )
+
+    if armed() or len(pending) < 2:
+        broken = [one(p) for p in pending]
+    else:
+        with ThreadPoolExecutor(min(_PARALLEL_MAX, len(pending))) as pool:
+            broken = list(pool.map(one, pending))
+    return [p for p in broken if p is not None]
+
+
+def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
+    """Ask until the answer is known. Not a blind retry: `Resource.apply` of one participant is idempotent."""
+    asking = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda outcome: isinstance(outcome, Unknown)),
+        wait=tenacity.wait_random_exponential(multiplier=0.05, max=2),
+        stop=tenacity.stop_after_delay(APPLY_TIMEOUT_S),
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else Unknown("never asked"),
+    )
+    outcome: Outcome[None] = asking(context.resource.apply, work, prepared)
+    return outcome

@@ -1,0 +1,30 @@
+"""What every part of the engine needs: the sinks of one pipeline behind one ledger, as one driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from delivered.contract.sink import Ledger, Resource
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.work import Owner, Tolerance
+
+
+@dataclass(frozen=True)
+class Context:
+    """
+    Attributes:
+        ledger, resource: the sink's, opened for `scope`.
+        owner: this driver. Two processes of one driver share its id.
+        others: sinks that share the batches of this one, as `Prepared.sink` names them.
+        transform: fingerprint of the transform that makes the rows; empty: nobody told it.
+    """
+
+    scope: Scope
+    guarantee: Guarantee
+    owner: Owner
+    ledger: Ledger
+    resource: Resource
+    tolerance: Tolerance = Tolerance()
+    others: frozenset[str] = frozenset()
+    transform: str = ""

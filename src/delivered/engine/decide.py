@@ -1,0 +1,276 @@
+"""After a batch: check what the tasks say, decide, apply."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from delivered.engine.apply import apply_decided, work_of
+from delivered.engine.context import Context
+from delivered.engine.messages import all_skipped, check_same_rows, checked, complete, repeats, strangers, written
+from delivered.engine.repair import repaired
+from delivered.engine.sweep import sweep
+from delivered.engine.target import decided_targets, known_targets
+from delivered.model.errors import (
+    DeliveredError,
+    Fenced,
+    InvariantBroken,
+    OutcomeUnknown,
+    PromiseBroken,
+)
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.limits import DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.transforms import transforms_after
+from delivered.model.work import Account, Action, Decision, LedgerState, Prepared, ShardMessage
+
+log = logging.getLogger(__name__)
+
+
+def commit_batch(
+    context: Context, batch: int, offsets: str, messages: Sequence[ShardMessage | None], *, run: bool = False
+) -> Decision | None:
+    """Make a batch count, then visible.
+
+    Runs on the driver, after all tasks of the batch succeeded. May be called again for the same batch: a decision
+    that stands is never decided a second time, only applied.
+    Before: every shard is prepared. After: the decision is durable and every participant visible.
+
+        1  every task's message is there and speaks of this batch
+        2  commit.decide   one durable record                      <- from here on the batch counts
+        3  commit.apply    each participant made visible
+
+    Args:
+        offsets: the sources' offsets, for a batch without a single task.
+        run: as in the `CheckpointView` that the batch was planned for.
+
+    Returns:
+        The decision, or None if every shard was in already.
+
+    Raises:
+        InvariantBroken: the messages do not fit together. Nothing was decided.
+        Fenced: another driver, or a later start of this one, owns the ledger. Nothing was decided.
+        Refused: the run was decided before, for other rows. Nothing was written.
+        ReplayDiffers: a shard written again differs from the one decided. Nothing was applied.
+        OutcomeUnknown, PromiseBroken: the next start finishes the batch.
+    """
+    said = checked(context, batch, messages)
+    state = context.ledger.resume(context.owner.id)
+    _same_claim(state, batch, said)
+    last = state.last
+    if last is not None and last.batch > batch:
+        raise InvariantBroken(
+            "DECISION_OLD",
+            f"Batch {batch} is to be decided, and the ledger holds batch {last.batch} already. Nothing was decided.",
+            next_step="stop every other driver on this checkpoint, then start the pipeline again",
+        )
+    if run and (again := last.archived if last is not None else state.archived) is not None and repeats(said):
+        try:
+            check_same_rows(context, again, said)
+        except DeliveredError:
+            _give_back(context, strangers(said, last) if last else list(written(said)))
+            raise
+        if all(m.did is Action.COMPARE for m in said):
+            return None
+    if last is not None and last.batch == batch:
+        if all_skipped(said):
+            return None
+        new = strangers(said, last)
+        if not (said and said[0].plan.rewrite and new):
+            # Committed before, and asked for again. What else was prepared meanwhile nobody decided.
+            _give_back(context, new)
+            _apply(context, last)
+            return last
+        decision = repaired(context, last, said)
+    else:
+        complete(context, batch, said)
+        decision = _decision(context, batch, offsets, said, last)
+    _decide(context, decision, strangers(said, last) if last else list(written(said)))
+    decided = time.monotonic()
+    _apply(context, decision)
+    if context.others and decision.guarantee is Guarantee.EXACTLY_ONCE:
+        ms = (time.monotonic() - decided) * 1000
+        log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, 1 + len(context.others), ms)
+    _tidy(context, decision, said)
+    return decision
+
+
+def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> None:
+    """Give back what the tasks of a failed batch prepared. What is missed here, the next recovery sweeps.
+
+    Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a batch that
+    was decided. A decision without an answer may still be on its way: it is fenced before anything is aborted.
+    """
+    said = [m for m in messages if m is not None and any(p.holds for p in m.participants)]
+    if not said:
+        return
+    try:
+        if context.ledger.resume(context.owner.id).epoch != said[0].plan.epoch:
+            _abort_overtaken(context, said)  # by a later start of this driver, which must not be fenced from here
+            return
+        last = context.ledger.claim(context.owner).last
+    except Fenced:
+        _abort_overtaken(context, said)
+        return
+    except DeliveredError as error:
+        log.warning("batch %d: nothing was given back: %s", said[0].plan.batch, error)
+        return
+    for m in said:
+        if last is None or m.plan.batch > last.batch:
+            _give_back(context, written([m]))
+        elif m.plan.batch == last.batch:
+            _give_back(context, strangers([m], last))
+
+
+def _abort_overtaken(context: Context, said: Sequence[ShardMessage]) -> None:
+    """Give back what was prepared after a later claim had swept: nobody else would, and it would block readers.
+
+    Since that claim no decision of this one can get in, and the later owner names participants of its own alone. So
+    what no decision names now, none ever will.
+    """
+    try:
+        decided = {d.batch: d for d in context.ledger.history()}
+    except DeliveredError as error:
+        log.warning("batch %d: nothing was given back: %s", said[0].plan.batch, error)
+        return
+    for m in said:
+        if m.plan.batch in decided:
+            _give_back(context, strangers([m], decided[m.plan.batch]))
+        elif not decided or m.plan.batch > min(decided):  # older ones are forgotten: their decision cannot be read
+            _give_back(context, written([m]))
+
+
+def _same_claim(state: LedgerState, batch: int, said: Sequence[ShardMessage]) -> None:
+    if said and said[0].plan.epoch != state.epoch:
+        raise Fenced(
+            "PLAN_OUTDATED",
+            f"Batch {batch} was planned under claim {said[0].plan.epoch} of the ledger, which is at claim "
+            f"{state.epoch} now: the pipeline was started again meanwhile. Nothing was decided.",
+            next_step="nothing, if the later start is running; else start the pipeline again",
+        )
+
+
+def _decision(
+    context: Context, batch: int, offsets: str, said: Sequence[ShardMessage], last: Decision | None
+) -> Decision:
+    participants = written(said)
+
+    def account(sink: str, before: Account) -> Account:
+        total = sum((p.fingerprint for p in participants if p.sink == sink), before.total)
+        return Account(total, sum((m.given_up.get(sink, Fingerprint()) for m in said), before.given_up))
+
+    own = account("", Account(last.total, last.given_up) if last else Account())
+    before = last.others if last else {}
+    return Decision(
+        scope=context.scope,
+        owner=context.owner.id,
+        guarantee=said[0].plan.guarantee if said else context.guarantee,
+        batch=batch,
+        offsets=said[0].plan.offsets if said else offsets,
+        participants=participants,
+        total=own.total,
+        given_up=own.given_up,
+        decided_at_ms=time.time_ns() // 1_000_000,
+        others={s: account(s, before.get(s, Account())) for s in sorted({*context.others, *before})},
+        targets=decided_targets(context, last, said[0].plan.targets) if said else known_targets(context, last),
+        transforms=transforms_after(last, context.transform, batch),
+    )
+
+
+def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> None:
+    """Write the decision. `new`: participants that go back if it is not in."""
+    exactly_once = decision.guarantee is Guarantee.EXACTLY_ONCE
+    step = StepId.COMMIT_DECIDE if exactly_once else StepId.COMMIT_RECORD
+    size = len(decision.to_json())
+    if size > DECISION_BYTES_MAX:
+        _give_back(context, new)
+        raise InvariantBroken(
+            "DECISION_TOO_LARGE",
+            f"The decision of batch {decision.batch} is {size} bytes with {len(decision.participants)} participants; "
+            f"the limit is {DECISION_BYTES_MAX}. Nothing was decided.",
+            next_step="write with fewer partitions, for instance df.coalesce(200)",
+        )
+    deadline = time.monotonic() + OUTAGE_PATIENCE_S
+    while True:
+        reach(step, Moment.BEFORE, batch=decision.batch)
+        outcome: Outcome[None] = context.ledger.decide(decision)  # THE line that decides a batch
+        if not isinstance(outcome, Unknown):
+            break
+        outcome = _look(context, decision, outcome)
+        if not isinstance(outcome, Failed) or time.monotonic() > deadline:
+            break
+        # Fenced and looked up: it is not in, and cannot get in later. It may be decided as for the first time.
+        log.warning("batch %d: no answer to its decision, which is not in; deciding it again", decision.batch)
+    match outcome:
+        case Ok():
+            reach(step, Moment.AFTER, batch=decision.batch)
+        case Failed(reason):
+            _give_back(context, new)
+            raise DeliveredError(
+                "DECISION_FAILED",
+                f"Batch {decision.batch} was not decided: {reason}. {_LEFT_BY_FAILURE[decision.guarantee]}",
+                next_step="start the pipeline again, unless another driver runs it now",
+            )
+        case Unknown(reason):
+            raise OutcomeUnknown(
+                "DECISION_UNKNOWN",
+                f"Whether batch {decision.batch} was decided cannot be told now: {reason}.",
+                next_step="start the pipeline again when the ledger answers; recovery finishes or repeats the batch",
+            )
+
+
+_LEFT_BY_FAILURE = {
+    Guarantee.EXACTLY_ONCE: "Nothing that it was to add is visible; the batch runs again.",
+    Guarantee.AT_LEAST_ONCE: "Its records are in the sink; the batch runs again and repeats them.",
+    Guarantee.AT_MOST_ONCE: "Its records are in the sink, and the next start counts them as given up.",
+}
+
+
+def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | Failed | Unknown:
+    """Fence, so that a decision under way cannot get in later; then look whether it is in."""
+    try:
+        last = context.ledger.claim(context.owner).last
+    except DeliveredError as error:
+        return Unknown(f"{unknown.reason}; then {error}")
+    if last is None or (last.batch, last.revision) < (decision.batch, decision.revision):
+        return Failed(unknown.reason)
+    if last.to_json() == decision.to_json():
+        return Ok(None)
+    # Participants of a decision that is not this one must not be touched from here.
+    return Unknown(f"{unknown.reason}; then the ledger held another decision of batch {last.batch}")
+
+
+def _give_back(context: Context, participants: Sequence[Prepared]) -> None:
+    """Abort participants that no decision names. What cannot be reached now, the next recovery sweeps."""
+    for p in participants:
+        if p.holds:
+            context.resource.abort(p)
+
+
+def _apply(context: Context, decision: Decision) -> None:
+    if decision.guarantee is not Guarantee.EXACTLY_ONCE:
+        return
+    broken = apply_decided(context, decision, StepId.COMMIT_APPLY)
+    gone = [(p.shard, decision.scope_of(p).sink) for p in broken if not context.resource.applied(work_of(decision, p))]
+    if gone:
+        text = ", ".join(f"{shard} at {sink!r}" for shard, sink in gone[:50])
+        raise PromiseBroken(
+            "PROMISE_EXPIRED",
+            f"Batch {decision.batch} is decided, and prepared rows were dropped before they were made visible, of "
+            f"shards {text}. Nothing is lost: these alone are written again by the next start.",
+            next_step="start the pipeline again; if it comes back, raise transactionTimeout or shorten the batches",
+        )
+
+
+def _tidy(context: Context, decision: Decision, said: Sequence[ShardMessage]) -> None:
+    """Abort what failed attempts of this batch left open, so that no participant outlives its batch."""
+    if decision.guarantee is not Guarantee.EXACTLY_ONCE or not any(m.attempt for m in said):
+        return
+    try:
+        sweep(context, decision)
+    except OutcomeUnknown as error:
+        # The batch is in. What is open still, the next start sweeps.
+        log.warning("batch %d: %s", decision.batch, error)

@@ -1,0 +1,72 @@
+"""Records that never become JVM rows: the task gets where to read, reads there, and hands the rows to the sink.
+
+Spark still plans, places, retries and logs the batch. What travels through it is one row per slice.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from delivered.contract.source import Slice, Source
+from delivered.model.step import Moment, StepId, reach
+
+SLICE_COLUMN = "__delivered_slice"
+SLICE_SCHEMA = pa.schema([pa.field(SLICE_COLUMN, pa.binary(), nullable=False)])
+
+ArrowFunction = Callable[[pa.RecordBatch], pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class ArrowTransform:
+    """A transform from Arrow to Arrow, row-wise: rows of one batch depend on no other batch.
+
+    Attributes:
+        select: columns to keep, in this order, before `function`; empty: all.
+        function: batch -> batch, deterministic; None: the identity.
+    """
+
+    select: tuple[str, ...] = ()
+    function: ArrowFunction | None = None
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        if self.select:
+            batch = batch.select(list(self.select))
+        return batch if self.function is None else self.function(batch)
+
+
+@dataclass(frozen=True)
+class Direct:
+    """What a task needs to read for itself. Picklable, no connection."""
+
+    source: Source
+    transform: ArrowTransform
+
+    def schema(self) -> pa.Schema:
+        """Of the rows that the sink gets. Runs the transform on an empty batch."""
+        return self.transform(pa.RecordBatch.from_pylist([], schema=self.source.schema())).schema
+
+    def rows(self, slices: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Read every slice that `slices` names, one after the other."""
+        for batch in slices:
+            for packed in batch.column(0).to_pylist():
+                reach(StepId.SOURCE_READ, Moment.BEFORE)
+                for rows in self.source.read(unpack(packed)):
+                    yield self.transform(rows)
+                reach(StepId.SOURCE_READ, Moment.AFTER)
+
+
+def pack(piece: Slice) -> pa.RecordBatch:
+    """The one row that travels through Spark for a slice."""
+    return pa.record_batch([pa.array([pickle.dumps(piece)], pa.binary())], schema=SLICE_SCHEMA)
+
+
+def unpack(packed: bytes) -> Slice:
+    """What `pack` packed. The column never leaves Spark, so it holds nothing but what our own reader wrote."""
+    piece = pickle.loads(packed)  # noqa: S301
+    if not isinstance(piece, Slice):
+        raise TypeError(f"column {SLICE_COLUMN} holds {type(piece).__name__}; it must hold a Slice")
+    return piece

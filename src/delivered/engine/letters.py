@@ -1,0 +1,72 @@
+"""Dead letters: rows that a sink refuses for themselves, with the reason and where they came from."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from delivered.contract.powers import Screens
+from delivered.contract.sink import LETTERS, Sink
+
+_COORDINATES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
+
+
+def screened(sink: Sink, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Array | None]:
+    """The rows that the sink takes, and for each row given the reason why not (null: taken), if there is any."""
+    reasons = sink.refused(rows) if isinstance(sink, Screens) else None
+    if reasons is None or reasons.null_count == len(reasons):
+        return rows, None
+    return rows.filter(pc.is_null(reasons)), reasons
+
+
+def letters(
+    name: str,
+    reasons: pa.Array,
+    rows: pa.RecordBatch,
+    origin: pa.RecordBatch | None,
+    batch: int,
+    shard: int,
+    first: int,
+) -> pa.RecordBatch:
+    """One letter for each row with a reason.
+
+    Args:
+        origin: the same rows before the sink's route, for their source coordinates; None: the route left rows out.
+        first: number of the first of `rows` among those of this sink in this shard.
+    """
+    picked = pc.indices_nonzero(pc.is_valid(reasons))
+    bad = rows.take(picked)
+    count = bad.num_rows
+    known = dict(zip(origin.schema.names, origin.columns, strict=True)) if origin is not None else {}
+    columns = [
+        pa.array([name] * count, pa.string()),
+        reasons.take(picked).cast(pa.string()),
+        pa.array([batch] * count, pa.int64()),
+        pa.array([shard] * count, pa.int32()),
+        pc.add(picked.cast(pa.int64()), first),
+        *(_coordinate(known.get(n), kind, picked) for n, kind in _COORDINATES.items()),
+        pa.array([json.dumps(row, default=_plain, ensure_ascii=False) for row in bad.to_pylist()], pa.string()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=LETTERS)
+
+
+def _coordinate(column: pa.Array | None, kind: pa.DataType, picked: pa.Array) -> pa.Array:
+    if column is None:
+        return pa.nulls(len(picked), kind)
+    try:
+        return column.take(picked).cast(kind)
+    except pa.ArrowInvalid:  # a column of the user's own that has the same name
+        return pa.nulls(len(picked), kind)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return base64.b64encode(value).decode()
+    return str(value)

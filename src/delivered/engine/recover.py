@@ -1,0 +1,172 @@
+"""Before a batch: finish what was decided, undo what was not, and say what each shard has to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from delivered.contract.powers import KnowsOthers
+from delivered.contract.sink import Ledger
+from delivered.engine.apply import apply_decided, work_of
+from delivered.engine.context import Context
+from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, judge
+from delivered.engine.sweep import sweep
+from delivered.engine.target import check_targets, known_targets
+from delivered.model.errors import DeliveredError, OutcomeUnknown, PromiseBroken, Refused
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import OtherLedger
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, LedgerState
+
+log = logging.getLogger(__name__)
+
+
+def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: int | None = None) -> BatchPlan:
+    """Recover, and plan the batch that Spark is about to run.
+
+    Runs on the driver, before every batch. May be called again for the same batch, after a crash anywhere.
+
+        1  recover.claim   become the one owner; no older driver can decide from here on
+        2  recover.check   ledger against checkpoint, and against what the sinks write to now
+        3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
+                           earlier one had decided
+        4  recover.sweep   abort what nobody decided
+        5  batch.begin     at_most_once: from here on records may leave
+
+    A batch that was decided is finished under the guarantee of its decision, whatever the pipeline names now.
+
+    Args:
+        first: this process did not plan the batch before this one, or that batch failed: claim and sweep. Else the
+            ledger is only read again, to see whether this driver still owns it.
+        since: epoch of this process's plan before. If the ledger was claimed since, this is a first batch too:
+            the same session may have started the query again, or have fenced a decision without an answer.
+
+    Raises:
+        Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: nothing was changed
+            that a new start cannot go on from.
+    """
+    state = None if first else context.ledger.resume(context.owner.id)
+    if state is None or since not in (None, state.epoch):
+        first, state = True, _claim(context)
+    reach(StepId.RECOVER_CHECK, Moment.BEFORE, batch=view.batch)
+    verdict = judge(
+        state, view, context.scope, context.guarantee, context.tolerance, other_ledgers(context.ledger, view, state)
+    )
+    targets = check_targets(context, state.last) if first else known_targets(context, state.last)
+    reach(StepId.RECOVER_CHECK, Moment.AFTER, batch=view.batch)
+    guarantee, action, rewrite = context.guarantee, Action.WRITE, dict[int, frozenset[str]]()
+    match verdict:
+        case DecidedBatch(decision):
+            log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
+            rewrite = _finish(context, decision, state.earlier[0] if view.run and state.earlier else None)
+            guarantee, action = decision.guarantee, Action.COMPARE if view.run else Action.SKIP
+        case ArchivedRun():
+            _undo(context, state.earlier[0] if state.earlier else None)
+            action = Action.COMPARE
+        case BegunBatch():
+            log.warning("batch %d was begun by an earlier run and is given up", view.batch)
+            action = Action.GIVE_UP
+            _undo(context, state.earlier[0] if state.last is None and state.earlier else None)
+        case NewBatch():
+            fresh = state.last is None
+            if first:
+                _undo(context, state.earlier[0] if fresh and state.earlier else None)
+            if guarantee is Guarantee.AT_MOST_ONCE or (guarantee is Guarantee.AT_LEAST_ONCE and fresh):
+                _begin(context, view)
+    return BatchPlan(
+        context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch, targets
+    )
+
+
+def other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
+    """Other ledgers in the same place, where this one should know the checkpoint and does not: it may have been
+    renamed."""
+    known = state.last is not None or state.begun is not None or state.archived is not None
+    if known or view.batch == 0 or not isinstance(ledger, KnowsOthers):
+        return ()
+    try:
+        return ledger.others()
+    except DeliveredError as error:
+        log.warning("which other ledgers there are could not be read: %s", error)
+        return ()
+
+
+def _claim(context: Context) -> LedgerState:
+    reach(StepId.RECOVER_CLAIM, Moment.BEFORE)
+    state = context.ledger.claim(context.owner)
+    reach(StepId.RECOVER_CLAIM, Moment.AFTER)
+    return state
+
+
+def _finish(context: Context, decision: Decision, other: Decision | None = None) -> dict[int, frozenset[str]]:
+    """Apply a decided batch; return the shards whose promise is gone, each with the sinks to write it to again.
+
+    Args:
+        other: the newest decision of other incarnations, where this one may come again after it. Its participants may
+            not be applied yet, and are left as they are.
+    """
+    _known_sinks(context, decision)
+    keep = (decision,) if other is None else (decision, other)
+    if decision.guarantee is not Guarantee.EXACTLY_ONCE:
+        sweep(context, *keep)
+        return {}
+    reach(StepId.RECOVER_APPLY, Moment.BEFORE, batch=decision.batch)
+    broken = apply_decided(context, decision, StepId.RECOVER_APPLY)
+    # Evidence is read only after the sweep: open transactions of the dead would hide it.
+    sweep(context, *keep)
+    lost: dict[int, frozenset[str]] = {}
+    # A later incarnation began by finishing this decision. Evidence of it may be gone by now: markers are compacted.
+    finished = other is not None and other.decided_at_ms > decision.decided_at_ms
+    for p in () if finished else broken:
+        if not context.resource.applied(work_of(decision, p)):
+            lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
+    if lost:
+        log.warning("batch %d: shards %s are written again, their promise expired", decision.batch, sorted(lost))
+    reach(StepId.RECOVER_APPLY, Moment.AFTER, batch=decision.batch)
+    return lost
+
+
+def _known_sinks(context: Context, decision: Decision) -> None:
+    """A sink that was left out since can neither be finished nor be asked."""
+    gone = sorted({p.sink for p in decision.participants if p.holds} - {"", *context.others})
+    if gone:
+        raise Refused(
+            "SINK_LEFT_OUT",
+            f"Batch {decision.batch} of incarnation {decision.scope.incarnation} was decided for the sinks {gone} too, "
+            f"and the pipeline names {sorted((context.scope.sink, *context.others))}. Whether their part of it is "
+            "visible cannot be told; nothing was changed.",
+            next_step="start once with the former sinks, let a batch end, stop, and change them then",
+        )
+
+
+def _undo(context: Context, earlier: Decision | None) -> None:
+    """Abort what nobody decided. What an earlier incarnation did decide, and did not live to apply, is finished."""
+    if earlier is None:
+        sweep(context)
+        return
+    lost = _finish(context, earlier)
+    if lost and not context.tolerance.missing_ledger:
+        raise PromiseBroken(
+            "EARLIER_BATCH_EXPIRED",
+            f"Batch {earlier.batch} of the earlier incarnation {earlier.scope.incarnation} was decided, and the sink "
+            f"dropped the rows of its shards {sorted(lost)} before they were made visible. The new checkpoint cannot "
+            f"write them again. The batch ended at the offsets {earlier.offsets[:500]}",
+            next_step="restore the earlier checkpoint and start once, which writes these shards again; or accept the "
+            'gap once with .option("missingLedger", "accept")',
+        )
+
+
+def _begin(context: Context, view: CheckpointView) -> None:
+    reach(StepId.BATCH_BEGIN, Moment.BEFORE, batch=view.batch)
+    match context.ledger.begin(Begun(view.batch, view.offsets)):
+        case Ok():
+            pass
+        case Failed(reason) | Unknown(reason):
+            # Nothing left yet. If the record got in after all, the next start gives the batch up.
+            raise OutcomeUnknown(
+                "BEGIN_UNKNOWN",
+                f"Batch {view.batch} could not be recorded as begun: {reason}. No record of it was sent.",
+                next_step="start again when the ledger answers",
+            )
+    reach(StepId.BATCH_BEGIN, Moment.AFTER, batch=view.batch)

@@ -1,0 +1,199 @@
+"""One task, one shard: take the rows, prepare at every sink, tell the driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from delivered.contract.sink import LETTERS, Member, Several, ShardWriter, Sink
+from delivered.engine.letters import letters, screened
+from delivered.model.bad_row import OnBadRow
+from delivered.model.errors import InvariantBroken
+from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.limits import SHARDS_MAX
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Action, BatchPlan, Prepared, ShardMessage
+
+log = logging.getLogger(__name__)
+
+
+def fingerprint_seed(scope: Scope) -> int:
+    """The same for every incarnation, so that an audit can add them up."""
+    return seed_of(scope.pipeline, scope.sink)
+
+
+def write_shard(
+    sink: Sink | Several,
+    plan: BatchPlan,
+    shard: int,
+    attempt: int,
+    batches: Iterator[pa.RecordBatch],
+    schema: pa.Schema,
+) -> ShardMessage:
+    """Do with a shard what the batch's plan says.
+
+    Args:
+        shard: 0-based; stable when the batch runs again.
+        attempt: 0 for the first attempt of this task in this run of the batch.
+        batches: rows in the sink's input schema; consumed once, unless the shard is skipped.
+
+    Raises:
+        InvariantBroken: the shard is out of bounds, or was not part of the batch that is being repaired.
+    """
+    if not 0 <= shard < SHARDS_MAX:
+        raise InvariantBroken(
+            "SHARDS_TOO_MANY",
+            f"Shard {shard} of batch {plan.batch}: a batch may have at most {SHARDS_MAX} shards.",
+            next_step="write with fewer partitions, for instance df.coalesce(200)",
+        )
+    action = plan.action_for(shard)
+    if action is Action.SKIP:
+        return ShardMessage(plan, shard, attempt, Action.SKIP)
+    if action is Action.WRITE and plan.guarantee is Guarantee.AT_MOST_ONCE and attempt > 0:
+        # An earlier attempt of this task may have sent records. Sending again could double them.
+        action = Action.GIVE_UP
+    lines = _lines(sink, plan, shard)
+    if action is Action.COMPARE:
+        for batch in batches:
+            for _ in _shared(lines, batch, plan.batch, shard):
+                pass  # counted
+        return ShardMessage(plan, shard, attempt, action, compared=next(n.total for n in lines if not n.member.id))
+    if action is Action.GIVE_UP:
+        for batch in batches:
+            for line, _ in _shared(lines, batch, plan.batch, shard):
+                line.total += line.dropped
+                line.dropped = Fingerprint()
+        return ShardMessage(plan, shard, attempt, Action.GIVE_UP, given_up={n.member.id: n.total for n in lines})
+    with ExitStack() as undo:
+        for line in lines:
+            if line.wanted:
+                line.open(plan, shard, attempt, schema)
+                undo.callback(line.abort)
+        _stage(lines, plan, shard, attempt, batches)
+        participants: list[Prepared] = []
+        for line, prepared in _prepare(lines, plan, shard, attempt):
+            participants.append(prepared)
+            undo.callback(line.give_back, prepared)
+        undo.pop_all()
+    # Records of a shard that was written, which the sink gave up without an answer: a count, for nobody knows which.
+    dropped = {n.member.id: n.dropped for n in lines}
+    unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) + dropped[p.sink] for p in participants}
+    return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered)
+
+
+@dataclass
+class _Line:
+    """What goes to one sink.
+
+    Attributes:
+        wanted: it is written; else its rows are only looked at, for the letters among them.
+        dropped: rows that the sink refuses and that are left out.
+    """
+
+    member: Member
+    scope: Scope
+    seed: int
+    on_bad_row: OnBadRow
+    wanted: bool
+    rows: int = 0
+    total: Fingerprint = Fingerprint()
+    dropped: Fingerprint = Fingerprint()
+    writer: ShardWriter | None = None
+
+    def open(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> None:
+        given = LETTERS if self.member.letters else schema
+        mine = self.routed(pa.RecordBatch.from_pylist([], schema=given)).schema
+        self.writer = self.member.sink.shard_writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, mine)
+
+    def routed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch if self.member.route is None else self.member.route(batch)
+
+    def count(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows, added to the sink's fingerprint."""
+        self.total += fingerprint(self.member.sink.records(rows), self.seed)
+        return rows
+
+    def abort(self) -> None:
+        if self.writer is not None:
+            self.writer.abort()
+
+    def give_back(self, prepared: Prepared) -> None:
+        """What this sink promised when another one of the batch then could not: no message will tell of it, so no
+        decision can name it, and a promise that nobody ends holds up readers. What cannot be reached now, the next
+        recovery sweeps."""
+        if not prepared.holds:
+            return
+        try:
+            resource = self.member.sink.resource(self.scope)
+            try:
+                resource.abort(prepared)
+            finally:
+                resource.close()
+        except Exception as error:
+            log.warning("shard %d at %r is left to the next start: %s", prepared.shard, self.scope.sink, error)
+
+
+def _lines(sink: Sink | Several, plan: BatchPlan, shard: int) -> list[_Line]:
+    """One for each sink that this shard is written to; and, if its letters are, for those that refuse rows."""
+    members = sink.members if isinstance(sink, Several) else (Member("", plan.scope.sink, sink),)
+    on_bad_row = sink.on_bad_row if isinstance(sink, Several) else OnBadRow.FAIL
+    asked = plan.rewrite.get(shard)
+    wanted = [m for m in members if asked is None or m.id in asked]
+    found = []
+    for member in members if any(m.letters for m in wanted) else wanted:
+        scope = replace(plan.scope, sink=member.id) if member.id else plan.scope
+        found.append(_Line(member, scope, fingerprint_seed(scope), on_bad_row, member in wanted))
+    return found
+
+
+def _shared(
+    lines: Sequence[_Line], batch: pa.RecordBatch, number: int, shard: int
+) -> Iterator[tuple[_Line, pa.RecordBatch]]:
+    """Each sink's rows of a batch, counted, in the order of the sinks; letters come last."""
+    found: list[pa.RecordBatch] = []
+    for line in (n for n in lines if not n.member.letters):
+        rows = line.routed(batch)
+        if line.on_bad_row is not OnBadRow.FAIL:
+            given = rows
+            rows, reasons = screened(line.member.sink, given)
+            if reasons is not None and line.on_bad_row is OnBadRow.DROP:
+                line.dropped += Fingerprint(given.num_rows - rows.num_rows)
+            elif reasons is not None:
+                origin = batch if given.num_rows == batch.num_rows else None
+                found.append(letters(line.scope.sink, reasons, given, origin, number, shard, line.rows))
+            line.rows += given.num_rows
+        yield line, line.count(rows)
+    for line in (n for n in lines if n.member.letters):
+        for written in found:
+            yield line, line.count(line.routed(written))
+
+
+def _stage(
+    lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int, batches: Iterator[pa.RecordBatch]
+) -> None:
+    write = StepId.WRITE_STAGE if plan.guarantee is Guarantee.EXACTLY_ONCE else StepId.WRITE_SEND
+    facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
+    reach(write, Moment.BEFORE, **facts)
+    for batch in batches:
+        for line, rows in _shared(lines, batch, plan.batch, shard):
+            if line.writer is not None:
+                line.writer.stage(rows)
+                reach(write, Moment.AFTER, rows=line.total.count, sink=line.scope.sink, **facts)
+
+
+def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) -> Iterator[tuple[_Line, Prepared]]:
+    promise = StepId.WRITE_PREPARE if plan.guarantee is Guarantee.EXACTLY_ONCE else StepId.WRITE_FLUSH
+    facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
+    for line in lines:
+        if line.writer is not None:
+            reach(promise, Moment.BEFORE, sink=line.scope.sink, **facts)
+            # The writer learns the fingerprint only now: sinks that keep it beside the rows write it last.
+            prepared = Prepared(shard, attempt, line.total, line.writer.prepare(line.total), line.member.id)
+            yield line, prepared
+            reach(promise, Moment.AFTER, sink=line.scope.sink, **facts)

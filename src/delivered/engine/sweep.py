@@ -1,0 +1,34 @@
+"""Abort what nobody decided."""
+
+from __future__ import annotations
+
+import logging
+
+from delivered.engine.context import Context
+from delivered.model.errors import OutcomeUnknown
+from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Decision
+
+log = logging.getLogger(__name__)
+
+
+def sweep(context: Context, *keep: Decision) -> None:
+    """Abort every open participant of this pipeline and sink that the decisions in `keep` do not name.
+
+    Raises:
+        OutcomeUnknown: some may still be open.
+    """
+    reach(StepId.RECOVER_SWEEP, Moment.BEFORE)
+    match context.resource.sweep([p for decision in keep for p in decision.participants]):
+        case Ok(count):
+            if count:
+                log.info("aborted %d undecided participants", count, extra={"step": StepId.RECOVER_SWEEP})
+        case Failed(reason) | Unknown(reason):
+            raise OutcomeUnknown(
+                "SWEEP_INCOMPLETE",
+                f"Participants that an earlier run of {context.scope.pipeline!r} left open at sink "
+                f"{context.scope.sink!r} could not be aborted: {reason}.",
+                next_step="start again when the server answers; `delivered transactions list` shows them",
+            )
+    reach(StepId.RECOVER_SWEEP, Moment.AFTER)

@@ -1,0 +1,88 @@
+"""A sink whose ledger lies elsewhere, because its system has no place that one driver owns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from delivered.contract.sink import Ledger, Resource, ShardWriter, Sink
+from delivered.model.capability import Commit, SinkCapability
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Failed, Ok, Outcome
+from delivered.model.work import Prepared
+
+
+class SendingSink(ABC):
+    """What such a sink answers to the driver; what it does with rows is its own.
+
+    Attributes:
+        keeper: the sink whose ledger holds what this one's driver records.
+    """
+
+    keeper: Sink
+
+    def shard_writer(
+        self,
+        work: Work,
+        guarantee: Guarantee,
+        schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
+    ) -> ShardWriter:
+        return self._writer(work, gives_up=guarantee is Guarantee.AT_MOST_ONCE)
+
+    @abstractmethod
+    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
+        """See `kits.queue.writer`."""
+
+    def ledger(self, scope: Scope) -> Ledger:
+        return self.keeper.ledger(scope)
+
+    def resource(self, scope: Scope) -> Resource:
+        del scope
+        return Nothing()
+
+
+def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], limits: Sequence[str]) -> SinkCapability:
+    """Of a sink that sends and can do none of the steps of a two-phase commit.
+
+    Args:
+        mechanism: how it knows that a message has arrived; send: how it sends, and where to.
+    """
+    return SinkCapability(
+        system=system,
+        commit=Commit.NONE,
+        mechanism=mechanism,
+        stage="not possible",
+        prepare="not possible",
+        decide="not possible",
+        apply="not possible",
+        send=send,
+        batch_atomic=False,
+        assumes=tuple(assumes),
+        limits=tuple(limits),
+    )
+
+
+class Nothing:
+    """There is never a participant: what is sent is visible."""
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        del prepared
+        return Failed(f"shard {work.shard} was sent, and cannot be held back")
+
+    def applied(self, work: Work) -> bool:
+        del work
+        return False
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        del prepared
+        return Ok(None)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        del keep
+        return Ok(0)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,209 @@
+"""Keys that a pipeline's dedup remembers, in tables beside the ledger.
+
+    memory   one row for each checkpoint of a pipeline and sink: up to which batch, and the newest time before it
+    noted    keys that tasks let in; they count for nothing, and only under the claim that they were noted under
+    seen     keys of decided batches
+
+The transaction of a decision moves the batch's keys from `noted` to `seen` and forgets those whose time is over by what
+the batches *before* it held: so a batch that runs again after its decision (a promise of two_phase that is gone) finds
+what it found the first time.
+
+All values are numbers and hexadecimal digits of ours, so statements carry them as text: no client limits their count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic
+
+from delivered.kits.sql.database import C, Connection
+from delivered.kits.sql.dialect import Dialect
+from delivered.model.errors import InvariantBroken
+from delivered.model.identity import Scope
+from delivered.model.limits import KEY_MEMORIES_KEPT
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Decision
+
+CHUNK = 2_000
+"""Keys in one statement."""
+
+_SINK = "pipeline = :pipeline AND sink = :sink"
+
+
+def number_of(scope: Scope) -> int:
+    """By which the rows of one checkpoint are known: short, for it stands in every row."""
+    text = f"{scope.pipeline}\0{scope.sink}\0{scope.incarnation}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def open_memory(sql: Dialect, connection: Connection, scope: Scope, *, fresh: bool) -> None:
+    """In the transaction of a claim: what earlier claims noted is void; memories of old checkpoints go.
+
+    Args:
+        fresh: nothing of this checkpoint was decided, so there is nothing that a missing memory could have forgotten.
+    """
+    key = {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}
+    number = number_of(scope)
+    sql.forget(connection, "noted", "PRIMARY", f"number = {number}")
+    if fresh:
+        connection.execute(
+            sql(
+                "INSERT INTO {memory} (pipeline, sink, incarnation, number, batch, newest_us, former_us, made_ms) "
+                f"VALUES (:pipeline, :sink, :incarnation, {number}, -1, {_NEVER}, {_NEVER}, {int(time.time() * 1000)}) "
+                + sql.known("pipeline, sink, incarnation", None)
+            ),
+            key,
+        )
+    others = connection.execute(
+        sql(f"SELECT number FROM {{memory}} WHERE {_SINK} AND incarnation <> :incarnation ORDER BY made_ms DESC"), key
+    ).fetchall()
+    for (old,) in others[KEY_MEMORIES_KEPT:]:
+        for table in ("noted", "seen"):
+            sql.forget(connection, table, "PRIMARY", f"number = {int(old)}")
+        sql.forget(connection, "memory", "of_number", f"number = {int(old)}")
+
+
+_NEVER = -(1 << 62)
+"""Before every time."""
+
+
+def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -> None:
+    """In the transaction of a decision, before its COMMIT: the keys of its batch count.
+
+    Does nothing where no dedup notes keys, and for a later revision of a batch: its keys count already.
+    """
+    number = number_of(decision.scope)
+    row = connection.execute(sql(f"SELECT batch, newest_us FROM {{memory}} WHERE number = {number}"), {}).fetchone()
+    if row is None or int(row[0]) >= decision.batch:
+        return
+    claim = f"number = {number} AND epoch = {epoch}"
+    mine = f"{claim} AND batch = {decision.batch}"
+    count, last = connection.execute(sql(f"SELECT count(*), max(at_us) FROM {{noted}} WHERE {mine}"), {}).fetchone()
+    newest = former = int(row[1])
+    if not count and former == _NEVER:
+        return
+    reach(StepId.DEDUP_KEEP, Moment.BEFORE, batch=decision.batch)
+    sql.forget(connection, "seen", "of_time", f"number = {number} AND until_us < {former}")
+    if count:
+        connection.execute(
+            sql(
+                "INSERT INTO {seen} (number, hash, until_us, batch) "
+                f"SELECT number, hash, until_us, batch FROM {{noted}} WHERE {mine} "
+                + sql.known("number, hash, until_us", "batch")
+            ),
+            {},
+        )
+        # One time in the future must not end the memory of all others.
+        newest = max(former, min(int(last), decision.decided_at_ms * 1_000))
+    sql.forget(connection, "noted", "PRIMARY", f"{claim} AND batch <= {decision.batch}")
+    connection.execute(
+        sql(
+            f"UPDATE {{memory}} SET batch = {decision.batch}, former_us = {former}, newest_us = {newest} "
+            f"WHERE number = {number}"
+        ),
+        {},
+    )
+    reach(StepId.DEDUP_KEEP, Moment.AFTER, batch=decision.batch)
+
+
+class KeyTable(Generic[C]):
+    """See `delivered.contract.powers.KeyMemory`.
+
+    Args:
+        borrowed: a connection outside of any transaction, for one question; errors inside are raised as ours.
+        writing: the same, for one statement that writes and is committed at its end.
+    """
+
+    def __init__(
+        self,
+        sql: Dialect,
+        scope: Scope,
+        borrowed: Callable[[], AbstractContextManager[C]],
+        writing: Callable[[], AbstractContextManager[C]] | None = None,
+    ) -> None:
+        self._sql = sql
+        self._scope = scope
+        self._number = number_of(scope)
+        self._borrowed = borrowed
+        self._writing = writing or borrowed
+        self._epoch: int | None = None
+
+    def known(self, batch: int, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = {}
+        with self._borrowed() as connection:
+            newest = self._opened(connection, batch)
+            for part in _parts(list(keys)):
+                hashes = ", ".join(self._sql.hash(k) for k in part)
+                rows = connection.execute(
+                    self._sql(
+                        f"SELECT hash, until_us FROM {{seen}} WHERE number = {self._number} AND hash IN ({hashes}) "
+                        f"AND batch < {batch} AND until_us >= {newest}"
+                    ),
+                    {},
+                ).fetchall()
+                for key, until in rows:
+                    found.setdefault(bytes(key), []).append(int(until))
+        return found
+
+    def note(self, batch: int, keys: Sequence[bytes], times: Sequence[int], untils: Sequence[int]) -> None:
+        """Each statement is committed by itself: a task that hangs holds nothing that a claim or a decision needs."""
+        for part in _parts(list(zip(keys, times, untils, strict=True))):
+            rows = ", ".join(
+                f"({self._number}, {self._epoch}, {batch}, {self._sql.hash(k)}, {int(t)}, {int(u)})" for k, t, u in part
+            )
+            with self._writing() as connection:
+                connection.execute(
+                    self._sql(
+                        f"INSERT INTO {{noted}} (number, epoch, batch, hash, at_us, until_us) VALUES {rows} "
+                        + self._sql.known("number, epoch, batch, hash, at_us", None)
+                    ),
+                    {},
+                )
+
+    def close(self) -> None:
+        """Connections are given back after each question."""
+
+    def _opened(self, connection: C, batch: int) -> int:
+        """Learn under which claim keys are noted; return the newest time of the batches before this one."""
+        row = connection.execute(
+            self._sql(
+                "SELECT m.batch, m.newest_us, m.former_us, o.epoch FROM {memory} AS m JOIN {owner} AS o "
+                f"ON o.pipeline = m.pipeline AND o.sink = m.sink WHERE m.number = {self._number}"
+            ),
+            {},
+        ).fetchone()
+        if row is None:
+            raise InvariantBroken(
+                "DEDUP_MEMORY_GONE",
+                f"Batch {batch} of {self._scope}: the sink's database holds no memory of keys for this checkpoint. Its "
+                "records could not be told from repeats of what the batches before delivered.",
+                next_step="restore the database together with its ledger; or start a new checkpoint at the offsets "
+                "where this one ended, which remembers nothing of what came before",
+            )
+        at, newest, former, epoch = (int(v) for v in row)
+        self._epoch = epoch
+        return former if at >= batch else newest
+
+
+def _parts(items: list[Any]) -> Iterator[list[Any]]:
+    for at in range(0, len(items), CHUNK):
+        yield items[at : at + CHUNK]
+
+
+@contextlib.contextmanager
+def from_warm(server: Any) -> Iterator[Any]:
+    """A task's connection to a server, kept open in the reused worker."""
+    from delivered.kits.sql import warm
+
+    connection = warm.take(server)
+    try:
+        with server.explaining():
+            yield connection
+    except BaseException:
+        server.discard(connection)
+        raise
+    warm.give(server, connection)

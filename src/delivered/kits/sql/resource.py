@@ -1,0 +1,258 @@
+"""The driver's hand on what tasks, perhaps dead by now, have prepared in a database server."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from delivered.kits.sql import stage, transactions
+from delivered.kits.sql.database import C
+from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.names import Names
+from delivered.kits.sql.server import Server
+from delivered.kits.sql.transactions import OpenTransaction
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.identity import Work
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Decision, Prepared
+
+T = TypeVar("T")
+CONNECTIONS_MAX = 4
+"""Participants are applied side by side."""
+
+_BATCHES = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation AND batch"
+
+
+class ServerResource(ABC, Generic[C]):
+    """See `delivered.contract.sink.Resource`. Also what `delivered transactions` shows and does.
+
+    What a participant is, its handle says: a pipeline may change its mechanism between two starts.
+    """
+
+    def __init__(self, server: Server[C], dialect: Dialect, names: Names) -> None:
+        self._server = server
+        self._sql = dialect
+        self._names = names
+        self._scope = names.scope
+        self._pool: queue.LifoQueue[C | None] = queue.LifoQueue()
+        for _ in range(CONNECTIONS_MAX):
+            self._pool.put(None)
+
+    @abstractmethod
+    def _list(self, connection: C) -> list[OpenTransaction]:
+        """Every prepared transaction of this sink, oldest first. Raises the client's error."""
+
+    @abstractmethod
+    def _end(self, gid: str, commit: bool) -> Outcome[None]:
+        """Commit or roll back a prepared transaction. May be repeated: an id names one transaction for ever.
+
+        Failed: nothing is prepared under this id, nor ever will be.
+        """
+
+    @property
+    @abstractmethod
+    def _id_prefix(self) -> str:
+        """Start of the ids of this sink's transactions, of any incarnation."""
+
+    @abstractmethod
+    def _is_ours(self, gid: str) -> bool:
+        """Whether an id names a shard of this sink of this pipeline."""
+
+    @abstractmethod
+    def _target(self, connection: C) -> str | None:
+        """What the server knows the table by, in words; None: it cannot tell. Raises the client's error."""
+
+    @abstractmethod
+    def _staged(self, connection: C) -> list[str]:
+        """Every staging table of this sink of this pipeline. Raises the client's error."""
+
+    @abstractmethod
+    def _drop(self, connection: C, table: str) -> None:
+        """Drop a staging table, if it is there. Raises the client's error."""
+
+    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        """Commit what was prepared. What was staged got in with the decision already."""
+        if transactions.KEY not in prepared.handle:
+            return Ok(None)
+        gid = str(prepared.handle[transactions.KEY])
+        outcome = self._end(gid, commit=True)
+        if isinstance(outcome, Failed):
+            try:
+                return Ok(None) if self._marked(work, gid) else outcome
+            except DeliveredError as error:
+                return Unknown(str(error))
+        return outcome
+
+    def applied(self, work: Work) -> bool:
+        """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
+        later batch was decided, which none is before all of this one is visible."""
+        return self._marked(work) or self._moved(work)
+
+    def abort(self, prepared: Prepared) -> Outcome[None]:
+        if transactions.KEY in prepared.handle:
+            match self._end(str(prepared.handle[transactions.KEY]), commit=False):
+                case Failed():
+                    return Ok(None)  # gone already
+                case other:
+                    return other
+        return self._drop_staged(prepared)
+
+    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Roll back prepared transactions, and drop staging tables, that `keep` does not name."""
+        gids = {p.handle.get(transactions.KEY) for p in keep}
+        tables = {p.handle.get(stage.KEY) for p in keep}
+        count = 0
+        try:
+            for transaction in self.open_transactions():
+                if transaction.transactional_id not in gids:
+                    match self._end(transaction.transactional_id, commit=False):
+                        case Ok():
+                            count += 1
+                        case Unknown(reason):
+                            return Unknown(reason)
+                        case Failed():
+                            pass  # gone since it was listed
+            with self._borrowed() as connection:
+                for table in self._staged(connection):
+                    if table not in tables:
+                        self._drop(connection, table)
+                        count += 1
+        except self._server.errors() as error:
+            return Unknown(str(self._server.explained(error)))
+        except DeliveredError as error:
+            return Unknown(str(error))
+        return Ok(count)
+
+    def targets(self) -> dict[str, str]:
+        """See `delivered.contract.powers.KnowsTarget`."""
+        known = self._ask(self._target)
+        return {} if known is None else {self._scope.sink: known}
+
+    def set_up(self) -> None:
+        """The table for markers, where another sink keeps the ledger. See `delivered.contract.powers.SetsUp`."""
+        self._ask(self._server.migrate)
+
+    def forget(self, batch: int) -> None:
+        """Markers of batches before this one, which a decision in this database would have forgotten."""
+        values = {**self._key, "batch": batch}
+        self._ask(lambda c: self._sql.delete(c, "marker", f"{_BATCHES} < :batch", values))
+
+    def open_transactions(self) -> list[OpenTransaction]:
+        """Every prepared transaction of this sink of this pipeline, of any incarnation, oldest first.
+
+        Raises:
+            Unreachable: the server did not answer.
+        """
+        return self._ask(self._list)
+
+    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
+        """Commit or roll back, by hand, a prepared transaction.
+
+        Raises:
+            UsageError: the id belongs to somebody else, or nothing is prepared under it.
+        """
+        if not self._is_ours(transactional_id):
+            raise UsageError(
+                "TRANSACTION_FOREIGN",
+                f"{transactional_id!r} is no transaction of pipeline {self._scope.pipeline!r}, sink "
+                f"{self._scope.sink!r}: its ids start with {self._id_prefix!r}.",
+                next_step="`delivered transactions list` shows them",
+            )
+        if all(t.transactional_id != transactional_id for t in self.open_transactions()):
+            raise UsageError(
+                "TRANSACTION_NOT_OPEN",
+                f"Nothing is prepared under {transactional_id!r}.",
+                next_step="`delivered transactions list` shows those that are open",
+            )
+        return self._end(transactional_id, commit)
+
+    def close(self) -> None:
+        for _ in range(CONNECTIONS_MAX):
+            with contextlib.suppress(queue.Empty):
+                self._server.discard(self._pool.get_nowait())
+        while self._pool.qsize() < CONNECTIONS_MAX:
+            self._pool.put(None)
+
+    @property
+    def _key(self) -> dict[str, Any]:
+        scope = self._scope
+        return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}
+
+    def _drop_staged(self, prepared: Prepared) -> Outcome[None]:
+        """Give back the staging table that a handle names, if it names one."""
+        if stage.KEY in prepared.handle:
+            try:
+                with self._borrowed() as connection:
+                    self._drop(connection, str(prepared.handle[stage.KEY]))
+            except self._server.errors() as error:
+                return Unknown(str(self._server.explained(error)))
+            except DeliveredError as error:
+                return Unknown(str(error))
+        return Ok(None)
+
+    def _marked(self, work: Work, gid: str | None = None) -> bool:
+        """Whether a committed marker names this shard of this batch; with `gid`: written by that transaction."""
+
+        def question(connection: C) -> bool:
+            if self._server.version(connection) == 0:
+                return False
+            later = connection.execute(
+                self._sql(f"SELECT 1 FROM {{decision}} WHERE {_BATCHES} > :batch LIMIT 1"), _values(work)
+            ).fetchone()
+            if later is not None:  # its decision forgot the markers of this one
+                return True
+            found = connection.execute(
+                self._sql(f"SELECT gid FROM {{marker}} WHERE {_BATCHES} = :batch AND shard = :shard"),
+                {**_values(work), "shard": work.shard},
+            ).fetchall()
+            return bool(found) if gid is None else gid in {row[0] for row in found}
+
+        return self._ask(question)
+
+    def _moved(self, work: Work) -> bool:
+        """Whether a decision moved the rows of this shard itself."""
+
+        def question(connection: C) -> bool:
+            if self._server.version(connection) == 0:
+                return False
+            row = connection.execute(
+                self._sql(f"SELECT decision FROM {{decision}} WHERE {_BATCHES} = :batch"), _values(work)
+            ).fetchone()
+            participants = Decision.from_json(row[0]).participants if row else ()
+            return any(p.shard == work.shard and not p.sink and stage.KEY in p.handle for p in participants)
+
+        return self._ask(question)
+
+    def _ask(self, question: Callable[[C], T]) -> T:
+        """A question that changes nothing; asked once more if the connection was an old one that is gone."""
+        for attempt in (1, 2):
+            try:
+                with self._borrowed() as connection:
+                    return question(connection)
+            except self._server.errors() as error:
+                if attempt == 2 or not self._server.is_lost(error):
+                    raise self._server.explained(error) from error
+        raise AssertionError("not reached")
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[C]:
+        """A connection that no other thread has. One that had an error is not used again."""
+        connection = self._pool.get()
+        healthy = False
+        try:
+            if connection is None or not self._server.idle(connection):
+                connection = self._server.connect("resource")
+            yield connection
+            healthy = True
+        finally:
+            if not healthy:
+                self._server.discard(connection)
+            self._pool.put(connection if healthy else None)
+
+
+def _values(work: Work) -> dict[str, Any]:
+    scope = work.scope
+    return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation, "batch": work.batch}

@@ -1,0 +1,137 @@
+"""The ledger in a database server: sessions of others can be ended there, and markers lie beside the decisions."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from delivered.kits.sql import stage
+from delivered.kits.sql.database import C
+from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.ledger import SqlLedger
+from delivered.kits.sql.names import Names
+from delivered.kits.sql.server import Server
+from delivered.model.errors import DeliveredError, Unreachable
+from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Decision, LedgerState, Owner
+
+T = TypeVar("T")
+CLAIM_WAIT_S = 1
+"""How long a claim lets a decision that is under way come to its end by itself."""
+
+
+class ServerLedger(SqlLedger[C]):
+    """See `delivered.contract.sink.Ledger`."""
+
+    def __init__(self, server: Server[C], dialect: Dialect, names: Names, staging: stage.Staging) -> None:
+        super().__init__(server, dialect, names.scope)
+        self._server = server
+        self._staging = staging
+        self._role = f"ledger {names.check}"
+
+    @abstractmethod
+    def _claiming(self, connection: C) -> AbstractContextManager[None]:
+        """One transaction that waits for a lock no longer than `CLAIM_WAIT_S`; committed at its end, or undone."""
+
+    @abstractmethod
+    def _begin_view(self, connection: C) -> None:
+        """Open a transaction that sees one moment, and writes nothing."""
+
+    @abstractmethod
+    def _end_holders(self) -> None:
+        """Have the server end sessions of this very ledger that hold the owner's row and do not go on: a driver that
+        was paused in mid-decision. What they had open is rolled back, so they are fenced. Raises nothing."""
+
+    @property
+    @abstractmethod
+    def _see_holders(self) -> str:
+        """What a person runs to see who holds a lock, and to end them."""
+
+    def claim(self, owner: Owner) -> LedgerState:
+        """Takes the owner's row, which a decision holds from its start to its COMMIT: one that is under way is over
+        when this returns, or was ended by the server, and one that comes later finds another epoch."""
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            try:
+                connection = self._open()
+                self._server.migrate(connection)
+                with self._claiming(connection):
+                    state = self._take(connection, owner)
+            except self._server.errors() as error:
+                self.close()
+                if self._server.is_locked(error):
+                    self._end_holders()
+                elif not self._server.is_lost(error):
+                    raise self._server.explained(error) from error
+                if time.monotonic() > deadline:
+                    raise self._cannot_claim(error) from error
+            else:
+                self._claimed = (owner.id, state.epoch)
+                return state
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        self._server.discard(connection)
+
+    def record(self, connection: C, batch: int, decision: str) -> None:
+        """Also forget markers of batches before it, which are all visible."""
+        super().record(connection, batch, decision)
+        self._sql.delete(
+            connection,
+            "marker",
+            "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation AND batch < :batch",
+            {**self._key, "batch": batch},
+        )
+
+    def _version(self, connection: C) -> int:
+        return self._server.version(connection)
+
+    def _read(self, question: Callable[[C], T], nothing: T) -> T:
+        """Asked once more if the connection was an old one that is gone."""
+        for attempt in (1, 2):
+            try:
+                connection = self._open()
+                self._begin_view(connection)
+                found = question(connection) if self._server.version(connection) else nothing
+                connection.execute("COMMIT")
+                return found
+            except self._server.errors() as error:
+                self.close()
+                if attempt == 2 or not self._server.is_lost(error):
+                    raise self._server.explained(error) from error
+        raise AssertionError("not reached")
+
+    def _add_rows(self, connection: C, decision: Decision) -> None:
+        staged = [p for p in decision.to_move if stage.KEY in p.handle]
+        self._staging.check_keys(connection, staged)
+        for prepared in staged:
+            facts = {"batch": decision.batch, "shard": prepared.shard}
+            reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
+            self._staging.move(connection, prepared)
+            reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
+        self._staging.delete(connection, staged)
+
+    def _forget_incarnations(self, connection: C) -> None:
+        super()._forget_incarnations(connection)
+        self._sql.delete(
+            connection,
+            "marker",
+            "pipeline = :pipeline AND sink = :sink AND incarnation <> :incarnation AND (incarnation, batch) NOT IN "
+            "(SELECT incarnation, batch FROM {decision} WHERE pipeline = :pipeline AND sink = :sink)",
+            self._key,
+        )
+
+    def _cannot_claim(self, error: Exception) -> DeliveredError:
+        if not self._server.is_locked(error):
+            return self._server.explained(error)
+        return Unreachable(
+            "LEDGER_LOCKED",
+            f"Another session holds the ledger's row of sink {self._scope.sink!r} of pipeline "
+            f"{self._scope.pipeline!r} {self._server.where} for more than {CONNECT_TIMEOUT_S:.0f} s, and could not "
+            "be ended.",
+            next_step=self._see_holders,
+        )

@@ -1,0 +1,71 @@
+"""What we say of the user's table, whatever the database."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+
+import pyarrow as pa
+
+from delivered.kits.sql.types import shown
+from delivered.model.errors import UsageError
+from delivered.model.limits import NAME_LENGTH_MAX
+
+
+def sink_name(table: str) -> str:
+    """The table's name, made fit for a sink's name; two tables never share one."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", table)[: NAME_LENGTH_MAX - 9]
+    if plain == table:
+        return plain
+    return f"{plain}-{hashlib.blake2b(table.encode(), digest_size=4).hexdigest()}"
+
+
+_MARK = re.compile(r"delivered ([0-9a-f]{32})")
+
+
+def new_mark() -> str:
+    """A comment that tells a table we make from a later one of its name, for databases that keep no id of it."""
+    return f"delivered {uuid.uuid4().hex}"
+
+
+def marked(text: str | None) -> str | None:
+    """The id in the comment of a table; None: we did not make it."""
+    found = _MARK.search(text or "")
+    return None if found is None else found[1]
+
+
+def missing(table: str, where: str, next_step: str) -> UsageError:
+    return UsageError(
+        "TABLE_MISSING", f"There is no table {table!r} {where}, and ifNotExists is false.", next_step=next_step
+    )
+
+
+def never_written(table: str, where: str, options: str) -> UsageError:
+    return UsageError(
+        "TABLE_UNKNOWN",
+        f"Table {table!r} {where} holds no row that a pipeline wrote.",
+        next_step=f"run the pipeline first, or check {options}",
+    )
+
+
+def column_missing(table: str, where: str, field: str, has: str, next_step: str) -> UsageError:
+    return UsageError(
+        "COLUMN_MISSING",
+        f"Table {table!r} {where} has no column {field!r}; it has {has}.",
+        next_step=f"{next_step}; or drop the column from the rows",
+    )
+
+
+def check_unchanged(table: str, where: str, known: pa.Schema, now: pa.Schema, next_step: str) -> None:
+    """
+    Raises:
+        UsageError: the rows have other columns or types than those that were written before.
+    """
+    if not known.equals(now):
+        raise UsageError(
+            "SCHEMA_CHANGED",
+            f"Table {table!r} {where} was written with the columns {shown(known)}, the rows now have {shown(now)}. "
+            "Fingerprints of the two could not be added up.",
+            next_step=next_step,
+        )

@@ -1,0 +1,44 @@
+"""Connections of tasks, kept open in the reused worker between shards: a new one costs the server a session."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from delivered.kits.sql.database import C
+from delivered.kits.sql.server import Server
+
+IDLE_MAX = 4
+
+_idle: list[tuple[int, Server[Any], Any]] = []
+
+
+def take(server: Server[C]) -> C:
+    """A connection outside of any transaction that answers now; nobody else has it until `give`.
+
+    Raises:
+        DeliveredError: see `Database.connect`.
+    """
+    own = os.getpid()  # a forked process must not use its parent's connections
+    for at, (pid, known, connection) in enumerate(_idle):
+        if pid == own and known == server:
+            del _idle[at]
+            try:
+                connection.execute("SELECT 1")
+                found: C = connection
+                return found
+            except server.errors():  # the server was restarted meanwhile
+                server.discard(connection)
+                break
+    return server.connect("task")
+
+
+def give(server: Server[C], connection: C) -> None:
+    """Keep a connection for the next shard, unless something is open on it."""
+    if not server.idle(connection):
+        server.discard(connection)
+        return
+    _idle.append((os.getpid(), server, connection))
+    while len(_idle) > IDLE_MAX:
+        _, former, oldest = _idle.pop(0)
+        former.discard(oldest)

@@ -1,0 +1,21 @@
+"""The log of a Delta table on a local disk, made durable: the client links its commits into place without any fsync
+(deltalake 1.6.6, traced; decision 010)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from delivered.kits.table.durable import sync
+
+
+def sync_versions(table: Path, first: int, last: int) -> None:
+    """fsync the commits first..last, those that are there, and their folder."""
+    folder = table / "_delta_log"
+    there = [folder / f"{version:020d}.json" for version in range(max(first, 0), last + 1)]
+    sync([*(p for p in there if p.exists()), folder])
+
+
+def sync_checkpoint(table: Path, version: int) -> None:
+    """fsync the checkpoint of one version, the note that points to it, and their folder."""
+    folder = table / "_delta_log"
+    sync([*folder.glob(f"{version:020d}.checkpoint*"), folder / "_last_checkpoint", folder])

@@ -1,0 +1,78 @@
+"""Files below one folder, on a local disk or in an object store. On a local disk what is put is durable."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from delivered.kits.table import durable
+
+
+class Store:
+    """Files at and below a folder, named relative to it.
+
+    Args:
+        fs: Arrow's file system whose root is that folder.
+        local: the folder, if it lies on a local disk.
+    """
+
+    def __init__(self, fs: Any, local: Path | None) -> None:
+        self.fs = fs
+        self._local = local
+
+    def make_folder(self, folder: str) -> None:
+        """A local folder whose name is durable, and those above it. Object stores have none."""
+        if self._local is not None:
+            durable.make_folder(self._local / folder)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Whole or not at all."""
+        if self._local is None:
+            file = self.create(name)
+            file.write(data)
+            file.close()
+            return
+        durable.put(self._local / name, data)
+
+    def create(self, name: str) -> Any:
+        """A new file to write to, in an object store there when it is closed; not durable on a local disk."""
+        return self.fs.open_output_stream(name)
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            with self.fs.open_input_stream(name) as file:
+                return bytes(file.read())
+        except FileNotFoundError:
+            return None
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Name -> size of every file below a folder."""
+        return {f.path.lstrip("/"): f.size for f in self._list(folder, recursive=True) if f.is_file}
+
+    def folders(self, folder: str) -> list[str]:
+        """Names of the folders in a folder, without its own."""
+        if self._local is not None:
+            return sorted(f.base_name for f in self._list(folder, recursive=False) if not f.is_file)
+        start = folder.rstrip("/") + "/"
+        found = {name.removeprefix(start).partition("/") for name in self.files(folder)}
+        return sorted({first for first, slash, _ in found if slash})
+
+    def remove(self, names: Iterable[str]) -> None:
+        """A file that is gone already is no error."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.delete_file(name)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Make local files and their folders durable."""
+        if self._local is not None:
+            paths = [self._local / name for name in names]
+            durable.sync([*paths, *{p.parent for p in paths}])
+
+    def _list(self, folder: str, recursive: bool) -> list[Any]:
+        from pyarrow import fs
+
+        found: list[Any] = self.fs.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=recursive))
+        return found

@@ -1,0 +1,108 @@
+"""A plan or a refusal as text and as JSON. Both walk the same steps that the engine runs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from typing import Any, assert_never
+
+from delivered.model.guarantee import Guarantee
+from delivered.model.step import Step
+from delivered.planner.plan import Plan, Refusal
+
+_LABEL = 18
+_WIDTH = 120
+
+
+def to_text(answer: Plan | Refusal, width: int = _WIDTH) -> str:
+    """For people; ends without a newline."""
+    match answer:
+        case Plan():
+            return "\n".join(_plan_lines(answer, width))
+        case Refusal():
+            return "\n".join(_refusal_lines(answer, width))
+        case _:
+            assert_never(answer)
+
+
+def to_json(answer: Plan | Refusal) -> dict[str, Any]:
+    """JSON values only."""
+    head = {"pipeline": answer.pipeline, "guarantee": answer.guarantee.value}
+    match answer:
+        case Plan():
+            return {
+                **head,
+                "refused": False,
+                "mechanism": answer.mechanism,
+                "steps": [_step(s) for s in answer.steps],
+                "recovery": [_step(s) for s in answer.recovery],
+                "assumptions": list(answer.assumptions),
+                "limits": list(answer.limits),
+                "warnings": list(answer.warnings),
+                **({"order": list(answer.order)} if answer.order else {}),
+                **({"dedup": list(answer.dedup)} if answer.dedup else {}),
+            }
+        case Refusal():
+            return {
+                **head,
+                "refused": True,
+                "code": answer.error.code,
+                "reason": answer.reason,
+                "nearest": answer.nearest.value if answer.nearest else None,
+                "way_out": answer.way_out,
+            }
+        case _:
+            assert_never(answer)
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {"id": step.id.value, "does": step.does, "on_crash": step.on_crash, "decides": step.decides}
+
+
+def _plan_lines(plan: Plan, width: int) -> Iterable[str]:
+    yield f"{plan.pipeline}: {plan.guarantee.value} by {plan.mechanism}"
+    yield ""
+    column = max(len(s.does) for s in plan.steps) + 2
+    for step in plan.steps:
+        mark = _mark(plan) if step.decides else ""
+        if mark and _LABEL + column + len(mark) > width:
+            yield from _wrapped(step.id.value, step.does, width)
+            yield f"{'':{_LABEL}}{mark}"
+        elif mark:
+            yield f"  {step.id.value:{_LABEL - 2}}{step.does:{column}}{mark}"
+        else:
+            yield from _wrapped(step.id.value, step.does, width)
+    yield ""
+    yield from _block("order", plan.order, width)
+    yield from _block("dedup", plan.dedup, width)
+    yield from _wrapped("at a start", ", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery), width)
+    yield from _block("assumes", plan.assumptions, width)
+    yield from _block("limits", plan.limits, width)
+    yield from _block("warning", plan.warnings, width)
+    yield ""
+    yield "  What a crash costs, right after"
+    for name, cost in dict.fromkeys((s.id.value, s.on_crash) for s in plan.steps):
+        yield from _wrapped(name, cost, width)
+
+
+def _mark(plan: Plan) -> str:
+    exactly_once = plan.guarantee is Guarantee.EXACTLY_ONCE
+    return f"<- from here on the batch {'counts' if exactly_once else 'is not sent again'}"
+
+
+def _refusal_lines(refusal: Refusal, width: int) -> Iterable[str]:
+    yield f"{refusal.pipeline}: {refusal.guarantee.value} is refused [{refusal.error.code}]"
+    yield ""
+    yield from _wrapped("why", refusal.reason, width)
+    yield from _wrapped("way out", refusal.way_out, width)
+    yield from _wrapped("nearest", refusal.nearest.value if refusal.nearest else "no guarantee as it stands", width)
+
+
+def _block(label: str, lines: Iterable[str], width: int) -> Iterable[str]:
+    for i, line in enumerate(lines):
+        yield from _wrapped(label if i == 0 else "", line, width)
+
+
+def _wrapped(label: str, text: str, width: int) -> Iterable[str]:
+    for i, line in enumerate(textwrap.wrap(text, max(width - _LABEL, 20), break_long_words=False) or [""]):
+        yield (f"  {label if i == 0 else '':{_LABEL - 2}}{line}").rstrip()

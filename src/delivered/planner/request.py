@@ -1,0 +1,164 @@
+"""What was asked, and the facts gathered about it. Frozen; whoever gathers them asks servers, the planner does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from delivered.contract.finding import Finding
+from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import SinkCapability, SourceCapability, deciding
+from delivered.model.dedup import Dedup
+from delivered.model.guarantee import Guarantee
+
+
+class Trigger(StrEnum):
+    """When Spark starts batches."""
+
+    AVAILABLE_NOW = "available_now"
+    PROCESSING_TIME = "processing_time"
+    CONTINUOUS = "continuous"
+    REAL_TIME = "real_time"
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """
+    Attributes:
+        label: system and what is read of it, for people: "kafka orders".
+        findings: what preflight saw at the live source; empty if nobody looked.
+    """
+
+    label: str
+    capability: SourceCapability
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class SinkFacts:
+    """
+    Attributes:
+        name: tells this sink from others of the pipeline.
+    """
+
+    name: str
+    label: str
+    capability: SinkCapability
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class TransformFacts:
+    """
+    Attributes:
+        kind: "none", "sql", "python" (DataFrame -> DataFrame) or "arrow" (record batch -> record batch).
+        text: the SQL, or the function's name.
+        stateful: it keeps state between batches, as declared or seen.
+        deterministic: the same input gives the same rows; None: nobody said.
+        findings: what holding it against the source's columns showed, and its columns against the sinks.
+    """
+
+    kind: str = "none"
+    text: str = ""
+    stateful: bool = False
+    deterministic: bool | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Execution:
+    """
+    Attributes:
+        async_progress: Spark logs a batch's offsets while or after it runs.
+        cluster: executors run on other machines than the driver.
+        batch_s_max: how long a batch may take, as the user declared it; None: nobody said.
+    """
+
+    trigger: Trigger = Trigger.AVAILABLE_NOW
+    async_progress: bool = False
+    cluster: bool = False
+    batch_s_max: float | None = None
+
+
+@dataclass(frozen=True)
+class OwnerFacts:
+    """The driver that the ledger names as its owner, when it is another one and lives."""
+
+    host: str
+    process: int
+
+
+@dataclass(frozen=True)
+class EarlierFacts:
+    """What another checkpoint of the same pipeline wrote to this sink, up to `batch`."""
+
+    incarnation: str
+    batch: int
+    offsets: str
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """
+    Attributes:
+        incarnation: None: the checkpoint is new.
+        newest: the newest batch whose offsets Spark logged; None: none.
+        ledger_newest: the newest batch that the ledger holds for this incarnation; None: none, or nobody looked.
+        owner: another driver that owns the ledger and lives; None: there is none.
+        takeover: the user wants that driver fenced.
+        earlier: the ledger knows nothing of this checkpoint, and this of another one; None: it does not.
+        accepts_new: the user knows that this checkpoint starts over.
+        transform_changed: first and newest batch that ran with another transform than the one that the pipeline names
+            now; None: the newest one ran with this one, or nobody knows.
+        unwritable: why Spark could not write it; None: it could, or nobody knows.
+        ledger_behind: the ledger lacks batches that it once decided, and the user did not accept that.
+        ledger_missing: it holds batches, the ledger none of them, and the user did not accept that.
+        other_dedup: what the checkpoint began with, for people, if the pipeline names another dedup now; else None.
+    """
+
+    location: str
+    incarnation: str | None = None
+    newest: int | None = None
+    ledger_newest: int | None = None
+    owner: OwnerFacts | None = None
+    takeover: bool = False
+    earlier: EarlierFacts | None = None
+    accepts_new: bool = False
+    other_dedup: str | None = None
+    unwritable: str | None = None
+    ledger_missing: bool = False
+    ledger_behind: bool = False
+    transform_changed: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A pipeline, and what is known about it.
+
+    Attributes:
+        on_bad_row: what becomes of a row that a sink refuses for itself.
+        screening: names of the sinks that tell such rows before they write.
+        letters: name of the sink, the last one, that gets dead letters; None: there is none.
+        dedup: which repeats in the source are dropped; None: none.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    source: SourceFacts
+    sinks: tuple[SinkFacts, ...]
+    checkpoint: CheckpointFacts
+    transform: TransformFacts = TransformFacts()
+    execution: Execution = Execution()
+    on_bad_row: OnBadRow = OnBadRow.FAIL
+    screening: tuple[str, ...] = ()
+    letters: str | None = None
+    dedup: Dedup | None = None
+
+    @property
+    def decider(self) -> SinkFacts:
+        """The sink that keeps the ledger."""
+        return self.sinks[deciding([s.capability for s in self.sinks])]
+
+    @property
+    def several(self) -> bool:
+        return len(self.sinks) > 1

@@ -1,0 +1,384 @@
+"""Reasons to refuse. One function, one reason; the first that applies is the answer, so the order is from the request
+itself to the state of the live systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Commit
+from delivered.model.guarantee import Guarantee
+from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
+from delivered.planner.request import Request, Trigger
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a request cannot be had.
+
+    Attributes:
+        code: as in an error, without the prefix.
+        way_out: what the user can change to get the guarantee asked for.
+        transient: a server is away, which says nothing of what it can do.
+    """
+
+    code: str
+    text: str
+    way_out: str
+    transient: bool = False
+
+
+Rule = Callable[[Request], Reason | None]
+
+
+def some_sink(request: Request) -> Reason | None:
+    if request.sinks:
+        return None
+    return Reason("SINKS_NONE", "The pipeline names no sink.", "name at least one sink")
+
+
+def names_differ(request: Request) -> Reason | None:
+    names = [s.name for s in request.sinks]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is None:
+        return None
+    return Reason(
+        "SINK_NAME_TWICE",
+        f"Two sinks of the pipeline have the name {twice!r}: they would take each other's transactions.",
+        "give each sink a name of its own (name: ...)",
+    )
+
+
+def one_last_resource(request: Request) -> Reason | None:
+    unable = [s for s in request.sinks if s.capability.commit is Commit.ONE_TRANSACTION]
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or len(unable) < 2:
+        return None
+    named = " and ".join(f"{s.name} ({s.capability.system})" for s in unable)
+    return Reason(
+        "SINKS_CANNOT_PREPARE",
+        f"The sinks {named} make a batch count in a transaction of their own and cannot promise it before. One such "
+        "sink can decide for all the others; two of them could end differently, and a batch would be in one alone.",
+        "let all but one of them prepare (mysql, postgres: mechanism two_phase), or give all but one a pipeline and a "
+        "checkpoint of its own",
+    )
+
+
+def drops_what_may_be_lost(request: Request) -> Reason | None:
+    if request.on_bad_row is not OnBadRow.DROP or request.guarantee is Guarantee.AT_MOST_ONCE:
+        return None
+    return Reason(
+        "BAD_ROW_DROP",
+        f"on_bad_row is drop, which loses rows on purpose, and {request.guarantee.value} promises that none is lost.",
+        "send such rows to a dead-letter sink (on_bad_row: dead_letter)",
+    )
+
+
+def micro_batches(request: Request) -> Reason | None:
+    trigger = request.execution.trigger
+    if trigger not in (Trigger.CONTINUOUS, Trigger.REAL_TIME):
+        return None
+    mode = "Continuous processing" if trigger is Trigger.CONTINUOUS else "Real-time mode"
+    return Reason(
+        "TRIGGER_NOT_MICRO_BATCH",
+        f"{mode} logs a batch's offsets after its records left; a batch that runs again may hold other records, so "
+        f"{request.guarantee.value} cannot be kept by batch.",
+        "use the trigger available_now or processing_time",
+    )
+
+
+def offsets_logged_first(request: Request) -> Reason | None:
+    if not request.execution.async_progress or request.guarantee is Guarantee.AT_LEAST_ONCE:
+        return None
+    return Reason(
+        "ASYNC_PROGRESS",
+        "Asynchronous progress tracking logs offsets after the batch; a batch that runs again may read other records, "
+        f"and {request.guarantee.value} cannot hold.",
+        "take asyncProgressTrackingEnabled out",
+    )
+
+
+def source_replays(request: Request) -> Reason | None:
+    source = request.source
+    if source.capability.replayable or request.guarantee is Guarantee.AT_MOST_ONCE:
+        return None
+    why = source.capability.why_not or "it does not give the same records for the same offsets"
+    return Reason(
+        "SOURCE_NOT_REPLAYABLE",
+        f"{request.guarantee.value} needs a source that can be read again after a crash, and {source.label} cannot: "
+        f"{why}.",
+        "write the records to Kafka or to a durable log first, and read them from there",
+    )
+
+
+def source_recognises(request: Request) -> Reason | None:
+    source = request.source
+    if not source.capability.repeats or request.guarantee is Guarantee.AT_LEAST_ONCE:
+        return None
+    return Reason(
+        "SOURCE_REPEATS",
+        f"{request.guarantee.value} needs a source that holds every message once, and {source.label} cannot say so: "
+        f"{source.capability.repeats}.",
+        "let the senders set a message id, and take messageId=none out (or name its header: idHeader); or choose "
+        "at_least_once",
+    )
+
+
+def late_records_known(request: Request) -> Reason | None:
+    dedup = request.dedup
+    if dedup is None or dedup.drops_late or dedup.in_table:
+        return None
+    promise = {
+        Guarantee.AT_MOST_ONCE: "at_most_once counts what it gives up, and nothing counts these",
+        Guarantee.AT_LEAST_ONCE: "at_least_once promises that none is lost",
+        Guarantee.EXACTLY_ONCE: "exactly_once promises that none is lost",
+    }
+    return Reason(
+        "DEDUP_LATE",
+        f"dedup forgets by the time of the records: one that is more than {dedup.within} older ({dedup.time}) than the "
+        "newest record of the batches before it is dropped as late, also if it is the first of its key, and "
+        f"{promise[request.guarantee]}. A partition that lags behind the others, or one record with a time in the "
+        "future, is enough.",
+        "choose `within` longer than the source's partitions drift apart, and say that you know: late: drop "
+        '(delivered.dedup(..., late="drop"))',
+    )
+
+
+def keys_beside_the_ledger(request: Request) -> Reason | None:
+    dedup = request.dedup
+    if dedup is None or not dedup.in_table or request.decider.capability.remembers:
+        return None
+    able = [s.name for s in request.sinks if s.capability.remembers]
+    among = f"; {' and '.join(able)} could, and {'does' if len(able) == 1 else 'do'} not decide" if able else ""
+    return Reason(
+        "DEDUP_MEMORY",
+        f"dedup names memory: table. Keys must change in the transaction that decides a batch, and "
+        f"{request.decider.label}, which decides, keeps no table of keys{among}.",
+        "let a sink decide that is postgres, mysql or sqlite (with mechanism one_transaction it decides wherever it "
+        "stands, else as the first), or let Spark's state remember: memory: state",
+    )
+
+
+def dedup_in_batches(request: Request) -> Reason | None:
+    if request.dedup is None or not request.execution.async_progress:
+        return None
+    return Reason(
+        "ASYNC_PROGRESS",
+        "Asynchronous progress tracking logs offsets after the batch, and dedup keeps state by batch: after a crash "
+        "the two would not fit each other.",
+        "take asyncProgressTrackingEnabled out, or dedup",
+    )
+
+
+def dedup_unchanged(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if facts.other_dedup is None:
+        return None
+    now = f"dedup {request.dedup.says}" if request.dedup is not None else "no dedup"
+    return Reason(
+        "DEDUP_CHANGED",
+        f"The checkpoint {facts.location!r} began with {facts.other_dedup}, and the pipeline names {now}: the state in "
+        "the checkpoint cannot be gone on with. Nothing was changed.",
+        "name the former one again; or start a new checkpoint at the offsets where this one ended, which remembers "
+        "nothing of what came before",
+    )
+
+
+def sink_commits(request: Request) -> Reason | None:
+    sink = next((s for s in request.sinks if s.capability.commit is Commit.NONE), None)
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or sink is None:
+        return None
+    return Reason(
+        "SINK_CANNOT_COMMIT",
+        f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} shows what is "
+        "written at once.",
+        "write to a sink with transactions (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
+    )
+
+
+def sink_sends_once(request: Request) -> Reason | None:
+    sink = next((s for s in request.sinks if not s.capability.keeps_records_apart), None)
+    if request.guarantee is not Guarantee.AT_MOST_ONCE or sink is None:
+        return None
+    return Reason(
+        "SINK_RESENDS",
+        f"at_most_once needs a sink that never sends a record twice by itself, and {sink.label} may.",
+        "write to a sink that can send without retries (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
+    )
+
+
+def local_source(request: Request) -> Reason | None:
+    if not (request.execution.cluster and request.source.capability.local):
+        return None
+    return Reason(
+        "SOURCE_LOCAL",
+        f"The source {request.source.label} rests on files of one machine, and the executors run on others.",
+        "put the source on storage that every machine reaches, or run with a local master",
+    )
+
+
+def local_sink(request: Request) -> Reason | None:
+    sink = next((s for s in request.sinks if s.capability.local), None)
+    if not request.execution.cluster or sink is None:
+        return None
+    return Reason(
+        "SINK_LOCAL",
+        f"The sink {sink.label} rests on files of one machine, and the executors run on others.",
+        "write to a server, or run with a local master",
+    )
+
+
+def promise_outlives_batch(request: Request) -> Reason | None:
+    batch = request.execution.batch_s_max
+    promises = [s for s in request.sinks if s.capability.promise_s_max is not None]
+    if request.guarantee is not Guarantee.EXACTLY_ONCE or batch is None or not promises:
+        return None
+    sink = min(promises, key=lambda s: s.capability.promise_s_max or 0)
+    promise = sink.capability.promise_s_max
+    if promise is None or promise > batch:
+        return None
+    longer = "raise transactionTimeout above it"
+    shorter = "make batches smaller (maxOffsetsPerTrigger) and declare a shorter batch_time_max"
+    return Reason(
+        "TRANSACTION_TIMEOUT_TOO_SHORT",
+        f"A batch may take {seconds(batch)} as declared, and a transaction lives {seconds(promise)}: it could expire "
+        "before the batch is decided, again and again.",
+        f"{longer}, or {shorter}" if batch < BROKER_TRANSACTION_TIMEOUT_S_DEFAULT else shorter,
+    )
+
+
+def owner_gone(request: Request) -> Reason | None:
+    owner = request.checkpoint.owner
+    if owner is None or request.checkpoint.takeover:
+        return None
+    return Reason(
+        "CHECKPOINT_OWNED",
+        f"The pipeline {request.pipeline!r} is run by a driver that lives: process {owner.process} on {owner.host}. A "
+        "second driver would fence it in mid-batch.",
+        "stop that driver, or ask for takeover (--takeover, takeover=True) to fence it",
+    )
+
+
+def ledger_not_ahead(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if facts.ledger_newest is None or (facts.newest is not None and facts.ledger_newest <= facts.newest):
+        return None
+    logged = "no batch" if facts.newest is None else f"batch {facts.newest}"
+    return Reason(
+        "LEDGER_AHEAD",
+        f"The ledger holds batch {facts.ledger_newest} of incarnation {facts.incarnation}, and the newest in the "
+        f"checkpoint is {logged}: an older copy of the checkpoint was put back. Going on would skip or repeat records.",
+        "restore the newest checkpoint; or start a new one at the offsets that `delivered audit` prints as the last "
+        "decided",
+    )
+
+
+def checkpoint_writable(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if facts.unwritable is None:
+        return None
+    return Reason(
+        "CHECKPOINT_UNWRITABLE",
+        f"The checkpoint {facts.location!r} cannot be written: {facts.unwritable}.",
+        "name a folder that the driver's user may write to",
+    )
+
+
+def ledger_there(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if not facts.ledger_missing:
+        return None
+    return Reason(
+        "LEDGER_MISSING",
+        f"The checkpoint {facts.location!r} holds batch {facts.newest} (incarnation {facts.incarnation}), and the "
+        f"ledger of sink {request.decider.name!r} knows no batch of it under the pipeline {request.pipeline!r}. "
+        "Whether the sink holds these batches already cannot be told.",
+        "name pipeline and sink as the checkpoint was written with, or point the sink at that ledger; or, if this is "
+        'the first start with a ledger, accept it once with .option("missingLedger", "accept")',
+    )
+
+
+def ledger_not_behind(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    if not facts.ledger_behind:
+        return None
+    return Reason(
+        "LEDGER_BEHIND",
+        f"The checkpoint {facts.location!r} holds batch {facts.newest}, and the newest that the ledger of sink "
+        f"{request.decider.name!r} knows of it is {facts.ledger_newest}: the batches between them are missing in the "
+        "sink. The sink, or its ledger, was put back to an older copy.",
+        'restore the sink, or accept the gap once with .option("missingLedger", "accept")',
+    )
+
+
+def checkpoint_known(request: Request) -> Reason | None:
+    facts = request.checkpoint
+    earlier = facts.earlier
+    if earlier is None or facts.accepts_new or request.guarantee is Guarantee.AT_LEAST_ONCE:
+        return None
+    return Reason(
+        "CHECKPOINT_NEW",
+        f"The checkpoint {facts.location!r} holds nothing yet, and pipeline {request.pipeline!r} already wrote batch "
+        f"{earlier.batch} to sink {request.decider.name!r} from another checkpoint (incarnation "
+        f"{earlier.incarnation}). Reading the source again from the start would write records twice. The earlier one "
+        f"ended at the offsets {earlier.offsets[:500]}",
+        "restore the earlier checkpoint, or start the source at those offsets and accept the new checkpoint "
+        "(new_checkpoint: accept), or give the pipeline another name",
+    )
+
+
+def preflight_passed(request: Request) -> Reason | None:
+    findings = [*request.source.findings, *(f for s in request.sinks for f in s.findings)]
+    findings += request.transform.findings
+    for finding in sorted(findings, key=lambda f: f.transient):
+        if finding.refuses and finding.only in (None, request.guarantee):
+            way_out = finding.next_step or "mend what the message names"
+            return Reason(finding.code, finding.message, way_out, finding.transient)
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    some_sink,
+    names_differ,
+    drops_what_may_be_lost,
+    micro_batches,
+    offsets_logged_first,
+    source_replays,
+    source_recognises,
+    late_records_known,
+    keys_beside_the_ledger,
+    dedup_in_batches,
+    sink_commits,
+    one_last_resource,
+    sink_sends_once,
+    local_source,
+    local_sink,
+    promise_outlives_batch,
+    owner_gone,
+    dedup_unchanged,
+    checkpoint_writable,
+    ledger_not_ahead,
+    ledger_there,
+    ledger_not_behind,
+    checkpoint_known,
+    preflight_passed,
+)
+
+
+def reasons(request: Request) -> Iterator[Reason]:
+    """Every reason to refuse, in the order of `RULES`. Nothing comes after a pipeline without a sink."""
+    for rule in RULES:
+        found = rule(request)
+        if found is not None:
+            yield found
+            if rule is some_sink:
+                return
+
+
+def seconds(value: float) -> str:
+    """A duration for people: "90 s", "15 min", "72 h"."""
+    if value >= 7_200 and value % 3_600 == 0:
+        return f"{value / 3_600:g} h"
+    if value >= 120 and value % 60 == 0:
+        return f"{value / 60:g} min"
+    return f"{value:g} s"

@@ -1,1 +1,0 @@
-"""Phase 3, on executors: a task's rows become a prepared shard."""
