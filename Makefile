@@ -44,11 +44,12 @@ test: setup ## all tests, with real servers, in two processes: half an hour on t
 	wait $$beside; beside=$$?; cat build/test-beside.log; \
 	test $$others -eq 0 && test $$beside -eq 0
 
-check: setup ## format, lint, types, import rules
+check: setup ## format, lint, types, import rules; sizes into build/size.json
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.size
 
 format: setup ## mend format and what the linter can mend
 	$(BIN)/ruff format .

@@ -1,0 +1,1 @@
+"""What watches over the source tree; no part of the product."""

@@ -1,0 +1,137 @@
+"""How large the house is: lines and files per room, methods of a sink, import cycles, into build/size.json.
+
+    python -m tools.size [--port COMMIT]
+
+Reads nothing but this tree, and git for `--port`. Lines are of `.py` files, as they stand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+import typing
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grimp
+from typing_extensions import get_protocol_members, is_protocol
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "delivered"
+OUT = ROOT / "build" / "size.json"
+CONTRACT = "delivered.contract.sink"
+
+
+def sizes(folder: Path, by: int) -> dict[str, dict[str, int]]:
+    """Lines and files by the first `by` names of a path below the folder; a module counts without its suffix."""
+    lines: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for path in sorted(folder.rglob("*.py")):
+        name = "/".join(path.relative_to(folder).with_suffix("").parts[:by])
+        lines[name] += len(path.read_text(encoding="utf-8").splitlines())
+        files[name] += 1
+    return {name: {"lines": count, "files": files[name]} for name, count in lines.most_common()}
+
+
+def sink_methods() -> dict[str, list[str]]:
+    """Protocol -> its members, for the sink's and for each that one of these methods returns, and so on."""
+    found: dict[str, list[str]] = {}
+    open_ = [importlib.import_module(CONTRACT).Sink]
+    while open_:
+        protocol = open_.pop(0)
+        if protocol.__name__ not in found:
+            found[protocol.__name__] = sorted(get_protocol_members(protocol))
+            open_ += [p for name in found[protocol.__name__] for p in _returned(protocol, name)]
+    return found
+
+
+def _returned(protocol: type, name: str) -> list[type]:
+    """Protocols of ours in what a method returns, at any depth of the annotation."""
+    member = inspect.getattr_static(protocol, name, None)
+    function = member.fget if isinstance(member, property) else member
+    open_: list[Any] = [typing.get_type_hints(function).get("return")] if function is not None else []
+    found = []
+    while open_:
+        kind = open_.pop()
+        open_ += typing.get_args(kind)
+        if isinstance(kind, type) and is_protocol(kind) and kind.__module__.startswith("delivered."):
+            found.append(kind)
+    return found
+
+
+def import_cycles() -> list[list[str]]:
+    """Modules that import each other, directly or by way of others, imports within functions included."""
+    graph = grimp.build_graph("delivered", exclude_type_checking_imports=True)
+    cycles, seen = [], set[str]()
+    for module in sorted(graph.modules):
+        if module in seen:
+            continue
+        circle = graph.find_upstream_modules(module) & graph.find_downstream_modules(module)
+        if circle:
+            cycles.append(sorted(circle | {module}))
+            seen |= circle
+    return cycles
+
+
+def files_touched(commit: str | None) -> int | None:
+    """Files that a commit changed; None: none was named, or it is not in this clone."""
+    if commit is None:
+        return None
+    command = ["git", "show", "--no-renames", "--name-only", "--format=", commit]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return len(said.stdout.split("\n")) - 1 if said.returncode == 0 else None
+
+
+def measure(port: str | None = None) -> dict[str, Any]:
+    rooms = sizes(SOURCE, 1)
+    connectors = {n: v for n, v in sizes(SOURCE / "connectors", 1).items() if n != "__init__"}
+    methods = sink_methods()
+    return {
+        "lines": sum(room["lines"] for room in rooms.values()),
+        "files": sum(room["files"] for room in rooms.values()),
+        "rooms": rooms,
+        "connectors": connectors,
+        "largest_connector": {"name": max(connectors, key=lambda n: connectors[n]["lines"])},
+        "sink_methods": {"count": sum(map(len, methods.values())), "protocols": methods},
+        "connector_port": {"commit": port, "files": files_touched(port)},
+        "import_cycles": import_cycles(),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    largest = found["largest_connector"]["name"]
+    rows = [(name, room["lines"], room["files"]) for name, room in found["rooms"].items()]
+    rows.append(("all", found["lines"], found["files"]))
+    protocols = ", ".join(f"{name} {len(members)}" for name, members in found["sink_methods"]["protocols"].items())
+    port = found["connector_port"]
+    touched = "no commit named" if port["commit"] is None else f"{port['files']} ({port['commit']})"
+    return "\n".join(
+        [
+            f"{'room':<18}{'lines':>8}{'files':>7}",
+            *(f"{name:<18}{lines:>8,}{files:>7}" for name, lines, files in rows),
+            f"largest connector: {largest}, {found['connectors'][largest]['lines']:,} lines",
+            f"methods of a sink: {found['sink_methods']['count']} ({protocols})",
+            f"files touched by the port of a connector: {touched}",
+            f"import cycles: {len(found['import_cycles'])}",
+            *("  " + ", ".join(m.removeprefix("delivered.") for m in cycle) for cycle in found["import_cycles"]),
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", metavar="COMMIT", help="the commit that moved a connector to the present contract")
+    found = measure(parser.parse_args().port or None)
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
