@@ -113,13 +113,13 @@ def engine(pool: Any, url: str, table: str, count: int, mechanism: str) -> Span:
 
     sink, each = CONNECTOR.sink({"url": url, "dbtable": table, "mechanism": mechanism}), count // TASKS
     scope = Scope(uuid.uuid4().hex, sink.name, "i")
-    context = Context(scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.resource(scope))
+    context = Context(scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.committer(scope))
     plan = plan_batch(context, CheckpointView("i", 0, "{}", None), first=True)
     said = pool.starmap(_shard, [(sink, plan, i, i * each, each) for i in range(TASKS)], chunksize=1)
     since = Since()
     commit_batch(context, 0, "{}", [message for message, _ in said])
     context.ledger.close()
-    context.resource.close()
+    context.committer.close()
     return together([span for _, span in said]) + since.span()
 
 

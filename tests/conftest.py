@@ -524,14 +524,14 @@ class Activemq:
         connection.connect(wait=True)
         return connection, frames
 
-    def ask(self, resource: str, operation: str = "", *parameters: Any, attribute: str = "") -> Any:
+    def ask(self, committer: str, operation: str = "", *parameters: Any, attribute: str = "") -> Any:
         """A question to the broker's management."""
         connection, frames = self.connect()
         connection.auto_content_length = False
         replies = f"tests.replies.{next(self._names)}"
         connection.subscribe(replies, "r", headers={"subscription-type": "MULTICAST", "receipt": "r"})
         assert frames.get(timeout=10)[0] == "receipt"
-        headers = {"_AMQ_ResourceName": resource, "reply-to": replies}
+        headers = {"_AMQ_ResourceName": committer, "reply-to": replies}
         headers |= {"_AMQ_Attribute": attribute} if attribute else {"_AMQ_OperationName": operation}
         connection.send("activemq.management", "" if attribute else json.dumps(parameters), headers=headers)
         kind, frame = frames.get(timeout=10)

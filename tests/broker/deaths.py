@@ -109,10 +109,10 @@ class World:
     def left(self) -> list[Any]:
         """What may not outlive a pipeline: prepared transactions and staging tables of its sink."""
         sink = self.server.sink(self.table)
-        resource = sink.resource(Scope(PIPELINE, sink.name, "judge"))
-        found = resource.open_transactions()
-        tables = resource._ask(resource._staged)
-        resource.close()
+        committer = sink.committer(Scope(PIPELINE, sink.name, "judge"))
+        found = committer.open_transactions()
+        tables = committer._ask(committer._staged)
+        committer.close()
         return [*found, *tables]
 
 
@@ -201,7 +201,7 @@ def test_zombie_that_prepares_after_the_sweep_changes_nothing(world: World) -> N
     assert len(world.left()) > 0
     assert world.run() == 0  # nothing new to read: no batch, no recovery
     sink = world.server.sink(world.table)
-    assert isinstance(sink.resource(Scope(PIPELINE, sink.name, "next")).sweep(()), Ok)
+    assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "next")).sweep(()), Ok)
     assert world.left() == []
     assert world.seen() == done
 
@@ -236,7 +236,7 @@ def test_task_killed_and_run_again(server: Server, tmp_path: Path, mechanism: st
     ]
     assert commit_batch(context, 0, offsets(0), messages) is not None
     assert rig.visible() == rig.expected(0)
-    assert context.resource.sweep(()) == Ok(0), "the driver gave back what the dead attempt had promised"
+    assert context.committer.sweep(()) == Ok(0), "the driver gave back what the dead attempt had promised"
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -267,7 +267,7 @@ def test_server_killed_with_shards_prepared(new_server: Callable[..., Server], m
     again = rig.context("second")
     assert rig.plan(again, 1).action is Action.SKIP
     assert rig.visible() == rig.expected(0, 1)
-    assert all(again.resource.applied(Work(rig.scope, 1, s)) for s in range(SHARDS))
+    assert all(again.committer.was_committed(Work(rig.scope, 1, s)) for s in range(SHARDS))
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -277,7 +277,7 @@ def test_connection_lost_under_an_open_shard(new_server: Callable[..., Server], 
     rig = Rig(server.sink(mechanism=mechanism))
     context = rig.context()
     plan = rig.plan(context, 0)
-    writer = rig.sink.shard_writer(Work(rig.scope, 0, 0), Guarantee.EXACTLY_ONCE, SCHEMA)
+    writer = rig.sink.writer(Work(rig.scope, 0, 0), Guarantee.EXACTLY_ONCE, SCHEMA)
     writer.stage(rows(0, 0))
     server.broker.kill()
     began = time.monotonic()

@@ -35,7 +35,7 @@ def strike(after: int, signal: int) -> None:
 
 
 def apply(sink: Any, work: Any, prepared: Any) -> None:
-    tell(sink.resource(work.scope).apply(work, prepared))
+    tell(sink.committer(work.scope).commit(work, prepared))
 
 
 if __name__ == "__main__":

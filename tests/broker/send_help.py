@@ -29,7 +29,7 @@ def rows(count: int, first: int = 0) -> pa.RecordBatch:
 
 
 def writer(made: Any, guarantee: Guarantee = Guarantee.AT_LEAST_ONCE, batch: int = 0) -> Any:
-    return made.shard_writer(Work(Scope("p", "s", "i"), batch, 0), guarantee, SCHEMA)
+    return made.writer(Work(Scope("p", "s", "i"), batch, 0), guarantee, SCHEMA)
 
 
 def killed_and_started_again(

@@ -17,8 +17,8 @@ import pyarrow as pa
 from tests.kafka_tools import read_committed
 
 from delivered.connectors.kafka import CONNECTOR
+from delivered.connectors.kafka.committer import KafkaCommitter
 from delivered.connectors.kafka.ledger import KafkaLedger
-from delivered.connectors.kafka.resource import KafkaResource
 from delivered.connectors.kafka.sink import KafkaSink
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -64,11 +64,11 @@ class Rig:
     def ledger(self) -> KafkaLedger:
         return KafkaLedger(self.sink.options, self.scope)
 
-    def resource(self) -> KafkaResource:
-        return KafkaResource(self.sink.options, self.scope)
+    def committer(self) -> KafkaCommitter:
+        return KafkaCommitter(self.sink.options, self.scope)
 
     def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
-        return Context(self.scope, guarantee, Owner(owner), self.ledger(), self.resource())
+        return Context(self.scope, guarantee, Owner(owner), self.ledger(), self.committer())
 
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
         view = CheckpointView(self.incarnation, batch, f"o{batch}", batch - 1 if batch else None)

@@ -23,7 +23,7 @@ def write(sink: Any, plan: Any, shard: int, batches: Any, schema: Any) -> None:
 
 
 def apply(sink: Any, scope: Any, work: Any, prepared: Any) -> None:
-    tell(sink.resource(scope).apply(work, prepared))
+    tell(sink.committer(scope).commit(work, prepared))
 
 
 def decide_for_ever(sink: Any, scope: Any, owner: Any, decision: Any) -> None:
@@ -50,7 +50,7 @@ def grow(sink: Any, work: Any, guarantee: Any, rows: int, size: int, times: int)
     import pyarrow as pa
 
     batch = pa.record_batch([pa.array([b"x" * size] * rows)], names=["value"])
-    writer = sink.shard_writer(work, guarantee, batch.schema)
+    writer = sink.writer(work, guarantee, batch.schema)
     for i in range(times):
         writer.stage(batch)
         if i == times // 10:

@@ -44,7 +44,8 @@ IMPORTED = (
     "deltalake",
     "tests.crash.dedup_help", "delivered.connectors.sqlite.sink", "delivered.connectors.sqlite.keys", "psycopg",
     "delivered.kits.sql.warm", "delivered.connectors.mysql.wire", "delivered.connectors.mysql.writer",
-    *(f"delivered.connectors.{s}.{m}" for s in ("postgres", "mysql") for m in ("sink", "ledger", "resource", "writer")),
+    *(f"delivered.connectors.postgres.{m}" for m in ("sink", "ledger", "committer", "writer")),
+    *(f"delivered.connectors.mysql.{m}" for m in ("sink", "ledger", "committer", "writer")),
 )  # fmt: skip
 Execute = Callable[[str], list[tuple[Any, ...]]]
 

@@ -23,7 +23,7 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.group import SinkGroup
+from delivered.group import Group
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
@@ -102,8 +102,8 @@ class World:
             connection.close()
 
     @property
-    def opened(self) -> SinkGroup:
-        return SinkGroup.of([(s["name"], find_sink(s["format"], s["options"]), None) for s in self.sinks])
+    def opened(self) -> Group:
+        return Group.of([(s["name"], find_sink(s["format"], s["options"]), None) for s in self.sinks])
 
     @property
     def scope(self) -> Scope:
@@ -120,11 +120,11 @@ class World:
             ledger.close()
 
     def sweep(self) -> object:
-        resource = self.opened.resource(self.scope)
+        committer = self.opened.committer(self.scope)
         try:
-            return resource.sweep(())
+            return committer.sweep(())
         finally:
-            resource.close()
+            committer.close()
 
 
 def points(group: tuple[str, ...]) -> list[str]:
@@ -173,7 +173,7 @@ def test_a_death_at_every_step_leaves_all_or_none_at_every_sink(world: World) ->
     expected = Counter(f"id-{i}" for i in range(RECORDS))
     for name in names:
         assert world.seen(name) == expected, name
-        assert world.decided()[-1].seen_by(name).total.count == RECORDS
+        assert world.decided()[-1].projected(name).total.count == RECORDS
     assert world.sweep() == Ok(0), "a participant outlived its batch"
 
 
@@ -185,7 +185,7 @@ def test_the_weaker_guarantees_keep_their_word_at_every_sink(world: World, guara
     assert world.run() == 0, world.error
     last = world.decided()[-1]
     for name in ("kafka", "postgres"):
-        seen, account = world.seen(name), last.seen_by(name)
+        seen, account = world.seen(name), last.projected(name)
         lost, repeats = RECORDS - len(seen), seen.total() - len(seen)
         assert set(seen) <= {f"id-{i}" for i in range(RECORDS)}
         if guarantee == "at_least_once":
@@ -208,7 +208,7 @@ def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
     sink = world.opened
     scope = Scope("bounded", sink.name, "i")
     context = Context(
-        scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.resource(scope), others=sink.others
+        scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.committer(scope), others=sink.others
     )
     postgres.execute(f"ALTER TABLE {world.table} ADD COLUMN key text, ADD COLUMN value bytea")
     schema = pa.schema([pa.field("key", pa.string()), pa.field("value", pa.binary())])
@@ -223,4 +223,4 @@ def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
     assert [b for (b,) in markers] == [6, 6]
     assert postgres.execute(f"SELECT count(*) FROM {world.table}") == [(14,)]
     context.ledger.close()
-    context.resource.close()
+    context.committer.close()

@@ -244,14 +244,14 @@ def test_an_open_shard_hides_no_decision(rig: Rig, opened: Callable[[], KafkaLed
     rig.topic = kafka.topic(1)
     one = rig.ledger()
     one.claim(FIRST)
-    writer = rig.sink.shard_writer(rig.work(0), EXACT, SCHEMA)
+    writer = rig.sink.writer(rig.work(0), EXACT, SCHEMA)
     writer.stage(rows([b"x"]))
     writer.prepare(Fingerprint())
     started = time.monotonic()
     assert one.decide(decision(rig.scope, 0)) == Ok(None)
     assert one.resume("first").last is not None
     assert time.monotonic() - started < 10
-    assert rig.resource().sweep(()) == Ok(1)
+    assert rig.committer().sweep(()) == Ok(1)
     one.close()
 
 

@@ -47,7 +47,7 @@ def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 
     work = rig.work(batch)
     if guarantee is EXACT:
         rig.ledger().claim(Owner("me"))
-    writer = rig.sink.shard_writer(work, guarantee, batches[0].schema)
+    writer = rig.sink.writer(work, guarantee, batches[0].schema)
     try:
         for one in batches:
             writer.stage(one)
@@ -56,7 +56,7 @@ def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 
         writer.abort()
         raise
     if guarantee is EXACT and handle:
-        assert rig.resource().apply(work, Prepared(0, 0, Fingerprint(), handle)) == Ok(None)
+        assert rig.committer().commit(work, Prepared(0, 0, Fingerprint(), handle)) == Ok(None)
     return handle
 
 
@@ -125,7 +125,7 @@ def test_rows_may_name_topic_and_partition(kafka: Any, either: str) -> None:
         names=["value", "topic", "partition"],
     )
     sink.check_schema(batch.schema)
-    writer = sink.shard_writer(rig.work(0), Guarantee.AT_LEAST_ONCE, batch.schema)
+    writer = sink.writer(rig.work(0), Guarantee.AT_LEAST_ONCE, batch.schema)
     writer.stage(batch)
     writer.prepare(Fingerprint())
     found = {m.value(): (m.topic(), m.partition()) for t in (one, two) for m in read_committed(kafka.bootstrap, t)}
@@ -147,7 +147,7 @@ def test_a_partition_that_does_not_exist_is_a_bad_record(rig: Rig, partition: in
 def test_a_row_without_topic_is_a_bad_record(kafka: Any) -> None:
     sink = CONNECTOR.sink({"kafka.bootstrap.servers": kafka.bootstrap})
     batch = pa.record_batch([pa.array([b"v", b"v"]), pa.array(["t", None])], names=["value", "topic"])
-    writer = sink.shard_writer(Rig(kafka, "x").work(0), Guarantee.AT_LEAST_ONCE, batch.schema)
+    writer = sink.writer(Rig(kafka, "x").work(0), Guarantee.AT_LEAST_ONCE, batch.schema)
     with pytest.raises(BadRecord, match=r"Row 1 .*topic"):
         writer.stage(batch)
 
@@ -272,7 +272,7 @@ def test_at_least_once_a_broker_that_restarts_loses_nothing(new_kafka: Callable[
     kafka = new_kafka()
     rig = Rig(kafka, kafka.topic(2))
     values = [b"%06d" % i for i in range(60_000)]
-    writer = rig.sink.shard_writer(rig.work(0), Guarantee.AT_LEAST_ONCE, SCHEMA)
+    writer = rig.sink.writer(rig.work(0), Guarantee.AT_LEAST_ONCE, SCHEMA)
     writer.stage(rows(values[:30_000]))
     kafka.broker.kill()
     writer.stage(rows(values[30_000:]))

@@ -17,7 +17,7 @@ from tests.kafka_tools import read_committed
 from delivered.connectors.kafka import transactions, warm
 from delivered.connectors.kafka.protocol import Wire
 from delivered.connectors.kafka.transactions import Handle
-from delivered.contract.sink import ShardWriter
+from delivered.contract.sink import Writer
 from delivered.model import step
 from delivered.model.errors import Fenced, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
@@ -41,7 +41,7 @@ def test_batches_are_visible_once_and_only_after_their_decision(rig: Rig) -> Non
     assert rig.visible() == rig.expected([0])
     rig.run(context, 1)
     assert rig.visible() == rig.expected([0, 1])
-    assert context.resource.open_transactions() == []
+    assert context.committer.open_transactions() == []
 
 
 def test_a_task_may_die_after_prepare_and_another_process_applies(rig: Rig) -> None:
@@ -50,7 +50,7 @@ def test_a_task_may_die_after_prepare_and_another_process_applies(rig: Rig) -> N
     with Child("write", rig.sink, plan, 0, [rows(rig.values_of(0, 0))], SCHEMA) as task:
         message = task.say()
         task.kill()
-    assert [t.state for t in context.resource.open_transactions()] == ["Ongoing"]
+    assert [t.state for t in context.committer.open_transactions()] == ["Ongoing"]
     assert rig.visible() == []
     with Child("apply", rig.sink, rig.scope, rig.work(0), prepared(message)) as driver:
         assert driver.say() == Ok(None)
@@ -61,10 +61,10 @@ def test_a_writer_that_is_garbage_or_whose_process_ends_in_order_leaves_its_tran
     context = rig.context()
     message = rig.write(rig.plan(context, 0), [0])[0]
     warm.close_all()
-    assert [t.transactional_id for t in context.resource.open_transactions()] == [
+    assert [t.transactional_id for t in context.committer.open_transactions()] == [
         prepared(message).handle["transactional_id"]
     ]
-    assert context.resource.apply(rig.work(0), prepared(message)) == Ok(None)
+    assert context.committer.commit(rig.work(0), prepared(message)) == Ok(None)
     assert rig.visible() == rig.expected([0], [0])
 
 
@@ -72,8 +72,8 @@ def test_p16_apply_may_be_called_again(rig: Rig) -> None:
     context = rig.context()
     message = rig.write(rig.plan(context, 0), [0])[0]
     for _ in range(3):
-        assert context.resource.apply(rig.work(0), prepared(message)) == Ok(None)
-    assert context.resource.applied(rig.work(0))
+        assert context.committer.commit(rig.work(0), prepared(message)) == Ok(None)
+    assert context.committer.was_committed(rig.work(0))
     assert rig.visible() == rig.expected([0], [0])
 
 
@@ -81,8 +81,8 @@ def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig)
     context = rig.context()
     context.ledger.claim(context.owner)
     first, second = rig.write(rig.bare_plan(0))
-    resource = context.resource
-    assert resource.apply(rig.work(0), prepared(first)) == Ok(None)
+    committer = context.committer
+    assert committer.commit(rig.work(0), prepared(first)) == Ok(None)
     wire = Wire(rig.sink.options.resolved())
     for message in (first, second):
         taken = transactions.initialise(
@@ -91,17 +91,17 @@ def test_apply_after_the_id_was_taken_again_fails_and_the_marker_tells(rig: Rig)
         assert isinstance(taken, Ok)
     wire.close()
     # The first had been applied, the second never was: only the marker knows.
-    assert isinstance(resource.apply(rig.work(0), prepared(first)), Failed)
-    assert isinstance(resource.apply(rig.work(0, 1), prepared(second)), Failed)
-    assert resource.applied(rig.work(0))
-    assert not resource.applied(rig.work(0, 1))
+    assert isinstance(committer.commit(rig.work(0), prepared(first)), Failed)
+    assert isinstance(committer.commit(rig.work(0, 1), prepared(second)), Failed)
+    assert committer.was_committed(rig.work(0))
+    assert not committer.was_committed(rig.work(0, 1))
 
 
 def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_again(rig: Rig) -> None:
     rig.options["transactionTimeout"] = "1"
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    wait_for(lambda: not context.resource.open_transactions())
+    wait_for(lambda: not context.committer.open_transactions())
     with pytest.raises(PromiseBroken, match="PROMISE_EXPIRED"):
         rig.commit(context, 0, messages)
     assert rig.visible() == []
@@ -118,7 +118,7 @@ def test_p5_an_expired_participant_is_found_by_its_missing_marker_and_written_ag
 def test_p5_one_expired_participant_of_two_is_written_again_alone(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert context.resource.abort(prepared(messages[1])) == Ok(None)  # as the broker does when time is up
+    assert context.committer.abort(prepared(messages[1])) == Ok(None)  # as the broker does when time is up
     with pytest.raises(PromiseBroken):
         rig.commit(context, 0, messages)
     again = rig.context()
@@ -136,9 +136,9 @@ def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: C
     rig = Rig(kafka, kafka.topic(2))
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert isinstance(context.resource.sweep([prepared(m) for m in messages]), Ok)
+    assert isinstance(context.committer.sweep([prepared(m) for m in messages]), Ok)
     kafka.broker.kill()
-    assert isinstance(context.resource.apply(rig.work(0), prepared(messages[0])), Unknown)
+    assert isinstance(context.committer.commit(rig.work(0), prepared(messages[0])), Unknown)
     kafka.broker.restart()
     rig.commit(context, 0, messages)
     assert rig.visible() == rig.expected([0])
@@ -146,10 +146,10 @@ def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: C
     assert rig.visible() == rig.expected([0, 1])
 
 
-def begun(rig: Rig, value: bytes) -> ShardWriter:
+def begun(rig: Rig, value: bytes) -> Writer:
     """A writer whose transaction holds rows: until its id is usable they wait in memory."""
     work = rig.work(0)
-    writer = rig.sink.shard_writer(work, EXACT, SCHEMA)
+    writer = rig.sink.writer(work, EXACT, SCHEMA)
     writer.stage(rows([value]))
     wait_for(lambda: warm.is_ready(rig.sink.options, work))
     writer.stage(rows([value + b" too"]))
@@ -167,9 +167,9 @@ def test_p9_every_batch_has_an_epoch_of_its_own_and_a_late_end_hits_nothing(rig:
     assert third.handle["transactional_id"] == first.handle["transactional_id"]
     assert (third.handle["producer_id"], third.handle["epoch"]) != (first.handle["producer_id"], first.handle["epoch"])
     # Late requests of batch 0, both kinds, while the same id holds batch 2.
-    assert isinstance(transactions.end(context.resource._wire, Handle.from_json(first.handle), commit=True), Failed)
-    assert isinstance(transactions.end(context.resource._wire, Handle.from_json(first.handle), commit=False), Failed)
-    assert [t.handle for t in context.resource.open_transactions()] == [Handle.from_json(third.handle)]
+    assert isinstance(transactions.end(context.committer._wire, Handle.from_json(first.handle), commit=True), Failed)
+    assert isinstance(transactions.end(context.committer._wire, Handle.from_json(first.handle), commit=False), Failed)
+    assert [t.handle for t in context.committer.open_transactions()] == [Handle.from_json(third.handle)]
     rig.commit(context, 2, [third_message])
     assert rig.visible() == sorted(rig.expected([0, 2], [0]) + rig.expected([1]))
 
@@ -195,14 +195,14 @@ def test_rows_that_waited_for_the_id_are_in_and_come_first(kafka: Any) -> None:
     work = rig.work(0)
     assert not warm.is_ready(rig.sink.options, work)
     values = [b"%04d" % n for n in range(60)]
-    writer = rig.sink.shard_writer(work, EXACT, SCHEMA)
+    writer = rig.sink.writer(work, EXACT, SCHEMA)
     writer.stage(rows(values[:20]))
-    assert context.resource.open_transactions() == []
+    assert context.committer.open_transactions() == []
     wait_for(lambda: warm.is_ready(rig.sink.options, work))
     writer.stage(rows(values[20:40]))
     writer.stage(rows(values[40:]))
     handle = writer.prepare(Fingerprint())
-    assert context.resource.apply(work, Prepared(0, 0, Fingerprint(), handle)) == Ok(None)
+    assert context.committer.commit(work, Prepared(0, 0, Fingerprint(), handle)) == Ok(None)
     assert [m.value() for m in read_committed(kafka.bootstrap, rig.topic)] == values
 
 
@@ -213,7 +213,7 @@ def test_p10_ids_are_bounded_over_batches_attempts_and_incarnations(rig: Rig) ->
         rig.incarnation = incarnation
         for batch in range(5):
             for attempt in range(3):
-                writer = rig.sink.shard_writer(rig.work(batch, attempt=attempt), EXACT, SCHEMA)
+                writer = rig.sink.writer(rig.work(batch, attempt=attempt), EXACT, SCHEMA)
                 writer.stage(rows([b"x"]))
                 writer.abort()
     wire = Wire(rig.sink.options.resolved())
@@ -233,15 +233,15 @@ def test_p11_hanging_transactions_of_the_dead_are_shown_and_swept(rig: Rig) -> N
     with Child("write", rig.sink, plan, 0, [rows([b"orphan"])], SCHEMA) as task:
         task.say()
         task.kill()
-    shown = context.resource.open_transactions()
+    shown = context.committer.open_transactions()
     assert [(t.shard, t.state, t.timeout_ms) for t in shown] == [(0, "Ongoing", 600_000)]
     age = shown[0].age_s()
     assert age is not None and 0 <= age < 60
     assert any(p.startswith(rig.topic) for p in shown[0].partitions)
     # A new checkpoint, hence another incarnation: the pipeline's own start frees the readers.
     rig.incarnation = "i1"
-    assert rig.resource().sweep(()) == Ok(1)
-    assert context.resource.open_transactions() == []
+    assert rig.committer().sweep(()) == Ok(1)
+    assert context.committer.open_transactions() == []
     assert rig.visible() == []
 
 
@@ -249,36 +249,36 @@ def test_p11_a_person_may_abort_or_apply_what_is_open_and_nothing_else(rig: Rig)
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
     ids = [prepared(m).handle["transactional_id"] for m in messages]
-    assert context.resource.end_by_id(ids[0], commit=True) == Ok(None)
-    assert context.resource.end_by_id(ids[1], commit=False) == Ok(None)
-    wait_for(lambda: not context.resource.open_transactions())
+    assert context.committer.end_by_id(ids[0], commit=True) == Ok(None)
+    assert context.committer.end_by_id(ids[1], commit=False) == Ok(None)
+    wait_for(lambda: not context.committer.open_transactions())
     assert rig.visible() == rig.expected([0], [0])
     with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
-        context.resource.end_by_id(ids[0], commit=True)
+        context.committer.end_by_id(ids[0], commit=True)
     with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
-        context.resource.end_by_id("somebody.else.0.0", commit=False)
+        context.committer.end_by_id("somebody.else.0.0", commit=False)
 
 
 def test_a_zombie_that_was_swept_cannot_write_on(rig: Rig) -> None:
     context = rig.context()
     rig.plan(context, 0)
     zombie = begun(rig, b"zombie")
-    wait_for(context.resource.open_transactions)
-    assert context.resource.sweep(()) == Ok(1)
+    wait_for(context.committer.open_transactions)
+    assert context.committer.sweep(()) == Ok(1)
     with pytest.raises(Fenced):
         zombie.stage(rows([b"zombie again"]))
         zombie.prepare(Fingerprint())
     zombie.abort()
-    assert context.resource.open_transactions() == []
+    assert context.committer.open_transactions() == []
     assert rig.visible() == []
 
 
 def test_sweep_keeps_what_was_decided(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert context.resource.sweep([prepared(messages[0])]) == Ok(1)
-    assert context.resource.apply(rig.work(0), prepared(messages[0])) == Ok(None)
-    assert isinstance(context.resource.apply(rig.work(0, 1), prepared(messages[1])), Failed)
+    assert context.committer.sweep([prepared(messages[0])]) == Ok(1)
+    assert context.committer.commit(rig.work(0), prepared(messages[0])) == Ok(None)
+    assert isinstance(context.committer.commit(rig.work(0, 1), prepared(messages[1])), Failed)
     assert rig.visible() == rig.expected([0], [0])
 
 
@@ -292,26 +292,26 @@ def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any) 
     works = [replace(one.work(0), scope=s) for s in scopes]
     for scope in scopes:
         one.sink.ledger(scope).claim(one.context().owner)
-    writers = [one.sink.shard_writer(w, EXACT, SCHEMA) for w in works]
+    writers = [one.sink.writer(w, EXACT, SCHEMA) for w in works]
     handles = []
     for writer in writers:
         writer.stage(rows([b"x"]))
         handles.append(writer.prepare(Fingerprint()))
     # One of the two pipelines recovers; the other's promise must hold.
-    assert one.sink.resource(scopes[0]).sweep(()) == Ok(1)
-    kept = one.sink.resource(scopes[1])
-    assert kept.apply(works[1], Prepared(0, 0, Fingerprint(), handles[1])) == Ok(None)
+    assert one.sink.committer(scopes[0]).sweep(()) == Ok(1)
+    kept = one.sink.committer(scopes[1])
+    assert kept.commit(works[1], Prepared(0, 0, Fingerprint(), handles[1])) == Ok(None)
 
 
 def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
     context = rig.context()
     rig.plan(context, 0)
-    writers = [rig.sink.shard_writer(rig.work(0, s), EXACT, SCHEMA) for s in (0, 1)]
+    writers = [rig.sink.writer(rig.work(0, s), EXACT, SCHEMA) for s in (0, 1)]
     for s, writer in enumerate(writers):
         writer.stage(rows(rig.values_of(0, s)))
     writers[0].abort()
     handle = writers[1].prepare(Fingerprint())
-    assert context.resource.apply(rig.work(0, 1), Prepared(1, 0, Fingerprint(), handle)) == Ok(None)
+    assert context.committer.commit(rig.work(0, 1), Prepared(1, 0, Fingerprint(), handle)) == Ok(None)
     assert rig.visible() == rig.expected([0], [1])
 
 
@@ -356,10 +356,10 @@ def test_p24_epochs_run_out_and_the_pipeline_goes_on(new_kafka: Callable[..., An
 def test_p24_a_shard_without_rows_opens_no_transaction(rig: Rig) -> None:
     context = rig.context()
     rig.plan(context, 0)
-    writer = rig.sink.shard_writer(rig.work(0), EXACT, SCHEMA)
+    writer = rig.sink.writer(rig.work(0), EXACT, SCHEMA)
     writer.stage(rows([]))
     assert writer.prepare(Fingerprint()) == {}
-    assert context.resource.open_transactions() == []
+    assert context.committer.open_transactions() == []
 
 
 def test_p27_the_window_between_the_first_and_the_last_shard_is_short(rig: Rig, record_property: Any) -> None:
@@ -393,7 +393,7 @@ def test_recovery_of_a_decided_batch_whose_driver_died(rig: Rig) -> None:
         step.install(None)
     assert rig.visible() == []
     context.ledger.close()
-    context.resource.close()
+    context.committer.close()
     later = rig.context("second")
     plan = rig.plan(later, 0)
     assert (plan.action, plan.rewrite) == (Action.SKIP, {})

@@ -221,7 +221,7 @@ def test_a_row_that_would_be_changed_or_left_out_is_refused(
                 )
             assert caught.value.next_step
             assert mysql.execute(f"SELECT count(*) FROM {table}") == [(0,)]
-            rig.context("next").resource.sweep(())
+            rig.context("next").committer.sweep(())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_values_that_no_column_can_hold(mysql: Mysql, column: pa.Array) -> None:
     sink, batch = mysql.sink(mysql.table(None), ifNotExists="true"), pa.record_batch({"x": column})
     with pytest.raises(BadRecord, match="VALUE_UNKNOWN"):
         write(sink, [batch])
-    reasons = sink.refused(batch)
+    reasons = sink.invalid_rows(batch)
     assert reasons is not None
     assert "column 'x'" in reasons.drop_null()[0].as_py()
 
@@ -355,11 +355,11 @@ def test_lock_wait_and_deadlock_are_told(mysql: Mysql) -> None:
         write(sink, [batch], EXACT)
     assert 1 < time.monotonic() - began < 15
     assert "lockTimeout" in str(caught.value.next_step)
-    sink.resource(Scope("p", sink.name, "i")).sweep(())
+    sink.committer(Scope("p", sink.name, "i")).sweep(())
     # Two that want each other's keys.
     halves = [batch.slice(0, 50), batch.slice(50, 50)]
     scope = Scope("deadlock", sink.name, "i")
-    writers = [sink.shard_writer(Work(scope, 0, i), EXACT, batch.schema) for i in (0, 1)]
+    writers = [sink.writer(Work(scope, 0, i), EXACT, batch.schema) for i in (0, 1)]
     errors: list[DeliveredError] = []
 
     def end(i: int) -> None:
@@ -381,7 +381,7 @@ def test_lock_wait_and_deadlock_are_told(mysql: Mysql) -> None:
     assert errors
     assert {e.code for e in errors} <= {"DELIVERED_DEADLOCK", "DELIVERED_LOCK_TIMEOUT"}
     assert all(e.next_step for e in errors)
-    sink.resource(scope).sweep(())
+    sink.committer(scope).sweep(())
     assert mysql.execute(f"SELECT count(*) FROM {table}") == [(0,)]
 
 

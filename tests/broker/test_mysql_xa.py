@@ -68,13 +68,13 @@ def hanging(rig: Rig, batch: int = 0, shard: int = 0) -> tuple[Hanging, Prepared
 def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) -> None:
     """F7: its session lives, nobody else can end its transaction: the server is told to end the session."""
     writer, prepared = hanging(rig)
-    resource = rig.context().resource
+    committer = rig.context().committer
     began = time.monotonic()
     if commit:
-        assert resource.apply(Work(rig.scope, 0, 0), prepared) == Ok(None)
-        assert resource.apply(Work(rig.scope, 0, 0), prepared) == Ok(None), "P16: again, and it is done"
+        assert committer.commit(Work(rig.scope, 0, 0), prepared) == Ok(None)
+        assert committer.commit(Work(rig.scope, 0, 0), prepared) == Ok(None), "P16: again, and it is done"
     else:
-        assert resource.sweep(()) == Ok(1)
+        assert committer.sweep(()) == Ok(1)
     assert time.monotonic() - began < 8
     assert rig.visible().count == 50 * commit
     with pytest.raises(Exception, match=r"2013|2006|1927|4031"):
@@ -89,16 +89,16 @@ def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
     monkeypatch.setattr(transactions, "KILLED_S", 0.1)
     monkeypatch.setattr("delivered.connectors.mysql.sessions.end", lambda session, nonce: None)
     writer, prepared = hanging(rig)
-    resource, work = rig.context().resource, Work(rig.scope, 0, 0)
-    outcome = resource.apply(work, prepared)
+    committer, work = rig.context().committer, Work(rig.scope, 0, 0)
+    outcome = committer.commit(work, prepared)
     assert isinstance(outcome, Unknown)
     assert "1397" in outcome.reason
-    assert isinstance(resource.abort(prepared), Unknown)
-    assert isinstance(resource.sweep(()), Unknown)
-    assert not resource.applied(work)
+    assert isinstance(committer.abort(prepared), Unknown)
+    assert isinstance(committer.sweep(()), Unknown)
+    assert not committer.was_committed(work)
     writer.session.close()
-    assert resource.apply(work, prepared) == Ok(None)
-    assert resource.applied(work)
+    assert committer.commit(work, prepared) == Ok(None)
+    assert committer.was_committed(work)
     assert rig.visible().count == 50
 
 
@@ -109,10 +109,10 @@ def test_1397_of_one_that_was_rolled_back_is_lost_and_of_one_that_is_in_is_done(
     for p, verb in zip(prepared, ("ROLLBACK", "COMMIT"), strict=True):
         mysql.execute(f"XA {verb} {transactions.xid(p.handle['gid'])}")
     lost, done = prepared
-    assert isinstance(context.resource.apply(Work(rig.scope, 0, lost.shard), lost), Failed)
-    assert context.resource.apply(Work(rig.scope, 0, done.shard), done) == Ok(None)
-    assert not context.resource.applied(Work(rig.scope, 0, lost.shard))
-    assert context.resource.applied(Work(rig.scope, 0, done.shard))
+    assert isinstance(context.committer.commit(Work(rig.scope, 0, lost.shard), lost), Failed)
+    assert context.committer.commit(Work(rig.scope, 0, done.shard), done) == Ok(None)
+    assert not context.committer.was_committed(Work(rig.scope, 0, lost.shard))
+    assert context.committer.was_committed(Work(rig.scope, 0, done.shard))
 
 
 def test_p5_rolled_back_by_hand_is_written_again_alone(mysql: Mysql, rig: Rig) -> None:
@@ -154,20 +154,20 @@ def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
                 cursor.execute(statement)
         client.close()
     rig.write(rig.plan(rig.context("dead"), 0))
-    resource = rig.context("next").resource
-    listed = resource.open_transactions()
+    committer = rig.context("next").committer
+    listed = committer.open_transactions()
     assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]
     assert all(0 <= t.age_s() < 60 for t in listed)
     monkeypatch.setattr("delivered.connectors.mysql.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
     assert ("PREPARED_TRANSACTION_OLD", False) in [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)]
     before = len(prepared_ids(mysql))
-    assert resource.sweep(()) == Ok(2)
+    assert committer.sweep(()) == Ok(2)
     assert len(prepared_ids(mysql)) == before - 2
     foreign = "delivered.0123456789abcdef.5.0:0123456789a.0123456789abcdef.p.s"
     with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
-        resource.end_by_id(foreign, commit=False)
+        committer.end_by_id(foreign, commit=False)
     with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
-        resource.end_by_id(listed[0].transactional_id, commit=False)
+        committer.end_by_id(listed[0].transactional_id, commit=False)
     for xid in others:
         mysql.execute(f"XA ROLLBACK {xid}")  # each is there still
     assert rig.visible() == Fingerprint()
@@ -206,7 +206,7 @@ def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql, rig: Rig
     assert rig.visible() == rig.expected(0, 1, 2)
     marked = "SELECT DISTINCT batch FROM delivered.marker WHERE pipeline = %s"
     assert mysql.execute(marked, rig.pipeline) == [(2,)]
-    assert context.resource.abort(zombie) == Ok(None)
+    assert context.committer.abort(zombie) == Ok(None)
     assert commit_batch(other.context(), 0, offsets(0), left_open) is not None
 
 
@@ -217,10 +217,10 @@ def test_a_task_that_hangs_with_its_staging_table_open_holds_up_no_start(mysql: 
     rig = Rig(mysql.sink(table, lockTimeout="3", **options))
     rig.plan(rig.context(), 0)
     full = rows(0, 0).filter(rows(0, 0).column("key").is_valid())
-    paused = rig.sink.shard_writer(Work(rig.scope, 0, 0), EXACT, SCHEMA)
+    paused = rig.sink.writer(Work(rig.scope, 0, 0), EXACT, SCHEMA)
     paused.stage(full)
     began = time.monotonic()
-    assert rig.context("later").resource.sweep(()) == Ok(1)
+    assert rig.context("later").committer.sweep(()) == Ok(1)
     assert time.monotonic() - began < 3
     with pytest.raises(Exception, match="MYSQL_UNREACHABLE"):
         paused.prepare(Fingerprint(full.num_rows))

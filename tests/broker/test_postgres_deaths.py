@@ -40,7 +40,7 @@ def test_a_server_killed_under_an_upsert_starts_again_at_once(
     sink = server.sink(table, mechanism="two_phase", mode="upsert", keyColumns="key")
     rows = pa.record_batch({"key": [b"a", b"b"], "value": [b"1", b"2"]})
     scope = Scope("p", sink.name, "i")
-    writers = [sink.shard_writer(Work(scope, 0, shard), guarantee, rows.schema) for shard in range(8)]
+    writers = [sink.writer(Work(scope, 0, shard), guarantee, rows.schema) for shard in range(8)]
     for writer in writers:
         writer.stage(rows)
     server.execute(f"INSERT INTO {server.table()} VALUES ('x', 'y')")  # what was logged before is on disk now

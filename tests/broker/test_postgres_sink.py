@@ -69,7 +69,7 @@ ROW = st.fixed_dictionaries({name: st.none() | values for name, values in VALUES
 
 def write(sink: Any, batches: list[pa.RecordBatch], guarantee: Guarantee = Guarantee.AT_LEAST_ONCE) -> dict[str, Any]:
     """One shard, outside of any pipeline."""
-    writer = sink.shard_writer(Work(Scope("p", sink.name, "i"), 0, 0), guarantee, batches[0].schema)
+    writer = sink.writer(Work(Scope("p", sink.name, "i"), 0, 0), guarantee, batches[0].schema)
     try:
         for batch in batches:
             writer.stage(batch)
@@ -239,7 +239,7 @@ def test_prepared_transactions_off_is_told_before_the_first_row(new_postgres: Ca
     rig = Rig(postgres.sink(table, mechanism="two_phase"))
     assert "PREPARED_TRANSACTIONS_OFF" in [f.code for f in rig.sink.preflight(EXACT) if f.refuses]
     assert not rig.sink.preflight(Guarantee.AT_LEAST_ONCE)
-    writer = rig.sink.shard_writer(Work(rig.scope, 0, 0), EXACT, SCHEMA)
+    writer = rig.sink.writer(Work(rig.scope, 0, 0), EXACT, SCHEMA)
     with pytest.raises(Refused, match="PREPARED_TRANSACTIONS_OFF") as caught:
         writer.stage(rows(0, 0))
     assert "one_transaction" in str(caught.value.next_step)
@@ -263,7 +263,7 @@ def test_prepared_transactions_exhausted(new_postgres: Callable[..., Postgres]) 
     assert "max_prepared_transactions" in str(caught.value.next_step)
     assert [f.code for f in rig.sink.preflight(EXACT) if f.refuses] == ["PREPARED_TRANSACTIONS_FULL"]
     assert rig.visible() == Fingerprint()
-    assert context.resource.sweep(()) == Ok(1)
+    assert context.committer.sweep(()) == Ok(1)
 
 
 def test_replica_and_read_only_are_refused(new_postgres: Callable[..., Postgres]) -> None:
@@ -306,7 +306,7 @@ def test_deadlock_and_lock_wait_are_told(postgres: Postgres) -> None:
     keys = [pa.record_batch({"x": pa.array(range(a, a + half), pa.int64())}) for a in (0, half)]
     sink = postgres.sink(postgres.table("x bigint UNIQUE"), mechanism="two_phase", lockTimeout="2")
     scope = Scope("deadlock", sink.name, "i")
-    writers = [sink.shard_writer(Work(scope, 0, i), EXACT, keys[0].schema) for i in (0, 1)]
+    writers = [sink.writer(Work(scope, 0, i), EXACT, keys[0].schema) for i in (0, 1)]
     errors: list[DeliveredError] = []
 
     def end(i: int) -> None:
@@ -336,14 +336,14 @@ def test_deadlock_and_lock_wait_are_told(postgres: Postgres) -> None:
     assert errors[0].code != "DELIVERED_ROW_REFUSED"
     assert all(e.next_step for e in errors)
     # A prepared shard holds its keys: another one that wants them waits no longer than lockTimeout.
-    resource = sink.resource(scope)
-    resource.sweep(())
+    committer = sink.committer(scope)
+    committer.sweep(())
     write(sink, [keys[0]], EXACT)
     began = time.monotonic()
     with pytest.raises(DeliveredError, match="LOCK_TIMEOUT"):
         write(sink, [keys[0]], EXACT)
     assert 1 < time.monotonic() - began < 15
-    other = sink.resource(Scope("p", sink.name, "i"))
+    other = sink.committer(Scope("p", sink.name, "i"))
     assert other.sweep(()) == Ok(1)
     assert postgres.execute(f"SELECT count(*) FROM {sink.options.table}") == [(0,)]
 
@@ -453,18 +453,18 @@ def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
     assert not rig.sink.preflight(EXACT)
     monkeypatch.setattr("delivered.connectors.postgres.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
     assert [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)] == [("PREPARED_TRANSACTION_OLD", False)]
-    resource = rig.context("next").resource
-    listed = resource.open_transactions()
+    committer = rig.context("next").committer
+    listed = committer.open_transactions()
     assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]
     assert all(0 <= t.age_s() < 60 for t in listed)
     assert all(len(t.transactional_id.encode()) < 200 for t in listed)
-    assert resource.sweep(()) == Ok(2)
+    assert committer.sweep(()) == Ok(2)
     left = [gid for (gid,) in postgres.execute("SELECT gid FROM pg_prepared_xacts")]
     assert sorted(g for g in left if g in others or g.startswith(rig.scope.prefix)) == sorted(others)
     with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
-        resource.end_by_id(others[1], commit=False)
+        committer.end_by_id(others[1], commit=False)
     with pytest.raises(UsageError, match="TRANSACTION_NOT_OPEN"):
-        resource.end_by_id(listed[0].transactional_id, commit=False)
+        committer.end_by_id(listed[0].transactional_id, commit=False)
     for gid in others:
         postgres.execute(f"ROLLBACK PREPARED '{gid}'")
     assert rig.visible() == Fingerprint()

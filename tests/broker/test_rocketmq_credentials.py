@@ -92,7 +92,7 @@ def test_good_credentials_work_and_others_are_refused(tmp_path: Path, monkeypatc
             assert codes(RocketmqQueue(parse({**received, **who})).preflight()) == ["ROCKETMQ_CREDENTIALS"]
         sink = find_sink("rocketmq", {**transactions, **good})
         prepared = Prepared(0, 0, Fingerprint(2), written(sink, Guarantee.EXACTLY_ONCE))
-        assert sink.resource(WORK.scope).apply(WORK, prepared) == Ok(None)
+        assert sink.committer(WORK.scope).commit(WORK, prepared) == Ok(None)
         source = sink.read_back()
         driver = source.driver()
         rows = [r for piece in driver.slices(*driver.batch()) for b in source.read(piece) for r in b.to_pylist()]
@@ -108,7 +108,7 @@ def test_good_credentials_work_and_others_are_refused(tmp_path: Path, monkeypatc
 
 
 def written(sink: Any, guarantee: Guarantee) -> dict[str, Any]:
-    writer = sink.shard_writer(WORK, guarantee, SCHEMA)
+    writer = sink.writer(WORK, guarantee, SCHEMA)
     try:
         writer.stage(ROWS)
         handle: dict[str, Any] = writer.prepare(Fingerprint(2))

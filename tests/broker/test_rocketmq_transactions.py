@@ -27,7 +27,7 @@ from tests.crash.child import start_child
 from tests.crash.embedded_pipeline import PIPELINE
 
 from delivered.connectors.log import append
-from delivered.connectors.rocketmq import ended, resource
+from delivered.connectors.rocketmq import committer, ended
 from delivered.connectors.rocketmq.halves import COMMIT, Ending, Handle
 from delivered.connectors.rocketmq.remoting import BUSY, END, IN_FLIGHT_MAX, Answer, Cluster
 from delivered.connectors.rocketmq.topic import halves_open
@@ -54,14 +54,14 @@ class Rig:
         self.topic = rocketmq.topic("TRANSACTION")
         self.sink: Any = find_sink("rocketmq", rocketmq.transactions(self.topic, folder))
         self.scope = Scope(f"p{next(_names)}", "s", "i")
-        self.resource = self.sink.resource(self.scope)
+        self.committer = self.sink.committer(self.scope)
 
     def work(self, batch: int = 0, shard: int = 0) -> Work:
         return Work(self.scope, batch, shard)
 
     def prepared(self, rows: int = ROWS, batch: int = 0, shard: int = 0) -> Prepared:
         """A shard, sent as a task does."""
-        writer = self.sink.shard_writer(self.work(batch, shard), EXACT, SCHEMA)
+        writer = self.sink.writer(self.work(batch, shard), EXACT, SCHEMA)
         writer.stage(pa.record_batch([[b"%d/%d/%d" % (batch, shard, n) for n in range(rows)]], schema=SCHEMA))
         return Prepared(shard, 0, Fingerprint(rows), writer.prepare(Fingerprint(rows)))
 
@@ -114,10 +114,10 @@ def test_a_driver_killed_between_two_ends_is_finished_by_the_next(rig: Rig, post
     while rig.shown().total() < posted - IN_FLIGHT_MAX:  # what had its answer is there
         assert time.monotonic() < deadline
     assert rig.shown().total() <= posted
-    assert rig.resource.apply(rig.work(), prepared) == Ok(None)
+    assert rig.committer.commit(rig.work(), prepared) == Ok(None)
     assert rig.shown() == rig.once()
-    assert rig.resource.apply(rig.work(), prepared) == Ok(None)
-    assert rig.resource.applied(rig.work())
+    assert rig.committer.commit(rig.work(), prepared) == Ok(None)
+    assert rig.committer.was_committed(rig.work())
     assert rig.shown() == rig.once()
 
 
@@ -128,13 +128,13 @@ def test_a_driver_paused_between_two_ends_is_not_overtaken(rig: Rig, monkeypatch
     paused = rig.child(prepared, 700, signal.SIGSTOP)
     _, status = os.waitpid(paused.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
-    answer = rig.resource.apply(rig.work(), prepared)
+    answer = rig.committer.commit(rig.work(), prepared)
     assert isinstance(answer, Unknown)
     assert f"process {paused.pid} on" in answer.reason
     assert rig.shown().total() <= 700
     paused.send_signal(signal.SIGCONT)
     assert said(paused) == Ok(None)
-    assert rig.resource.apply(rig.work(), prepared) == Ok(None)
+    assert rig.committer.commit(rig.work(), prepared) == Ok(None)
     assert rig.shown() == rig.once()
 
 
@@ -142,7 +142,7 @@ def test_a_driver_paused_between_two_ends_is_not_overtaken(rig: Rig, monkeypatch
 def test_an_end_without_an_answer_is_looked_up(rig: Rig) -> None:
     """F2: the connection is lost under ends that are on their way; the broker did some of them."""
     prepared = rig.prepared()
-    cluster = rig.resource._cluster
+    cluster = rig.committer._cluster
     peer, posted = cluster.broker("delivered"), []
     send = peer.post
 
@@ -153,9 +153,9 @@ def test_an_end_without_an_answer_is_looked_up(rig: Rig) -> None:
             peer.close()
 
     peer.post = post
-    assert isinstance(rig.resource.apply(rig.work(), prepared), Unknown)
+    assert isinstance(rig.committer.commit(rig.work(), prepared), Unknown)
     assert 0 < rig.shown().total() < ROWS
-    assert rig.resource.apply(rig.work(), prepared) == Ok(None)
+    assert rig.committer.commit(rig.work(), prepared) == Ok(None)
     assert rig.shown() == rig.once()
 
 
@@ -165,20 +165,20 @@ def test_ends_that_are_still_under_way_are_waited_for(rig: Rig) -> None:
     rows = 4_000
     prepared = rig.prepared(rows)
     handle = Handle.from_json(prepared.handle)
-    rig.resource._ended.begin(rig.work(), handle.name)
+    rig.committer._ended.begin(rig.work(), handle.name)
     cluster = Cluster(rig.sink.options)
     peer, ending = cluster.broker("delivered"), Ending(cluster, "delivered", handle.name)
     for half in handle.halves["delivered"]:
         peer.post(END, *ending._request(COMMIT, half), lambda _: None)
     peer.close()
-    assert rig.resource.apply(rig.work(), prepared) == Ok(None)
-    time.sleep(resource.SETTLE_S)
+    assert rig.committer.commit(rig.work(), prepared) == Ok(None)
+    time.sleep(committer.SETTLE_S)
     assert rig.shown() == rig.once(rows)
 
 
 def test_ends_that_the_broker_was_too_busy_for_are_told_again(rig: Rig) -> None:
     prepared = rig.prepared(20)
-    peer, left = rig.resource._cluster.broker("delivered"), [5]
+    peer, left = rig.committer._cluster.broker("delivered"), [5]
     send = peer.post
 
     def post(code: int, fields: Any, body: bytes, done: Any) -> None:
@@ -190,22 +190,22 @@ def test_ends_that_the_broker_was_too_busy_for_are_told_again(rig: Rig) -> None:
             send(code, fields, body, done)
 
     peer.post = post
-    assert rig.resource.apply(rig.work(), prepared) == Ok(None)
+    assert rig.committer.commit(rig.work(), prepared) == Ok(None)
     assert left == [0]
     assert rig.shown() == rig.once(20)
 
 
 def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker shows a message as often as it is told to. That is why it is told once."""
-    monkeypatch.setattr(resource, "SETTLE_S", 0.5)
+    monkeypatch.setattr(committer, "SETTLE_S", 0.5)
     prepared = rig.prepared(5)
     handle = Handle.from_json(prepared.handle)
     for _ in range(2):
         Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.halves["delivered"], COMMIT)
     assert set(rig.shown().values()) == {2}
-    assert rig.resource._ended.begin(rig.work(), handle.name) is ended.State.NEW
+    assert rig.committer._ended.begin(rig.work(), handle.name) is ended.State.NEW
     with pytest.raises(InvariantBroken, match="SHOWN_TWICE"):
-        rig.resource.apply(rig.work(), prepared)
+        rig.committer.commit(rig.work(), prepared)
 
 
 def test_a_file_that_knows_less_than_the_checkpoint_means_a_look(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,17 +213,17 @@ def test_a_file_that_knows_less_than_the_checkpoint_means_a_look(rig: Rig, monke
     prepared = rig.prepared(50, batch=3)
     handle = Handle.from_json(prepared.handle)
     Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.halves["delivered"][:20], COMMIT)
-    monkeypatch.setattr(resource, "SETTLE_S", 0.5)
-    assert rig.resource.apply(rig.work(3), prepared) == Ok(None)
+    monkeypatch.setattr(committer, "SETTLE_S", 0.5)
+    assert rig.committer.commit(rig.work(3), prepared) == Ok(None)
     assert rig.shown() == rig.once(50, batch=3)
 
 
 def test_what_was_given_back_is_void(rig: Rig) -> None:
     keep, drop = rig.prepared(30), rig.prepared(30, shard=1)
-    assert rig.resource.sweep([keep]) == Ok(1)
-    assert isinstance(rig.resource.apply(rig.work(shard=1), drop), Failed)
-    assert rig.resource.apply(rig.work(), keep) == Ok(None)
-    assert rig.resource.sweep(()) == Ok(0)
+    assert rig.committer.sweep([keep]) == Ok(1)
+    assert isinstance(rig.committer.commit(rig.work(shard=1), drop), Failed)
+    assert rig.committer.commit(rig.work(), keep) == Ok(None)
+    assert rig.committer.sweep(()) == Ok(0)
     assert rig.shown() == rig.once(30)
 
 
@@ -318,15 +318,15 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
     rig = Rig(rocketmq, tmp_path)
     rows = IN_FLIGHT_MAX + 100
     first, second, third = (rig.prepared(rows, batch=n) for n in range(3))
-    assert rig.resource.apply(rig.work(0), first) == Ok(None)
+    assert rig.committer.commit(rig.work(0), first) == Ok(None)
     rocketmq.broker.kill()
     rocketmq.broker.restart()
     name = Handle.from_json(first.handle).name
 
     def asked() -> int:
         """Copies that a broker makes of what it asks about, over and over."""
-        rig.resource._cluster.close()
-        copies = halves_open(rig.resource._cluster, "delivered", 0)
+        rig.committer._cluster.close()
+        copies = halves_open(rig.committer._cluster, "delivered", 0)
         return sum(m.properties.get("PGROUP") == name and "TRANSACTION_CHECK_TIMES" in m.properties for m in copies)
 
     deadline = time.monotonic() + 30
@@ -336,10 +336,10 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
     time.sleep(6)  # three questions, a second between them
     assert rig.shown() == rig.once(rows)
     # Of these the broker has asked for the last time.
-    assert rig.resource.apply(rig.work(1), second) == Ok(None)
+    assert rig.committer.commit(rig.work(1), second) == Ok(None)
     assert rig.shown() == rig.once(rows) + rig.once(rows, batch=1)
     # And now under ends that are on their way.
-    post, posted = rig.resource._cluster.broker("delivered").post, []
+    post, posted = rig.committer._cluster.broker("delivered").post, []
 
     def killing(code: int, *rest: Any) -> None:
         post(code, *rest)
@@ -347,11 +347,11 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
         if len(posted) == 300:
             rocketmq.broker.kill()
 
-    rig.resource._cluster.broker("delivered").post = killing
-    assert isinstance(rig.resource.apply(rig.work(2), third), Unknown)
+    rig.committer._cluster.broker("delivered").post = killing
+    assert isinstance(rig.committer.commit(rig.work(2), third), Unknown)
     rocketmq.broker.restart()
     deadline = time.monotonic() + 60
-    monkeypatch.setattr(resource, "SETTLE_S", 1.0)
-    while rig.resource.apply(rig.work(2), third) != Ok(None):
+    monkeypatch.setattr(committer, "SETTLE_S", 1.0)
+    while rig.committer.commit(rig.work(2), third) != Ok(None):
         assert time.monotonic() < deadline
     assert rig.shown() == rig.once(rows) + rig.once(rows, batch=1) + rig.once(rows, batch=2)

@@ -266,4 +266,4 @@ def test_task_killed_after_its_promise_is_run_again(
     assert time.monotonic() - began < 15
     assert commit_batch(context, 0, offsets(0), [message]) is not None
     assert dict(server.execute(f"SELECT id, version FROM {name}")) == {i: 40 + i for i in range(10)}
-    assert context.resource.sweep(()) == Ok(0)
+    assert context.committer.sweep(()) == Ok(0)

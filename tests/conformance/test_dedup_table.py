@@ -53,7 +53,7 @@ class Once:
         owner = Owner(f"o{self.owners}")
         scope = self.scope
         self.first = True
-        self.context = Context(scope, self.guarantee, owner, self.sink.ledger(scope), self.sink.resource(scope))
+        self.context = Context(scope, self.guarantee, owner, self.sink.ledger(scope), self.sink.committer(scope))
         return self.context
 
     def plan(self, batch: int, end: str) -> BatchPlan:
@@ -229,7 +229,7 @@ def test_a_promise_that_is_gone_is_written_again_with_the_same_rows(name: str, r
         prepared[0].fingerprint.__class__(), 1_800_000_000_000,
     )  # fmt: skip
     assert once_.context.ledger.decide(decision) == Ok(None)
-    once_.context.resource.abort(prepared[0])
+    once_.context.committer.abort(prepared[0])
     once_.start()
     again = once_.plan(2, "2")
     assert again.action_for(prepared[0].shard) is Action.WRITE

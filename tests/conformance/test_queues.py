@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.crash.receiver_process import Spool, SpoolReceiver
 
-from delivered.contract.queue import Bunch, Receiver
+from delivered.contract.queue import MessageBatch, Receiver
 from delivered.model.outcome import Ok
 
 COUNT = 30
@@ -108,9 +108,9 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return QUEUES[request.param](request)
 
 
-def take(receiver: Receiver, count: int, at_most: int = 1_000) -> Bunch:
+def take(receiver: Receiver, count: int, at_most: int = 1_000) -> MessageBatch:
     """So many messages, in as many calls as it takes."""
-    all_of_it, deadline = Bunch(), time.monotonic() + 20
+    all_of_it, deadline = MessageBatch(), time.monotonic() + 20
     while len(all_of_it) < count:
         assert time.monotonic() < deadline, f"{len(all_of_it)} of {count} came"
         bunch = receiver.receive(min(at_most, count - len(all_of_it)), 0.2)

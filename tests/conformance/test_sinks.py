@@ -68,7 +68,7 @@ class Rig:
 
     def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
         sink = pickle.loads(pickle.dumps(self.sink))
-        return Context(self.scope, guarantee, Owner(owner), sink.ledger(self.scope), sink.resource(self.scope))
+        return Context(self.scope, guarantee, Owner(owner), sink.ledger(self.scope), sink.committer(self.scope))
 
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
         ready_target(self.sink, self.schema)
@@ -269,7 +269,7 @@ def test_nothing_is_visible_before_the_decision(rig: Rig) -> None:
     assert state.last.batch == 0
     for m in messages:
         assert m.prepared is not None
-        assert isinstance(context.resource.abort(m.prepared), Ok)
+        assert isinstance(context.committer.abort(m.prepared), Ok)
     assert rig.visible() == rig.expected(0)
 
 
@@ -283,8 +283,8 @@ def test_p16_commit_and_apply_again_change_nothing(rig: Rig) -> None:
     for _ in range(2):
         for p in decision.participants:
             work = Work(rig.scope, 0, p.shard, p.attempt)
-            assert isinstance(context.resource.apply(work, p), Ok)
-            assert context.resource.applied(work)
+            assert isinstance(context.committer.commit(work, p), Ok)
+            assert context.committer.was_committed(work)
     assert rig.visible() == rig.expected(0)
 
 
@@ -298,8 +298,8 @@ def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
     again = rig.context("second")
     assert rig.plan(again, 0).action is Action.SKIP
     assert rig.visible() == rig.expected(0)
-    assert all(again.resource.applied(Work(rig.scope, 0, p.shard, p.attempt)) for p in prepared)
-    assert not again.resource.applied(Work(rig.scope, 1, 0))
+    assert all(again.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt)) for p in prepared)
+    assert not again.committer.was_committed(Work(rig.scope, 1, 0))
 
 
 def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> None:
@@ -315,12 +315,12 @@ def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> No
     )
     assert context.ledger.decide(decision) == Ok(None)
     for p in own:
-        assert context.resource.apply(Work(rig.scope, 0, p.shard, p.attempt), p) == Ok(None)
+        assert context.committer.commit(Work(rig.scope, 0, p.shard, p.attempt), p) == Ok(None)
     replaced = replace(decision, participants=(*own, replace(other, handle={"only": "again"})), revision=1)
     assert context.ledger.decide(replaced) == Ok(None)
     assert context.ledger.look().last == replaced
     assert rig.visible() == rig.expected(0)
-    assert all(context.resource.applied(Work(rig.scope, 0, p.shard, p.attempt)) for p in own)
+    assert all(context.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt)) for p in own)
 
 
 def test_batch_prepared_by_a_dead_driver_runs_again(rig: Rig) -> None:
@@ -342,10 +342,10 @@ def test_sweep_leaves_others_and_the_decided_alone(rig: Rig) -> None:
     keep, drop = (m.prepared for m in mine)
     assert keep is not None
     assert drop is not None
-    assert context.resource.sweep([keep]) == Ok(1)
-    assert context.resource.sweep([keep]) == Ok(0)
+    assert context.committer.sweep([keep]) == Ok(1)
+    assert context.committer.sweep([keep]) == Ok(0)
     assert commit_batch(theirs, 0, offsets(0), their_messages) is not None
-    assert context.resource.sweep(()) == Ok(1)
+    assert context.committer.sweep(()) == Ok(1)
     their_seed_total = other.expected(0)
     assert other.visible() == their_seed_total
 
@@ -353,13 +353,13 @@ def test_sweep_leaves_others_and_the_decided_alone(rig: Rig) -> None:
 def test_sweep_reaches_earlier_incarnations(rig: Rig) -> None:
     rig.write(rig.plan(rig.context(), 0))
     later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
-    assert later.context().resource.sweep(()) == Ok(SHARDS)
+    assert later.context().committer.sweep(()) == Ok(SHARDS)
 
 
 def test_a_decision_whose_rows_are_gone_is_not_taken_for_visible(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert isinstance(context.resource.sweep(()), Ok)
+    assert isinstance(context.committer.sweep(()), Ok)
     before = rig.visible() if rig.sink.capability().commit is Commit.TWO_PHASE else None
     with pytest.raises(Exception, match="DELIVERED_") as caught:
         commit_batch(context, 0, offsets(0), messages)
@@ -478,8 +478,8 @@ def test_a_target_that_was_made_anew_is_not_taken_for_the_former(rig: Rig) -> No
     if rig.sink.capability().system in ("rocketmq", "mysql"):  # its topics have no id; a table that others made
         assert decided.targets == {}
         return
-    assert isinstance(context.resource, KnowsTarget)
-    assert decided.targets == context.resource.targets() != {}
+    assert isinstance(context.committer, KnowsTarget)
+    assert decided.targets == context.committer.targets() != {}
     rig.run(1)  # the same target: goes on
     dropped = replace(decided, batch=2, offsets=offsets(2), participants=(), targets={rig.scope.sink: "another"})
     rig.plan(context, 2)

@@ -29,12 +29,12 @@ from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.powers import ready_target
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.group import Columns, SinkGroup
+from delivered.group import Columns, Group
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -96,9 +96,9 @@ def write(path: Path, text: str) -> None:
 def run(spec: dict[str, Any]) -> None:
     source = LOG.source({"path": spec["log"]})
     upsert: dict[str, str] = spec.get("upsert", {})
-    sink: Sink | Several
+    sink: Sink | SinkGroup
     if "sinks" in spec:
-        sink = SinkGroup.of(
+        sink = Group.of(
             [(s["name"], find_sink(s["format"], s["options"]), ROUTES.get(s["format"])) for s in spec["sinks"]]
         )
     elif "delta" in spec:
@@ -124,15 +124,15 @@ def run(spec: dict[str, Any]) -> None:
     schema = made(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
     sink.check_schema(schema)
     ready_target(sink, schema)
-    # As under Spark: one process plans, another one commits. Here each has its own ledger and resource.
+    # As under Spark: one process plans, another one commits. Here each has its own ledger and committer.
     planning, committing = (
         Context(
             scope,
             guarantee,
             owner,
             sink.ledger(scope),
-            sink.resource(scope),
-            others=sink.others if isinstance(sink, Several) else frozenset(),
+            sink.committer(scope),
+            others=sink.others if isinstance(sink, SinkGroup) else frozenset(),
         )
         for _ in range(2)
     )

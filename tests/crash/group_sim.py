@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 from tests.crash.sim import Sim
 
 from delivered.connectors.memory import CONNECTOR
-from delivered.contract.sink import Several
+from delivered.contract.sink import SinkGroup
 from delivered.engine.shard import fingerprint_seed
-from delivered.group import SinkGroup
+from delivered.group import Group
 from delivered.model.capability import Commit
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -44,10 +44,10 @@ class GroupSim(Sim):
 
     commits: tuple[Commit, ...] = BOTH_PREPARE
 
-    def make_sink(self) -> Several:
+    def make_sink(self) -> SinkGroup:
         sinks = [CONNECTOR.sink({"world": self.name, "commit": c.value}) for c in self.commits]
         routes = [even_rows if i == 1 else None for i in range(len(sinks))]
-        return SinkGroup.of(list(zip(NAMES, sinks, routes, strict=False)))
+        return Group.of(list(zip(NAMES, sinks, routes, strict=False)))
 
     def watch(self, point: str) -> None:
         if self.guarantee is not Guarantee.EXACTLY_ONCE or self.change or self.tolerance != Tolerance():
@@ -62,7 +62,7 @@ class GroupSim(Sim):
             if decision is None:
                 self.problems.append(f"at {point}: batch {number} is visible at {sink} and not decided")
             elif self.commits[NAMES.index(sink)] is Commit.ONE_TRANSACTION:
-                whole = decision.seen_by(sink).fingerprint.count
+                whole = decision.projected(sink).fingerprint.count
                 if count != whole:
                     self.problems.append(f"at {point}: batch {number} is torn at {sink}: {count} of {whole} rows")
 
@@ -76,7 +76,7 @@ class GroupSim(Sim):
         return Counter((n, v) for n in NAMES[: len(self.commits)] for v in values if n != "second" or even(v))
 
     def given_up(self) -> int:
-        return sum(self.last().seen_by(n).given_up.count for n in NAMES[: len(self.commits)])
+        return sum(self.last().projected(n).given_up.count for n in NAMES[: len(self.commits)])
 
     def _totals(self) -> Any:
         if not self.decisions():
@@ -85,7 +85,7 @@ class GroupSim(Sim):
             seed = fingerprint_seed(Scope("p", name, "any"))
             mine = [fingerprint(b, seed) for w, b in self.world.visible if w.scope.sink == name]
             seen = sum(mine, Fingerprint())
-            total = self.last().seen_by(name).total
+            total = self.last().projected(name).total
             if total != seen:
                 yield f"the ledger accounts for {total} at {name}, readers see {seen}"
 

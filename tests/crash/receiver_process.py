@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from delivered.connectors.log.journal import LogJournal
-from delivered.contract.queue import Bunch, Receiver
+from delivered.contract.queue import MessageBatch, Receiver
 from delivered.model.outcome import Ok, Outcome
 from delivered.source.receive import ReceiveLimits, ReceiveLoop
 from delivered.testing.crash import install_from_environment
@@ -62,9 +62,9 @@ class SpoolReceiver:
         own = psutil.Process()
         self._me = f"{own.pid}:{own.create_time()}"
 
-    def receive(self, count_max: int, wait_s: float) -> Bunch:
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         self._release_dead()
-        bunch = Bunch()
+        bunch = MessageBatch()
         database = self._database
         database.execute("BEGIN IMMEDIATE")
         found = database.execute(
@@ -114,7 +114,7 @@ class AckFirst:
     def __init__(self, inner: Receiver) -> None:
         self._inner = inner
 
-    def receive(self, count_max: int, wait_s: float) -> Bunch:
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         bunch = self._inner.receive(count_max, wait_s)
         if len(bunch):
             self._inner.acknowledge(bunch.handles)

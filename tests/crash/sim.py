@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS, Answer, State, make_world
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.recover import plan_batch
@@ -111,9 +111,9 @@ class Driver:
                 sim.guarantee,
                 Owner(owner),
                 sim.sink.ledger(scope),
-                sim.sink.resource(scope),
+                sim.sink.committer(scope),
                 sim.tolerance,
-                sim.sink.others if isinstance(sim.sink, Several) else frozenset(),
+                sim.sink.others if isinstance(sim.sink, SinkGroup) else frozenset(),
             )
             for _ in range(2)
         )
@@ -189,14 +189,14 @@ class Sim:
         self.world.inputs = [
             [(b"k", f"{p}-{i}".encode()) for i in range(self.batches * self.rows)] for p in range(self.shards)
         ]
-        self.sink: Sink | Several = self.make_sink()
+        self.sink: Sink | SinkGroup = self.make_sink()
         self.source = CONNECTOR.source({"world": self.name})
         self._local = threading.local()
         self._pauses: list[tuple[Crash, Pause]] = []
         self._stop = False
         self._decided: tuple[int, list[Decision]] = (0, [])
 
-    def make_sink(self) -> Sink | Several:
+    def make_sink(self) -> Sink | SinkGroup:
         return CONNECTOR.sink({"world": self.name, "commit": self.commit.value})
 
     # -- the world's side --------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class TableWorld(World):
         return list(self.sink.ledger(Scope(PIPELINE, self.sink.name, self.incarnation)).history())
 
     def sweep(self) -> None:
-        assert isinstance(self.sink.resource(Scope(PIPELINE, self.sink.name, "other")).sweep(()), Ok)
+        assert isinstance(self.sink.committer(Scope(PIPELINE, self.sink.name, "other")).sweep(()), Ok)
 
     def read_back(self) -> Fingerprint:
         source = self.sink.read_back()

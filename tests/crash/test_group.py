@@ -15,8 +15,8 @@ from tests.crash.test_history import again, codes, other_rows
 from tests.crash.test_points import expected_points, judge
 
 from delivered.engine import shard
-from delivered.group import SinkGroup
-from delivered.group.resource import GroupResource
+from delivered.group import Group
+from delivered.group.committer import GroupCommitter
 from delivered.model.capability import Commit
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -114,7 +114,7 @@ def test_at_most_once_is_begun_before_the_first_row_leaves_to_any_sink(group: st
     assert sim.verdict() == []
     # Rows of one read reached the first sink and none the second; the account has all of both.
     assert {s for s, _ in sim.visible()} == {"first"}
-    assert [sim.last().seen_by(n).given_up.count for n in ("first", "second")] == [8, 4]
+    assert [sim.last().projected(n).given_up.count for n in ("first", "second")] == [8, 4]
 
 
 @pytest.mark.parametrize("stop", ["commit.decide:after", "commit.apply:after", "write.prepare:after", "log:after"])
@@ -191,19 +191,19 @@ def test_p2_new_checkpoint_of_several_sinks(group: str) -> None:
 def test_two_sinks_of_one_name_are_refused() -> None:
     sim = GroupSim(Guarantee.EXACTLY_ONCE)
     with pytest.raises(UsageError, match="SINK_NAME_TWICE"):
-        SinkGroup.of([("a", m.sink, None) for m in sim.make_sink().members])
+        Group.of([("a", m.sink, None) for m in sim.make_sink().members])
 
 
 # -- the verifier verified: one thing broken at a time, and a run above must find it ---------------------------------
 
 
 def second_sink_not_applied(patch: pytest.MonkeyPatch) -> None:
-    honest = GroupResource.apply
-    patch.setattr(GroupResource, "apply", lambda self, w, p: Ok(None) if p.sink else honest(self, w, p))
+    honest = GroupCommitter.commit
+    patch.setattr(GroupCommitter, "commit", lambda self, w, p: Ok(None) if p.sink else honest(self, w, p))
 
 
 def second_sink_not_swept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupResource, "sweep", lambda self, keep: self._by_id[""].sweep(keep))
+    patch.setattr(GroupCommitter, "sweep", lambda self, keep: self._by_id[""].sweep(keep))
 
 
 def every_sink_written_again(patch: pytest.MonkeyPatch) -> None:
@@ -232,9 +232,9 @@ def first_sink_alone_gives_up(patch: pytest.MonkeyPatch) -> None:
 
 def marker_of_the_deciding_sink_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        GroupResource,
-        "applied",
-        lambda self, w: self._by_id[""].applied(replace(w, scope=replace(w.scope, sink="first"))),
+        GroupCommitter,
+        "was_committed",
+        lambda self, w: self._by_id[""].was_committed(replace(w, scope=replace(w.scope, sink="first"))),
     )
 
 

@@ -15,10 +15,10 @@ from tests.crash.sim import Crash, points
 from tests.crash.test_history import codes
 
 from delivered.connectors.memory import CONNECTOR
-from delivered.contract.sink import LETTERS, Several
-from delivered.engine import letters as letters_module
+from delivered.contract.sink import DEAD_LETTERS, SinkGroup
+from delivered.engine import dead_letters as letters_module
 from delivered.engine import shard
-from delivered.group import SinkGroup
+from delivered.group import Group
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
@@ -39,11 +39,11 @@ class LetterSim(GroupSim):
             [(k, (v or b"") + b"-long" * (i % 3 == 1)) for i, (k, v) in enumerate(rows)] for rows in self.world.inputs
         ]
 
-    def make_sink(self) -> Several:
+    def make_sink(self) -> SinkGroup:
         first = CONNECTOR.sink({"world": self.name, "commit": self.commits[0].value, "valueBytesMax": "5"})
         letters = CONNECTOR.sink({"world": self.name, "commit": self.commits[1].value})
         dead_letter = ("letters", letters) if self.on_bad_row is OnBadRow.DEAD_LETTER else None
-        return SinkGroup.of([("first", first, None)], self.on_bad_row, dead_letter)
+        return Group.of([("first", first, None)], self.on_bad_row, dead_letter)
 
     def watch(self, point: str) -> None:
         decided = {(d.scope.incarnation, d.batch) for d in self.decisions()}
@@ -66,13 +66,13 @@ class LetterSim(GroupSim):
         return Counter(("letters" if v.endswith(b"long") else "first", v) for v in values)
 
     def given_up(self) -> int:
-        return sum(self.last().seen_by(n).given_up.count for n in ("first", "letters"))
+        return sum(self.last().projected(n).given_up.count for n in ("first", "letters"))
 
     def _totals(self) -> Iterator[str]:
         for name in ("first", "letters"):
             seen = sum(n for (sink, _), n in self.visible().items() if sink == name)
-            if self.decisions() and self.last().seen_by(name).total.count != seen:
-                yield f"{name}: {seen} rows are seen, the ledger has {self.last().seen_by(name).total}"
+            if self.decisions() and self.last().projected(name).total.count != seen:
+                yield f"{name}: {seen} rows are seen, the ledger has {self.last().projected(name).total}"
 
 
 def crashed(guarantee: Guarantee, how: str, commits: tuple[Commit, ...], expired: bool = False) -> Iterator[LetterSim]:
@@ -119,7 +119,7 @@ def test_a_letter_says_who_why_and_where_from() -> None:
     assert {(t["sink"], t["reason"]) for t in told} == {("first", "value longer than 5 bytes")}
     rows = pa.record_batch({"partition": [3, 3], "offset": [7, 8], "value": ["a", "b"]})
     reasons = pa.array([None, "no"])
-    (letter,) = letters_module.letters("s", reasons, rows.select(["value"]), rows, 5, 1, 10).to_pylist()
+    (letter,) = letters_module.dead_letters("s", reasons, rows.select(["value"]), rows, 5, 1, 10).to_pylist()
     assert (letter["partition"], letter["offset"], letter["topic"], letter["row"]) == (3, 8, None, 11)
     assert json.loads(letter["record"]) == {"value": "b"}
 
@@ -140,7 +140,7 @@ def test_dropped_rows_are_counted_as_given_up() -> None:
 
 
 def letters_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shard, "letters", lambda *_: pa.RecordBatch.from_pylist([], schema=LETTERS))
+    patch.setattr(shard, "dead_letters", lambda *_: pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS))
 
 
 def letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def bad_rows_written_too(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shard, "screened", lambda sink, rows: (rows, letters_module.screened(sink, rows)[1]))
+    patch.setattr(shard, "validated", lambda sink, rows: (rows, letters_module.validated(sink, rows)[1]))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.crash.sim import Checkpoint, Crash, Sim
 from tests.crash.test_history import other_rows
 
 from delivered.connectors.memory import store
-from delivered.connectors.memory.resource import MemoryResource
+from delivered.connectors.memory.committer import MemoryCommitter
 from delivered.connectors.memory.world import Answer
 from delivered.engine import decide, recover, repair, rules, shard
 from delivered.ledger.ledger import Ledger
@@ -223,11 +223,11 @@ MUTANTS: dict[str, tuple[Patch, Runs]] = {
     "unknown decision taken for failed": (unknown_is_failed, history(answers("decide", Answer.LOST))),
     "standing decision decided again": (standing_decision_decided_again, history(asked_again)),
     "expired promise taken for kept": (
-        swap(MemoryResource, "applied", lambda *args: True),
+        swap(MemoryCommitter, "was_committed", lambda *args: True),
         crashes(EXACTLY, "tree"),
     ),
     "kept promise taken for expired": (
-        swap(MemoryResource, "apply", lambda self, work, p: Failed("gone") if self._world.marker(work) else Ok(None)),
+        swap(MemoryCommitter, "commit", lambda self, work, p: Failed("gone") if self._world.marker(work) else Ok(None)),
         crashes(EXACTLY, "tree"),
     ),
     "replay not compared": (

@@ -127,7 +127,7 @@ class World:
     def sweep(self) -> None:
         """What a zombie leaves goes with the next recovery."""
         sink = CONNECTOR.sink({"path": str(self.database), "table": TABLE})
-        assert isinstance(sink.resource(Scope(PIPELINE, sink.name, "other")).sweep(()), Ok)
+        assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "other")).sweep(()), Ok)
 
     def read_back(self) -> Fingerprint:
         sink = CONNECTOR.sink({"path": str(self.database), "table": TABLE})

@@ -51,8 +51,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _driver(self) -> Driver:
         name = f"d{next(self.names)}"
-        ledger, resource = self.sink.ledger(self.scope), self.sink.resource(self.scope)
-        return Driver(name, Context(self.scope, self.guarantee, Owner(name), ledger, resource))
+        ledger, committer = self.sink.ledger(self.scope), self.sink.committer(self.scope)
+        return Driver(name, Context(self.scope, self.guarantee, Owner(name), ledger, committer))
 
     def _batch(self) -> int:
         return max(self.logged, default=-1) + 1

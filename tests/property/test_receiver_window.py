@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from delivered.source.window import Window
 
 IDS = st.one_of(st.none(), st.integers(0, 25).map(str))
-LANES = st.integers(0, 2)
+PARTITIONS = st.integers(0, 2)
 
 
 class WindowMachine(RuleBasedStateMachine):
@@ -23,11 +23,13 @@ class WindowMachine(RuleBasedStateMachine):
 
     def known(self) -> set[str]:
         """By the log alone. The window may forget a partition's part that was never told, and tells no more."""
-        tails = (ids[max(self.retired.get(lane, 0), len(ids) - self.size) :] for lane, ids in self.log.items())
+        tails = (
+            ids[max(self.retired.get(partition, 0), len(ids) - self.size) :] for partition, ids in self.log.items()
+        )
         return {i for tail in tails for i in tail if i is not None}
 
-    @rule(lane=LANES, arrived=st.lists(IDS, max_size=6))
-    def receive(self, lane: int, arrived: list[str | None]) -> None:
+    @rule(partition=PARTITIONS, arrived=st.lists(IDS, max_size=6))
+    def receive(self, partition: int, arrived: list[str | None]) -> None:
         """What a receiver does with a bunch."""
         at = self.window.fresh(arrived)
         fresh = [arrived[i] for i in at]
@@ -36,31 +38,31 @@ class WindowMachine(RuleBasedStateMachine):
         assert known.isdisjoint(named)
         assert {i for i in arrived if i is not None} <= known | set(named)
         assert fresh.count(None) == arrived.count(None)
-        ids = self.log.setdefault(lane, [])
-        self.window.add(lane, len(ids), fresh)
+        ids = self.log.setdefault(partition, [])
+        self.window.add(partition, len(ids), fresh)
         ids += fresh
 
-    @rule(lane=LANES, theirs=st.lists(IDS, min_size=1, max_size=12), overlap=st.integers(0, 5))
-    def others_append(self, lane: int, theirs: list[str | None], overlap: int) -> None:
+    @rule(partition=PARTITIONS, theirs=st.lists(IDS, min_size=1, max_size=12), overlap=st.integers(0, 5))
+    def others_append(self, partition: int, theirs: list[str | None], overlap: int) -> None:
         """Another process appended; ours reads it, perhaps from further back than it needs to."""
-        ids = self.log.setdefault(lane, [])
+        ids = self.log.setdefault(partition, [])
         ids += theirs
-        start = self.window.start(lane, self.retired.get(lane, 0), len(ids))
-        told = max(self.retired.get(lane, 0), start - overlap)
-        self.window.add(lane, told, ids[told:])
+        start = self.window.start(partition, self.retired.get(partition, 0), len(ids))
+        told = max(self.retired.get(partition, 0), start - overlap)
+        self.window.add(partition, told, ids[told:])
 
-    @rule(lane=LANES)
-    def retire(self, lane: int) -> None:
+    @rule(partition=PARTITIONS)
+    def retire(self, partition: int) -> None:
         """Upkeep takes away what lies before the window, as the journal does."""
-        self.retired[lane] = max(self.retired.get(lane, 0), len(self.log.get(lane, [])) - self.size)
+        self.retired[partition] = max(self.retired.get(partition, 0), len(self.log.get(partition, [])) - self.size)
 
     @rule()
     def restart(self) -> None:
         before = self.window
         self.window = Window(self.size)
-        for lane, ids in self.log.items():
-            start = self.window.start(lane, self.retired.get(lane, 0), len(ids))
-            self.window.add(lane, start, ids[start:])
+        for partition, ids in self.log.items():
+            start = self.window.start(partition, self.retired.get(partition, 0), len(ids))
+            self.window.add(partition, start, ids[start:])
         everything = {str(i) for i in range(26)}
         assert {i for i in everything if i in self.window} == {i for i in everything if i in before}
 

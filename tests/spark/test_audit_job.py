@@ -117,7 +117,7 @@ def test_records_without_an_id_are_told_by_their_content(spark: SparkSession) ->
 def test_empty_against_empty(spark: SparkSession) -> None:
     result = audit(spark, [], sent=[])
     assert result.counts == Counts()
-    assert (result.lanes, result.samples, result.sent) == ((), (), Fingerprint())
+    assert (result.partitions, result.samples, result.sent) == ((), (), Fingerprint())
     assert audit(spark, SENT, sent=[]).counts == Counts(0, 12, unexpected=12)
 
 
@@ -153,7 +153,7 @@ def test_fingerprints_are_those_of_the_model(spark: SparkSession) -> None:
     )
     assert result.sent == fingerprint(batch, SEED)
     assert result.delivered == fingerprint(batch, SEED) + fingerprint(batch.slice(0, 1), SEED)
-    assert sum((line.sent_fingerprint for line in result.lanes), Fingerprint()) == result.sent
+    assert sum((line.sent_fingerprint for line in result.partitions), Fingerprint()) == result.sent
 
 
 def test_bytes_that_are_no_text_do_not_stop_the_report(spark: SparkSession) -> None:
@@ -205,7 +205,7 @@ def _histories(rng: random.Random, count: int) -> tuple[list[Seen], list[Seen]]:
         ]
         # One key per id, null for some.
         mine = [
-            Seen(s.id, s.value, None if str(s.id).endswith("4") else case, s.lane, s.position, s.in_progress)
+            Seen(s.id, s.value, None if str(s.id).endswith("4") else case, s.partition, s.position, s.in_progress)
             for s in mine
         ]
         there = [s for s in mine if rng.random() < 0.85]
@@ -220,10 +220,10 @@ def _histories(rng: random.Random, count: int) -> tuple[list[Seen], list[Seen]]:
 
 
 def _seen(spark: SparkSession, records: list[Seen]) -> DataFrame:
-    rows = [(s.id, 0, s.value, s.value, s.key, None, (s.lane, s.position)) for s in records]
+    rows = [(s.id, 0, s.value, s.value, s.key, None, (s.partition, s.position)) for s in records]
     schema = (
         "id string, null_id int, low long, high long, key_hash long, shown string, "
-        "at struct<lane: string, position: long>"
+        "at struct<partition: string, position: long>"
     )
     return spark.createDataFrame(rows, schema)
 

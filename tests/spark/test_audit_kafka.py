@@ -102,7 +102,7 @@ def test_a_batch_that_is_decided_and_not_applied_is_in_progress(
     assert finished.transactions == ()
     assert finished.fingerprints is not None
     assert finished.fingerprints.says == "source, ledger and sink agree"
-    assert sorted(line.lane for line in finished.lanes) == [f"{source}-0", f"{source}-1"]
+    assert sorted(line.partition for line in finished.partitions) == [f"{source}-0", f"{source}-1"]
 
     # One record more, by somebody else's hand: without the header it is foreign, with it a duplicate.
     from confluent_kafka import Producer

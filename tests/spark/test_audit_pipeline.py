@@ -86,9 +86,9 @@ def test_a_clean_sink_is_held_and_three_accounts_agree(spark: SparkSession, ran:
     assert report.counts == Counts(ROWS, ROWS)
     assert report.fingerprints is not None
     assert report.fingerprints.says == "source, ledger and sink agree"
-    assert [line.lane for line in report.lanes] == ["log-0", "log-1"]
-    assert sum(line.counts.sent for line in report.lanes) == ROWS
-    assert all(line.sent_fingerprint == line.delivered_fingerprint for line in report.lanes)
+    assert [line.partition for line in report.partitions] == ["log-0", "log-1"]
+    assert sum(line.counts.sent for line in report.partitions) == ROWS
+    assert all(line.sent_fingerprint == line.delivered_fingerprint for line in report.partitions)
     assert (report.history.batches, report.history.faults) == (3, ())
     assert sum(line.records for line in report.history.lines) == ROWS
     assert audit(spark, spec(ran, id=None)).verdict is Verdict.HELD
@@ -201,7 +201,7 @@ def test_a_transform_that_is_not_deterministic_shows_as_the_sources_side(spark: 
 def test_a_transform_that_moves_rows_is_audited_without_order(spark: SparkSession, ran: Path) -> None:
     report = audit(spark, spec(ran, transform=lambda f: clean(f).repartition(3)))
     assert report.verdict is Verdict.HELD
-    assert [line.lane for line in report.lanes] == ["all"]
+    assert [line.partition for line in report.partitions] == ["all"]
     assert any("moves rows" in note for note in report.notes)
 
 

@@ -50,6 +50,6 @@ def test_killed_with_everything_and_started_again(postgres: Postgres, tmp_path: 
     from delivered.model.identity import Scope
 
     sink = postgres.sink(table)
-    resource = sink.resource(Scope("to-postgres", sink.name, "judge"))
-    assert resource.sweep(()) == Ok(0)
-    resource.close()
+    committer = sink.committer(Scope("to-postgres", sink.name, "judge"))
+    assert committer.sweep(()) == Ok(0)
+    committer.close()

@@ -8,7 +8,7 @@ import pytest
 
 from delivered.audit.classes import Counts, Damage, Verdict
 from delivered.audit.judge import judged, with_earlier
-from delivered.audit.report import AuditReport, Fingerprints, LaneLine, Sample
+from delivered.audit.report import AuditReport, Fingerprints, PartitionLine, Sample
 from delivered.audit.versions import Earlier
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -81,12 +81,12 @@ EARLIER = Earlier("0 to 4", prints(40))
 
 def of_versions(counts: Counts, delivered_more: int = 0, guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> AuditReport:
     """An audit that recomputed 10 records, of a sink to which batches of before handed 40."""
-    lanes = (
-        LaneLine("in-0", replace(counts, unexpected=0), prints(0), prints(0)),
-        LaneLine("-", Counts(0, counts.unexpected, unexpected=counts.unexpected), prints(0), prints(0)),
+    partitions = (
+        PartitionLine("in-0", replace(counts, unexpected=0), prints(0), prints(0)),
+        PartitionLine("-", Counts(0, counts.unexpected, unexpected=counts.unexpected), prints(0), prints(0)),
     )
     samples = tuple(Sample(d, "id", None, None, None, 0, 1) for d in Damage if counts.of(d))
-    made = report(counts, ledger=50, delivered_more=delivered_more, lanes=lanes, samples=samples)
+    made = report(counts, ledger=50, delivered_more=delivered_more, partitions=partitions, samples=samples)
     return judged(with_earlier(replace(made, guarantee=guarantee), EARLIER), versions_known=True)
 
 
@@ -96,7 +96,7 @@ def test_records_of_another_version_are_known_by_the_ledger() -> None:
     assert made.counts == Counts(10, 50, earlier=40)
     assert made.counts.adds_up
     assert made.samples == ()
-    assert made.lanes[1].counts == Counts(0, 40, earlier=40)
+    assert made.partitions[1].counts == Counts(0, 40, earlier=40)
     assert made.fingerprints is not None
     assert made.fingerprints.says == "source, ledger and sink agree"
     assert "batches 0 to 4 ran with another transform" in made.unknowns[0]

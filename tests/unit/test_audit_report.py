@@ -11,7 +11,7 @@ import pytest
 
 from delivered.audit.classes import Counts, Damage
 from delivered.audit.history import check_history
-from delivered.audit.report import AuditReport, Fingerprints, LaneLine, Sample
+from delivered.audit.report import AuditReport, Fingerprints, PartitionLine, Sample
 from delivered.audit.table import as_text
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -50,7 +50,7 @@ def report() -> AuditReport:
         range_from='{"orders": {"0": 0}}',
         range_to='{"orders": {"0": 3}}',
         counts=counts,
-        lanes=(LaneLine("orders-0", counts, A, B),),
+        partitions=(PartitionLine("orders-0", counts, A, B),),
         samples=(Sample(Damage.LOST, "id-7", "k", "orders-0 @ 2", None, 1, 0),),
         fingerprints=Fingerprints(A, A, Fingerprint(), B),
         notes=("a note",),

@@ -18,7 +18,7 @@ from deltalake import DeltaTable, write_deltalake
 from delivered.connectors.delta import CONNECTOR, ledger, options
 from delivered.connectors.delta.client import open_table
 from delivered.connectors.delta.commit import Change, commit
-from delivered.connectors.delta.resource import DeltaResource
+from delivered.connectors.delta.committer import DeltaCommitter
 from delivered.connectors.delta.sink import DeltaSink
 from delivered.contract.sink import Ledger
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
@@ -62,7 +62,7 @@ def sink_at(path: Path, **given: str) -> DeltaSink:
 
 
 def staged(sink: DeltaSink, rows: pa.Table, batch: int = 0, scope: Scope = SCOPE, shard: int = 0) -> Prepared:
-    writer = sink.shard_writer(Work(scope, batch, shard), EXACT, rows.schema)
+    writer = sink.writer(Work(scope, batch, shard), EXACT, rows.schema)
     total = Fingerprint()
     for part in rows.to_batches():
         total += fingerprint(sink.records(part), 0)
@@ -348,10 +348,10 @@ def test_abort_takes_nothing_away_that_counts(tmp_path: Path) -> None:
     mine = claimed(sink)
     prepared, stray = staged(sink, ROWS), staged(sink, ROWS)
     assert mine.decide(decision(0, prepared)) == Ok(None)
-    resource = DeltaResource(sink.options, SCOPE)
-    assert resource.abort(prepared) == Ok(None)
-    assert resource.sweep(()) == Ok(1)
-    assert resource.abort(stray) == Ok(None)
+    committer = DeltaCommitter(sink.options, SCOPE)
+    assert committer.abort(prepared) == Ok(None)
+    assert committer.sweep(()) == Ok(1)
+    assert committer.abort(stray) == Ok(None)
     assert read_back(sink).num_rows == ROWS.num_rows
 
 
@@ -378,7 +378,7 @@ def test_sweep_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None
     stranger = tmp_path / "t" / "part-0.parquet"
     stranger.write_bytes(b"of somebody else")
     theirs = staged(sink, ROWS, scope=Scope("orders", "t.more", "i0"))
-    assert DeltaResource(sink.options, SCOPE).sweep(()) == Ok(0)
+    assert DeltaCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
     assert stranger.exists()
     assert (tmp_path / "t" / theirs.handle["files"][0]["path"]).exists()
     assert read_back(sink).num_rows == ROWS.num_rows

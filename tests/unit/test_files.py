@@ -13,8 +13,8 @@ import pyarrow.dataset as ds
 import pytest
 
 from delivered.connectors.files import CONNECTOR, ledger, options
+from delivered.connectors.files.committer import FilesCommitter
 from delivered.connectors.files.disk import Places
-from delivered.connectors.files.resource import FilesResource
 from delivered.connectors.files.sink import FilesSink
 from delivered.contract.sink import Ledger
 from delivered.model.errors import Fenced, Refused, UsageError
@@ -58,7 +58,7 @@ def sink_at(path: Path, **given: str) -> FilesSink:
 
 
 def staged(sink: FilesSink, rows: pa.Table, batch: int = 0, shard: int = 0, guarantee: Guarantee = EXACT) -> Prepared:
-    writer = sink.shard_writer(Work(SCOPE, batch, shard), guarantee, rows.schema)
+    writer = sink.writer(Work(SCOPE, batch, shard), guarantee, rows.schema)
     total = Fingerprint()
     for part in rows.to_batches():
         total += fingerprint(sink.records(part), 0)
@@ -232,9 +232,9 @@ def test_sweep_and_abort_take_nothing_away_that_counts(tmp_path: Path) -> None:
     prepared = staged(sink, ROWS)
     staged(sink, ROWS)
     assert mine.decide(decision(0, prepared)) == Ok(None)
-    resource = FilesResource(sink.options, SCOPE)
-    assert resource.abort(prepared) == Ok(None)
-    assert resource.sweep(()) == Ok(1)
+    committer = FilesCommitter(sink.options, SCOPE)
+    assert committer.abort(prepared) == Ok(None)
+    assert committer.sweep(()) == Ok(1)
     assert read_back(sink) == prepared.fingerprint
 
 

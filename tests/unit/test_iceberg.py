@@ -18,8 +18,8 @@ from pyiceberg.types import LongType, NestedField, StringType
 from tests.unit.test_delta import EVERY_TYPE, EXACT, ROWS, SCOPE, claimed, decision, read_back, staged, total
 
 from delivered.connectors.iceberg import CONNECTOR, disk, options
+from delivered.connectors.iceberg.committer import IcebergCommitter
 from delivered.connectors.iceberg.records import Names, Records, ledger_key
-from delivered.connectors.iceberg.resource import IcebergResource
 from delivered.connectors.iceberg.sink import IcebergSink
 from delivered.kits.table import stage
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
@@ -264,7 +264,7 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path, before_
     assert "DELIVERED_FENCED" in outcome.reason
     assert read_back(sink).num_rows == 0
     assert sink.ledger(SCOPE).look().last is None
-    assert IcebergResource(sink.options, SCOPE).sweep(()) == Ok(1)
+    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(1)
     assert strays(tmp_path) == set()
 
 
@@ -331,7 +331,7 @@ def test_p7_a_decision_is_found_behind_later_ones(tmp_path: Path, before_commit:
 def test_a_shard_sent_without_an_answer(tmp_path: Path, before_commit: Any, guarantee: Guarantee) -> None:
     sink = sink_at(tmp_path)
     sink.ready_target(ROWS.schema)
-    writer = sink.shard_writer(Work(SCOPE, 0, 0), guarantee, ROWS.schema)
+    writer = sink.writer(Work(SCOPE, 0, 0), guarantee, ROWS.schema)
     whole = staged(sink, ROWS).fingerprint  # type: ignore[arg-type]
     for part in ROWS.to_batches():
         writer.stage(part)
@@ -432,10 +432,10 @@ def test_abort_takes_nothing_away_that_counts(tmp_path: Path) -> None:
     mine = claimed(sink)
     prepared, stray = staged_in(sink), staged_in(sink)
     assert mine.decide(decision(0, prepared)) == Ok(None)
-    resource = IcebergResource(sink.options, SCOPE)
-    assert resource.abort(prepared) == Ok(None)
-    assert resource.sweep(()) == Ok(1)
-    assert resource.abort(stray) == Ok(None)
+    committer = IcebergCommitter(sink.options, SCOPE)
+    assert committer.abort(prepared) == Ok(None)
+    assert committer.sweep(()) == Ok(1)
+    assert committer.abort(stray) == Ok(None)
     assert read_back(sink).num_rows == ROWS.num_rows
 
 
@@ -467,7 +467,7 @@ def test_sweep_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None
     more = Scope("orders", "t.more", "i0")
     prepared = staged_in(sink, scope=more)
     sink.ledger(more).claim(Owner("else"))
-    assert IcebergResource(sink.options, SCOPE).sweep(()) == Ok(0)
+    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
     assert all(stranger.exists() for stranger in strangers)
     assert (tmp_path / "shop" / "t" / "data" / f"{prepared.handle['writer']}-0.parquet").exists()
     assert sink.ledger(more).resume("else").epoch == 1
@@ -488,7 +488,7 @@ def test_manifests_of_a_driver_that_died_in_its_commit_are_swept(tmp_path: Path,
             step()
     assert len(strays(tmp_path)) == 3  # two of the decision, one of the claim
     mine.claim(Owner("o"))
-    assert IcebergResource(sink.options, SCOPE).sweep(()) == Ok(1)
+    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(1)
     assert strays(tmp_path) == set()
     assert seen(tmp_path).num_rows == ROWS.num_rows
     assert mine.decide(decision(1, staged_in(sink, ROWS, 1))) == Ok(None)
@@ -503,7 +503,7 @@ def test_f7_a_driver_that_lost_its_claim_sweeps_nothing(tmp_path: Path) -> None:
     other.claim(Owner("other"))
     prepared = staged_in(sink)
     stage.note_claim(ledger_key(sink.options, SCOPE), mine)  # as the process of the first one has it
-    outcome = IcebergResource(sink.options, SCOPE).sweep(())
+    outcome = IcebergCommitter(sink.options, SCOPE).sweep(())
     assert isinstance(outcome, Unknown)
     assert "DELIVERED_FENCED" in outcome.reason
     assert other.decide(decision(0, prepared, owner="other")) == Ok(None)
@@ -545,7 +545,7 @@ def test_p4_ledger_and_metadata_stay_bounded(tmp_path: Path) -> None:
         assert mine.decide(decision(batch)) == Ok(None)
         if batch % 20 == 0:
             mine.claim(Owner("o"))
-            assert IcebergResource(sink.options, SCOPE).sweep(()) == Ok(0)
+            assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
             table = theirs(tmp_path)
             refs = {ref.snapshot_id for ref in table.refs().values()}
             old = [s.snapshot_id for s in table.snapshots() if s.snapshot_id not in refs]

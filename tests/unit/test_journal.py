@@ -15,14 +15,14 @@ from delivered.connectors.log import CONNECTOR, append, produce
 from delivered.connectors.log import journal as journals
 from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.log.progress import write_progress
-from delivered.contract.queue import Bunch, Entered
+from delivered.contract.queue import Entered, MessageBatch
 from delivered.model.outcome import Failed, Ok, Unknown
 
 
-def bunch(*ids: str | None, key: bytes = b"k") -> Bunch:
+def bunch(*ids: str | None, key: bytes = b"k") -> MessageBatch:
     values = [f"value of {i}".encode() for i in ids]
     count = len(ids)
-    return Bunch(list(ids), [key] * count, values, [[("h", b"1")]] * count, [None] * count, list(range(count)))
+    return MessageBatch(list(ids), [key] * count, values, [[("h", b"1")]] * count, [None] * count, list(range(count)))
 
 
 def open_log(path: Path, window: int = 100, **options: Any) -> LogJournal:

@@ -43,10 +43,10 @@ def test_a_header_without_a_key_names_its_row(bad: Any) -> None:
         columns.headers(batch, 5)
     with pytest.raises(BadRecord, match="Row 1 of a batch"):
         columns.headers(batch.slice(2), 3)
-    reasons = sink().refused(batch)
+    reasons = sink().invalid_rows(batch)
     assert reasons is not None
     assert reasons.to_pylist() == [None, None, None, "a header without a key", None]
-    assert sink().refused(batch.slice(0, 3)) is None
+    assert sink().invalid_rows(batch.slice(0, 3)) is None
 
 
 def test_headers_that_are_right_pass() -> None:
@@ -60,7 +60,7 @@ def test_a_row_that_names_what_cannot_be_a_topic_is_told_by_name() -> None:
     with pytest.raises(BadRecord, match=r"TOPIC_INVALID.*Row 1 of a batch has 'no topic!' in the column"):
         columns.topics(batch, None)
     assert columns.topics(batch, "t") is None
-    reasons = columns.refused(batch, None, 10**6)
+    reasons = columns.invalid_rows(batch, None, 10**6)
     assert reasons is not None
     assert reasons.to_pylist() == [None, "no name of a topic", None]
 

@@ -66,14 +66,14 @@ def pipeline(tmp_path: Path, checkpoint: str = "checkpoint", **options: object) 
 def decide(made: delivered.Pipeline, batches: int, owner: Owner, incarnation: str = "incarnation-1") -> None:
     sink = made.sinks[0].sink()
     scope = Scope(made.name, sink.name, incarnation)
-    context = Context(scope, Guarantee.EXACTLY_ONCE, owner, sink.ledger(scope), sink.resource(scope))
+    context = Context(scope, Guarantee.EXACTLY_ONCE, owner, sink.ledger(scope), sink.committer(scope))
     for batch in range(batches):
         offsets = f'{{"0":{batch}}}'
         plan = plan_batch(context, CheckpointView(incarnation, batch, offsets, None), first=batch == 0)
         rows = pa.record_batch([pa.array([b"v"])], schema=ROWS)
         commit_batch(context, batch, offsets, [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
     context.ledger.close()
-    context.resource.close()
+    context.committer.close()
 
 
 def checkpoint(made: delivered.Pipeline, batches: int, incarnation: str = "incarnation-1") -> None:

@@ -55,7 +55,7 @@ TO_KAFKA = SinkFacts(
         apply="EndTxn per shard",
         send="idempotent producer, acks=all",
         batch_atomic=False,
-        promise_s_max=600,
+        prepared_timeout_s=600,
         assumes=("readers of orders-clean use isolation.level=read_committed",),
     ),
 )
@@ -104,7 +104,7 @@ TO_HTTP = SinkFacts(
         apply="",
         send="a request per row",
         batch_atomic=False,
-        keeps_records_apart=False,
+        can_disable_retries=False,
     ),
 )
 
@@ -143,8 +143,8 @@ PLANS = {
         ASKED,
         sinks=(TO_KAFKA, replace(TO_POSTGRES, name="refused", label="postgres refused")),
         on_bad_row=OnBadRow.DEAD_LETTER,
-        screening=("orders-clean", "refused"),
-        letters="refused",
+        validating=("orders-clean", "refused"),
+        dead_letters="refused",
     ),
     "dedup": replace(ASKED, dedup=Dedup(("order_id",), 3_600_000, drops_late=True)),
     "dedup_table": replace(
@@ -188,7 +188,7 @@ REFUSALS = {
     "refused_two_last_resources": replace(
         ASKED, sinks=(TO_SQLITE, TO_KAFKA, replace(TO_SQLITE, name="copies", label="sqlite copies.db copies"))
     ),
-    "refused_drop": replace(ASKED, on_bad_row=OnBadRow.DROP, screening=("orders-clean",)),
+    "refused_drop": replace(ASKED, on_bad_row=OnBadRow.DROP, validating=("orders-clean",)),
     "refused_name_twice": replace(ASKED, sinks=(TO_KAFKA, TO_POSTGRES, TO_KAFKA)),
     "refused_one_of_two_cannot_commit": replace(ASKED, sinks=(TO_KAFKA, TO_HTTP)),
     "refused_local_source": replace(ASKED, source=LOG, execution=Execution(cluster=True)),
@@ -293,7 +293,7 @@ def test_no_sink_is_refused() -> None:
     assert refusal.code == "SINKS_NONE"
 
 
-@pytest.mark.parametrize("name", [n for n, r in PLANS.items() if r.several])
+@pytest.mark.parametrize("name", [n for n, r in PLANS.items() if r.is_group])
 def test_order_of_several_sinks_is_told(name: str) -> None:
     """P27: which sink decides, and that readers of two sinks do not see a batch at one moment."""
     plan = make_plan(PLANS[name])

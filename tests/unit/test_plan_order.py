@@ -13,12 +13,12 @@ import pytest
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.sink import Member, Several, Sink
+from delivered.contract.sink import Member, Sink, SinkGroup
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.group import SinkGroup
+from delivered.group import Group
 from delivered.model import step
 from delivered.model.capability import SourceCapability
 from delivered.model.guarantee import Guarantee
@@ -49,11 +49,11 @@ def memory(tmp_path: Path, commit: str) -> Sink:
     return MEMORY.sink({"world": world, "commit": commit})
 
 
-def group(*sinks: Sink) -> SinkGroup:
-    return SinkGroup.of([(f"sink-{i}", s, None) for i, s in enumerate(sinks)])
+def group(*sinks: Sink) -> Group:
+    return Group.of([(f"sink-{i}", s, None) for i, s in enumerate(sinks)])
 
 
-SINKS: dict[str, Callable[[Path], Sink | Several]] = {
+SINKS: dict[str, Callable[[Path], Sink | SinkGroup]] = {
     "memory two_phase": lambda tmp: memory(tmp, "two_phase"),
     "memory one_transaction": lambda tmp: memory(tmp, "one_transaction"),
     "sqlite": lambda tmp: SQLITE.sink({"path": str(tmp / "out.db"), "table": "orders"}),
@@ -64,10 +64,10 @@ SINKS: dict[str, Callable[[Path], Sink | Several]] = {
 }
 
 
-def run_one_batch(sink: Sink | Several, guarantee: Guarantee, shards: int = 2) -> None:
+def run_one_batch(sink: Sink | SinkGroup, guarantee: Guarantee, shards: int = 2) -> None:
     scope = Scope("orders", sink.name, "incarnation-1")
-    others = sink.others if isinstance(sink, Several) else frozenset()
-    context = Context(scope, guarantee, Owner("driver-1"), sink.ledger(scope), sink.resource(scope), others=others)
+    others = sink.others if isinstance(sink, SinkGroup) else frozenset()
+    context = Context(scope, guarantee, Owner("driver-1"), sink.ledger(scope), sink.committer(scope), others=others)
     plan = plan_batch(context, CheckpointView("incarnation-1", 0, '{"0":2}', None), first=True)
     messages = []
     for shard in range(shards):
@@ -75,11 +75,11 @@ def run_one_batch(sink: Sink | Several, guarantee: Guarantee, shards: int = 2) -
         messages.append(write_shard(sink, plan, shard, 0, iter([rows]), ROWS))
     commit_batch(context, 0, '{"0":2}', messages)
     context.ledger.close()
-    context.resource.close()
+    context.committer.close()
 
 
-def planned(sink: Sink | Several, guarantee: Guarantee) -> Plan:
-    members = sink.members if isinstance(sink, Several) else [Member("", sink.name, sink)]
+def planned(sink: Sink | SinkGroup, guarantee: Guarantee) -> Plan:
+    members = sink.members if isinstance(sink, SinkGroup) else [Member("", sink.name, sink)]
     plan = make_plan(
         Request(
             pipeline="orders",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from delivered.connectors.log.journal import rows_of
-from delivered.contract.queue import Bunch, Entered, JournalSize
+from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.source import apart, receive
@@ -43,7 +43,7 @@ class Connection:
         self.left = dies_after
         self.closed = False
 
-    def receive(self, count_max: int, wait_s: float) -> Bunch:
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         if self.left <= 0:
             self.close()
             raise Unreachable("X", "lost")
@@ -51,7 +51,7 @@ class Connection:
         del self.broker.ready[: len(taken)]
         self.left -= len(taken)
         self.held += taken
-        bunch = Bunch()
+        bunch = MessageBatch()
         for n in taken:
             bunch.ids.append(None if n in self.broker.without_id else f"id{n}")
             bunch.keys.append(None)
@@ -86,12 +86,12 @@ class Memory:
 
     def __init__(self, *answers: Any) -> None:
         self.ids: list[str | None] = []
-        self.rows: list[Bunch] = []
+        self.rows: list[MessageBatch] = []
         self.answers = list(answers)
         self.bytes = 0
         self.upkeep: Callable[[], None] = lambda: None
 
-    def append(self, bunch: Bunch) -> Outcome[Entered]:
+    def append(self, bunch: MessageBatch) -> Outcome[Entered]:
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Failed):
             return answer
@@ -198,7 +198,7 @@ class Picky(Memory):
         self.raises = raises
         self.refused: list[str | None] = []
 
-    def append(self, bunch: Bunch) -> Outcome[Entered]:
+    def append(self, bunch: MessageBatch) -> Outcome[Entered]:
         if bad := [i for i in bunch.ids if i in self.refuses]:
             if len(bunch) == 1:
                 self.refused += bad
@@ -262,7 +262,7 @@ def test_without_a_place_for_them_the_receiver_ends_and_says_so() -> None:
 
 
 def test_dead_letters_are_written_readable_when_they_are_refused_as_they_are() -> None:
-    bad = Bunch(["a\ud800", None], [b"k", None], [b"v", b""], [[("h", b"x")], []], [1 << 80, None], [1, 2])
+    bad = MessageBatch(["a\ud800", None], [b"k", None], [b"v", b""], [[("h", b"x")], []], [1 << 80, None], [1, 2])
     copy = apart.readable(bad)
     assert copy.ids == ["'a\\ud800'", None]
     assert copy.values == [b"v", b""]

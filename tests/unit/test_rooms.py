@@ -59,7 +59,7 @@ assert write_shard(sink, plan, 0, 0, iter(()), schema).prepared is not None
     ours = {m.removeprefix("delivered.") for m in loaded if m.startswith("delivered.")}
     allowed = ("model", "contract", "engine", "connectors")
     assert {m for m in ours if m.split(".")[0] not in allowed} == set()
-    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard", "letters"}
+    assert {m.split(".")[1] for m in ours if m.startswith("engine.")} == {"shard", "dead_letters"}
     assert {m.split(".")[1] for m in ours if m.startswith("connectors.")} == {"memory"}
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "typer", "rich", "yaml"})
 

@@ -20,7 +20,7 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.group import Columns, SinkGroup
+from delivered.group import Columns, Group
 from delivered.model import step
 from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
@@ -46,20 +46,20 @@ sinks:
 EXACTLY = Guarantee.EXACTLY_ONCE
 
 
-def group(name: str, *commits: str) -> SinkGroup:
+def group(name: str, *commits: str) -> Group:
     """Sinks that know nothing of each other: each in a world of its own."""
     for i in range(len(commits)):
         make_world(f"{name}-{i}")
     sinks = [MEMORY.sink({"world": f"{name}-{i}", "commit": c}) for i, c in enumerate(commits)]
-    return SinkGroup.of([(f"s{i}", s, None) for i, s in enumerate(sinks)])
+    return Group.of([(f"s{i}", s, None) for i, s in enumerate(sinks)])
 
 
-def context(sink: SinkGroup, owner: str = "o") -> Context:
+def context(sink: Group, owner: str = "o") -> Context:
     scope = Scope("p", sink.name, "i")
-    return Context(scope, EXACTLY, Owner(owner), sink.ledger(scope), sink.resource(scope), others=sink.others)
+    return Context(scope, EXACTLY, Owner(owner), sink.ledger(scope), sink.committer(scope), others=sink.others)
 
 
-def run(sink: SinkGroup, batch: int, on: Context) -> Decision | None:
+def run(sink: Group, batch: int, on: Context) -> Decision | None:
     plan = plan_batch(on, CheckpointView("i", batch, f"o{batch}", batch - 1 if batch else None), first=True)
     rows = pa.record_batch([[b"k"] * 3, [b"v%d" % i for i in range(3)]], schema=ROWS)
     return commit_batch(on, batch, f"o{batch}", [write_shard(sink, plan, 0, 0, iter([rows]), ROWS)])
@@ -159,7 +159,7 @@ def test_a_route_leaves_out_what_is_not_true() -> None:
         Columns((("c", "nothing"),))(rows)
 
 
-LETTERS = "on_bad_row: dead_letter\ndead_letter: {format: sqlite, path: bad.db, table: letters, name: bad}\n"
+BAD_ROWS = "on_bad_row: dead_letter\ndead_letter: {format: sqlite, path: bad.db, table: letters, name: bad}\n"
 
 
 def test_dead_letters_in_a_file(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_dead_letters_in_a_file(tmp_path: Path) -> None:
             "sqlite, name: large, path: out.db, table",
             'kafka, name: large, kafka.bootstrap.servers: "localhost:1", topic',
         ).replace('"CAST(key AS STRING) AS id"', "key")
-        + LETTERS
+        + BAD_ROWS
     )
     pipeline = Pipeline.from_file(tmp_path / "p.yaml")
     assert [e.name for e in pipeline.all_sinks] == ["events", "large", "bad"]
@@ -180,7 +180,9 @@ def test_dead_letters_in_a_file(tmp_path: Path) -> None:
     name, group_ = opened(pipeline)
     assert name == "bad"
     assert (
-        unpacked({OPTION: packed(pipeline, plain_routes([s.projection for s in pipeline.sinks]))}).members[-1].letters
+        unpacked({OPTION: packed(pipeline, plain_routes([s.projection for s in pipeline.sinks]))})
+        .members[-1]
+        .dead_letters
     )
     assert group_.members[-1].route is None  # SQLite takes letters as columns
 
@@ -230,7 +232,7 @@ assert len(write_shard(sink, plan, 0, 0, iter(()), schema).participants) == 2
     loaded = fresh(code, *(pickle.dumps(x) for x in (sink, plan, ROWS)))
     rooms = {m.split(".")[1] for m in loaded if m.startswith("delivered.")}
     assert rooms <= {"model", "contract", "engine", "group", "connectors"}
-    assert {m.split(".")[2] for m in loaded if m.startswith("delivered.engine.")} == {"shard", "letters"}
+    assert {m.split(".")[2] for m in loaded if m.startswith("delivered.engine.")} == {"shard", "dead_letters"}
     assert loaded.isdisjoint({"pyspark", "confluent_kafka", "kafka", "deltalake", "pydantic", "yaml"})
 
 
@@ -245,12 +247,12 @@ def test_a_decision_is_the_same_text_for_one_sink_and_keeps_all_for_several() ->
     assert two.fingerprint == own.fingerprint
     assert two.to_move == (own,)
     assert replace(two, revision=1).to_move == ()
-    told = two.told_by("b")
+    told = two.for_sink("b")
     assert (told.scope.sink, told.total, told.others["a"].total) == ("b", account.total, one.total)
     assert [p.sink for p in told.participants] == ["a", ""]
-    assert told.told_by("a") == two
-    assert two.seen_by("b").total == account.total
-    assert two.seen_by("a") == one
+    assert told.for_sink("a") == two
+    assert two.projected("b").total == account.total
+    assert two.projected("a") == one
 
 
 def test_an_audit_reads_each_sink_from_the_one_ledger() -> None:

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pytest
 
 from delivered.connectors.sqlite import CONNECTOR, database
+from delivered.connectors.sqlite.committer import SqliteCommitter
 from delivered.connectors.sqlite.ledger import SqliteLedger
 from delivered.connectors.sqlite.migrate import MIGRATIONS, migrate
 from delivered.connectors.sqlite.options import parse
-from delivered.connectors.sqlite.resource import SqliteResource
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.stage import folder_of
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachable, UsageError
@@ -66,7 +66,7 @@ def sink_at(folder: Path, **options: str) -> SqliteSink:
 
 
 def stage(sink: SqliteSink, table: pa.Table, shard: int = 0, scope: Scope = SCOPE, batch: int = 0) -> Prepared:
-    writer = sink.shard_writer(Work(scope, batch, shard), EXACT, table.schema)
+    writer = sink.writer(Work(scope, batch, shard), EXACT, table.schema)
     for part in table.to_batches():
         writer.stage(part)
     return Prepared(shard, 0, Fingerprint(table.num_rows), writer.prepare(Fingerprint()))
@@ -112,7 +112,7 @@ def test_every_type_comes_back_as_it_was(tmp_path: Path, guarantee: Guarantee) -
     if guarantee is EXACT:
         assert write(sink, EVERY_TYPE) == Ok(None)
     else:
-        writer = sink.shard_writer(Work(SCOPE, 0, 0), guarantee, EVERY_TYPE.schema)
+        writer = sink.writer(Work(SCOPE, 0, 0), guarantee, EVERY_TYPE.schema)
         writer.stage(given)
         assert writer.prepare(Fingerprint()) == {}
     found, wanted = read(sink).combine_chunks().to_batches()[0], sink.records(given)
@@ -208,7 +208,7 @@ def test_table_that_does_not_fit_is_told_by_the_task(tmp_path: Path, statement: 
     with pytest.raises(UsageError, match=f"DELIVERED_{code}"):
         stage(sink, ROWS)
     with pytest.raises(UsageError, match=f"DELIVERED_{code}"):
-        sink.shard_writer(Work(SCOPE, 0, 0), Guarantee.AT_LEAST_ONCE, ROWS.schema).stage(ROWS.to_batches()[0])
+        sink.writer(Work(SCOPE, 0, 0), Guarantee.AT_LEAST_ONCE, ROWS.schema).stage(ROWS.to_batches()[0])
     assert count(sink) == 0
 
 
@@ -267,7 +267,7 @@ def test_database_locked_for_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
     assert isinstance(outcome, Failed)
     assert "DELIVERED_DATABASE_LOCKED" in outcome.reason
     with pytest.raises(Unreachable, match="DATABASE_LOCKED"):
-        sink.shard_writer(Work(SCOPE, 0, 0), Guarantee.AT_MOST_ONCE, ROWS.schema).stage(ROWS.to_batches()[0])
+        sink.writer(Work(SCOPE, 0, 0), Guarantee.AT_MOST_ONCE, ROWS.schema).stage(ROWS.to_batches()[0])
     other.execute("ROLLBACK")
     ledger.resume("me")
     assert ledger.decide(decision(prepared)) == Ok(None)
@@ -333,7 +333,7 @@ def test_p16_decision_again_adds_nothing(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     ledger, prepared = claimed(sink), stage(sink, ROWS)
     assert ledger.decide(decision(prepared)) == Ok(None)
-    assert SqliteResource(sink.options, SCOPE).apply(Work(SCOPE, 0, 0), prepared) == Ok(None)
+    assert SqliteCommitter(sink.options, SCOPE).commit(Work(SCOPE, 0, 0), prepared) == Ok(None)
     assert ledger.decide(decision(prepared)) == Ok(None)
     other = ledger.decide(decision(stage(sink, ROWS)))
     assert isinstance(other, Failed)
@@ -401,7 +401,7 @@ def test_look_and_history_write_nothing(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     assert sink.ledger(SCOPE).look().last is None
     assert list(sink.ledger(SCOPE).history()) == []
-    assert not sink.resource(SCOPE).applied(Work(SCOPE, 0, 0))
+    assert not sink.committer(SCOPE).was_committed(Work(SCOPE, 0, 0))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DeliveredError):
         sink.read_back().schema()
@@ -469,7 +469,7 @@ def test_p26_a_large_shard_takes_no_more_memory_than_a_small_one(tmp_path: Path)
     """P26: elsewhere all rows of a batch were collected before the send. 512 MB of rows; staging, then deciding."""
     body = """
         ledger = sink.ledger(scope); ledger.claim(Owner("me"))
-        writer = sink.shard_writer(Work(scope, 0, 0), Guarantee.EXACTLY_ONCE, schema)
+        writer = sink.writer(Work(scope, 0, 0), Guarantee.EXACTLY_ONCE, schema)
         for i in range(rows // 1024):
             writer.stage(pa.record_batch([pa.array([i.to_bytes(4, "big") * 256] * 1024)], schema=schema))
         prepared = Prepared(0, 0, Fingerprint(rows), writer.prepare(Fingerprint()))
@@ -515,7 +515,7 @@ def test_disk_full_leaves_nothing_half_visible(tmp_path: Path) -> None:
         import signal, resource
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        writer = sink.shard_writer(Work(scope, 0, 0), Guarantee.EXACTLY_ONCE, schema)
+        writer = sink.writer(Work(scope, 0, 0), Guarantee.EXACTLY_ONCE, schema)
         try:
             for i in range(rows // 1024):
                 writer.stage(pa.record_batch([pa.array([b"x" * 1024] * 1024)], schema=schema))

@@ -124,7 +124,7 @@ def test_a_record_without_versions_is_read_and_written_as_before() -> None:
 def test_ranges_cover_every_batch_and_every_record(versions: list[str]) -> None:
     """By any ledger: what is read back from its text tells the version of every batch that is still told apart."""
     made = [Decision.from_json(d.to_json()) for d in chain(*versions)]
-    for d in (made[-1], made[-1].told_by("b")):
+    for d in (made[-1], made[-1].for_sink("b")):
         ranges = version_ranges(d)
         assert ranges[0].first == 0
         assert ranges[-1].last == len(versions) - 1
@@ -138,7 +138,7 @@ def test_ranges_cover_every_batch_and_every_record(versions: list[str]) -> None:
                 assert r.decided.total == sum(own, Fingerprint())
         assert len(ranges) <= TRANSFORM_VERSIONS_KEPT
     assert made[-1].transform == versions[-1]
-    assert made[-1].told_by("b").told_by("s") == made[-1]
+    assert made[-1].for_sink("b").for_sink("s") == made[-1]
 
 
 def test_versions_are_bounded_in_bytes_too() -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from delivered.audit.classes import Counts, Damage
-from delivered.audit.report import AuditReport, LaneLine
+from delivered.audit.report import AuditReport, PartitionLine
 from delivered.audit.versions import Earlier
 
 NOBODY = "-"
-"""The lane of records that nobody sent."""
+"""The partition of records that nobody sent."""
 
 
 def judged(report: AuditReport, *, versions_known: bool) -> AuditReport:
@@ -79,7 +79,7 @@ def with_earlier(report: AuditReport, earlier: Earlier) -> AuditReport:
     return replace(
         report,
         counts=counts,
-        lanes=tuple(_of_lane(line, unexpected) for line in report.lanes),
+        partitions=tuple(_of_partition(line, unexpected) for line in report.partitions),
         samples=tuple(s for s in report.samples if s.damage not in explained),
         fingerprints=prints,
         earlier=replace(earlier, missing=handed - theirs, differs=differs),
@@ -87,8 +87,8 @@ def with_earlier(report: AuditReport, earlier: Earlier) -> AuditReport:
     )
 
 
-def _of_lane(line: LaneLine, theirs: int) -> LaneLine:
-    if line.lane != NOBODY:
+def _of_partition(line: PartitionLine, theirs: int) -> PartitionLine:
+    if line.partition != NOBODY:
         return line
     own = min(theirs, line.counts.unexpected)
     return replace(line, counts=replace(line.counts, unexpected=line.counts.unexpected - own, earlier=own))

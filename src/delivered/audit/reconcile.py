@@ -20,15 +20,15 @@ class Seen:
         id: tells records apart; several records may share one, then their values tell them apart.
         value: stands for the whole record: equal values, equal records.
         key: records of one key have an order; None: this record has none.
-        lane: what has an order within: a partition of the source or of the sink.
-        position: where in the lane.
+        partition: what has an order within: a partition of the source or of the sink.
+        position: where in the partition.
         in_progress: sent in a batch that is not decided yet: it may be in the sink, and need not.
     """
 
     id: Hashable
     value: Hashable
     key: Hashable | None = None
-    lane: Hashable = 0
+    partition: Hashable = 0
     position: int = 0
     in_progress: bool = False
 
@@ -88,20 +88,20 @@ def reconcile(sent: Iterable[Seen], found: Iterable[Seen]) -> dict[Hashable, Cou
 
 def _keep_first(first: dict[Hashable, Seen], seen: Seen) -> None:
     before = first.get(seen.id)
-    if before is None or (seen.lane, seen.position) < (before.lane, before.position):
+    if before is None or (seen.partition, seen.position) < (before.partition, before.position):
         first[seen.id] = seen
 
 
 def _reordered(first_sent: Mapping[Hashable, Seen], first_found: Mapping[Hashable, Seen]) -> set[Hashable]:
     """Ids whose first copy in the sink stands after that of an id of the same key that was sent later.
 
-    Compared within one key, one lane of the source and one lane of the sink: across lanes there is no order.
+    Compared within one key, one partition of the source and one of the sink: across partitions there is no order.
     """
     groups: dict[Hashable, list[tuple[int, int, Hashable]]] = defaultdict(list)
     for i, there in first_found.items():
         origin = first_sent.get(i)
         if origin is not None and origin.key is not None:
-            groups[(origin.key, origin.lane, there.lane)].append((there.position, origin.position, i))
+            groups[(origin.key, origin.partition, there.partition)].append((there.position, origin.position, i))
     late: set[Hashable] = set()
     for group in groups.values():
         newest = -1

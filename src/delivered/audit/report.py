@@ -23,7 +23,7 @@ class Sample:
     Attributes:
         id: from the `id` expression of the audit, else a hash of the record.
         key: as text, shortened.
-        source, sink: lane and position, as in `orders-0 @ 17`; None: it is not there.
+        source, sink: partition and position, as in `orders-0 @ 17`; None: it is not there.
         sent, delivered: copies under this id.
     """
 
@@ -37,15 +37,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class LaneLine:
+class PartitionLine:
     """One partition of the source.
 
     Attributes:
-        lane: its name; `-` for records that nobody sent.
+        partition: its name; `-` for records that nobody sent.
         sent_fingerprint, delivered_fingerprint: of what came from this partition.
     """
 
-    lane: str
+    partition: str
     counts: Counts
     sent_fingerprint: Fingerprint
     delivered_fingerprint: Fingerprint
@@ -125,7 +125,7 @@ class AuditReport:
         range_from, range_to: offsets of the source range, as JSON text; `range_to` is the end of the last batch that
             was decided and made visible.
         given_up: records that the ledger counts as given up (at_most_once).
-        lanes: one line per source partition, at most `LANES_MAX`.
+        partitions: one line per source partition, at most `PARTITIONS_MAX`.
         samples: a bounded number per class.
         transactions: open ones that this pipeline left at the sink.
         unknowns: why something could not be told. With any of these the verdict is never `held`.
@@ -149,7 +149,7 @@ class AuditReport:
     range_to: str = ""
     counts: Counts = Counts()
     given_up: int = 0
-    lanes: tuple[LaneLine, ...] = ()
+    partitions: tuple[PartitionLine, ...] = ()
     samples: tuple[Sample, ...] = ()
     fingerprints: Fingerprints | None = None
     history: History = History()
@@ -232,12 +232,12 @@ class AuditReport:
             **({"dedup": asdict(self.dedup)} if self.dedup is not None else {}),
             "partitions": [
                 {
-                    "partition": line.lane,
+                    "partition": line.partition,
                     **asdict(line.counts),
                     "sent_fingerprint": str(line.sent_fingerprint),
                     "delivered_fingerprint": str(line.delivered_fingerprint),
                 }
-                for line in self.lanes
+                for line in self.partitions
             ],
             "samples": {d.value: [_sample(s) for s in self.samples_of(d)] for d in Damage},
             "fingerprints": self.fingerprints.to_json() if self.fingerprints else None,

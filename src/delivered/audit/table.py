@@ -12,7 +12,7 @@ from rich.text import Text
 from delivered.audit.classes import Damage, Verdict
 from delivered.audit.report import AuditReport, Sample
 
-_LANES_SHOWN = 50
+_PARTITIONS_SHOWN = 50
 _STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
 _ELEMENT = '<pre style="font-family: monospace; line-height: 1.2">{code}</pre>'
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "altered", "unexpected", "reordered")
@@ -74,15 +74,15 @@ def _headline(report: AuditReport) -> Text:
 
 
 def _partitions(report: AuditReport) -> Table:
-    table = Table(title="records by source partition", title_justify="left", show_footer=len(report.lanes) > 1)
+    table = Table(title="records by source partition", title_justify="left", show_footer=len(report.partitions) > 1)
     total = report.counts
     table.add_column("partition", footer="all")
     for name in _COLUMNS:
         table.add_column(name, justify="right", footer=f"{getattr(total, name):,}")
-    for line in report.lanes[:_LANES_SHOWN]:
-        table.add_row(line.lane, *(f"{getattr(line.counts, name):,}" for name in _COLUMNS))
-    if len(report.lanes) > _LANES_SHOWN:
-        table.add_row(f"... {len(report.lanes) - _LANES_SHOWN} more", *([""] * len(_COLUMNS)))
+    for line in report.partitions[:_PARTITIONS_SHOWN]:
+        table.add_row(line.partition, *(f"{getattr(line.counts, name):,}" for name in _COLUMNS))
+    if len(report.partitions) > _PARTITIONS_SHOWN:
+        table.add_row(f"... {len(report.partitions) - _PARTITIONS_SHOWN} more", *([""] * len(_COLUMNS)))
     return table
 
 

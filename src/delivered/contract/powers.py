@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Source
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
@@ -26,7 +26,7 @@ class NeedsTarget(Protocol):
         """
 
 
-def ready_target(sink: Sink | Several, schema: pa.Schema) -> None:
+def ready_target(sink: Sink | SinkGroup, schema: pa.Schema) -> None:
     """What has to be called before a claim, for any sink."""
     if isinstance(sink, NeedsTarget):
         sink.ready_target(schema)
@@ -34,7 +34,7 @@ def ready_target(sink: Sink | Several, schema: pa.Schema) -> None:
 
 @runtime_checkable
 class SetsUp(Protocol):
-    """A resource whose tasks need something at the sink beside its rows: a topic or a table for markers. Opt-in.
+    """A committer whose tasks need something at the sink beside its rows: a topic or a table for markers. Opt-in.
 
     A sink that keeps the ledger sets that up when the ledger is claimed. Beside another sink's ledger this is asked.
     """
@@ -47,10 +47,10 @@ class SetsUp(Protocol):
 
 
 @runtime_checkable
-class Screens(Protocol):
+class ValidatesRows(Protocol):
     """A sink that can tell which rows it would refuse for themselves, before it writes them. Opt-in."""
 
-    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """For each row the reason, null where there is none; None: it takes all of them.
 
         Runs on an executor; asks no server; the same row gets the same answer.
@@ -143,7 +143,7 @@ class HasOffsetMetadata(Protocol):
 
 @runtime_checkable
 class KnowsTarget(Protocol):
-    """A resource that can tell its target from one of the same name that was made anew. Opt-in."""
+    """A committer that can tell its target from one of the same name that was made anew. Opt-in."""
 
     def targets(self) -> Mapping[str, str]:
         """Sink's name -> what the system knows its target by, in words: "topic id 3f0c..."; empty: it cannot tell, or

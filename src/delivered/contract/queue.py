@@ -15,7 +15,7 @@ from delivered.model.outcome import Outcome
 
 
 @dataclass
-class Bunch:
+class MessageBatch:
     """Messages that a queue handed out and that nobody acknowledged yet. Lists of one length, a message each.
 
     Attributes:
@@ -35,20 +35,20 @@ class Bunch:
     def __len__(self) -> int:
         return len(self.handles)
 
-    def split(self, count: int) -> tuple[Bunch, Bunch]:
+    def split(self, count: int) -> tuple[MessageBatch, MessageBatch]:
         """The first `count`, and the others; one of the two may be this very bunch."""
         if len(self) <= count:
-            return self, Bunch()
+            return self, MessageBatch()
         if not count:
-            return Bunch(), self
+            return MessageBatch(), self
         lists = self._lists()
-        return Bunch(*(column[:count] for column in lists)), Bunch(*(column[count:] for column in lists))
+        return MessageBatch(*(column[:count] for column in lists)), MessageBatch(*(column[count:] for column in lists))
 
-    def pick(self, at: Sequence[int]) -> Bunch:
+    def pick(self, at: Sequence[int]) -> MessageBatch:
         """Those at these places, in this order."""
-        return Bunch(*([column[i] for i in at] for column in self._lists()))
+        return MessageBatch(*([column[i] for i in at] for column in self._lists()))
 
-    def extend(self, others: Bunch) -> None:
+    def extend(self, others: MessageBatch) -> None:
         for mine, more in zip(self._lists(), others._lists(), strict=True):
             mine += more
 
@@ -59,7 +59,7 @@ class Bunch:
 class Receiver(Protocol):
     """One connection to a queue that forgets what is acknowledged. Used by one thread of one process."""
 
-    def receive(self, count_max: int, wait_s: float) -> Bunch:
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         """Messages that arrived, at most `count_max`, in the queue's order; waits up to `wait_s` for the first one.
 
         Also does what keeps the connection alive: call it every few seconds, with 0 to take nothing.
@@ -132,7 +132,7 @@ class JournalSize:
 class Journal(Protocol):
     """The durable log behind a receiver. Any number of processes may write to one; each has an object of its own."""
 
-    def append(self, bunch: Bunch) -> Outcome[Entered]:
+    def append(self, bunch: MessageBatch) -> Outcome[Entered]:
         """Append the messages whose ids the window does not hold, all or none. Ok: all of the bunch is durable.
 
         Which messages are known is decided in the commit itself: of two processes that append one message at the

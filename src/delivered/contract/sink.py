@@ -1,4 +1,4 @@
-"""What a sink is: a writer, a resource, a ledger. Small protocols; engine and planner know nothing else of it.
+"""What a sink is: a writer, a committer, a ledger. Small protocols; engine and planner know nothing else of it.
 
 Every docstring says: the promise in one line; runs on; may it be called again; what is true before and after it.
 `Outcome` has three cases. A method that returns one never raises for a server's answer: it says Failed when the
@@ -24,7 +24,7 @@ from delivered.model.outcome import Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
 
-class ShardWriter(Protocol):
+class Writer(Protocol):
     """Writes one shard of one batch in one attempt. Runs on an executor, in one thread, used once."""
 
     def stage(self, batch: pa.RecordBatch) -> None:
@@ -36,7 +36,7 @@ class ShardWriter(Protocol):
         """
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        """Make the rows durable and promise to commit; return the handle for `Resource`.
+        """Make the rows durable and promise to commit; return the handle for `Committer`.
 
         `fingerprint` is of all rows staged; a sink whose promise can expire keeps it in a marker beside the rows.
 
@@ -52,10 +52,10 @@ class ShardWriter(Protocol):
         """Give back what was staged, as far as possible. May be called at any time, again, and after an error."""
 
 
-class Resource(Protocol):
+class Committer(Protocol):
     """The driver's hand on participants, prepared by tasks that may be gone. Runs on the driver."""
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Make a decided participant visible. Idempotent: may be called again, by another process.
 
         `work.scope` names the sink of this participant.
@@ -64,7 +64,7 @@ class Resource(Protocol):
         earlier one did. Unknown: ask again.
         """
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         """Whether the shard of this batch is visible, by evidence that lies in the sink with the rows.
 
         Sees every outcome of transactions that `sweep` or `apply` ended before.
@@ -152,7 +152,7 @@ class Sink(Protocol):
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows as a reader of the sink finds them: canonical columns, order and types; the fingerprint's input."""
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         """Runs on an executor. May reuse clients that earlier shards left warm in this process."""
 
     def read_back(self) -> Source:
@@ -161,10 +161,10 @@ class Sink(Protocol):
 
     def ledger(self, scope: Scope) -> Ledger: ...
 
-    def resource(self, scope: Scope) -> Resource: ...
+    def committer(self, scope: Scope) -> Committer: ...
 
 
-LETTERS = pa.schema(
+DEAD_LETTERS = pa.schema(
     [
         pa.field("sink", pa.string()),
         pa.field("reason", pa.string()),
@@ -193,19 +193,19 @@ class Member:
         id: as in `Prepared.sink`: empty for the sink that keeps the ledger, else its name.
         name: in the pipeline.
         route: None: all rows, all columns.
-        letters: it gets the dead letters of the others, through its route, and no rows.
+        dead_letters: it gets the dead letters of the others, through its route, and no rows.
     """
 
     id: str
     name: str
     sink: Sink
     route: Route | None = None
-    letters: bool = False
+    dead_letters: bool = False
 
 
 @runtime_checkable
-class Several(Protocol):
-    """Several sinks that share every batch. Its ledger decides for all of them; its resource tells whose participant
+class SinkGroup(Protocol):
+    """Several sinks that share every batch. Its ledger decides for all of them; its committer tells whose participant
     is whose by `Prepared.sink`, and by the sink that `Work.scope` names. Picklable."""
 
     @property
@@ -218,7 +218,7 @@ class Several(Protocol):
 
     @property
     def on_bad_row(self) -> OnBadRow:
-        """What becomes of rows that a member `Screens` and refuses."""
+        """What becomes of rows that a member `ValidatesRows` and refuses."""
 
     @property
     def others(self) -> frozenset[str]:
@@ -229,4 +229,4 @@ class Several(Protocol):
 
     def ledger(self, scope: Scope) -> Ledger: ...
 
-    def resource(self, scope: Scope) -> Resource: ...
+    def committer(self, scope: Scope) -> Committer: ...

@@ -24,11 +24,11 @@ class Slice:
 
     Attributes:
         data: picklable values only; the connector chooses the shape.
-        lane: name of the source partition that it is cut from, for reports; slices of one lane come in its order.
+        partition: name of the source partition that it is cut from, for reports; its slices come in its order.
     """
 
     data: Any
-    lane: str = ""
+    partition: str = ""
 
 
 class SourceDriver(Protocol):

@@ -13,7 +13,7 @@ context.py   what all of them need
 
 Executors, which load nothing of the above:
 shard.py     a task's rows become a prepared shard
-letters.py   rows that a sink refuses for themselves
+dead_letters.py  rows that a sink refuses for themselves
 repeats.py   repeats that a table knows
 direct.py    records that never become JVM rows
 """

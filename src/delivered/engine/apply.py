@@ -59,12 +59,12 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
 
 
 def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
-    """Ask until the answer is known. Not a blind retry: `Resource.apply` of one participant is idempotent."""
+    """Ask until the answer is known. Not a blind retry: `Committer.commit` of one participant is idempotent."""
     asking = tenacity.Retrying(
         retry=tenacity.retry_if_result(lambda outcome: isinstance(outcome, Unknown)),
         wait=tenacity.wait_random_exponential(multiplier=0.05, max=2),
         stop=tenacity.stop_after_delay(APPLY_TIMEOUT_S),
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else Unknown("never asked"),
     )
-    outcome: Outcome[None] = asking(context.resource.apply, work, prepared)
+    outcome: Outcome[None] = asking(context.committer.commit, work, prepared)
     return outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delivered.contract.sink import Ledger, Resource
+from delivered.contract.sink import Committer, Ledger
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Owner, Tolerance
@@ -14,7 +14,7 @@ from delivered.model.work import Owner, Tolerance
 class Context:
     """
     Attributes:
-        ledger, resource: the sink's, opened for `scope`.
+        ledger, committer: the sink's, opened for `scope`.
         owner: this driver. Two processes of one driver share its id.
         others: sinks that share the batches of this one, as `Prepared.sink` names them.
         transform: fingerprint of the transform that makes the rows; empty: nobody told it.
@@ -24,7 +24,7 @@ class Context:
     guarantee: Guarantee
     owner: Owner
     ledger: Ledger
-    resource: Resource
+    committer: Committer
     tolerance: Tolerance = Tolerance()
     others: frozenset[str] = frozenset()
     transform: str = ""

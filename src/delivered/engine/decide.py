@@ -247,14 +247,18 @@ def _give_back(context: Context, participants: Sequence[Prepared]) -> None:
     """Abort participants that no decision names. What cannot be reached now, the next recovery sweeps."""
     for p in participants:
         if p.holds:
-            context.resource.abort(p)
+            context.committer.abort(p)
 
 
 def _apply(context: Context, decision: Decision) -> None:
     if decision.guarantee is not Guarantee.EXACTLY_ONCE:
         return
     broken = apply_decided(context, decision, StepId.COMMIT_APPLY)
-    gone = [(p.shard, decision.scope_of(p).sink) for p in broken if not context.resource.applied(work_of(decision, p))]
+    gone = [
+        (p.shard, decision.scope_of(p).sink)
+        for p in broken
+        if not context.committer.was_committed(work_of(decision, p))
+    ]
     if gone:
         text = ", ".join(f"{shard} at {sink!r}" for shard, sink in gone[:50])
         raise PromiseBroken(

@@ -119,7 +119,7 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
     # A later incarnation began by finishing this decision. Evidence of it may be gone by now: markers are compacted.
     finished = other is not None and other.decided_at_ms > decision.decided_at_ms
     for p in () if finished else broken:
-        if not context.resource.applied(work_of(decision, p)):
+        if not context.committer.was_committed(work_of(decision, p)):
             lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
     if lost:
         log.warning("batch %d: shards %s are written again, their promise expired", decision.batch, sorted(lost))

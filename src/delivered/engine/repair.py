@@ -26,7 +26,7 @@ def repaired(context: Context, last: Decision, said: Sequence[ShardMessage]) -> 
     except InvariantBroken:
         for p in new.values():
             if p.holds:
-                context.resource.abort(p)
+                context.committer.abort(p)
         raise
     return replace(
         last,

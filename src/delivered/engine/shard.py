@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from delivered.contract.sink import LETTERS, Member, Several, ShardWriter, Sink
-from delivered.engine.letters import letters, screened
+from delivered.contract.sink import DEAD_LETTERS, Member, Sink, SinkGroup, Writer
+from delivered.engine.dead_letters import dead_letters, validated
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
@@ -29,7 +29,7 @@ def fingerprint_seed(scope: Scope) -> int:
 
 
 def write_shard(
-    sink: Sink | Several,
+    sink: Sink | SinkGroup,
     plan: BatchPlan,
     shard: int,
     attempt: int,
@@ -92,7 +92,7 @@ class _Line:
     """What goes to one sink.
 
     Attributes:
-        wanted: it is written; else its rows are only looked at, for the letters among them.
+        wanted: it is written; else its rows are only looked at, for the dead letters among them.
         dropped: rows that the sink refuses and that are left out.
     """
 
@@ -104,12 +104,12 @@ class _Line:
     rows: int = 0
     total: Fingerprint = Fingerprint()
     dropped: Fingerprint = Fingerprint()
-    writer: ShardWriter | None = None
+    writer: Writer | None = None
 
     def open(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> None:
-        given = LETTERS if self.member.letters else schema
+        given = DEAD_LETTERS if self.member.dead_letters else schema
         mine = self.routed(pa.RecordBatch.from_pylist([], schema=given)).schema
-        self.writer = self.member.sink.shard_writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, mine)
+        self.writer = self.member.sink.writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, mine)
 
     def routed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch if self.member.route is None else self.member.route(batch)
@@ -130,23 +130,23 @@ class _Line:
         if not prepared.holds:
             return
         try:
-            resource = self.member.sink.resource(self.scope)
+            committer = self.member.sink.committer(self.scope)
             try:
-                resource.abort(prepared)
+                committer.abort(prepared)
             finally:
-                resource.close()
+                committer.close()
         except Exception as error:
             log.warning("shard %d at %r is left to the next start: %s", prepared.shard, self.scope.sink, error)
 
 
-def _lines(sink: Sink | Several, plan: BatchPlan, shard: int) -> list[_Line]:
-    """One for each sink that this shard is written to; and, if its letters are, for those that refuse rows."""
-    members = sink.members if isinstance(sink, Several) else (Member("", plan.scope.sink, sink),)
-    on_bad_row = sink.on_bad_row if isinstance(sink, Several) else OnBadRow.FAIL
+def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
+    """One for each sink that this shard is written to; and, if its dead letters are, for those that refuse rows."""
+    members = sink.members if isinstance(sink, SinkGroup) else (Member("", plan.scope.sink, sink),)
+    on_bad_row = sink.on_bad_row if isinstance(sink, SinkGroup) else OnBadRow.FAIL
     asked = plan.rewrite.get(shard)
     wanted = [m for m in members if asked is None or m.id in asked]
     found = []
-    for member in members if any(m.letters for m in wanted) else wanted:
+    for member in members if any(m.dead_letters for m in wanted) else wanted:
         scope = replace(plan.scope, sink=member.id) if member.id else plan.scope
         found.append(_Line(member, scope, fingerprint_seed(scope), on_bad_row, member in wanted))
     return found
@@ -155,21 +155,21 @@ def _lines(sink: Sink | Several, plan: BatchPlan, shard: int) -> list[_Line]:
 def _shared(
     lines: Sequence[_Line], batch: pa.RecordBatch, number: int, shard: int
 ) -> Iterator[tuple[_Line, pa.RecordBatch]]:
-    """Each sink's rows of a batch, counted, in the order of the sinks; letters come last."""
+    """Each sink's rows of a batch, counted, in the order of the sinks; dead letters come last."""
     found: list[pa.RecordBatch] = []
-    for line in (n for n in lines if not n.member.letters):
+    for line in (n for n in lines if not n.member.dead_letters):
         rows = line.routed(batch)
         if line.on_bad_row is not OnBadRow.FAIL:
             given = rows
-            rows, reasons = screened(line.member.sink, given)
+            rows, reasons = validated(line.member.sink, given)
             if reasons is not None and line.on_bad_row is OnBadRow.DROP:
                 line.dropped += Fingerprint(given.num_rows - rows.num_rows)
             elif reasons is not None:
                 origin = batch if given.num_rows == batch.num_rows else None
-                found.append(letters(line.scope.sink, reasons, given, origin, number, shard, line.rows))
+                found.append(dead_letters(line.scope.sink, reasons, given, origin, number, shard, line.rows))
             line.rows += given.num_rows
         yield line, line.count(rows)
-    for line in (n for n in lines if n.member.letters):
+    for line in (n for n in lines if n.member.dead_letters):
         for written in found:
             yield line, line.count(line.routed(written))
 

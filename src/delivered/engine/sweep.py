@@ -20,7 +20,7 @@ def sweep(context: Context, *keep: Decision) -> None:
         OutcomeUnknown: some may still be open.
     """
     reach(StepId.RECOVER_SWEEP, Moment.BEFORE)
-    match context.resource.sweep([p for decision in keep for p in decision.participants]):
+    match context.committer.sweep([p for decision in keep for p in decision.participants]):
         case Ok(count):
             if count:
                 log.info("aborted %d undecided participants", count, extra={"step": StepId.RECOVER_SWEEP})

@@ -52,5 +52,5 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
 
 
 def _now(context: Context) -> Mapping[str, str]:
-    resource = context.resource
-    return dict(resource.targets()) if isinstance(resource, KnowsTarget) else {}
+    committer = context.committer
+    return dict(committer.targets()) if isinstance(committer, KnowsTarget) else {}

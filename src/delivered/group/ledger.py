@@ -76,9 +76,9 @@ class GroupLedger:
             return state
         states = [state, *(ledger.look() for ledger in self._ledgers)]
         name = self._scope.sink
-        lasts = [s.last.told_by(name) for s in states if s.last is not None]
+        lasts = [s.last.for_sink(name) for s in states if s.last is not None]
         earlier: dict[str, Decision] = {}
-        for d in (d.told_by(name) for s in states for d in s.earlier):
+        for d in (d.for_sink(name) for s in states for d in s.earlier):
             known = earlier.get(d.scope.incarnation)
             if known is None or (known.batch, known.revision) < (d.batch, d.revision):
                 earlier[d.scope.incarnation] = d
@@ -92,11 +92,11 @@ class GroupLedger:
     def _forget(self, batch: int) -> None:
         """All batches before a decided one are visible everywhere: nobody asks for their markers any more."""
         for member, scope in self._others:
-            resource = member.sink.resource(scope)
+            committer = member.sink.committer(scope)
             try:
-                if isinstance(resource, SetsUp):
-                    resource.forget(batch)
+                if isinstance(committer, SetsUp):
+                    committer.forget(batch)
             except DeliveredError as error:
                 log.warning("sink %s: markers before batch %d were not forgotten: %s", member.name, batch, error)
             finally:
-                resource.close()
+                committer.close()

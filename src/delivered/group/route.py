@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.contract.sink import LETTERS, Route, Sink
+from delivered.contract.sink import DEAD_LETTERS, Route, Sink
 from delivered.model.errors import UsageError
 
 
@@ -47,16 +47,16 @@ class Columns:
 
 
 def letters_route(sink: Sink) -> Route | None:
-    """How letters go to a sink: as columns, or as one value of JSON where it only takes key and value."""
+    """How dead letters go to a sink: as columns, or as one value of JSON where it only takes key and value."""
     try:
-        sink.check_schema(LETTERS)
+        sink.check_schema(DEAD_LETTERS)
     except UsageError:
         return as_key_and_value
     return None
 
 
-def as_key_and_value(letters: pa.RecordBatch) -> pa.RecordBatch:
+def as_key_and_value(rows: pa.RecordBatch) -> pa.RecordBatch:
     """The refusing sink as the key, all of the letter as JSON."""
-    texts = [json.dumps(row, ensure_ascii=False) for row in letters.to_pylist()]
-    columns = [letters.column(0).cast(pa.binary()), pa.array([t.encode() for t in texts], pa.binary())]
+    texts = [json.dumps(row, ensure_ascii=False) for row in rows.to_pylist()]
+    columns = [rows.column(0).cast(pa.binary()), pa.array([t.encode() for t in texts], pa.binary())]
     return pa.RecordBatch.from_arrays(columns, names=["key", "value"])

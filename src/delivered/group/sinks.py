@@ -1,4 +1,4 @@
-"""The sinks of a pipeline as the engine sees them: one ledger, one resource."""
+"""The sinks of a pipeline as the engine sees them: one ledger, one committer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from delivered.contract.powers import ready_target
-from delivered.contract.sink import LETTERS, Ledger, Member, Resource, Route, Sink
+from delivered.contract.sink import DEAD_LETTERS, Committer, Ledger, Member, Route, Sink
+from delivered.group.committer import GroupCommitter
 from delivered.group.ledger import GroupLedger
-from delivered.group.resource import GroupResource
 from delivered.group.route import letters_route
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import deciding
@@ -19,8 +19,8 @@ from delivered.model.identity import Scope, checked_name
 
 
 @dataclass(frozen=True)
-class SinkGroup:
-    """See `delivered.contract.sink.Several`. Picklable, no connection."""
+class Group:
+    """See `delivered.contract.sink.SinkGroup`. Picklable, no connection."""
 
     members: tuple[Member, ...]
     on_bad_row: OnBadRow = OnBadRow.FAIL
@@ -31,7 +31,7 @@ class SinkGroup:
         sinks: Sequence[tuple[str | None, Sink, Route | None]],
         on_bad_row: OnBadRow = OnBadRow.FAIL,
         dead_letter: tuple[str | None, Sink] | None = None,
-    ) -> SinkGroup:
+    ) -> Group:
         """From (name, sink, route), in the order in which the user named them; the dead-letter sink comes last.
 
         Raises:
@@ -51,7 +51,7 @@ class SinkGroup:
         last = len(sinks) - 1 if dead_letter is not None else None
         return cls(
             tuple(
-                Member("" if i == first else name, name, sink, route, letters=i == last)
+                Member("" if i == first else name, name, sink, route, dead_letters=i == last)
                 for i, (name, (_, sink, route)) in enumerate(zip(names, sinks, strict=True))
             ),
             on_bad_row,
@@ -72,13 +72,13 @@ class SinkGroup:
     def check_schema(self, schema: pa.Schema) -> None:
         empty = pa.RecordBatch.from_pylist([], schema=schema)
         for member in self.members:
-            given = pa.RecordBatch.from_pylist([], schema=LETTERS) if member.letters else empty
+            given = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS) if member.dead_letters else empty
             member.sink.check_schema(given.schema if member.route is None else member.route(given).schema)
 
     def ready_target(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.NeedsTarget`: for every sink that needs one."""
         for member in self.members:
-            given = pa.RecordBatch.from_pylist([], schema=LETTERS if member.letters else schema)
+            given = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS if member.dead_letters else schema)
             ready_target(member.sink, given.schema if member.route is None else member.route(given).schema)
 
     def ledger(self, scope: Scope) -> Ledger:
@@ -89,8 +89,8 @@ class SinkGroup:
             [(m, replace(scope, sink=m.name)) for m in others],
         )
 
-    def resource(self, scope: Scope) -> Resource:
-        return GroupResource(
-            {m.id: (m.name, m.sink.resource(replace(scope, sink=m.name) if m.id else scope)) for m in self.members},
+    def committer(self, scope: Scope) -> Committer:
+        return GroupCommitter(
+            {m.id: (m.name, m.sink.committer(replace(scope, sink=m.name) if m.id else scope)) for m in self.members},
             scope,
         )

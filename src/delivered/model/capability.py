@@ -77,9 +77,9 @@ class SinkCapability:
         mechanism: its name in a sentence: "two-phase commit".
         stage, prepare, decide, apply: what these steps are at this sink, for the plan.
         batch_atomic: a reader sees a batch whole or not at all.
-        keeps_records_apart: the sink can send without ever sending twice (needed for at_most_once).
+        can_disable_retries: the sink can send without ever sending twice (needed for at_most_once).
         local: it rests on files of one machine.
-        promise_s_max: seconds after which the sink drops a prepared participant; None: never.
+        prepared_timeout_s: seconds after which the sink drops a prepared participant; None: never.
         remembers: keys that were seen can lie beside its ledger: see `delivered.contract.powers`.
         write: whether every record stays, or takes the place of another one.
         assumes: what exactly_once takes for granted of the sink and its readers.
@@ -96,8 +96,8 @@ class SinkCapability:
     send: str
     batch_atomic: bool
     local: bool = False
-    keeps_records_apart: bool = True
-    promise_s_max: float | None = None
+    can_disable_retries: bool = True
+    prepared_timeout_s: float | None = None
     remembers: bool = False
     write: WriteMode = APPEND
     assumes: tuple[str, ...] = ()

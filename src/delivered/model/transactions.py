@@ -1,4 +1,4 @@
-"""What stays open at a sink until somebody ends it. A resource that offers it is a `HoldsTransactions`."""
+"""What stays open at a sink until somebody ends it. A committer that offers it is a `HoldsTransactions`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpenTransaction(Protocol):
 
 @runtime_checkable
 class HoldsTransactions(Protocol):
-    """Also offered by a `Resource` whose participants stay open in the system until somebody ends them."""
+    """Also offered by a `Committer` whose participants stay open in the system until somebody ends them."""
 
     def open_transactions(self) -> Sequence[OpenTransaction]:
         """Every one of this sink of this pipeline, of any incarnation, oldest first. Raises Unreachable."""

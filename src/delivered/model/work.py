@@ -247,7 +247,7 @@ class Decision:
         """Running fingerprint at the sink of this name."""
         return self.total if sink == self.scope.sink else self.others.get(sink, Account()).total
 
-    def told_by(self, sink: str) -> Decision:
+    def for_sink(self, sink: str) -> Decision:
         """The same decision as the ledger of another of its sinks would hold it."""
         if sink == self.scope.sink:
             return self
@@ -274,9 +274,9 @@ class Decision:
             transforms=tuple(renamed(t) for t in self.transforms),
         )
 
-    def seen_by(self, sink: str) -> Decision:
+    def projected(self, sink: str) -> Decision:
         """This decision as if `sink` alone were written: what an audit of that sink asks for."""
-        told = self.told_by(sink)
+        told = self.for_sink(sink)
         return replace(told, participants=tuple(p for p in told.participants if not p.sink), others={})
 
     def to_json(self) -> str:

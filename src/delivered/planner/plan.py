@@ -10,7 +10,7 @@ from delivered.model.capability import Commit
 from delivered.model.errors import Refused, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step
-from delivered.planner import repeats, several
+from delivered.planner import group, repeats
 from delivered.planner.request import Request
 from delivered.planner.rules import Reason, reasons, seconds
 from delivered.planner.steps import batch_steps, mechanism, recovery_steps
@@ -102,7 +102,7 @@ def make_plan(request: Request) -> Plan | Refusal:
             *_transform_changed(request),
             *(f.message for f in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]),
         ),
-        order=several.order(request) if request.several else (),
+        order=group.order(request) if request.is_group else (),
         dedup=repeats.says(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
     )
 
@@ -140,9 +140,9 @@ def _transform_changed(request: Request) -> Iterator[str]:
 def _promises(request: Request) -> list[float]:
     """Seconds that the sinks' promises last, where they expire."""
     return [
-        s.capability.promise_s_max
+        s.capability.prepared_timeout_s
         for s in request.sinks
-        if s.capability.commit is Commit.TWO_PHASE and s.capability.promise_s_max is not None
+        if s.capability.commit is Commit.TWO_PHASE and s.capability.prepared_timeout_s is not None
     ]
 
 
@@ -198,27 +198,27 @@ def _bad_rows(request: Request) -> list[str]:
     goes = (
         "is left out and counted as given up"
         if request.on_bad_row is OnBadRow.DROP
-        else f"goes to {request.letters} in the same batch, with the reason"
+        else f"goes to {request.dead_letters} in the same batch, with the reason"
     )
-    written = [s.name for s in request.sinks if s.name != request.letters]
-    screening = [n for n in written if n in request.screening]
-    blind = [n for n in written if n not in request.screening]
+    written = [s.name for s in request.sinks if s.name != request.dead_letters]
+    validating = [n for n in written if n in request.validating]
+    blind = [n for n in written if n not in request.validating]
     found = []
-    if screening:
-        found.append(f"a row that {' or '.join(screening)} refuses for itself {goes}")
+    if validating:
+        found.append(f"a row that {' or '.join(validating)} refuses for itself {goes}")
     stops = "what a server refuses by its own rules (constraints, limits of a topic) stops the query all the same"
     tail = f"; {', '.join(blind)} cannot tell bad rows before it writes" if blind else ""
     return [*found, stops + tail]
 
 
 def _each(request: Request) -> str:
-    return "every sink" if request.several else "the sink"
+    return "every sink" if request.is_group else "the sink"
 
 
 def _limits(request: Request) -> list[str]:
     exactly_once = request.guarantee is Guarantee.EXACTLY_ONCE
     found = list(dict.fromkeys(limit for s in request.sinks for limit in s.capability.limits))
-    promises = [p for s in request.sinks if (p := s.capability.promise_s_max) is not None]
+    promises = [p for s in request.sinks if (p := s.capability.prepared_timeout_s) is not None]
     if exactly_once:
         if promises:
             declared = request.execution.batch_s_max
@@ -226,8 +226,8 @@ def _limits(request: Request) -> list[str]:
             found.append(f"from its first row to its end a transaction lives {seconds(min(promises))}{tail}")
         if not all(s.capability.batch_atomic for s in request.sinks):
             found.append("a reader may see the shards of a batch appear one after the other")
-    if request.several:
-        found.extend(several.limits(request))
+    if request.is_group:
+        found.extend(group.limits(request))
     found.extend(_bad_rows(request))
     if request.source.capability.sent_twice and request.dedup is None:
         found.append("what a producer sent twice is two records: the pipeline names no dedup")

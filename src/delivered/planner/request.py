@@ -137,8 +137,8 @@ class Request:
 
     Attributes:
         on_bad_row: what becomes of a row that a sink refuses for itself.
-        screening: names of the sinks that tell such rows before they write.
-        letters: name of the sink, the last one, that gets dead letters; None: there is none.
+        validating: names of the sinks that tell such rows before they write.
+        dead_letters: name of the sink, the last one, that gets dead letters; None: there is none.
         dedup: which repeats in the source are dropped; None: none.
     """
 
@@ -150,8 +150,8 @@ class Request:
     transform: TransformFacts = TransformFacts()
     execution: Execution = Execution()
     on_bad_row: OnBadRow = OnBadRow.FAIL
-    screening: tuple[str, ...] = ()
-    letters: str | None = None
+    validating: tuple[str, ...] = ()
+    dead_letters: str | None = None
     dedup: Dedup | None = None
 
     @property
@@ -160,5 +160,5 @@ class Request:
         return self.sinks[deciding([s.capability for s in self.sinks])]
 
     @property
-    def several(self) -> bool:
+    def is_group(self) -> bool:
         return len(self.sinks) > 1

@@ -197,7 +197,7 @@ def sink_commits(request: Request) -> Reason | None:
 
 
 def sink_sends_once(request: Request) -> Reason | None:
-    sink = next((s for s in request.sinks if not s.capability.keeps_records_apart), None)
+    sink = next((s for s in request.sinks if not s.capability.can_disable_retries), None)
     if request.guarantee is not Guarantee.AT_MOST_ONCE or sink is None:
         return None
     return Reason(
@@ -230,11 +230,11 @@ def local_sink(request: Request) -> Reason | None:
 
 def promise_outlives_batch(request: Request) -> Reason | None:
     batch = request.execution.batch_s_max
-    promises = [s for s in request.sinks if s.capability.promise_s_max is not None]
+    promises = [s for s in request.sinks if s.capability.prepared_timeout_s is not None]
     if request.guarantee is not Guarantee.EXACTLY_ONCE or batch is None or not promises:
         return None
-    sink = min(promises, key=lambda s: s.capability.promise_s_max or 0)
-    promise = sink.capability.promise_s_max
+    sink = min(promises, key=lambda s: s.capability.prepared_timeout_s or 0)
+    promise = sink.capability.prepared_timeout_s
     if promise is None or promise > batch:
         return None
     longer = "raise transactionTimeout above it"

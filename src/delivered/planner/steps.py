@@ -8,15 +8,15 @@ from __future__ import annotations
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step, StepId
-from delivered.planner import several
+from delivered.planner import group
 from delivered.planner.request import Request
 from delivered.planner.spark_steps import AGAIN, log_step, read_step
 
 
 def batch_steps(request: Request) -> tuple[Step, ...]:
     """What a batch does when nothing goes wrong. Exactly one step decides."""
-    if request.several:
-        return several.batch_steps(request)
+    if request.is_group:
+        return group.batch_steps(request)
     sink = request.sinks[0].capability
     match request.guarantee, sink.commit:
         case Guarantee.EXACTLY_ONCE, Commit.ONE_TRANSACTION:
@@ -44,7 +44,7 @@ def mechanism(request: Request) -> str:
     """By what the guarantee is kept, as a phrase."""
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
-            return several.mechanism(request) if request.several else request.sinks[0].capability.mechanism
+            return group.mechanism(request) if request.is_group else request.sinks[0].capability.mechanism
         case Guarantee.AT_LEAST_ONCE:
             return "acknowledged sends, repeated after a crash"
         case Guarantee.AT_MOST_ONCE:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from delivered.contract.queue import Bunch, Entered, Journal
+from delivered.contract.queue import Entered, Journal, MessageBatch
 from delivered.model.limits import REFUSED_IN_A_ROW_MAX
 from delivered.model.outcome import Failed, Ok, Outcome
 
@@ -22,7 +22,7 @@ class Raised(Failed):
     """The code that writes failed, not the store."""
 
 
-def guarded(journal: Journal, bunch: Bunch) -> Outcome[Entered]:
+def guarded(journal: Journal, bunch: MessageBatch) -> Outcome[Entered]:
     """An append whose every failure is an outcome: what messages can make of code, nobody can list."""
     try:
         return journal.append(bunch)
@@ -45,7 +45,7 @@ class Apart:
     in_a_row: int = 0
 
 
-def append_apart(journal: Journal, bunch: Bunch, times: int, in_a_row: int = 0) -> Apart:
+def append_apart(journal: Journal, bunch: MessageBatch, times: int, in_a_row: int = 0) -> Apart:
     """Append what can be, in halves, and halves of these, down to one message.
 
     Args:
@@ -81,7 +81,7 @@ def append_apart(journal: Journal, bunch: Bunch, times: int, in_a_row: int = 0) 
     return found
 
 
-def _tried(journal: Journal, bunch: Bunch, times: int) -> Outcome[Entered]:
+def _tried(journal: Journal, bunch: MessageBatch, times: int) -> Outcome[Entered]:
     done = guarded(journal, bunch)
     for _ in range(times - 1):
         if not isinstance(done, Failed):
@@ -91,7 +91,7 @@ def _tried(journal: Journal, bunch: Bunch, times: int) -> Outcome[Entered]:
     return done
 
 
-def readable(bunch: Bunch) -> Bunch:
+def readable(bunch: MessageBatch) -> MessageBatch:
     """A copy that any log takes, where one refuses the messages as they are: all but id and body as text."""
     headers = [
         [("delivered.key", _text(key)), ("delivered.time_us", _text(at)), ("delivered.headers", _text(list(given)))]
@@ -100,7 +100,7 @@ def readable(bunch: Bunch) -> Bunch:
     ids = [None if i is None else i if isinstance(i, str) and i.isprintable() else ascii(i) for i in bunch.ids]
     values = [v if isinstance(v, bytes) else _text(v) for v in bunch.values]
     count = len(bunch)
-    return Bunch(ids, [None] * count, values, list(headers), [None] * count, list(bunch.handles))
+    return MessageBatch(ids, [None] * count, values, list(headers), [None] * count, list(bunch.handles))
 
 
 def _text(value: object) -> bytes:

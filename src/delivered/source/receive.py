@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from delivered.contract.queue import Bunch, Entered, Journal, Receiver
+from delivered.contract.queue import Entered, Journal, MessageBatch, Receiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REFUSED_TIMES, SOURCE_PATIENCE_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
@@ -94,11 +94,11 @@ class _Gathering:
     """
 
     receiver: Receiver | None = None
-    bunch: Bunch = field(default_factory=Bunch)
+    bunch: MessageBatch = field(default_factory=MessageBatch)
     bytes: int = 0
     since: float = 0.0
 
-    def take(self, arrived: Bunch, receiver: Receiver) -> None:
+    def take(self, arrived: MessageBatch, receiver: Receiver) -> None:
         self.receiver = receiver
         if not len(self.bunch):
             self.bunch, self.since = arrived, time.monotonic()
@@ -208,7 +208,7 @@ class ReceiveLoop:
                     raise again from error
                 time.sleep(_RECONNECT_S)
 
-    def _took(self, arrived: Bunch) -> None:
+    def _took(self, arrived: MessageBatch) -> None:
         self.counts.received += len(arrived)
         reach(StepId.RECEIVE_TAKE, Moment.AFTER, messages=len(arrived), received=self.counts.received)
 
@@ -226,7 +226,7 @@ class ReceiveLoop:
         full = len(gathering.bunch) >= limits.messages_max or gathering.bytes >= limits.bytes_max
         return full or stopping or time.monotonic() - gathering.since >= limits.linger_s
 
-    def _persist(self, bunch: Bunch) -> Outcome[Entered]:
+    def _persist(self, bunch: MessageBatch) -> Outcome[Entered]:
         """Runs in the appending thread."""
         reach(StepId.RECEIVE_PERSIST, Moment.BEFORE, messages=len(bunch))
         good, bad, reasons = self._sorted(bunch)
@@ -243,7 +243,7 @@ class ReceiveLoop:
         reach(StepId.RECEIVE_PERSIST, Moment.AFTER, messages=len(bunch))
         return done
 
-    def _append_apart(self, bunch: Bunch) -> Outcome[Entered]:
+    def _append_apart(self, bunch: MessageBatch) -> Outcome[Entered]:
         """Each message gets in or is set aside, durable in one of the two before this says Ok."""
         found = append_apart(self._journal, bunch, self._limits.refused_times, self._refused_in_a_row)
         self._refused_in_a_row = found.in_a_row
@@ -253,7 +253,7 @@ class ReceiveLoop:
                 return aside
         return found.outcome
 
-    def _sorted(self, bunch: Bunch) -> tuple[list[int], list[int], list[str]]:
+    def _sorted(self, bunch: MessageBatch) -> tuple[list[int], list[int], list[str]]:
         limits = self._limits
         if max(map(len, bunch.values)) <= limits.message_bytes_max and not (limits.ids_required and None in bunch.ids):
             return [], [], []
@@ -270,7 +270,7 @@ class ReceiveLoop:
             reasons.append(reason)
         return good, bad, reasons
 
-    def _set_aside(self, bad: Bunch, reasons: Sequence[str]) -> Outcome[Entered]:
+    def _set_aside(self, bad: MessageBatch, reasons: Sequence[str]) -> Outcome[Entered]:
         if self._aside is None:
             raise BadRecord(
                 "MESSAGE_BAD",
@@ -360,7 +360,7 @@ class ReceiveLoop:
         return _Gathering()
 
 
-def _with_reasons(bad: Bunch, reasons: Sequence[str]) -> Bunch:
+def _with_reasons(bad: MessageBatch, reasons: Sequence[str]) -> MessageBatch:
     headers: list[Sequence[tuple[str, bytes | None]]] = [
         [*h, ("delivered.reason", r.encode())] for h, r in zip(bad.headers, reasons, strict=True)
     ]

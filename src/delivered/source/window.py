@@ -20,7 +20,7 @@ class Window:
     def __init__(self, size: int) -> None:
         self._size = size
         self._times: dict[str, int] = {}  # in how many places; an id can be in the log twice, far apart
-        self._lanes: dict[int, deque[str | None]] = {}
+        self._tails: dict[int, deque[str | None]] = {}
         self._ends: dict[int, int] = {}
 
     @property
@@ -44,20 +44,20 @@ class Window:
         Offsets that were told before are passed over; what lies between (a log that was thinned out) is forgotten.
         """
         end = self._ends.get(partition, 0)
-        lane = self._lanes.setdefault(partition, deque())
+        tail = self._tails.setdefault(partition, deque())
         if first < end:
             ids, first = ids[end - first :], end
         elif first > end:
-            self._forget(lane, len(lane))
+            self._forget(tail, len(tail))
         if not ids:
             return
         times = self._times
         for message_id in ids:
             if message_id is not None:
                 times[message_id] = times.get(message_id, 0) + 1
-        lane.extend(ids)
+        tail.extend(ids)
         self._ends[partition] = first + len(ids)
-        self._forget(lane, len(lane) - self._size)
+        self._forget(tail, len(tail) - self._size)
 
     def fresh(self, ids: Sequence[str | None]) -> list[int]:
         """Places in `ids` of those that are not known, each id once. What has no id is always fresh."""
@@ -70,11 +70,11 @@ class Window:
             found.append(at)
         return found
 
-    def _forget(self, lane: deque[str | None], count: int) -> None:
-        """Drop the oldest `count` ids of a lane."""
+    def _forget(self, tail: deque[str | None], count: int) -> None:
+        """Drop the oldest `count` ids of a tail."""
         times = self._times
         for _ in range(count):
-            message_id = lane.popleft()
+            message_id = tail.popleft()
             if message_id is None:
                 continue
             left = times[message_id] - 1

@@ -6,7 +6,7 @@ start_check.py   whether a query can start, asked on the driver before it does
 tables.py        CREATE TABLE over our formats
 settings.py      the options that belong to the pipeline, not to a connector
 checkpoint.py    what Spark's checkpoint says about the batch about to run
-engine.py        ledgers and resources of this driver, kept warm between batches
+engine.py        ledgers and committers of this driver, kept warm between batches
 stream_writer.py batch_writer.py stream_reader.py batch_reader.py
 session.py       a session whose workers run this interpreter
 """

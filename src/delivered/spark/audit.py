@@ -97,7 +97,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     say("reading checkpoint and ledger")
     incarnation = read_view(spec.checkpoint).incarnation
     scope = Scope(spec.pipeline, spec.named_sink, incarnation)
-    ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by, spec.letters)
+    ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by, spec.dead_letters)
     try:
         spec.sink.read_back()
     except Refused as error:
@@ -251,14 +251,14 @@ def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) 
             "among them.",
             next_step="audit with the transform that the pipeline ran with",
         )
-    lane, position = _place([c for c in frame.columns if c not in names])
+    partition, position = _place([c for c in frame.columns if c not in names])
 
     def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.select(names)
 
     with expressions(spec):
         return hashed(
-            frame, canonical, fingerprint_seed(scope), lane, position, None, spec.id, spec.key, own_sql=spec.own
+            frame, canonical, fingerprint_seed(scope), partition, position, None, spec.id, spec.key, own_sql=spec.own
         )
 
 
@@ -280,10 +280,10 @@ def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:
 
 
 def _place(added: list[str]) -> tuple[Column, Column]:
-    """Lane and position of a record in the sink, from the columns that the system adds to it."""
+    """Partition and position of a record in the sink, from the columns that the system adds to it."""
     if "offset" in added:
-        lanes = [F.col(c).cast("string") for c in ("topic", "partition") if c in added]
-        return F.concat_ws("-", *lanes), F.col("offset")
+        partitions = [F.col(c).cast("string") for c in ("topic", "partition") if c in added]
+        return F.concat_ws("-", *partitions), F.col("offset")
     if "rowid" in added:
         return F.lit("rows"), F.col("rowid")
     return F.lit("rows"), F.monotonically_increasing_id()
@@ -328,8 +328,8 @@ def _report(
         notes.append("the transform moves rows between partitions: source partitions and order are not told")
     if result.null_ids:
         notes.append(f"{result.null_ids} records have no id; they are told apart by their whole content")
-    if result.lanes_left_off:
-        notes.append(f"{result.lanes_left_off} more source partitions are in the totals alone")
+    if result.partitions_left_off:
+        notes.append(f"{result.partitions_left_off} more source partitions are in the totals alone")
     return AuditReport(
         pipeline=spec.pipeline,
         sink=spec.named_sink,
@@ -339,7 +339,7 @@ def _report(
         range_to=json.dumps(end) if end is not None else "",
         counts=result.counts,
         given_up=given_up.count,
-        lanes=result.lanes,
+        partitions=result.partitions,
         samples=result.samples,
         fingerprints=prints,
         history=ledger.history,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from delivered.audit.history import History, check_history
-from delivered.contract.sink import Resource, Several, Sink
+from delivered.contract.sink import Committer, Sink, SinkGroup
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.transactions import HoldsTransactions, OpenTransaction
@@ -33,30 +33,32 @@ def read_ledger(
     sink: Sink,
     scope: Scope,
     guarantee: Guarantee,
-    decided_by: tuple[str, Sink | Several] | None = None,
-    letters: str | None = None,
+    decided_by: tuple[str, Sink | SinkGroup] | None = None,
+    dead_letters: str | None = None,
 ) -> LedgerAccount:
     """Read the ledger and the state of its newest decision. Takes nothing and fences nobody."""
     name, keeper = decided_by or (scope.sink, sink)
     ledger = keeper.ledger(replace(scope, sink=name))
     ends: list[tuple[int, str]] = []
     try:
-        last = ledger.look().last if letters is not None else None
-        history = check_history(_noting(ends, (d.seen_by(scope.sink) for d in ledger.history())))
+        last = ledger.look().last if dead_letters is not None else None
+        history = check_history(_noting(ends, (d.projected(scope.sink) for d in ledger.history())))
     finally:
         ledger.close()
     found = LedgerAccount(history, history.last, ends=tuple(ends))
-    if last is not None and letters is not None:
-        count = last.seen_by(letters).total.count
-        found.notes.append(f"{count:,} rows that a sink refused are in the dead letters {letters!r}, by the ledger")
+    if last is not None and dead_letters is not None:
+        count = last.projected(dead_letters).total.count
+        found.notes.append(
+            f"{count:,} rows that a sink refused are in the dead letters {dead_letters!r}, by the ledger"
+        )
     if history.last is None or guarantee is not Guarantee.EXACTLY_ONCE:
         return found
-    resource = sink.resource(scope)
+    committer = sink.committer(scope)
     try:
-        still_open = _still_open(resource)
-        hidden = _hidden(resource, history.last, still_open)
+        still_open = _still_open(committer)
+        hidden = _hidden(committer, history.last, still_open)
     finally:
-        resource.close()
+        committer.close()
     found.transactions = tuple(_shown(t) for t in still_open or ())
     if hidden:
         found.visible = history.before
@@ -74,9 +76,9 @@ def _noting(ends: list[tuple[int, str]], decisions: Iterable[Decision]) -> Itera
         yield decision
 
 
-def _still_open(resource: Resource) -> list[OpenTransaction] | None:
+def _still_open(committer: Committer) -> list[OpenTransaction] | None:
     """Transactions of this pipeline at this sink that are not over; None: the sink has no such thing."""
-    return list(resource.open_transactions()) if isinstance(resource, HoldsTransactions) else None
+    return list(committer.open_transactions()) if isinstance(committer, HoldsTransactions) else None
 
 
 def _shown(transaction: OpenTransaction) -> str:
@@ -85,11 +87,15 @@ def _shown(transaction: OpenTransaction) -> str:
     return f"{transaction.transactional_id}, {transaction.state}{since}: {', '.join(transaction.targets)}"
 
 
-def _hidden(resource: Resource, decision: Decision, still_open: list[OpenTransaction] | None) -> list[int]:
+def _hidden(committer: Committer, decision: Decision, still_open: list[OpenTransaction] | None) -> list[int]:
     """Shards that are decided and not visible: the pipeline stopped between decide and apply."""
     prepared = [p for p in decision.participants if p.handle]
     if still_open:
         # The evidence among the rows lies behind what is open. What is open itself tells enough.
         handles = [t.participant for t in still_open]
         return [p.shard for p in prepared if dict(p.handle) in handles]
-    return [p.shard for p in prepared if not resource.applied(Work(decision.scope, decision.batch, p.shard, p.attempt))]
+    return [
+        p.shard
+        for p in prepared
+        if not committer.was_committed(Work(decision.scope, decision.batch, p.shard, p.attempt))
+    ]

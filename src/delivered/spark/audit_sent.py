@@ -87,8 +87,8 @@ class SentRange:
         slices = [piece for start, end in ranges for piece in self._driver.slices(start, end)]
         frame = self.frame(spark, slices)
         ordered = keeps_partitions(frame) if slices else True
-        names = [s.lane or f"slice {i}" for i, s in enumerate(slices)] if ordered else None
-        lane: Column = F.spark_partition_id() if ordered else F.lit("all")
+        names = [s.partition or f"slice {i}" for i, s in enumerate(slices)] if ordered else None
+        partition: Column = F.spark_partition_id() if ordered else F.lit("all")
         # What is ahead stands after what is decided, in every partition.
         position = F.monotonically_increasing_id() + F.lit((1 << 62) if ahead else 0)
         with expressions(spec):
@@ -96,7 +96,7 @@ class SentRange:
                 frame,
                 spec.sink.records,
                 fingerprint_seed(scope),
-                lane,
+                partition,
                 position,
                 names or None,
                 spec.id,
@@ -117,21 +117,21 @@ class SentRange:
         else:
             slices = self._driver.slices(start, end) if end is not None else []
             frame = self.frame(spark, slices)
-            names = sorted({s.lane or f"slice {i}" for i, s in enumerate(slices)})
-            lanes = [names.index(s.lane or f"slice {i}") for i, s in enumerate(slices)]
-            state = final_state(frame, mode, lanes if slices and keeps_partitions(frame) else None)
+            names = sorted({s.partition or f"slice {i}" for i, s in enumerate(slices)})
+            partitions = [names.index(s.partition or f"slice {i}") for i, s in enumerate(slices)]
+            state = final_state(frame, mode, partitions if slices and keeps_partitions(frame) else None)
             unclear = state.unclear
         if planned != end:
             coming = self.frame(spark, self._driver.slices(end or start, planned))
             unclear = unclear.union(coming.select(F.expr(id_sql(mode)).alias("id")))
         return FinalState(state.rows, unclear.distinct(), state.gone)
 
-    def as_rows(self, state: DataFrame, scope: Scope, lane: str = "keys") -> DataFrame:
+    def as_rows(self, state: DataFrame, scope: Scope, partition: str = "keys") -> DataFrame:
         """Rows for `reconcile`, of no partition and no order."""
         spec = self._spec
         seed = fingerprint_seed(scope)
         with expressions(spec):
-            rows = hashed(state, spec.sink.records, seed, F.lit(lane), F.lit(0), None, spec.id)
+            rows = hashed(state, spec.sink.records, seed, F.lit(partition), F.lit(0), None, spec.id)
         return rows.withColumn("key_hash", F.lit(None).cast("long"))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.errors import AnalysisException, ParseException
 
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Offsets, Source
 from delivered.model.dedup import Dedup
 from delivered.model.errors import UsageError
@@ -40,7 +40,7 @@ class AuditSpec:
         sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
         transform_version: fingerprint of `transform`; batches that ran with another one are not recomputed. Empty: it
             is taken for the one that every batch ran with.
-        letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
+        dead_letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
         decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.
     """
 
@@ -58,8 +58,8 @@ class AuditSpec:
     samples_max: int = SAMPLES_MAX
     source_from: Offsets | None = None
     sink_from: Offsets | None = None
-    decided_by: tuple[str, Sink | Several] | None = None
-    letters: str | None = None
+    decided_by: tuple[str, Sink | SinkGroup] | None = None
+    dead_letters: str | None = None
     transform_version: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""Ledgers and resources of this driver, kept warm in the reused worker between batches.
+"""Ledgers and committers of this driver, kept warm in the reused worker between batches.
 
 Two long-lived processes of one driver use this module: the one in which Spark plans a batch, and the one in which it
 commits. Both know the driver's id from the registered class, so they are one owner.
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import Context
 from delivered.model.identity import Scope
 from delivered.model.work import CheckpointView, Owner
@@ -32,7 +32,7 @@ def owner(driver: Driver) -> Owner:
 
 
 def context(
-    sink: Sink | Several, options: Mapping[str, str], settings: PipelineSettings, incarnation: str, driver: Driver
+    sink: Sink | SinkGroup, options: Mapping[str, str], settings: PipelineSettings, incarnation: str, driver: Driver
 ) -> Context:
     """The context of the sinks of one pipeline, opened once per process."""
     scope = Scope(settings.pipeline, settings.sink or sink.name, incarnation)
@@ -45,15 +45,15 @@ def context(
         settings.guarantee,
         owner(driver),
         sink.ledger(scope),
-        sink.resource(scope),
+        sink.committer(scope),
         settings.tolerance,
-        sink.others if isinstance(sink, Several) else frozenset(),
+        sink.others if isinstance(sink, SinkGroup) else frozenset(),
         settings.transform,
     )
     while len(_contexts) > _CONTEXTS_MAX:
         _, old = _contexts.popitem(last=False)
         old.ledger.close()
-        old.resource.close()
+        old.committer.close()
     return _contexts[key]
 
 

@@ -13,7 +13,7 @@ import psutil
 from pyarrow import fs
 
 from delivered.contract.finding import Finding
-from delivered.contract.powers import Screens
+from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import Sink
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import MissingExtra, Refused, Unreachable
@@ -85,8 +85,8 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
         transform=transform,
         execution=_execution(pipeline, spark),
         on_bad_row=pipeline.on_bad_row,
-        screening=tuple(n.name for (_, s), n in zip(made, sinks, strict=True) if isinstance(s, Screens)),
-        letters=sinks[-1].name if pipeline.dead_letter is not None else None,
+        validating=tuple(n.name for (_, s), n in zip(made, sinks, strict=True) if isinstance(s, ValidatesRows)),
+        dead_letters=sinks[-1].name if pipeline.dead_letter is not None else None,
         dedup=pipeline.dedup,
     )
 

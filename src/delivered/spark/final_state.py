@@ -15,7 +15,7 @@ from delivered.model.errors import Refused
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_AT, _LANE, _GONE, _ROW = "__delivered_at", "__delivered_lane", "__delivered_gone", "__delivered_row"
+_AT, _PARTITION, _GONE, _ROW = "__delivered_at", "__delivered_partition", "__delivered_gone", "__delivered_row"
 
 
 @dataclass(frozen=True)
@@ -60,35 +60,35 @@ def id_sql(mode: WriteMode) -> str:
     return f"to_json(struct({columns}))"
 
 
-def final_state(frame: DataFrame, mode: WriteMode, lanes: Sequence[int] | None) -> FinalState:
+def final_state(frame: DataFrame, mode: WriteMode, partitions: Sequence[int] | None) -> FinalState:
     """
     Args:
         frame: every row that the sink was given.
-        lanes: of each partition of `frame` the number of the source's partition that it comes from, rows in its order;
-            None: rows were moved.
+        partitions: of each partition of `frame` the number of the source's partition that it comes from, rows in its
+            order; None: rows were moved.
     """
     version = F.col(_quoted(str(mode.version)))
     gone = F.lit(False) if mode.delete is None else F.coalesce(F.col(_quoted(mode.delete)), F.lit(False))
-    lane = F.lit(-1)
-    if lanes:
-        lane = F.element_at(F.array(*map(F.lit, lanes)), F.spark_partition_id() + 1)
+    partition = F.lit(-1)
+    if partitions:
+        partition = F.element_at(F.array(*map(F.lit, partitions)), F.spark_partition_id() + 1)
     kept = [c for c in frame.columns if c != mode.delete]
     placed = frame.select(
         *map(_quoted, kept),
         gone.alias(_GONE),
-        lane.alias(_LANE),
+        partition.alias(_PARTITION),
         F.monotonically_increasing_id().alias(_AT),
     )
     by_key = placed.groupBy(*map(_quoted, mode.keys)).agg(
         # Of equal versions the first one stays.
         F.max_by(F.struct(*map(_quoted, kept), _GONE, _AT), F.struct(version, -F.col(_AT))).alias(_ROW),
         F.max(F.when(~F.col(_GONE), F.col(_AT))).alias("newest"),
-        F.min(_LANE).alias("first_lane"),
-        F.max(_LANE).alias("last_lane"),
+        F.min(_PARTITION).alias("first_partition"),
+        F.max(_PARTITION).alias("last_partition"),
     )
     # A deleted key forgets its version: a row that came after its deletion, in a later batch, is there again, though
     # it is older.
-    order_known = (F.col("first_lane") == F.col("last_lane")) & F.lit(lanes is not None)
+    order_known = (F.col("first_partition") == F.col("last_partition")) & F.lit(partitions is not None)
     perhaps_back = F.col("newest").isNotNull() & (~order_known | (F.col("newest") > F.col(f"{_ROW}.{_AT}")))
     unclear = F.col(f"{_ROW}.{_GONE}") & perhaps_back
     rows = by_key.filter(~F.col(f"{_ROW}.{_GONE}")).select(*[F.col(f"{_ROW}.{_quoted(c)}").alias(c) for c in kept])

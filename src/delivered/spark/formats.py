@@ -18,7 +18,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delivered.contract.powers import ChecksGuarantee, planned
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Source
 from delivered.engine.direct import SLICE_SCHEMA
 from delivered.model.errors import Refused
@@ -77,12 +77,12 @@ class DeliveredDataSource(DataSource):
     def _direct(self) -> bool:
         return is_direct(self.options)
 
-    def _opened(self, options: dict[str, str]) -> Sink | Several:
+    def _opened(self, options: dict[str, str]) -> Sink | SinkGroup:
         return find_sink(self.system, options)
 
     def _sink(
         self, given: Mapping[str, str], schema: pa.Schema, overwrite: bool
-    ) -> tuple[Sink | Several, dict[str, str], PipelineSettings]:
+    ) -> tuple[Sink | SinkGroup, dict[str, str], PipelineSettings]:
         settings, options = split_options(given)
         if overwrite:
             raise Refused(
@@ -123,7 +123,7 @@ class DeliveredDataSource(DataSource):
         rows = to_arrow_schema(schema, timezone="UTC")
         given = tables.for_write(schema, without_direct(self.options), self.system)
         sink, options, settings = self._sink(given, rows, overwrite)
-        if isinstance(sink, Several):
+        if isinstance(sink, SinkGroup):
             raise Refused(
                 "BATCH_SEVERAL",
                 f"df.write with {self.name()} is not offered: several sinks share the batches of a stream.",
@@ -150,7 +150,7 @@ def is_registered(spark: SparkSession) -> bool:
 class SeveralSinks(DeliveredDataSource):
     """The internal format of a pipeline with several sinks."""
 
-    def _opened(self, options: dict[str, str]) -> Sink | Several:
+    def _opened(self, options: dict[str, str]) -> Sink | SinkGroup:
         return unpacked(options)
 
 

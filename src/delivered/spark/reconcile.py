@@ -19,19 +19,19 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 from pyspark.sql.window import Window
 
 from delivered.audit.classes import Counts, Damage
-from delivered.audit.report import LaneLine, Sample
+from delivered.audit.report import PartitionLine, Sample
 from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-LANES_MAX = 1_000
+PARTITIONS_MAX = 1_000
 """Source partitions that are reported one by one."""
 
 _OWN = "__delivered_"
 _LOW, _HIGH, _OTHER = f"{_OWN}low", f"{_OWN}high", f"{_OWN}other"
-_LANE, _POSITION = f"{_OWN}lane", f"{_OWN}position"
+_PARTITION, _POSITION = f"{_OWN}partition", f"{_OWN}position"
 _SHOWN_LENGTH = 64
 _LIMBS = ((0, 24), (24, 24), (48, 16))
 """A 64-bit hash is summed in three parts of at most 24 bits: no overflow below 2**39 records."""
@@ -44,25 +44,25 @@ class Result:
     """
     Attributes:
         null_ids: records whose id expression gave null; they were told apart by their whole content instead.
-        lanes_left_off: source partitions beyond `LANES_MAX`; they are in `counts`.
+        partitions_left_off: source partitions beyond `PARTITIONS_MAX`; they are in `counts`.
     """
 
     counts: Counts
-    lanes: tuple[LaneLine, ...]
+    partitions: tuple[PartitionLine, ...]
     samples: tuple[Sample, ...]
     sent: Fingerprint
     delivered: Fingerprint
     null_ids: int
-    lanes_left_off: int = 0
+    partitions_left_off: int = 0
 
 
 def hashed(
     frame: DataFrame,
     canonical: Canonical,
     seed: int,
-    lane: Column,
+    partition: Column,
     position: Column,
-    lane_names: Sequence[str] | None = None,
+    partition_names: Sequence[str] | None = None,
     id_sql: str | None = None,
     key_sql: str | None = None,
     *,
@@ -72,8 +72,8 @@ def hashed(
 
     Args:
         canonical: rows of `frame` as a reader of the sink finds them.
-        lane, position: where a record stands, over the columns of `frame`. The lane is a number into `lane_names`
-            if these are given, else any text.
+        partition, position: where a record stands, over the columns of `frame`. The partition is a number into
+            `partition_names` if these are given, else any text.
         id_sql, key_sql: SQL over the canonical columns. No id: the whole record.
         own_sql: the same, true for records of this pipeline: a column `own` says for which.
     """
@@ -84,13 +84,13 @@ def hashed(
         StructField(_LOW, LongType()),
         StructField(_HIGH, LongType()),
         StructField(_OTHER, LongType()),
-        StructField(_LANE, StringType()),
+        StructField(_PARTITION, StringType()),
         StructField(_POSITION, LongType()),
     ]
     schema = StructType([*records.fields, *own])
-    placed = frame.select("*", lane.alias(_LANE), position.cast("long").alias(_POSITION))
+    placed = frame.select("*", partition.alias(_PARTITION), position.cast("long").alias(_POSITION))
     hashing = _hasher(
-        canonical, seed, list(lane_names) if lane_names else None, to_arrow_schema(schema, timezone="UTC")
+        canonical, seed, list(partition_names) if partition_names else None, to_arrow_schema(schema, timezone="UTC")
     )
     rows = placed.mapInArrow(hashing, schema)
     whole = F.lower(F.concat(F.lpad(F.hex(_LOW), 16, "0"), F.lpad(F.hex(_OTHER), 16, "0")))
@@ -106,31 +106,34 @@ def hashed(
         F.substring(F.expr(f"make_valid_utf8(cast(({key_sql}) as string))"), 1, _SHOWN_LENGTH).alias("shown")
         if key_sql
         else key.alias("shown"),
-        F.struct(F.col(_LANE).alias("lane"), F.col(_POSITION).alias("position")).alias("at"),
+        F.struct(F.col(_PARTITION).alias("partition"), F.col(_POSITION).alias("position")).alias("at"),
         *([F.coalesce(F.expr(own_sql).cast("boolean"), F.lit(False)).alias("own")] if own_sql is not None else []),
     )
 
 
 def _hasher(
-    canonical: Canonical, seed: int, lane_names: list[str] | None, schema: pa.Schema
+    canonical: Canonical, seed: int, partition_names: list[str] | None, schema: pa.Schema
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     import numpy as np
 
     def hash_all(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            place = batch.select([_LANE, _POSITION])
-            records = canonical(batch.drop_columns([_LANE, _POSITION]))
+            place = batch.select([_PARTITION, _POSITION])
+            records = canonical(batch.drop_columns([_PARTITION, _POSITION]))
             hashes = record_hashes(records, seed)
             low, high = lanes(hashes)
-            lane = place.column(0)
-            if lane_names is not None:
-                lane = pa.array([lane_names[i] if i < len(lane_names) else "?" for i in lane.to_pylist()], pa.string())
+            partition = place.column(0)
+            if partition_names is not None:
+                partition = pa.array(
+                    [partition_names[i] if i < len(partition_names) else "?" for i in partition.to_pylist()],
+                    pa.string(),
+                )
             own = {
                 _LOW: pa.array(low.view(np.int64)),
                 _HIGH: pa.array(high.view(np.int64)),
                 # A second, independent hash: 128 bits tell records apart, 64 would meet themselves by chance.
                 _OTHER: pa.array(record_hashes(records, ~seed).view(np.int64)),
-                _LANE: lane.cast(pa.string()),
+                _PARTITION: partition.cast(pa.string()),
                 _POSITION: place.column(1),
             }
             columns = [*records.columns, *own.values()]
@@ -153,30 +156,30 @@ def reconcile(sent: DataFrame, ahead: DataFrame | None, found: DataFrame, sample
         both = both.unionByName(_side(ahead, "may"))
     classified = _classified(both).persist(StorageLevel.DISK_ONLY)
     try:
-        per_lane = _per_lane(classified)
-        rows = per_lane.orderBy("lane").limit(LANES_MAX + 1).collect()
+        per_partition = _per_partition(classified)
+        rows = per_partition.orderBy("partition").limit(PARTITIONS_MAX + 1).collect()
         left_off = 0
         total_rows = rows
-        if len(rows) > LANES_MAX:
-            left_off = per_lane.count() - LANES_MAX
+        if len(rows) > PARTITIONS_MAX:
+            left_off = per_partition.count() - PARTITIONS_MAX
             total_rows = (
-                per_lane.withColumn("lane", F.lit("all"))
-                .groupBy("lane")
-                .agg(*[F.sum(c).alias(c) for c in per_lane.columns if c != "lane"])
+                per_partition.withColumn("partition", F.lit("all"))
+                .groupBy("partition")
+                .agg(*[F.sum(c).alias(c) for c in per_partition.columns if c != "partition"])
                 .collect()
             )
-        lines = [_line(r.asDict()) for r in rows[:LANES_MAX]]
+        lines = [_line(r.asDict()) for r in rows[:PARTITIONS_MAX]]
         totals = [_line(r.asDict()) for r in total_rows]
         counts = sum((t.counts for t in totals), Counts())
         samples = [s for d in Damage if counts.of(d) for s in _samples(classified, d, samples_max)]
         return Result(
             counts=counts,
-            lanes=tuple(lines),
+            partitions=tuple(lines),
             samples=tuple(samples),
             sent=sum((t.sent_fingerprint for t in totals), Fingerprint()),
             delivered=sum((t.delivered_fingerprint for t in totals), Fingerprint()),
             null_ids=sum(int(r["null_ids"] or 0) for r in total_rows),
-            lanes_left_off=left_off,
+            partitions_left_off=left_off,
         )
     finally:
         classified.unpersist()
@@ -233,7 +236,9 @@ def _classified(both: DataFrame) -> DataFrame:
     compared = F.col("origin").isNotNull() & F.col("place").isNotNull()
     # Records without a key have no order; spread over the cluster they must not meet in one partition.
     same_key = (
-        Window.partitionBy(F.coalesce("key_hash", F.xxhash64("id")), F.col("origin.lane"), F.col("place.lane"))
+        Window.partitionBy(
+            F.coalesce("key_hash", F.xxhash64("id")), F.col("origin.partition"), F.col("place.partition")
+        )
         .orderBy("place.position", "origin.position")
         .rowsBetween(Window.unboundedPreceding, -1)
     )
@@ -249,22 +254,22 @@ def _classified(both: DataFrame) -> DataFrame:
     )
 
 
-def _per_lane(classified: DataFrame) -> DataFrame:
+def _per_partition(classified: DataFrame) -> DataFrame:
     limbs = [f"{s}_{n}_{start}" for s in ("must", "there") for n in ("low", "high") for start, _ in _LIMBS]
     names = ["must", "there", "in_progress", *[d.value for d in Damage], *limbs]
-    return classified.groupBy(F.coalesce("origin.lane", F.lit("-")).alias("lane")).agg(
+    return classified.groupBy(F.coalesce("origin.partition", F.lit("-")).alias("partition")).agg(
         *[F.sum(n).alias(n) for n in names], F.sum("null_id").alias("null_ids")
     )
 
 
-def _line(row: dict[str, Any]) -> LaneLine:
+def _line(row: dict[str, Any]) -> PartitionLine:
     counts = Counts(
         sent=row["must"],
         delivered=row["there"],
         in_progress=row["in_progress"],
         **{d.value: row[d.value] for d in Damage},
     )
-    return LaneLine(row["lane"], counts, _fingerprint(row, "must"), _fingerprint(row, "there"))
+    return PartitionLine(row["partition"], counts, _fingerprint(row, "must"), _fingerprint(row, "there"))
 
 
 def _fingerprint(row: dict[str, Any], side: str) -> Fingerprint:
@@ -290,4 +295,4 @@ def _samples(classified: DataFrame, damage: Damage, samples_max: int) -> list[Sa
 
 
 def _at(place: Any) -> str | None:
-    return None if place is None else f"{place['lane']} @ {place['position']}"
+    return None if place is None else f"{place['partition']} @ {place['position']}"

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from delivered.contract.powers import Screens
-from delivered.contract.sink import Several, Sink
-from delivered.engine.letters import screened
-from delivered.group import Columns, SinkGroup
+from delivered.contract.powers import ValidatesRows
+from delivered.contract.sink import Sink, SinkGroup
+from delivered.engine.dead_letters import validated
+from delivered.group import Columns, Group
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
 from delivered.pipeline.endpoint import Endpoint
@@ -40,8 +40,8 @@ def is_group(pipeline: Pipeline) -> bool:
     return len(pipeline.sinks) > 1 or pipeline.on_bad_row is not OnBadRow.FAIL
 
 
-def opened(pipeline: Pipeline) -> tuple[str, Sink | Several]:
-    """The sinks of a pipeline without their routes, for ledger and resource, and the name they decide under.
+def opened(pipeline: Pipeline) -> tuple[str, Sink | SinkGroup]:
+    """The sinks of a pipeline without their routes, for ledger and committer, and the name they decide under.
 
     Raises:
         UsageError: bad options, or two sinks of one name.
@@ -50,11 +50,11 @@ def opened(pipeline: Pipeline) -> tuple[str, Sink | Several]:
     if not is_group(pipeline):
         sink = plain[0].sink()
         return plain[0].name or sink.name, sink
-    letters = without_async(pipeline.dead_letter) if pipeline.dead_letter is not None else None
-    group = SinkGroup.of(
+    dead_letter = without_async(pipeline.dead_letter) if pipeline.dead_letter is not None else None
+    group = Group.of(
         [(e.name, e.sink(), None) for e in plain],
         pipeline.on_bad_row,
-        (letters.name, letters.sink()) if letters is not None else None,
+        (dead_letter.name, dead_letter.sink()) if dead_letter is not None else None,
     )
     return group.name, group
 
@@ -69,15 +69,15 @@ def packed(pipeline: Pipeline, routes: Sequence[Columns | None]) -> str:
         }
         for e, r in zip(pipeline.sinks, routes, strict=True)
     ]
-    letters = _endpoint(pipeline.dead_letter) if pipeline.dead_letter is not None else None
-    return json.dumps({"sinks": sinks, "on_bad_row": pipeline.on_bad_row.value, "dead_letter": letters})
+    dead_letter = _endpoint(pipeline.dead_letter) if pipeline.dead_letter is not None else None
+    return json.dumps({"sinks": sinks, "on_bad_row": pipeline.on_bad_row.value, "dead_letter": dead_letter})
 
 
 def _endpoint(endpoint: Endpoint) -> dict[str, Any]:
     return {"format": endpoint.system, "name": endpoint.name, "options": dict(without_async(endpoint).options)}
 
 
-def unpacked(options: Mapping[str, str]) -> SinkGroup:
+def unpacked(options: Mapping[str, str]) -> Group:
     """The sinks that an option holds.
 
     Raises:
@@ -97,9 +97,13 @@ def unpacked(options: Mapping[str, str]) -> SinkGroup:
         take = said["take"]
         route = Columns(tuple((n, c) for n, c in take), said["where"]) if take is not None else None
         made.append((said["name"], find_sink(said["format"], said["options"]), route))
-    letters = told["dead_letter"]
-    dead_letter = (letters["name"], find_sink(letters["format"], letters["options"])) if letters is not None else None
-    return SinkGroup.of(made, OnBadRow(told["on_bad_row"]), dead_letter)
+    dead_letter = told["dead_letter"]
+    dead_letter = (
+        (dead_letter["name"], find_sink(dead_letter["format"], dead_letter["options"]))
+        if dead_letter is not None
+        else None
+    )
+    return Group.of(made, OnBadRow(told["on_bad_row"]), dead_letter)
 
 
 def plain_routes(projections: Sequence[Projection]) -> list[Columns | None]:
@@ -153,12 +157,12 @@ def routed(
 
 def taken(frame: DataFrame, sink: Sink) -> DataFrame:
     """The rows of a frame that a sink does not refuse for themselves."""
-    if not isinstance(sink, Screens):
+    if not isinstance(sink, ValidatesRows):
         return frame
 
     def pick(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            yield screened(sink, batch)[0]
+            yield validated(sink, batch)[0]
 
     return frame.mapInArrow(pick, frame.schema)
 

@@ -18,7 +18,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from delivered.audit.report import AuditReport
 from delivered.contract.powers import planned
-from delivered.contract.sink import Several
+from delivered.contract.sink import SinkGroup
 from delivered.contract.source import Source
 from delivered.engine.direct import ArrowTransform, Direct
 from delivered.model.bad_row import OnBadRow
@@ -101,7 +101,7 @@ def _once(pipeline: Pipeline, spark: SparkSession, frame: DataFrame, dedup: Dedu
     if not dedup.in_table:
         return without_repeats(frame, dedup)
     name, sinks = opened(pipeline)
-    sink = next(m.sink for m in sinks.members if not m.id) if isinstance(sinks, Several) else sinks
+    sink = next(m.sink for m in sinks.members if not m.id) if isinstance(sinks, SinkGroup) else sinks
     shards = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
     return without_seen_repeats(frame, dedup, sink, pipeline.name, name, shards)
 
@@ -285,8 +285,8 @@ def audit(
         sink_from=dict(sink_from) if sink_from is not None else None,
         decided_by=(decider, everything),
         transform_version=pipeline.transform_version,
-        letters=next((m.name for m in everything.members if m.letters), None)
-        if isinstance(everything, Several)
+        dead_letters=next((m.name for m in everything.members if m.dead_letters), None)
+        if isinstance(everything, SinkGroup)
         else None,
     )
     return run_audit(spark, spec, progress)
@@ -311,12 +311,12 @@ def _all_transforms(
 ) -> Callable[[DataFrame], DataFrame] | None:
     """The pipeline's transform, then what the sink selects of it."""
     shared = apply_transform(pipeline.transform, spark, source) if pipeline.transform.kind != "none" else None
-    screening = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
-    if sink.projection.is_all and not screening:
+    validating = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
+    if sink.projection.is_all and not validating:
         return shared
 
     def all_of_it(frame: DataFrame) -> DataFrame:
         mine = projected(frame if shared is None else shared(frame), sink.projection)
-        return taken(mine, sink.sink()) if screening else mine
+        return taken(mine, sink.sink()) if validating else mine
 
     return all_of_it

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.recover import other_ledgers
 from delivered.engine.rules import judge
 from delivered.model.capability import SourceCapability
@@ -45,7 +45,7 @@ def pack(columns: str, output_mode: str) -> str:
     return json.dumps({"columns": json.loads(columns), "output_mode": output_mode.lower()})
 
 
-Opened = tuple[Sink | Several, dict[str, str], PipelineSettings]
+Opened = tuple[Sink | SinkGroup, dict[str, str], PipelineSettings]
 """A sink, its own options, and those of its pipeline."""
 
 
@@ -65,7 +65,7 @@ def check_start(
     asked = json.loads(options[OPTION])
     given = {k: v for k, v in options.items() if k.lower() != OPTION}
     sink, rest, settings = opened(given, _rows(asked["columns"]), asked["output_mode"] == "complete")
-    if isinstance(sink, Several):
+    if isinstance(sink, SinkGroup):
         return  # `Pipeline` plans what has several sinks
     if settings.checkpoint is None:
         raise UsageError(

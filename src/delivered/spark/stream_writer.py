@@ -13,7 +13,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
 from delivered.contract.powers import ready_target
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.direct import Direct
 from delivered.engine.shard import write_shard
 from delivered.model.errors import DeliveredError, InvariantBroken, Unreachable
@@ -40,7 +40,7 @@ class ShardCommit(WriterCommitMessage):
 
 
 def write_task(
-    sink: Sink | Several,
+    sink: Sink | SinkGroup,
     plan: BatchPlan,
     batches: Iterator[pa.RecordBatch],
     schema: pa.Schema,
@@ -65,7 +65,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
 
     def __init__(
         self,
-        sink: Sink | Several,
+        sink: Sink | SinkGroup,
         options: Mapping[str, str],
         settings: PipelineSettings,
         driver: Driver,

@@ -1,4 +1,4 @@
-"""Open transactions of a pipeline, for a person: seen, aborted, applied by hand. Of sinks whose resource is a
+"""Open transactions of a pipeline, for a person: seen, aborted, applied by hand. Of sinks whose committer is a
 `HoldsTransactions`."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from delivered.contract.sink import Resource
+from delivered.contract.sink import Committer
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class _Holder(HoldsTransactions, Resource, Protocol):
-    """A resource with transactions."""
+class _Holder(HoldsTransactions, Committer, Protocol):
+    """A committer with transactions."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ def open_transactions(pipeline: Pipeline) -> list[Open]:
         Unreachable: a server did not answer.
     """
     found: list[Open] = []
-    for resource, state in _sinks(pipeline):
+    for committer, state in _sinks(pipeline):
         decided = _decided(state)
         found.extend(
             Open(t.transactional_id, t.state, t.age_s(), t.participant in decided, t.targets)
-            for t in resource.open_transactions()
+            for t in committer.open_transactions()
         )
-        resource.close()
+        committer.close()
     return found
 
 
@@ -74,16 +74,16 @@ def end_transaction(pipeline: Pipeline, transaction: str, *, commit: bool, force
         UsageError: no such transaction.
         OutcomeUnknown: the server did not say whether it did.
     """
-    for resource, state in _sinks(pipeline):
+    for committer, state in _sinks(pipeline):
         try:
-            found = next((t for t in resource.open_transactions() if t.transactional_id == transaction), None)
+            found = next((t for t in committer.open_transactions() if t.transactional_id == transaction), None)
             if found is None:
                 continue
             # Ids come back batch after batch: only the whole handle tells one transaction from another.
             decided = found.participant in _decided(state)
             if decided != commit and not force:
                 raise _against_the_ledger(transaction, commit)
-            match resource.end_by_id(transaction, commit):
+            match committer.end_by_id(transaction, commit):
                 case Ok():
                     return
                 case Failed(reason):
@@ -95,7 +95,7 @@ def end_transaction(pipeline: Pipeline, transaction: str, *, commit: bool, force
                         next_step="`delivered transactions list` shows whether it is still open",
                     )
         finally:
-            resource.close()
+            committer.close()
     raise UsageError(
         "TRANSACTION_NOT_OPEN",
         f"Pipeline {pipeline.name!r} has no open transaction {transaction!r}.",
@@ -129,10 +129,10 @@ def _sinks(pipeline: Pipeline) -> list[tuple[_Holder, LedgerState]]:
     for endpoint in map(without_async, pipeline.all_sinks):
         sink = endpoint.sink()
         scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or "new")
-        resource = sink.resource(scope)
-        if not isinstance(resource, _Holder):
+        committer = sink.committer(scope)
+        if not isinstance(committer, _Holder):
             continue
-        found.append((resource, _seen_by(scope.sink, state)))
+        found.append((committer, _projected(scope.sink, state)))
     if not found:
         systems = ", ".join(e.system for e in pipeline.all_sinks)
         raise UsageError(
@@ -141,9 +141,9 @@ def _sinks(pipeline: Pipeline) -> list[tuple[_Holder, LedgerState]]:
     return found
 
 
-def _seen_by(sink: str, state: LedgerState) -> LedgerState:
-    last = state.last.seen_by(sink) if state.last is not None else None
-    return replace(state, last=last, earlier=tuple(d.seen_by(sink) for d in state.earlier))
+def _projected(sink: str, state: LedgerState) -> LedgerState:
+    last = state.last.projected(sink) if state.last is not None else None
+    return replace(state, last=last, earlier=tuple(d.projected(sink) for d in state.earlier))
 
 
 def _decided(state: LedgerState) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from delivered.verify.proxy import Fired, Proxy, StreamProxy
 from delivered.verify.services import SERVICES, SPARK
 from delivered.verify.systems import KAFKA, SINK_KINDS, SOURCE_KINDS, SYSTEMS
 from delivered.verify.systems.base import SinkClient, SinkPlace, SourcePlace
-from delivered.verify.systems.group import SinkGroup
+from delivered.verify.systems.group import GroupClient
 from delivered.verify.workloads import WORKLOADS
 
 DISK_MB = 24
@@ -226,7 +226,7 @@ def _setting(
     def client(name: str) -> SinkClient:
         one = SINK_KINDS[name]
         if one.client is None:
-            return SinkGroup({m: client(m) for m in one.members})
+            return GroupClient({m: client(m) for m in one.members})
         small = disk if disk is not folder and name == case.sink else None
         at, typed = server_of(one.server), template is None
         return one.client(one, SinkPlace(case.name, at, disk, address(one.server), workload, typed, small, options))

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from delivered.contract.powers import planned, ready_target
-from delivered.contract.sink import Several, Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Slice
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
@@ -80,7 +80,9 @@ class Checkpoint:
         draft.rename(path)
 
 
-def task(sink: Sink | Several, direct: Direct, plan: BatchPlan, shard: int, attempt: int, piece: Slice) -> ShardMessage:
+def task(
+    sink: Sink | SinkGroup, direct: Direct, plan: BatchPlan, shard: int, attempt: int, piece: Slice
+) -> ShardMessage:
     """One attempt of a task of a batch, in a worker process."""
     install_from_environment()
     return write_shard(sink, plan, shard, attempt, direct.rows(iter([pack(piece)])), direct.schema())
@@ -127,8 +129,8 @@ class Loop:
             new_target=self.pipeline.new_target,
         )
         guarantee, sink = self.pipeline.guarantee, self.sink
-        others = sink.others if isinstance(sink, Several) else frozenset()
-        return Context(scope, guarantee, owner, sink.ledger(scope), sink.resource(scope), tolerance, others)
+        others = sink.others if isinstance(sink, SinkGroup) else frozenset()
+        return Context(scope, guarantee, owner, sink.ledger(scope), sink.committer(scope), tolerance, others)
 
     def accounts(self) -> dict[str, int]:
         context = self.context(Checkpoint(Path(self.pipeline.checkpoint)))

@@ -9,12 +9,12 @@ from delivered.connectors.rabbitmq import CONNECTOR, RabbitmqConnector
 from delivered.connectors.rabbitmq.options import parse
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
-from delivered.contract.queue import Bunch, Queue
+from delivered.contract.queue import MessageBatch, Queue
 from delivered.model.outcome import Ok, Outcome
 
 
 class HastyReceiver(RabbitmqReceiver):
-    def receive(self, count_max: int, wait_s: float) -> Bunch:
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         taken = super().receive(count_max, wait_s)
         if len(taken):
             super().acknowledge(taken.handles)

@@ -153,15 +153,15 @@ def xor(rows: Sequence[Row]) -> int:
     return functools.reduce(operator.xor, (hash(r) for r in rows), 0)
 
 
-class Resource:
+class Committer:
     def __init__(self, sink: BrokenSink) -> None:
         self._sink = sink
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         Path(prepared.handle["file"]).unlink(missing_ok=True)
         return Ok(None)
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         return True
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
@@ -201,14 +201,14 @@ class BrokenSink(SqliteSink):
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.select(["key", "value"])
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Any:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Any:
         return Writer(self.options.path, self.flaw == "sends_at_once", self.options.write.upserts)
 
     def ledger(self, scope: Scope) -> Any:
         return Ledger(self, scope)
 
-    def resource(self, scope: Scope) -> Any:
-        return Resource(self)
+    def committer(self, scope: Scope) -> Any:
+        return Committer(self)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.options import ActivemqOptions
-from delivered.contract.queue import Bunch
+from delivered.contract.queue import MessageBatch
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown
@@ -31,7 +31,7 @@ class ActivemqReceiver:
         self._number = 0
         self._session = self._open()
 
-    def receive(self, count_max: int, wait_s: float) -> Bunch:
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         session = self._session
         with session.changed:
             session.changed.wait_for(lambda: session.failed is not None or bool(count_max and session.arrived), wait_s)
@@ -88,12 +88,12 @@ class ActivemqReceiver:
             raise
         return session
 
-    def _bunch(self, taken: Sequence[Any]) -> Bunch:
+    def _bunch(self, taken: Sequence[Any]) -> MessageBatch:
         """Column by column: per message this is what a receiver's own time goes to."""
         number, options = self._number, self._options
         headers = [frame.headers for frame in taken]
         id_header, key_header = options.id_header, options.key_header
-        return Bunch(
+        return MessageBatch(
             ids=[None if id_header is None else h.get(id_header) or None for h in headers],
             keys=[None if key_header is None or (k := h.get(key_header)) is None else k.encode() for h in headers],
             values=[frame.body for frame in taken],

@@ -12,7 +12,7 @@ from delivered.connectors.activemq.manage import findings
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqSinkOptions
 from delivered.connectors.activemq.writer import ActivemqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import ShardWriter, Sink
+from delivered.contract.sink import Sink, Writer
 from delivered.contract.source import Source
 from delivered.kits.queue.columns import COLUMNS, as_bytes, check_types
 from delivered.kits.queue.sink import SendingSink, sends
@@ -77,7 +77,7 @@ class ActivemqSink(SendingSink):
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return as_bytes(batch)
 
-    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
+    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return ActivemqWriter(self.options, work, gives_up)
 
     def read_back(self) -> Source:

@@ -9,7 +9,7 @@ writer.py    a task's side
 records.py   what the ledger knows, in files that the log points to
 ledger.py    the driver's side: owner, decisions. The line that decides is there.
 commit.py    one commit to the table's log, and what became of it
-resource.py  files of undecided shards
+committer.py  files of undecided shards
 read.py      the table as a source, for the audit
 preflight.py whether this table can keep the promise
 sink.py      all of these as the contract's sink

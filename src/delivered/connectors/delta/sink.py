@@ -10,7 +10,7 @@ import pyarrow as pa
 from delivered.connectors.delta import types
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.sink import Committer, Ledger, Writer
 from delivered.contract.source import Source
 from delivered.kits.sql.merge import check_columns, stored
 from delivered.kits.sql.types import Types
@@ -87,7 +87,7 @@ class DeltaSink:
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, types.canonical_schema(batch.schema))
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         from delivered.connectors.delta.writer import DeltaFiles
         from delivered.kits.table.shard import DirectWriter, StagingWriter
 
@@ -105,7 +105,7 @@ class DeltaSink:
 
         return DeltaLedger(self.options, scope)
 
-    def resource(self, scope: Scope) -> Resource:
-        from delivered.connectors.delta.resource import DeltaResource
+    def committer(self, scope: Scope) -> Committer:
+        from delivered.connectors.delta.committer import DeltaCommitter
 
-        return DeltaResource(self.options, scope)
+        return DeltaCommitter(self.options, scope)

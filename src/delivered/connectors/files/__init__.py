@@ -6,7 +6,7 @@ formats.py  rows into files, and back
 disk.py     names, and what makes them durable
 writer.py   a task's side
 ledger.py   the driver's side: owner, decisions. The line that decides is there.
-resource.py staged files of undecided shards
+committer.py staged files of undecided shards
 read.py     the folder as a source, for the audit
 sink.py     all of these as the contract's sink
 """

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.files import types
+from delivered.connectors.files.committer import FilesCommitter
 from delivered.connectors.files.disk import failed, identity_file, schema_file
 from delivered.connectors.files.ledger import FilesLedger
 from delivered.connectors.files.options import FilesOptions
 from delivered.connectors.files.read import FolderRows, stored_schema
-from delivered.connectors.files.resource import FilesResource
 from delivered.connectors.files.writer import DirectWriter, StagingWriter
 from delivered.contract.finding import Finding
 from delivered.kits.table.durable import make_folder, put, put_first
@@ -93,7 +93,7 @@ class FilesSink:
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, types.canonical_schema(batch.schema))
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:
         kind = StagingWriter if guarantee is Guarantee.EXACTLY_ONCE else DirectWriter
         return kind(self.options, work, schema)
 
@@ -103,8 +103,8 @@ class FilesSink:
     def ledger(self, scope: Scope) -> FilesLedger:
         return FilesLedger(self.options, scope)
 
-    def resource(self, scope: Scope) -> FilesResource:
-        return FilesResource(self.options, scope)
+    def committer(self, scope: Scope) -> FilesCommitter:
+        return FilesCommitter(self.options, scope)
 
 
 def _columns(schema: pa.Schema | None) -> str:

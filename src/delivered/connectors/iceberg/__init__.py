@@ -13,7 +13,7 @@ ledger.py    the driver's side: owner, decisions. The line that decides is there
 merge.py     what a batch replaces
 staged.py    rows of an upsert, as tasks leave them
 commit.py    one commit to the table, and what became of it
-resource.py  files of undecided shards
+committer.py  files of undecided shards
 read.py      the table as a source, for the audit
 preflight.py whether this table can keep the promise
 sink.py      all of these as the contract's sink

@@ -18,6 +18,7 @@ from typing import Any
 from delivered.connectors.iceberg import manifest
 from delivered.connectors.iceberg.client import data_path, explained, open_table, require_table, store
 from delivered.connectors.iceberg.commit import Change, commit
+from delivered.connectors.iceberg.committer import claims_folder
 from delivered.connectors.iceberg.merge import Effect, overwritten, upserted
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.records import (
@@ -29,7 +30,6 @@ from delivered.connectors.iceberg.records import (
     ledger_key,
     owner_text,
 )
-from delivered.connectors.iceberg.resource import claims_folder
 from delivered.connectors.iceberg.staged import ROWS
 from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.kits.table import stage

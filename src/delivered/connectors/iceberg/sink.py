@@ -11,7 +11,7 @@ from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.sink import Committer, Ledger, Writer
 from delivered.contract.source import Source
 from delivered.kits.sql.merge import check_columns, stored
 from delivered.kits.sql.types import Types
@@ -87,7 +87,7 @@ class IcebergSink:
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, types.canonical_schema(batch.schema))
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         need()
         from delivered.connectors.iceberg.staged import StagedRows
         from delivered.connectors.iceberg.writer import IcebergFiles
@@ -110,7 +110,7 @@ class IcebergSink:
 
         return IcebergLedger(self.options, scope)
 
-    def resource(self, scope: Scope) -> Resource:
-        from delivered.connectors.iceberg.resource import IcebergResource
+    def committer(self, scope: Scope) -> Committer:
+        from delivered.connectors.iceberg.committer import IcebergCommitter
 
-        return IcebergResource(self.options, scope)
+        return IcebergCommitter(self.options, scope)

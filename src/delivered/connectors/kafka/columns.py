@@ -149,7 +149,7 @@ def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
     return column
 
 
-def refused(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa.Array | None:
+def invalid_rows(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa.Array | None:
     """For each row why the client would refuse it, null where it would not; None: it takes all.
 
     Args:

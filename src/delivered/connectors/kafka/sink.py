@@ -11,7 +11,7 @@ from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.client_settings import check_settings
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.sink import Committer, Ledger, Writer
 from delivered.contract.source import Source
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import UsageError
@@ -42,7 +42,7 @@ class KafkaSink:
             apply="EndTxn(commit) for each shard, from the driver",
             send=f"kafka {target}: acks=all",
             batch_atomic=False,
-            promise_s_max=float(timeout),
+            prepared_timeout_s=float(timeout),
             assumes=(
                 f"readers of {target} use isolation.level=read_committed",
                 "a batch run again gives the same rows (only needed if a transaction expired: "
@@ -79,21 +79,21 @@ class KafkaSink:
         check_settings(OWNER, self.options.client)
         columns.check_schema(schema, self.options.topic)
 
-    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         """What the client tells by itself. A lower limit of the broker's, or a partition that is not there, stops the
         query all the same."""
         longest = int(self.options.client.get("message.max.bytes", "1048588")) - columns.RECORD_OVERHEAD
-        return columns.refused(batch, self.options.topic, longest)
+        return columns.invalid_rows(batch, self.options.topic, longest)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return columns.records(batch)
 
-    def shard_writer(
+    def writer(
         self,
         work: Work,
         guarantee: Guarantee,
         schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
-    ) -> ShardWriter:
+    ) -> Writer:
         from delivered.connectors.kafka.writer import OnceOnlyWriter, PlainWriter, TransactionalWriter
 
         match guarantee:
@@ -121,10 +121,10 @@ class KafkaSink:
 
         return KafkaLedger(self.options, scope)
 
-    def resource(self, scope: Scope) -> Resource:
-        from delivered.connectors.kafka.resource import KafkaResource
+    def committer(self, scope: Scope) -> Committer:
+        from delivered.connectors.kafka.committer import KafkaCommitter
 
-        return KafkaResource(self.options, scope)
+        return KafkaCommitter(self.options, scope)
 
 
 def _for_readers(key: str) -> bool:

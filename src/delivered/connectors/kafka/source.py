@@ -217,7 +217,7 @@ class KafkaDriver:
                 begin = stop
             ranges.append(Range(partition, begin, stop))
         pieces = split(ranges, self._options.pieces_min, self._options.piece_rows_max)
-        return [Slice((*r.key, r.start, r.end), lane=f"{r.key[0]}-{r.key[1]}") for r in pieces]
+        return [Slice((*r.key, r.start, r.end), partition=f"{r.key[0]}-{r.key[1]}") for r in pieces]
 
     def batch(self) -> tuple[Offsets, Offsets]:
         options = self._options

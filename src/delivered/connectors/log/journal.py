@@ -22,7 +22,7 @@ from delivered.connectors.log import produce
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.progress import read_progress
 from delivered.connectors.log.read import RangeReader
-from delivered.contract.queue import Bunch, Entered, JournalSize
+from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.kits.table.durable import sync
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import APPEND_ATTEMPTS_MAX, LOG_FILES_MAX
@@ -73,7 +73,7 @@ class LogJournal:
         self.window = Window(window_size)
         self._catch_up()
 
-    def append(self, bunch: Bunch) -> Outcome[Entered]:
+    def append(self, bunch: MessageBatch) -> Outcome[Entered]:
         deltalake = layout.delta()
         files: list[Any] = []
         try:
@@ -163,7 +163,7 @@ class LogJournal:
             self.window.add(partition, at, ids_of(batch.column("headers")))
             at += batch.num_rows
 
-    def _write(self, bunch: Bunch, fresh: Sequence[int]) -> tuple[list[Any], dict[int, list[str | None]]]:
+    def _write(self, bunch: MessageBatch, fresh: Sequence[int]) -> tuple[list[Any], dict[int, list[str | None]]]:
         """Data files for these messages, and which ids they hold, in order."""
         chosen = bunch if len(fresh) == len(bunch) else bunch.pick(fresh)
         rows = rows_of(chosen)
@@ -261,7 +261,7 @@ class LogJournal:
         layout.sync_versions(self._path, before.version + 1, self._table.version())
 
 
-def rows_of(bunch: Bunch) -> pa.RecordBatch:
+def rows_of(bunch: MessageBatch) -> pa.RecordBatch:
     """The messages as a log takes them; the sender's id becomes the first header."""
     now_us = time.time_ns() // 1000
     plain = not any(bunch.headers) and None not in bunch.ids
@@ -282,7 +282,7 @@ def _ids_alone(ids: Sequence[str | None]) -> tuple[pa.Array, pa.Array, Any]:
     return names, pa.array(ids, pa.string()).cast(pa.binary()), np.arange(len(ids) + 1, dtype=np.int32)
 
 
-def _entries(bunch: Bunch) -> tuple[pa.Array, pa.Array, Any]:
+def _entries(bunch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
     """Names and values of all headers, and where among them those of each message begin and the last ones end."""
     names: list[str] = []
     values: list[bytes | None] = []

@@ -142,7 +142,7 @@ class LogDriver:
                 raise layout.damaged(self._options.path, partition, first, found)
             ranges = [(f.path, f.low, f.high) for f in files]
             data = {"partition": partition, "start": first, "end": stop, "files": ranges}
-            pieces.append(Slice(data, lane=f"{self._options.name}-{partition}"))
+            pieces.append(Slice(data, partition=f"{self._options.name}-{partition}"))
         return pieces
 
     def batch(self) -> tuple[Offsets, Offsets]:

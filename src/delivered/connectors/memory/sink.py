@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delivered.connectors.memory.committer import MemoryCommitter
 from delivered.connectors.memory.options import MemorySinkOptions, MemorySourceOptions
-from delivered.connectors.memory.resource import MemoryResource
 from delivered.connectors.memory.source import MemorySource
-from delivered.connectors.memory.store import MemoryStore
 from delivered.connectors.memory.world import ROWS, World, world
 from delivered.connectors.memory.writer import SendingWriter, StagingWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import ShardWriter
+from delivered.contract.sink import Ledger, Writer
 from delivered.contract.source import Source
-from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
@@ -60,7 +58,7 @@ class MemorySink:
                 next_step="select value and key",
             )
 
-    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         longest = self.options.value_bytes_max
         if longest is None:
             return None
@@ -72,7 +70,7 @@ class MemorySink:
         columns = [given[f.name].cast(f.type) if f.name in given else pa.nulls(batch.num_rows, f.type) for f in ROWS]
         return pa.RecordBatch.from_arrays(columns, schema=ROWS)
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:  # noqa: ARG002
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:  # noqa: ARG002
         if guarantee is Guarantee.EXACTLY_ONCE:
             return StagingWriter(self._world, work, self._taken)
         return SendingWriter(self._world, work, self._taken)
@@ -81,14 +79,17 @@ class MemorySink:
         return MemorySource(MemorySourceOptions(self.options.world, None), read_sink=True)
 
     def ledger(self, scope: Scope) -> Ledger:
+        from delivered.connectors.memory.store import MemoryStore
+        from delivered.ledger.ledger import Ledger
+
         return Ledger(MemoryStore(self._world, scope, self.options.commit), scope)
 
-    def resource(self, scope: Scope) -> MemoryResource:
-        return MemoryResource(self._world, scope, self.options.commit)
+    def committer(self, scope: Scope) -> MemoryCommitter:
+        return MemoryCommitter(self._world, scope, self.options.commit)
 
     def _taken(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The records, if none of them is refused."""
-        reasons = self.refused(batch)
+        reasons = self.invalid_rows(batch)
         if reasons is not None and reasons.null_count < len(reasons):
             raise BadRecord("ROW_REFUSED", f"A row was refused: {reasons.drop_null()[0].as_py()}.")
         return self.records(batch)

@@ -10,10 +10,10 @@ from typing import ClassVar
 import pyarrow as pa
 
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.connectors.mysql.types import TYPES, refused
+from delivered.connectors.mysql.types import TYPES, invalid_rows
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
-from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.sink import Committer, Ledger, Writer
 from delivered.contract.source import Source
 from delivered.kits.sql.merge import without_key
 from delivered.kits.sql.options import Mechanism
@@ -90,11 +90,11 @@ class MysqlSink(TableSink):
 
         return preflight(self.options, guarantee)
 
-    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         plain = fitted(batch, TYPES.plain_schema(batch.schema))
-        return without_key(self.options.write, batch, refused(plain))
+        return without_key(self.options.write, batch, invalid_rows(plain))
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         from delivered.connectors.mysql.writer import LoadWriter
 
         return LoadWriter(self.options, work, guarantee, schema)
@@ -109,10 +109,10 @@ class MysqlSink(TableSink):
 
         return MysqlLedger(self.options, scope)
 
-    def resource(self, scope: Scope) -> Resource:
-        from delivered.connectors.mysql.resource import MysqlResource
+    def committer(self, scope: Scope) -> Committer:
+        from delivered.connectors.mysql.committer import MysqlCommitter
 
-        return MysqlResource(self.options, scope)
+        return MysqlCommitter(self.options, scope)
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.connectors.mysql.client import MysqlDatabase

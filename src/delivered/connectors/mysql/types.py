@@ -100,7 +100,7 @@ class MysqlTypes(ServerTypes):
 TYPES = MysqlTypes()
 
 
-def refused(batch: pa.RecordBatch) -> pa.Array | None:
+def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
     """For each row why the server would refuse it whatever the table, null where it would not; None: it takes all.
 
     Constraints of the table are the server's to tell: a row that breaks one stops the query.
@@ -121,7 +121,7 @@ def check_values(batch: pa.RecordBatch) -> None:
     Raises:
         BadRecord: a row has a value that no column of the server can hold.
     """
-    reasons = refused(batch)
+    reasons = invalid_rows(batch)
     if reasons is not None:
         first = reasons.drop_null()[0].as_py()
         raise BadRecord(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LoadWriter:
-    """See `delivered.contract.sink.ShardWriter`.
+    """See `delivered.contract.sink.Writer`.
 
     exactly_once, two_phase: rows into the target and a marker, in an XA transaction that `prepare` leaves prepared. Its
         session ends with it: MariaDB lets nobody commit a prepared transaction while the session lives.

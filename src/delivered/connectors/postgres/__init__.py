@@ -10,7 +10,7 @@ stage.py         tables in which tasks leave their shards
 transactions.py  two_phase: ids of prepared transactions; list, commit, roll back
 writer.py        a task's side
 ledger.py        the driver's side: owner, decisions, over `delivered.kits.sql.ledger`, where the line that decides is
-resource.py      the driver's hand on what tasks prepared
+committer.py      the driver's hand on what tasks prepared
 preflight.py     can this server keep the promise
 read.py          the table as a source, for the audit
 sink.py          all of these as the contract's sink

@@ -104,7 +104,7 @@ class PostgresTableDriver(WholeDriver):
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         whole = sum(end.values())
         return [
-            Slice({"relation": relation, "start": at, "end": until}, lane=relation)
+            Slice({"relation": relation, "start": at, "end": until}, partition=relation)
             for relation, stop in end.items()
             for at, until in steps(int(start.get(relation, 0)), int(stop), SLICE_PAGES, whole)
         ]

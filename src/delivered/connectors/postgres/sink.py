@@ -10,10 +10,10 @@ from typing import ClassVar
 import pyarrow as pa
 
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.connectors.postgres.types import TYPES, refused
+from delivered.connectors.postgres.types import TYPES, invalid_rows
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
-from delivered.contract.sink import Ledger, Resource, ShardWriter
+from delivered.contract.sink import Committer, Ledger, Writer
 from delivered.contract.source import Source
 from delivered.kits.sql.merge import without_key
 from delivered.kits.sql.options import Mechanism
@@ -87,10 +87,10 @@ class PostgresSink(TableSink):
 
         return preflight(self.options, guarantee)
 
-    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
-        return without_key(self.options.write, batch, refused(batch))
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        return without_key(self.options.write, batch, invalid_rows(batch))
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         from delivered.connectors.postgres.writer import CopyWriter
 
         return CopyWriter(self.options, work, guarantee, schema)
@@ -105,10 +105,10 @@ class PostgresSink(TableSink):
 
         return PostgresLedger(self.options, scope)
 
-    def resource(self, scope: Scope) -> Resource:
-        from delivered.connectors.postgres.resource import PostgresResource
+    def committer(self, scope: Scope) -> Committer:
+        from delivered.connectors.postgres.committer import PostgresCommitter
 
-        return PostgresResource(self.options, scope)
+        return PostgresCommitter(self.options, scope)
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.connectors.postgres.client import PostgresDatabase

@@ -84,7 +84,7 @@ class PostgresTypes(ServerTypes):
 TYPES = PostgresTypes()
 
 
-def refused(batch: pa.RecordBatch) -> pa.Array | None:
+def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
     """For each row why the server would refuse it whatever the table, null where it would not; None: it takes all.
 
     Constraints of the table are the server's to tell: a row that breaks one stops the query.

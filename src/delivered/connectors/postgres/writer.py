@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class CopyWriter:
-    """See `delivered.contract.sink.ShardWriter`.
+    """See `delivered.contract.sink.Writer`.
 
     exactly_once, two_phase: COPY into the target and a marker, in a transaction that `prepare` leaves prepared.
     exactly_once, one_transaction: COPY into a staging table, which `prepare` commits.

@@ -15,7 +15,7 @@ from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physi
 from delivered.connectors.pulsar.sink_options import OWNER, PulsarSinkOptions
 from delivered.connectors.pulsar.topic_schema import check_type, register
 from delivered.contract.finding import Finding
-from delivered.contract.sink import ShardWriter, Sink
+from delivered.contract.sink import Sink, Writer
 from delivered.contract.source import Source
 from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
@@ -112,7 +112,7 @@ class PulsarSink(SendingSink):
         columns[0] = pc.if_else(pc.equal(pc.binary_length(columns[0]), 0), pa.scalar(None, pa.binary()), columns[0])
         return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
 
-    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
+    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         from delivered.connectors.pulsar.writer import PulsarWriter
 
         return PulsarWriter(self.options, work, gives_up)

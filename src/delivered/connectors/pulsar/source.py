@@ -171,8 +171,7 @@ class PulsarDriver:
         for partition, stop in sorted(last.items()):
             begin = first.get(partition, START)
             if begin.order < stop.order and stop.entry >= 0:
-                lane = short_name(physical(partition))
-                pieces.append(Slice((*partition, str(begin), str(stop)), lane=lane))
+                pieces.append(Slice((*partition, str(begin), str(stop)), partition=short_name(physical(partition))))
         return pieces
 
     def batch(self) -> tuple[Offsets, Offsets]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqOptions
-from delivered.contract.queue import Bunch
+from delivered.contract.queue import MessageBatch
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.source.columns import micros
@@ -27,7 +27,7 @@ class RabbitmqReceiver:
     def __init__(self, options: RabbitmqOptions) -> None:
         self._options = options
         self._errors = (pika().exceptions.AMQPError, OSError)
-        self._arrived = Bunch()
+        self._arrived = MessageBatch()
         self._acknowledged = 0
         self._cancelled = False
         self._connection = connect(options)
@@ -40,7 +40,7 @@ class RabbitmqReceiver:
             self.close()
             raise explained(error, options) from error
 
-    def receive(self, count_max: int, wait_s: float) -> Bunch:
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         arrived = self._arrived
         if not self._connection.is_open:  # an acknowledgement found out; the client's own error would say nothing
             raise Unreachable("RABBITMQ_UNREACHABLE", f"The connection to RabbitMQ at {self._options.place} is lost.")

@@ -11,7 +11,7 @@ from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.writer import RabbitmqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import ShardWriter, Sink
+from delivered.contract.sink import Sink, Writer
 from delivered.contract.source import Source
 from delivered.kits.queue.columns import COLUMNS, as_bytes, check_types
 from delivered.kits.queue.sink import SendingSink, sends
@@ -80,7 +80,7 @@ class RabbitmqSink(SendingSink):
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return as_bytes(batch)
 
-    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
+    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return RabbitmqWriter(self.options, work, gives_up)
 
     def read_back(self) -> Source:

@@ -149,7 +149,7 @@ class StreamDriver:
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         found = [(s, int(start[s]), int(stop)) for s, stop in sorted(end.items()) if s in start]
-        return [Slice((s, at, stop), lane=s) for s, at, stop in found if at < stop]
+        return [Slice((s, at, stop), partition=s) for s, at, stop in found if at < stop]
 
     def batch(self) -> tuple[Offsets, Offsets]:
         starting = self._options.starting or EARLIEST

@@ -14,7 +14,7 @@ With messageType=transaction, which exactly_once needs, brokers are spoken to th
 remoting.py  RocketMQ's own protocol: where a topic's queues are, requests to brokers
 halves.py    half messages sent, and ended by their place in a broker's log
 ended.py     what the driver knows of their ends, and who may end them
-resource.py  the driver's hand on them
+committer.py  the driver's hand on them
 topic.py     queues read by offset; stored.py: a message as it lies there
 read.py      the topic as a whole, for the audit
 """

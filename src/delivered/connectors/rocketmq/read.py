@@ -81,10 +81,10 @@ class RocketmqTopicDriver(WholeDriver):
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         del start  # what a topic does not keep any more is not read
         found = []
-        for lane, until in end.items():
-            broker, _, queue = lane.rpartition("/")
+        for partition, until in end.items():
+            broker, _, queue = partition.rpartition("/")
             if until:
-                found.append(Slice({"broker": broker, "queue": int(queue), "end": int(until)}, lane=lane))
+                found.append(Slice({"broker": broker, "queue": int(queue), "end": int(until)}, partition=partition))
         return found
 
     def batch(self) -> tuple[Offsets, Offsets]:

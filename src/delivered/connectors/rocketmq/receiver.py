@@ -20,7 +20,7 @@ from typing import Any
 from delivered.connectors.rocketmq.client import Session, library
 from delivered.connectors.rocketmq.message import Content, content
 from delivered.connectors.rocketmq.options import RocketmqOptions
-from delivered.contract.queue import Bunch
+from delivered.contract.queue import MessageBatch
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome, Unknown
@@ -87,7 +87,7 @@ class RocketmqReceiver:
         self._beat_at = 0.0
         self._forgetful = False
 
-    def receive(self, count_max: int, wait_s: float) -> Bunch:
+    def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         session = self._session
         if count_max and session.failed is None:
             self._poll()
@@ -101,7 +101,7 @@ class RocketmqReceiver:
             raise Unreachable("ROCKETMQ_UNREACHABLE", failed.message, failed.next_step)
         self._renew()
         self._beat()
-        return Bunch(
+        return MessageBatch(
             ids=[c.id for _, c in taken],
             keys=[c.key for _, c in taken],
             values=[c.value for _, c in taken],

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from delivered.connectors.rocketmq.committer import SETTLE_S, RocketmqCommitter
 from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Publisher
 from delivered.connectors.rocketmq.read import RocketmqTopic
 from delivered.connectors.rocketmq.remoting import Cluster
-from delivered.connectors.rocketmq.resource import SETTLE_S, RocketmqResource
 from delivered.connectors.rocketmq.writer import HalfWriter, RocketmqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Resource, ShardWriter, Sink
+from delivered.contract.sink import Committer, Sink, Writer
 from delivered.contract.source import Source
 from delivered.kits.queue.columns import COLUMNS, TEXT, as_bytes, check_types
 from delivered.kits.queue.sink import Nothing, SendingSink, sends
@@ -71,7 +71,7 @@ class RocketmqSink(SendingSink):
             apply="each half message is told to be shown once, by one process at a time",
             send=f"rocketmq {options.topic}: half messages, shown when all of a shard are stored, each sent once",
             batch_atomic=False,
-            promise_s_max=HALVES_KEPT_S,
+            prepared_timeout_s=HALVES_KEPT_S,
             assumes=(
                 f"the ledger {options.ledger} is one file for every driver of this pipeline, and kept as long as the "
                 "checkpoint",
@@ -143,15 +143,15 @@ class RocketmqSink(SendingSink):
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return as_bytes(batch)
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ShardWriter:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         if guarantee is Guarantee.EXACTLY_ONCE and self.options.kind == TRANSACTION:
             return HalfWriter(self.options, work)
-        return super().shard_writer(work, guarantee, schema)
+        return super().writer(work, guarantee, schema)
 
-    def resource(self, scope: Scope) -> Resource:
-        return RocketmqResource(self.options, scope) if self.options.kind == TRANSACTION else _OtherType()
+    def committer(self, scope: Scope) -> Committer:
+        return RocketmqCommitter(self.options, scope) if self.options.kind == TRANSACTION else _OtherType()
 
-    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
+    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return RocketmqWriter(self.options, work, gives_up)
 
     def read_back(self) -> Source:
@@ -168,6 +168,6 @@ class RocketmqSink(SendingSink):
 class _OtherType(Nothing):
     """What is sent is visible; but an earlier start of the pipeline may have decided half messages."""
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         del prepared
         return Unknown(f"shard {work.shard} was decided with messageType=transaction: start once with that")

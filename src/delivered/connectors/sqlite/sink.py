@@ -10,13 +10,13 @@ from typing import ClassVar
 import pyarrow as pa
 
 from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite.committer import SqliteCommitter
 from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, rollback, writing
 from delivered.connectors.sqlite.ledger import SqliteLedger
 from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.read import SqliteTable
-from delivered.connectors.sqlite.resource import SqliteResource
-from delivered.connectors.sqlite.types import TYPES, refused
+from delivered.connectors.sqlite.types import TYPES, invalid_rows
 from delivered.connectors.sqlite.writer import DirectWriter, StagingWriter
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
@@ -113,11 +113,11 @@ class SqliteSink(TableSink):
         finally:
             connection.close()
 
-    def refused(self, batch: pa.RecordBatch) -> pa.Array | None:
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
         plain = fitted(batch, TYPES.plain_schema(batch.schema))
-        return without_key(self.options.write, batch, refused(plain))
+        return without_key(self.options.write, batch, invalid_rows(plain))
 
-    def shard_writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter | DirectWriter:
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter | DirectWriter:
         if guarantee is Guarantee.EXACTLY_ONCE:
             return StagingWriter(self.options, work, schema)
         return DirectWriter(self.options, schema)
@@ -128,8 +128,8 @@ class SqliteSink(TableSink):
     def ledger(self, scope: Scope) -> SqliteLedger:
         return SqliteLedger(self.options, scope)
 
-    def resource(self, scope: Scope) -> SqliteResource:
-        return SqliteResource(self.options, scope)
+    def committer(self, scope: Scope) -> SqliteCommitter:
+        return SqliteCommitter(self.options, scope)
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.connectors.sqlite.keys import key_table

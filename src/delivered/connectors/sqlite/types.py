@@ -90,7 +90,7 @@ def check_values(batch: pa.RecordBatch) -> None:
                 )
 
 
-def refused(batch: pa.RecordBatch) -> pa.Array | None:
+def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
     """For each row why it cannot be written, null where it can; None: all can. What `check_values` raises for."""
     return outside_years(batch)
 

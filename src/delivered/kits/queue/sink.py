@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from delivered.contract.sink import Ledger, Resource, ShardWriter, Sink
+from delivered.contract.sink import Committer, Ledger, Sink, Writer
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -24,22 +24,22 @@ class SendingSink(ABC):
 
     keeper: Sink
 
-    def shard_writer(
+    def writer(
         self,
         work: Work,
         guarantee: Guarantee,
         schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
-    ) -> ShardWriter:
+    ) -> Writer:
         return self._writer(work, gives_up=guarantee is Guarantee.AT_MOST_ONCE)
 
     @abstractmethod
-    def _writer(self, work: Work, *, gives_up: bool) -> ShardWriter:
+    def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         """See `kits.queue.writer`."""
 
     def ledger(self, scope: Scope) -> Ledger:
         return self.keeper.ledger(scope)
 
-    def resource(self, scope: Scope) -> Resource:
+    def committer(self, scope: Scope) -> Committer:
         del scope
         return Nothing()
 
@@ -68,11 +68,11 @@ def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], lim
 class Nothing:
     """There is never a participant: what is sent is visible."""
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         del prepared
         return Failed(f"shard {work.shard} was sent, and cannot be held back")
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         del work
         return False
 

@@ -17,7 +17,7 @@ dialect.py        what a database's SQL has of its own
 keys.py           keys that a dedup remembers, beside the ledger
 ledger.py         owner and decisions in tables; one transaction decides
 server_ledger.py  the same in a server, with markers
-resource.py       the driver's hand on what tasks prepared in a server
+committer.py       the driver's hand on what tasks prepared in a server
 migrate.py        the version of these tables
 table.py          a table as a source, for the audit
 csv.py            its rows, sent as CSV

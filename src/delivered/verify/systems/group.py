@@ -11,7 +11,7 @@ from typing import Any
 from delivered.verify.systems.base import Poll, Row, SinkClient, SinkKind, System
 
 
-class SinkGroup:
+class GroupClient:
     """
     Args:
         members: by their names in the pipeline file, in its order.
@@ -60,12 +60,12 @@ class SinkGroup:
 
 def names_of(sink: SinkClient) -> tuple[str, ...]:
     """As in `Row.sink`: one empty name if there is one sink."""
-    return tuple(sink.members) if isinstance(sink, SinkGroup) else ("",)
+    return tuple(sink.members) if isinstance(sink, GroupClient) else ("",)
 
 
 def sinks_of(sink: SinkClient) -> list[dict[str, Any]]:
     """Of the pipeline file."""
-    if isinstance(sink, SinkGroup):
+    if isinstance(sink, GroupClient):
         return [{"name": name, **member.options()} for name, member in sink.members.items()]
     return [sink.options()]
 

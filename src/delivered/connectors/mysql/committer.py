@@ -9,7 +9,7 @@ from delivered.connectors.mysql import sessions, stage, target, transactions
 from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.ledger import dialect
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.kits.sql.resource import ServerResource
+from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.stage import KEY as STAGED
 from delivered.kits.sql.transactions import KEY as GID
 from delivered.kits.sql.transactions import OpenTransaction
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 
-class MysqlResource(ServerResource["Session"]):
+class MysqlCommitter(ServerCommitter["Session"]):
     """XA COMMIT and XA ROLLBACK, from any session of the server."""
 
     def __init__(self, options: MysqlOptions, scope: Scope) -> None:
@@ -30,9 +30,9 @@ class MysqlResource(ServerResource["Session"]):
         super().__init__(MysqlDatabase(options), dialect(options.ledger_schema), names)
         self._options = options
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Also drop what was staged and got in: the server drops no table inside of a transaction."""
-        outcome = super().apply(work, prepared)
+        outcome = super().commit(work, prepared)
         return self._drop_staged(prepared) if isinstance(outcome, Ok) else outcome
 
     def abort(self, prepared: Prepared) -> Outcome[None]:

@@ -26,8 +26,8 @@ CONNECTIONS_MAX = 4
 _BATCHES = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation AND batch"
 
 
-class ServerResource(ABC, Generic[C]):
-    """See `delivered.contract.sink.Resource`. Also what `delivered transactions` shows and does.
+class ServerCommitter(ABC, Generic[C]):
+    """See `delivered.contract.sink.Committer`. Also what `delivered transactions` shows and does.
 
     What a participant is, its handle says: a pipeline may change its mechanism between two starts.
     """
@@ -73,7 +73,7 @@ class ServerResource(ABC, Generic[C]):
     def _drop(self, connection: C, table: str) -> None:
         """Drop a staging table, if it is there. Raises the client's error."""
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Commit what was prepared. What was staged got in with the decision already."""
         if transactions.KEY not in prepared.handle:
             return Ok(None)
@@ -86,7 +86,7 @@ class ServerResource(ABC, Generic[C]):
                 return Unknown(str(error))
         return outcome
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
         later batch was decided, which none is before all of this one is visible."""
         return self._marked(work) or self._moved(work)
@@ -244,7 +244,7 @@ class ServerResource(ABC, Generic[C]):
         healthy = False
         try:
             if connection is None or not self._server.idle(connection):
-                connection = self._server.connect("resource")
+                connection = self._server.connect("committer")
             yield connection
             healthy = True
         finally:

@@ -17,19 +17,19 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
 
-class IcebergResource:
-    """See `delivered.contract.sink.Resource`."""
+class IcebergCommitter:
+    """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: IcebergOptions, scope: Scope) -> None:
         self._options = options
         self._scope = scope
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """The decision made the rows visible already."""
         del work, prepared
         return Ok(None)
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         table = open_table(self._options)
         newest = None if table is None else Records(table, work.scope).newest(work.scope.incarnation)
         return newest is not None and newest >= work.batch

@@ -15,19 +15,19 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Decision, Prepared
 
 
-class SqliteResource:
-    """See `delivered.contract.sink.Resource`."""
+class SqliteCommitter:
+    """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: SqliteOptions, scope: Scope) -> None:
         self._options = options
         self._scope = scope
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """The decision made the rows visible already; what is left is their staged copy."""
         del work
         return self.abort(prepared)
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         if not Path(self._options.path).exists():
             return False
         connection = connect(self._options.path, mode="ro")

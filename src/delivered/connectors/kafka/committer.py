@@ -18,8 +18,8 @@ from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.work import Prepared
 
 
-class KafkaResource:
-    """See `delivered.contract.sink.Resource`. Also what `delivered transactions` shows and does."""
+class KafkaCommitter:
+    """See `delivered.contract.sink.Committer`. Also what `delivered transactions` shows and does."""
 
     def __init__(self, options: SinkOptions, scope: Scope) -> None:
         self._scope = scope
@@ -34,11 +34,11 @@ class KafkaResource:
             self._opened = Wire(self._options.resolved())
         return self._opened
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle says it all
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle says it all
         """EndTxn(commit) with the producer id and epoch of this transaction alone."""
         return transactions.end(self._wire, Handle.from_json(prepared.handle), commit=True)
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         """Whether a committed marker names this shard of this batch."""
         return find_marker(self._wire, self._topic, work, RECOVERY_WAIT_S) is not None
 

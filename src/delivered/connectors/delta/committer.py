@@ -14,20 +14,20 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
 
-class DeltaResource:
-    """See `delivered.contract.sink.Resource`."""
+class DeltaCommitter:
+    """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: DeltaOptions, scope: Scope) -> None:
         self._options = options
         self._scope = scope
         self._opened: Store | None = None
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """The decision made the rows visible already."""
         del work, prepared
         return Ok(None)
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         table = open_table(self._options)
         if table is None:
             return False

@@ -9,21 +9,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.contract.powers import Screens
-from delivered.contract.sink import LETTERS, Sink
+from delivered.contract.powers import ValidatesRows
+from delivered.contract.sink import DEAD_LETTERS, Sink
 
 _COORDINATES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 
 
-def screened(sink: Sink, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Array | None]:
+def validated(sink: Sink, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Array | None]:
     """The rows that the sink takes, and for each row given the reason why not (null: taken), if there is any."""
-    reasons = sink.refused(rows) if isinstance(sink, Screens) else None
+    reasons = sink.invalid_rows(rows) if isinstance(sink, ValidatesRows) else None
     if reasons is None or reasons.null_count == len(reasons):
         return rows, None
     return rows.filter(pc.is_null(reasons)), reasons
 
 
-def letters(
+def dead_letters(
     name: str,
     reasons: pa.Array,
     rows: pa.RecordBatch,
@@ -32,7 +32,7 @@ def letters(
     shard: int,
     first: int,
 ) -> pa.RecordBatch:
-    """One letter for each row with a reason.
+    """One dead letter for each row with a reason.
 
     Args:
         origin: the same rows before the sink's route, for their source coordinates; None: the route left rows out.
@@ -51,7 +51,7 @@ def letters(
         *(_coordinate(known.get(n), kind, picked) for n, kind in _COORDINATES.items()),
         pa.array([json.dumps(row, default=_plain, ensure_ascii=False) for row in bad.to_pylist()], pa.string()),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=LETTERS)
+    return pa.RecordBatch.from_arrays(columns, schema=DEAD_LETTERS)
 
 
 def _coordinate(column: pa.Array | None, kind: pa.DataType, picked: pa.Array) -> pa.Array:

@@ -9,8 +9,8 @@ from delivered.connectors.postgres.client import PostgresDatabase, explained
 from delivered.connectors.postgres.ledger import dialect
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.transactions import GONE
+from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.names import Names
-from delivered.kits.sql.resource import ServerResource
 from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import psycopg
 
 
-class PostgresResource(ServerResource["psycopg.Connection[Any]"]):
+class PostgresCommitter(ServerCommitter["psycopg.Connection[Any]"]):
     """COMMIT PREPARED and ROLLBACK PREPARED, from any session of the database."""
 
     def __init__(self, options: PostgresOptions, scope: Scope) -> None:

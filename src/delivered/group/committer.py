@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from delivered.contract.powers import KnowsTarget, SetsUp
-from delivered.contract.sink import Resource
+from delivered.contract.sink import Committer
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Prepared
 
 
-class GroupResource:
-    """See `delivered.contract.sink.Resource`."""
+class GroupCommitter:
+    """See `delivered.contract.sink.Committer`."""
 
-    def __init__(self, resources: Mapping[str, tuple[str, Resource]], scope: Scope) -> None:
+    def __init__(self, committers: Mapping[str, tuple[str, Committer]], scope: Scope) -> None:
         self._scope = scope
-        self._by_id = {i: resource for i, (_, resource) in resources.items()}
-        self._by_name = dict(resources.values())
+        self._by_id = {i: committer for i, (_, committer) in committers.items()}
+        self._by_name = dict(committers.values())
         self._is_set_up = False
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        return self._named(work.scope.sink).apply(work, prepared)
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        return self._named(work.scope.sink).commit(work, prepared)
 
-    def applied(self, work: Work) -> bool:
-        return self._named(work.scope.sink).applied(work)
+    def was_committed(self, work: Work) -> bool:
+        return self._named(work.scope.sink).was_committed(work)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         return self._by_id[prepared.sink].abort(prepared)
@@ -35,8 +35,8 @@ class GroupResource:
         self._set_up()
         count = 0
         trouble: Outcome[int] | None = None
-        for sink, resource in self._by_id.items():
-            match resource.sweep([p for p in keep if p.sink == sink]):
+        for sink, committer in self._by_id.items():
+            match committer.sweep([p for p in keep if p.sink == sink]):
                 case Ok(gone):
                     count += gone
                 case other:
@@ -49,19 +49,19 @@ class GroupResource:
         return {sink: target for targets in known for sink, target in targets.items()}
 
     def close(self) -> None:
-        for resource in self._by_id.values():
-            resource.close()
+        for committer in self._by_id.values():
+            committer.close()
 
     def _set_up(self) -> None:
         """What the claim of its own ledger would have made at a sink."""
         if self._is_set_up:
             return
-        for sink, resource in self._by_id.items():
-            if sink and isinstance(resource, SetsUp):
-                resource.set_up()
+        for sink, committer in self._by_id.items():
+            if sink and isinstance(committer, SetsUp):
+                committer.set_up()
         self._is_set_up = True
 
-    def _named(self, name: str) -> Resource:
+    def _named(self, name: str) -> Committer:
         found = self._by_name.get(name)
         if found is None:
             raise InvariantBroken(

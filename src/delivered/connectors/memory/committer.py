@@ -11,13 +11,13 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
 
-class MemoryResource:
+class MemoryCommitter:
     def __init__(self, world: World, scope: Scope, commit: Commit) -> None:
         self._world = world
         self._scope = scope
         self._commit = commit
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         self._world.gate()
         answer = self._world.next_answer("apply")
         if answer is Answer.NOT_SENT:
@@ -32,7 +32,7 @@ class MemoryResource:
                 self._world.settle(participant)
         return Unknown("the answer was lost") if answer else Ok(None)
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         return self._world.marker(work) == (work.scope.incarnation, work.batch)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:

@@ -12,18 +12,18 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
 
-class FilesResource:
-    """See `delivered.contract.sink.Resource`."""
+class FilesCommitter:
+    """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: FilesOptions, scope: Scope) -> None:
         self._places = Places(options, scope)
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """The decision made the rows visible already, and took the staged file away."""
         del work, prepared
         return Ok(None)
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         incarnation = work.scope.incarnation
         if (self._places.batch(incarnation, work.batch) / RECORD).exists():
             return True

@@ -25,15 +25,15 @@ SETTLE_S = 4.0
 (waitTimeMillsInTransactionQueue), and what was not sent by then is lost with its connection."""
 
 
-class RocketmqResource:
-    """See `delivered.contract.sink.Resource`."""
+class RocketmqCommitter:
+    """See `delivered.contract.sink.Committer`."""
 
     def __init__(self, options: RocketmqSinkOptions, scope: Scope) -> None:
         self._cluster = Cluster(options)
         self._scope = scope
         self._ended = Ended(options.ledger, scope)
 
-    def apply(self, work: Work, prepared: Prepared) -> Outcome[None]:
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """End every half message once."""
         handle = Handle.from_json(prepared.handle)
         try:
@@ -43,7 +43,7 @@ class RocketmqResource:
             self._cluster.close()
             return Unknown(str(error))
 
-    def applied(self, work: Work) -> bool:
+    def was_committed(self, work: Work) -> bool:
         """Whether it was written down that each of its messages had been seen in the topic, or confirmed."""
         return self._ended.is_visible(work)
 
