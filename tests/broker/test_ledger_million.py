@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -55,11 +56,12 @@ def test_a_million_batches_and_two_thousand_restarts_in_sqlite(tmp_path: Path) -
             if restart == 0:
                 ledger.claim(Owner("owner-0"))
             connection.execute("BEGIN IMMEDIATE")
-            ledger._take(connection, Owner(f"owner-{restart}"))  # type: ignore[attr-defined]
+            store: Any = ledger._store  # type: ignore[attr-defined]
+            store._take(connection, partial(ledger._successor, Owner(f"owner-{restart}")))  # type: ignore[attr-defined]
             text = text_of(scope)
             first = restart % (restarts // checkpoints) * per_restart
             for batch in range(first, first + per_restart):
-                ledger.record(connection, batch, text.replace("987654321", str(batch)))  # type: ignore[attr-defined]
+                store._record(connection, batch, text.replace("987654321", str(batch)))
             connection.execute("COMMIT")
             ledger.close()
             if restart % 100 == 99:
@@ -95,7 +97,7 @@ def test_markers_and_decisions_of_many_batches_in_postgres(postgres: Postgres) -
                         f"INSERT INTO {schema}.marker VALUES ('p', 't', 'i', %s, %s, 'g', 'f')",
                         [(batch, shard) for shard in range(SHARDS)],
                     )
-                    ledger.record(connection, batch, text)
+                    ledger._store._record(connection, batch, text)
             connection.execute(f"VACUUM {schema}.marker, {schema}.decision")
             [(size,)] = postgres.execute(
                 f"SELECT pg_total_relation_size('{schema}.decision') + pg_total_relation_size('{schema}.marker')"

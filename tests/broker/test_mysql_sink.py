@@ -501,7 +501,7 @@ def test_p4_ledger_stays_small(mysql: Mysql) -> None:
     schema, count = "small_ledger", 1_250
     sink = mysql.sink("t", ledgerSchema=schema)
     ledger = sink.ledger(Scope("p", "s", "i"))
-    session = ledger._server.connect("test")
+    session = ledger._store._server.connect("test")
     migrate(session, schema)
     for first in range(0, count, 250):
         session.execute("START TRANSACTION")
@@ -510,7 +510,7 @@ def test_p4_ledger_stays_small(mysql: Mysql) -> None:
                 f"INSERT INTO {schema}.marker (pipeline, sink, incarnation, batch, shard, gid, fingerprint) VALUES "
                 + ", ".join(f"('p', 's', 'i', {batch}, {shard}, 'g', 'f')" for shard in range(2))
             )
-            ledger.record(session, batch, "{}")
+            ledger._store._record(session, batch, "{}")
         session.execute("COMMIT")
     session.close()
     assert mysql.execute(f"SELECT count(*), min(batch) FROM {schema}.decision") == [

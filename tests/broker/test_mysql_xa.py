@@ -246,9 +246,9 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
 
 
 def test_a_strangers_lock_on_the_ledger_is_told(mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delivered.kits.sql import server_ledger
+    from delivered.kits.sql import server_store
 
-    monkeypatch.setattr(server_ledger, "CONNECT_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(server_store, "CONNECT_TIMEOUT_S", 1.5)
     rig.run(0)
     with closing(mysql.connect(autocommit=False)) as stranger:
         stranger.cursor().execute("SELECT * FROM delivered.owner WHERE pipeline = %s FOR UPDATE", [rig.pipeline])

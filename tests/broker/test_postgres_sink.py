@@ -519,7 +519,7 @@ def test_p4_ledger_stays_small(postgres: Postgres) -> None:
                         connection.execute(
                             f"INSERT INTO {schema}.marker VALUES ('p', 's', 'i', %s, %s, 'g', 'f')", [batch, shard]
                         )
-                    ledger.record(connection, batch, "{}")
+                    ledger._store._record(connection, batch, "{}")
             connection.execute(f"VACUUM {schema}.marker, {schema}.decision")
     assert postgres.execute(f"SELECT count(*), min(batch) FROM {schema}.decision") == [
         (LEDGER_HISTORY_BATCHES, 6_000 - LEDGER_HISTORY_BATCHES)

@@ -20,7 +20,7 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
-from delivered.kits.sql import ledger as sql_ledger
+from delivered.kits.sql import store as sql_store
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
@@ -36,7 +36,7 @@ _drivers = itertools.count()
 
 @pytest.fixture(params=[n for n in SINKS if "s3" not in n])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    for module in (sql_ledger, delta_earlier, iceberg_ledger, files_ledger):
+    for module in (sql_store, delta_earlier, iceberg_ledger, files_ledger):
         monkeypatch.setattr(module, "LEDGER_INCARNATIONS", KEPT)
     monkeypatch.setattr(kafka_ledger, "LEDGER_HISTORY_BATCHES", KEPT)
     return Rig(SINKS[request.param](request))

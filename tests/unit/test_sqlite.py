@@ -19,11 +19,11 @@ import pytest
 
 from delivered.connectors.sqlite import CONNECTOR, database
 from delivered.connectors.sqlite.committer import SqliteCommitter
-from delivered.connectors.sqlite.ledger import SqliteLedger
 from delivered.connectors.sqlite.migrate import MIGRATIONS, migrate
 from delivered.connectors.sqlite.options import parse
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.stage import folder_of
+from delivered.ledger.ledger import Ledger
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -76,7 +76,7 @@ def decision(*prepared: Prepared, owner: str = "me", batch: int = 0, scope: Scop
     return Decision(scope, owner, EXACT, batch, "{}", prepared, Fingerprint(), Fingerprint(), 1)
 
 
-def claimed(sink: SqliteSink, owner: str = "me", scope: Scope = SCOPE) -> SqliteLedger:
+def claimed(sink: SqliteSink, owner: str = "me", scope: Scope = SCOPE) -> Ledger:
     ledger = sink.ledger(scope)
     ledger.claim(Owner(owner))
     return ledger
@@ -290,7 +290,7 @@ def test_a_writer_killed_in_its_commit_keeps_nobody_from_reading(tmp_path: Path)
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             connection.execute("DELETE FROM t")
     killed_while_it_writes(path)
-    assert [d.batch for d in SqliteLedger(sink.options, SCOPE).history()] == [0]
+    assert [d.batch for d in sink.ledger(SCOPE).history()] == [0]
     assert count(sink) == 2
 
 
@@ -530,8 +530,8 @@ def test_disk_full_leaves_nothing_half_visible(tmp_path: Path) -> None:
     assert write(sink, ROWS.select(["name"])) == Ok(None)
     ledger, big = claimed(sink), pa.table({"name": ["x" * 1000] * 5_000})
     prepared = stage(sink, big, batch=1)
-    pages = ledger._open().execute("PRAGMA page_count").fetchone()[0]
-    ledger._open().execute(f"PRAGMA max_page_count={pages + 100}")
+    pages = ledger._store._open().execute("PRAGMA page_count").fetchone()[0]
+    ledger._store._open().execute(f"PRAGMA max_page_count={pages + 100}")
     outcome = ledger.decide(decision(prepared, batch=1))
     assert isinstance(outcome, Failed)
     assert "DELIVERED_DISK_FULL" in outcome.reason

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import sessions, stage, target, transactions
 from delivered.connectors.mysql.client import MysqlDatabase
-from delivered.connectors.mysql.ledger import dialect
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.store import dialect
 from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.stage import KEY as STAGED
 from delivered.kits.sql.transactions import KEY as GID

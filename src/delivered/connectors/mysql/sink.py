@@ -13,12 +13,13 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES, invalid_rows
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
-from delivered.contract.sink import Committer, Ledger, Writer
+from delivered.contract.sink import Committer, Writer
 from delivered.contract.source import Source
 from delivered.kits.sql.merge import without_key
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.sink import HISTORY, TableSink
 from delivered.kits.sql.types import Types
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
@@ -105,9 +106,9 @@ class MysqlSink(TableSink):
         return MysqlTable(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
-        from delivered.connectors.mysql.ledger import MysqlLedger
+        from delivered.connectors.mysql.store import MysqlStore
 
-        return MysqlLedger(self.options, scope)
+        return Ledger(MysqlStore(self.options, scope), scope)
 
     def committer(self, scope: Scope) -> Committer:
         from delivered.connectors.mysql.committer import MysqlCommitter
@@ -116,7 +117,7 @@ class MysqlSink(TableSink):
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.connectors.mysql.client import MysqlDatabase
-        from delivered.connectors.mysql.ledger import dialect
+        from delivered.connectors.mysql.store import dialect
         from delivered.kits.sql.keys import KeyTable, from_warm
 
         return KeyTable(dialect(self.options.ledger_schema), scope, partial(from_warm, MysqlDatabase(self.options)))

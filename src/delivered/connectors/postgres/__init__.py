@@ -9,7 +9,7 @@ migrate.py       the ledger's tables, versioned
 stage.py         tables in which tasks leave their shards
 transactions.py  two_phase: ids of prepared transactions; list, commit, roll back
 writer.py        a task's side
-ledger.py        the driver's side: owner, decisions, over `delivered.kits.sql.ledger`, where the line that decides is
+store.py         the driver's side: owner, decisions, over `delivered.kits.sql.store`, where the line that decides is
 committer.py      the driver's hand on what tasks prepared
 preflight.py     can this server keep the promise
 read.py          the table as a source, for the audit

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres import stage, target, transactions
 from delivered.connectors.postgres.client import PostgresDatabase, explained
-from delivered.connectors.postgres.ledger import dialect
 from delivered.connectors.postgres.options import PostgresOptions
+from delivered.connectors.postgres.store import dialect
 from delivered.connectors.postgres.transactions import GONE
 from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.names import Names

@@ -13,12 +13,13 @@ from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES, invalid_rows
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
-from delivered.contract.sink import Committer, Ledger, Writer
+from delivered.contract.sink import Committer, Writer
 from delivered.contract.source import Source
 from delivered.kits.sql.merge import without_key
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.sink import HISTORY, TableSink
 from delivered.kits.sql.types import Types
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
@@ -101,9 +102,9 @@ class PostgresSink(TableSink):
         return PostgresTable(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
-        from delivered.connectors.postgres.ledger import PostgresLedger
+        from delivered.connectors.postgres.store import PostgresStore
 
-        return PostgresLedger(self.options, scope)
+        return Ledger(PostgresStore(self.options, scope), scope)
 
     def committer(self, scope: Scope) -> Committer:
         from delivered.connectors.postgres.committer import PostgresCommitter
@@ -112,7 +113,7 @@ class PostgresSink(TableSink):
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.connectors.postgres.client import PostgresDatabase
-        from delivered.connectors.postgres.ledger import dialect
+        from delivered.connectors.postgres.store import dialect
         from delivered.kits.sql.keys import KeyTable, from_warm
 
         return KeyTable(dialect(self.options.ledger_schema), scope, partial(from_warm, PostgresDatabase(self.options)))

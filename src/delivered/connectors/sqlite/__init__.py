@@ -9,7 +9,7 @@ merge.py     upserts
 stage.py     files in which tasks leave their shards
 writer.py    a task's side
 keys.py      keys that a dedup remembers, over `delivered.kits.sql.keys`
-ledger.py    the driver's side: owner, decisions, over `delivered.kits.sql.ledger`, where the line that decides is
+store.py     the driver's side: owner, decisions, over `delivered.kits.sql.store`, where the line that decides is
 committer.py  staged files of decided and undecided shards
 read.py      the table as a source, for the audit
 sink.py      all of these as the contract's sink

@@ -7,8 +7,8 @@ import sqlite3
 from collections.abc import Iterator
 
 from delivered.connectors.sqlite.database import SqliteDatabase, writing
-from delivered.connectors.sqlite.ledger import DIALECT
 from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.connectors.sqlite.store import DIALECT
 from delivered.kits.sql.keys import KeyTable
 from delivered.model.identity import Scope
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.committer import SqliteCommitter
 from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, rollback, writing
-from delivered.connectors.sqlite.ledger import SqliteLedger
 from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.read import SqliteTable
+from delivered.connectors.sqlite.store import SqliteStore
 from delivered.connectors.sqlite.types import TYPES, invalid_rows
 from delivered.connectors.sqlite.writer import DirectWriter, StagingWriter
 from delivered.contract.finding import Finding
@@ -23,6 +23,7 @@ from delivered.contract.powers import KeyMemory
 from delivered.kits.sql.merge import no_unique_index, without_key
 from delivered.kits.sql.sink import HISTORY, TableSink
 from delivered.kits.sql.types import Types
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError
@@ -104,7 +105,7 @@ class SqliteSink(TableSink):
             raise no_unique_index(write, self.options.table, self.options.where)
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """See `contract.powers.NeedsTarget`: a table that we make is there before the first decision names it."""
+        """See `delivered.contract.powers.NeedsTarget`: our table exists before a decision names it."""
         connection = connect(self.options.path)
         try:
             migrate(connection, self.options.path)
@@ -125,8 +126,8 @@ class SqliteSink(TableSink):
     def read_back(self) -> SqliteTable:
         return SqliteTable(self.options)
 
-    def ledger(self, scope: Scope) -> SqliteLedger:
-        return SqliteLedger(self.options, scope)
+    def ledger(self, scope: Scope) -> Ledger:
+        return Ledger(SqliteStore(self.options, scope), scope)
 
     def committer(self, scope: Scope) -> SqliteCommitter:
         return SqliteCommitter(self.options, scope)

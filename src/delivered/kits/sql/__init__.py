@@ -15,8 +15,8 @@ stage.py          one_transaction: from staging tables into the target
 transactions.py   two_phase: what is said of a prepared transaction
 dialect.py        what a database's SQL has of its own
 keys.py           keys that a dedup remembers, beside the ledger
-ledger.py         owner and decisions in tables; one transaction decides
-server_ledger.py  the same in a server, with markers
+store.py          owner and decisions in tables; one transaction decides
+server_store.py   the same in a server, with markers
 committer.py       the driver's hand on what tasks prepared in a server
 migrate.py        the version of these tables
 table.py          a table as a source, for the audit

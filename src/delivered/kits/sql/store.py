@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from delivered.kits.sql.database import C, Connection, Database
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.keys import keep, open_memory
+from delivered.ledger.store import Change, Head
 from delivered.model.archive import Archived
-from delivered.model.errors import DeliveredError, Fenced, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, named_first
-from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, OWNERS_REMEMBERED
-from delivered.model.outcome import Failed, Ok, Outcome
+from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS
+from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 T = TypeVar("T")
@@ -29,8 +28,8 @@ _ARCHIVE_VERSION = 3
 _SAME = "n.pipeline = d.pipeline AND n.sink = d.sink AND n.incarnation = d.incarnation"
 
 
-class SqlLedger(ABC, Generic[C]):
-    """See `delivered.contract.sink.Ledger`. Works by one claim; a later one, also of the same owner, voids it."""
+class SqlStore(ABC, Generic[C]):
+    """See `delivered.ledger.store.Store`."""
 
     def __init__(self, database: Database[C], dialect: Dialect, scope: Scope) -> None:
         self._database = database
@@ -40,10 +39,13 @@ class SqlLedger(ABC, Generic[C]):
             "pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation
         }  # fmt: skip
         self._connection: C | None = None
-        self._claimed: tuple[str, int] | None = None
+
+    @property
+    def where(self) -> str:
+        return self._database.where
 
     @abstractmethod
-    def claim(self, owner: Owner) -> LedgerState: ...
+    def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]: ...
 
     @abstractmethod
     def _open(self) -> C:
@@ -58,18 +60,19 @@ class SqlLedger(ABC, Generic[C]):
         """Of the ledger's tables."""
 
     @abstractmethod
-    def _read(self, question: Callable[[C], T], nothing: T) -> T:
+    def _view(self, question: Callable[[C], T], nothing: T) -> T:
         """One consistent view, whatever others commit meanwhile; `nothing` where there is no ledger yet."""
 
     def _peek(self, question: Callable[[C], T], nothing: T) -> T:
-        """As `_read`, by a process that may not be the owner."""
-        return self._read(question, nothing)
+        """As `_view`, by a process that may not be the owner."""
+        return self._view(question, nothing)
 
     @abstractmethod
-    def _add_rows(self, connection: C, decision: Decision) -> None:
-        """Inside the decision's transaction, make staged rows those of the table.
+    def _move(self, connection: C, change: Change) -> None:
+        """Inside the decision's transaction, make staged rows of `change.move` those of the table.
 
-        Reaches the crash points of `commit.apply` once per participant that staged.
+        Reaches the crash points of `commit.apply` once per participant that staged. Participants that lie in another
+        system, or were prepared as transactions of their own, are left alone.
         """
 
     @abstractmethod
@@ -79,63 +82,51 @@ class SqlLedger(ABC, Generic[C]):
     @abstractmethod
     def close(self) -> None: ...
 
-    def resume(self, owner_id: str) -> LedgerState:
-        state = self._read(self._state, LedgerState())
-        if state.owner is None or state.owner.id != owner_id:
-            raise self._fenced(owner_id, state.owner)
-        self._claimed = (owner_id, state.epoch)
-        return state
+    def read(self) -> LedgerState:
+        return self._view(self._state, LedgerState())
 
-    def look(self) -> LedgerState:
+    def peek(self) -> LedgerState:
         return self._peek(self._state, LedgerState())
 
-    def begin(self, begun: Begun) -> Outcome[None]:
-        key = {**self._key, "batch": begun.batch, "offsets": begun.offsets}
+    def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
+        """One transaction, never run twice (P19).
 
-        def write(connection: C) -> None:
-            # Not an update: what tells the newest row is set when a row is made.
-            self._sql.delete(connection, "begun", _SCOPE, self._key)
-            connection.execute(
-                self._sql(
-                    "INSERT INTO {begun} (pipeline, sink, incarnation, batch, offsets) "
-                    "VALUES (:pipeline, :sink, :incarnation, :batch, :offsets)"
-                ),
-                key,
-            )
-
-        return self._one_transaction(write, lambda connection: self._state(connection).begun == begun)
-
-    def decide(self, decision: Decision) -> Outcome[None]:
-        """The decision, and with it the rows that were staged, in one transaction.
-
-        1  look whether this very decision is in already
-        2  hold the owner's row; check that this claim is the newest
-        3  make the rows of this sink's participants that staged them visible   <- crash points of commit.apply
-        4  dedup.keep: the keys that the batch let in count
-        5  write the decision, forget old ones
-        6  COMMIT                                                               <- from here on the batch counts
+        1  hold the owner's row, so that a claim waits or this write finds another epoch; ask the rule
+        2  make the rows of this sink's participants that staged them visible   <- crash points of commit.apply
+        3  dedup.keep: the keys that the batch let in count
+        4  write the decision, forget old ones
+        5  COMMIT                                                               <- from here on the batch counts
         """
-        text = decision.to_json()
+        try:
+            connection = self._open()
+            self._begin(connection)
+            head = self._head(connection)
+            change = rule(head)
+            if change is not None:
+                self._put(connection, change, head.epoch)
+        except self._database.errors() as error:
+            # COMMIT was not sent: what loses its connection is rolled back.
+            self.close()
+            raise self._database.explained(error) from error
+        except BaseException:
+            self.close()
+            raise
+        if change is None:
+            self._undo(connection)
+            return Ok(None)
+        written = change
 
         def there(connection: C) -> bool:
-            return self._decision(connection, decision.batch) == text
+            if written.decision is not None:
+                return self._decision(connection, written.decision.batch) == written.decision.to_json()
+            return self._begun(connection) == written.begun
 
-        def write(connection: C) -> None:
-            known = self._decision(connection, decision.batch)
-            if known == text:  # got in between the first look and the hold
-                return
-            if known is not None and Decision.from_json(known).revision >= decision.revision:
-                raise InvariantBroken(
-                    "DECIDED_OTHERWISE",
-                    f"Batch {decision.batch} of {self._scope} is decided already, for other rows. They are visible and "
-                    "stay; nothing was added.",
-                    next_step="stop every other driver on this checkpoint, then start the pipeline again",
-                )
-            self._add_rows(connection, decision)
-            keep(self._sql, connection, decision, self._claimed[1] if self._claimed else 0)
-            self.record(connection, decision.batch, text)
-
-        return self._one_transaction(write, there)
+        try:
+            connection.execute("COMMIT")  # THE line that decides a batch in this sink
+        except self._database.errors() as error:
+            self.close()
+            return self._after_failed_commit(error, there)
+        return Ok(None)
 
     def history(self) -> Iterator[Decision]:
         def question(connection: C) -> list[str]:
@@ -150,8 +141,6 @@ class SqlLedger(ABC, Generic[C]):
             yield Decision.from_json(text)
 
     def others(self) -> list[OtherLedger]:
-        """See `delivered.contract.powers.KnowsOthers`."""
-
         def question(connection: C) -> list[OtherLedger]:
             other = "NOT (pipeline = :pipeline AND sink = :sink)"
             same = " UNION ".join(
@@ -163,9 +152,9 @@ class SqlLedger(ABC, Generic[C]):
             known = {tuple(row) for row in owners.fetchall()} | holders
             return named_first(OtherLedger(p, s, (p, s) in holders) for p, s in known)
 
-        return self._read(question, [])
+        return self._view(question, [])
 
-    def record(self, connection: C, batch: int, decision: str) -> None:
+    def _record(self, connection: C, batch: int, decision: str) -> None:
         """Write a decision, or its next revision; forget those beyond the history. Inside an open transaction."""
         connection.execute(
             self._sql(
@@ -178,7 +167,7 @@ class SqlLedger(ABC, Generic[C]):
         horizon = {**self._key, "horizon": batch - LEDGER_HISTORY_BATCHES}
         self._sql.delete(connection, "decision", f"{_SCOPE} AND batch <= :horizon", horizon)
 
-    def _take(self, connection: C, owner: Owner) -> LedgerState:
+    def _take(self, connection: C, successor: Callable[[Head], Owner]) -> int:
         """The claim itself, inside an open transaction that writes."""
         connection.execute(
             self._sql(
@@ -187,55 +176,38 @@ class SqlLedger(ABC, Generic[C]):
             ),
             {"pipeline": self._scope.pipeline, "sink": self._scope.sink, "superseded": self._sql.pack([])},
         )
-        current, epoch = self._owner(connection, hold=True) or (Owner(""), 0)
-        superseded = current.superseded
-        if owner.id in superseded:
-            raise self._fenced(owner.id, current)
-        if current.id not in (owner.id, ""):
-            superseded = (current.id, *superseded)[:OWNERS_REMEMBERED]
-        now = replace(owner, superseded=superseded)
+        head = self._head(connection)
+        owner = successor(head)
         connection.execute(
             self._sql(
                 "UPDATE {owner} SET id = :id, epoch = :epoch, host = :host, process = :process, "
                 f"started_ms = :started, superseded = :superseded WHERE {_SINK}"
             ),
             {
-                "pipeline": self._scope.pipeline, "sink": self._scope.sink, "id": now.id, "epoch": epoch + 1,
-                "host": now.host, "process": now.process, "started": now.started_ms,
-                "superseded": self._sql.pack(superseded),
+                "pipeline": self._scope.pipeline, "sink": self._scope.sink, "id": owner.id, "epoch": head.epoch + 1,
+                "host": owner.host, "process": owner.process, "started": owner.started_ms,
+                "superseded": self._sql.pack(owner.superseded),
             },
         )  # fmt: skip
         self._forget_incarnations(connection)
-        state = self._state(connection)
-        open_memory(self._sql, connection, self._scope, fresh=state.last is None)
-        return state
+        open_memory(self._sql, connection, self._scope, fresh=head.batch is None)
+        return head.epoch + 1
 
-    def _one_transaction(self, write: Callable[[C], None], there: Callable[[C], bool]) -> Outcome[None]:
-        """Run `write` under this claim, unless `there` says that its work is in. Never runs it twice (P19)."""
-        try:
-            connection = self._open()
-            self._begin(connection)
-            if there(connection):
-                self._undo(connection)
-                return Ok(None)
-            self._check_claim(connection)
-            write(connection)
-        except DeliveredError as error:
-            self.close()
-            return Failed(str(error))
-        except self._database.errors() as error:
-            # COMMIT was not sent: what loses its connection is rolled back.
-            self.close()
-            return Failed(str(self._database.explained(error)))
-        except BaseException:
-            self.close()
-            raise
-        try:
-            connection.execute("COMMIT")  # THE line that decides a batch in this sink
-        except self._database.errors() as error:
-            self.close()
-            return self._after_failed_commit(error, there)
-        return Ok(None)
+    def _put(self, connection: C, change: Change, epoch: int) -> None:
+        if change.begun is not None:
+            # Not an update: what tells the newest row is set when a row is made.
+            self._sql.delete(connection, "begun", _SCOPE, self._key)
+            connection.execute(
+                self._sql(
+                    "INSERT INTO {begun} (pipeline, sink, incarnation, batch, offsets) "
+                    "VALUES (:pipeline, :sink, :incarnation, :batch, :offsets)"
+                ),
+                {**self._key, "batch": change.begun.batch, "offsets": change.begun.offsets},
+            )
+        if change.decision is not None:
+            self._move(connection, change)
+            keep(self._sql, connection, change.decision, epoch)
+            self._record(connection, change.decision.batch, change.decision.to_json())
 
     def _undo(self, connection: C) -> None:
         """End a transaction that wrote nothing. What goes wrong is no answer to anything."""
@@ -244,25 +216,21 @@ class SqlLedger(ABC, Generic[C]):
         except self._database.errors():
             self.close()
 
-    def _check_claim(self, connection: C) -> None:
-        held = self._owner(connection, hold=True)
-        mine = self._claimed
-        if held is None or mine is None or (held[0].id, held[1]) != mine:
-            raise self._fenced(mine[0] if mine else "none", held[0] if held else None)
-
-    def _fenced(self, owner_id: str, current: Owner | None) -> Fenced:
-        other = "nobody" if current is None else f"{current.id} (process {current.process} on {current.host!r})"
-        return Fenced(
-            "FENCED",
-            f"Driver {owner_id} does not own the ledger of sink {self._scope.sink!r} of pipeline "
-            f"{self._scope.pipeline!r} {self._database.where} any more; it belongs to {other}, or to a later start.",
-            next_step="nothing, if the later start is running; else start the pipeline again",
+    def _head(self, connection: C) -> Head:
+        """The owner's row is held from here to the transaction's end; what it guards is read after that."""
+        owner, epoch = self._owner(connection, hold=True) or (None, 0)
+        (batch,) = self._one(connection, f"SELECT max(batch) FROM {{decision}} WHERE {_SCOPE}")
+        return Head(
+            owner if owner is not None and owner.id else None,
+            epoch,
+            batch,
+            lambda: self._last(connection),
+            lambda: self._begun(connection),
         )
 
     def _state(self, connection: C) -> LedgerState:
         held = self._owner(connection)
-        last = self._one(connection, f"SELECT decision FROM {{decision}} WHERE {_SCOPE} ORDER BY batch DESC LIMIT 1")
-        begun = self._one(connection, f"SELECT batch, offsets FROM {{begun}} WHERE {_SCOPE}")
+        last = self._last(connection)
         newest = f"(SELECT max(batch) FROM {{decision}} AS n WHERE {_SAME})"
         earlier = connection.execute(
             self._sql(
@@ -280,8 +248,8 @@ class SqlLedger(ABC, Generic[C]):
         ).fetchall()
         return LedgerState(
             owner=held[0] if held and held[0].id else None,
-            last=Decision.from_json(last[0]) if last else None,
-            begun=Begun(begun[0], begun[1]) if begun else None,
+            last=last,
+            begun=self._begun(connection),
             earlier=tuple(Decision.from_json(row[0]) for row in earlier),
             earlier_begun=tuple((i, Begun(batch, offsets)) for i, batch, offsets in earlier_begun),
             epoch=held[1] if held else 0,
@@ -298,6 +266,14 @@ class SqlLedger(ABC, Generic[C]):
             return None
         name, host, process, started_ms, superseded, epoch = row
         return Owner(name, host, process, started_ms, tuple(self._sql.unpack(superseded))), epoch
+
+    def _last(self, connection: C) -> Decision | None:
+        row = self._one(connection, f"SELECT decision FROM {{decision}} WHERE {_SCOPE} ORDER BY batch DESC LIMIT 1")
+        return Decision.from_json(row[0]) if row else None
+
+    def _begun(self, connection: C) -> Begun | None:
+        row = self._one(connection, f"SELECT batch, offsets FROM {{begun}} WHERE {_SCOPE}")
+        return Begun(row[0], row[1]) if row else None
 
     def _decision(self, connection: C, batch: int) -> str | None:
         row = self._one(connection, f"SELECT decision FROM {{decision}} WHERE {_SCOPE} AND batch = :batch", batch=batch)

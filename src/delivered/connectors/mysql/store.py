@@ -21,7 +21,7 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.transactions import names_of
 from delivered.kits.sql.database import Connection
 from delivered.kits.sql.dialect import Dialect
-from delivered.kits.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
+from delivered.kits.sql.server_store import CLAIM_WAIT_S, ServerStore
 from delivered.model.identity import Scope
 from delivered.model.outcome import Outcome, Unknown
 
@@ -63,7 +63,7 @@ def dialect(schema: str) -> MysqlDialect:
     )
 
 
-class MysqlLedger(ServerLedger["Session"]):
+class MysqlStore(ServerStore["Session"]):
     def __init__(self, options: MysqlOptions, scope: Scope) -> None:
         super().__init__(
             MysqlDatabase(options),

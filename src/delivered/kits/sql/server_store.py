@@ -11,21 +11,23 @@ from typing import TypeVar
 from delivered.kits.sql import stage
 from delivered.kits.sql.database import C
 from delivered.kits.sql.dialect import Dialect
-from delivered.kits.sql.ledger import SqlLedger
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.server import Server
+from delivered.kits.sql.store import SqlStore
+from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.model.outcome import Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, LedgerState, Owner
+from delivered.model.work import Owner
 
 T = TypeVar("T")
 CLAIM_WAIT_S = 1
 """How long a claim lets a decision that is under way come to its end by itself."""
 
 
-class ServerLedger(SqlLedger[C]):
-    """See `delivered.contract.sink.Ledger`."""
+class ServerStore(SqlStore[C]):
+    """See `delivered.ledger.store.Store`."""
 
     def __init__(self, server: Server[C], dialect: Dialect, names: Names, staging: stage.Staging) -> None:
         super().__init__(server, dialect, names.scope)
@@ -51,7 +53,7 @@ class ServerLedger(SqlLedger[C]):
     def _see_holders(self) -> str:
         """What a person runs to see who holds a lock, and to end them."""
 
-    def claim(self, owner: Owner) -> LedgerState:
+    def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         """Takes the owner's row, which a decision holds from its start to its COMMIT: one that is under way is over
         when this returns, or was ended by the server, and one that comes later finds another epoch."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
@@ -60,7 +62,7 @@ class ServerLedger(SqlLedger[C]):
                 connection = self._open()
                 self._server.migrate(connection)
                 with self._claiming(connection):
-                    state = self._take(connection, owner)
+                    epoch = self._take(connection, successor)
             except self._server.errors() as error:
                 self.close()
                 if self._server.is_locked(error):
@@ -70,16 +72,15 @@ class ServerLedger(SqlLedger[C]):
                 if time.monotonic() > deadline:
                     raise self._cannot_claim(error) from error
             else:
-                self._claimed = (owner.id, state.epoch)
-                return state
+                return Ok(epoch)
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
         self._server.discard(connection)
 
-    def record(self, connection: C, batch: int, decision: str) -> None:
+    def _record(self, connection: C, batch: int, decision: str) -> None:
         """Also forget markers of batches before it, which are all visible."""
-        super().record(connection, batch, decision)
+        super()._record(connection, batch, decision)
         self._sql.delete(
             connection,
             "marker",
@@ -90,7 +91,7 @@ class ServerLedger(SqlLedger[C]):
     def _version(self, connection: C) -> int:
         return self._server.version(connection)
 
-    def _read(self, question: Callable[[C], T], nothing: T) -> T:
+    def _view(self, question: Callable[[C], T], nothing: T) -> T:
         """Asked once more if the connection was an old one that is gone."""
         for attempt in (1, 2):
             try:
@@ -105,11 +106,11 @@ class ServerLedger(SqlLedger[C]):
                     raise self._server.explained(error) from error
         raise AssertionError("not reached")
 
-    def _add_rows(self, connection: C, decision: Decision) -> None:
-        staged = [p for p in decision.to_move if stage.KEY in p.handle]
+    def _move(self, connection: C, change: Change) -> None:
+        staged = [p for p in change.move if stage.KEY in p.handle]
         self._staging.check_keys(connection, staged)
         for prepared in staged:
-            facts = {"batch": decision.batch, "shard": prepared.shard}
+            facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
             self._staging.move(connection, prepared)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)

@@ -17,13 +17,14 @@ from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import read_staged, staged_schema
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.dialect import Dialect
-from delivered.kits.sql.ledger import SqlLedger
+from delivered.kits.sql.store import SqlStore
+from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Owner, Prepared
 
 T = TypeVar("T")
 
@@ -40,18 +41,16 @@ DIALECT = Dialect(
 )
 
 
-class SqliteLedger(SqlLedger[sqlite3.Connection]):
+class SqliteStore(SqlStore[sqlite3.Connection]):
     def __init__(self, options: SqliteOptions, scope: Scope) -> None:
         super().__init__(SqliteDatabase(options.path), DIALECT, scope)
         self._options = options
 
-    def claim(self, owner: Owner) -> LedgerState:
+    def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         connection = self._open()
         migrate(connection, self._options.path)
         with writing(connection, self._options.path, CONNECT_TIMEOUT_S):
-            state = self._take(connection, owner)
-        self._claimed = (owner.id, state.epoch)
-        return state
+            return Ok(self._take(connection, successor))
 
     def close(self) -> None:
         if self._connection is not None:
@@ -71,22 +70,22 @@ class SqliteLedger(SqlLedger[sqlite3.Connection]):
     def _begin(self, connection: sqlite3.Connection) -> None:
         begin(connection)
 
-    def _read(self, question: Callable[[sqlite3.Connection], T], nothing: T) -> T:
+    def _view(self, question: Callable[[sqlite3.Connection], T], nothing: T) -> T:
         del nothing
         connection = self._open()
         migrate(connection, self._options.path)
-        return self._view(connection, question)
+        return self._ask(connection, question)
 
     def _peek(self, question: Callable[[sqlite3.Connection], T], nothing: T) -> T:
         if not Path(self._options.path).exists():
             return nothing
         connection = self._database.connect("ledger", writes=False)
         try:
-            return self._view(connection, lambda c: question(c) if version_of(c) else nothing)
+            return self._ask(connection, lambda c: question(c) if version_of(c) else nothing)
         finally:
             connection.close()
 
-    def _view(self, connection: sqlite3.Connection, question: Callable[[sqlite3.Connection], T]) -> T:
+    def _ask(self, connection: sqlite3.Connection, question: Callable[[sqlite3.Connection], T]) -> T:
         try:
             with self._database.explaining():
                 connection.execute("BEGIN")
@@ -98,13 +97,13 @@ class SqliteLedger(SqlLedger[sqlite3.Connection]):
         """Closing the connection ended its transaction: what is not in now will not get in. Ask the file."""
         reason = self._database.explained(error)
         try:
-            found = self._view(self._open(), there)
+            found = self._ask(self._open(), there)
         except DeliveredError as second:
             return Unknown(f"{reason}; then {second}")
         return Ok(None) if found else Failed(str(reason))
 
-    def _add_rows(self, connection: sqlite3.Connection, decision: Decision) -> None:
-        participants = [p for p in decision.to_move if stage.KEY in p.handle]  # else they lie in another system
+    def _move(self, connection: sqlite3.Connection, change: Change) -> None:
+        participants = [p for p in change.move if stage.KEY in p.handle]  # else they lie in another system
         merging = None
         if participants:
             schema = staged_schema(self._options, self._scope, participants[0].handle)
@@ -112,7 +111,7 @@ class SqliteLedger(SqlLedger[sqlite3.Connection]):
             if self._options.write.upserts:
                 merging = Merging(connection, self._options, schema)
         for prepared in participants:
-            facts = {"batch": decision.batch, "shard": prepared.shard}
+            facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
             self._add_shard(connection, prepared, merging)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)

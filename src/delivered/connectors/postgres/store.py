@@ -13,11 +13,11 @@ from delivered.connectors.postgres.options import PostgresOptions
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.names import Names
-from delivered.kits.sql.server_ledger import CLAIM_WAIT_S, ServerLedger
+from delivered.kits.sql.server_store import CLAIM_WAIT_S, ServerStore
 from delivered.kits.sql.stage import KEY, Staging
+from delivered.ledger.store import Change
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Outcome, Unknown
-from delivered.model.work import Decision
 
 if TYPE_CHECKING:
     import psycopg
@@ -44,7 +44,7 @@ def _unpacked(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-class PostgresLedger(ServerLedger["psycopg.Connection[Any]"]):
+class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
     def __init__(self, options: PostgresOptions, scope: Scope) -> None:
         super().__init__(
             PostgresDatabase(options),
@@ -76,10 +76,10 @@ class PostgresLedger(ServerLedger["psycopg.Connection[Any]"]):
         reason = str(explained(error, self._options))
         return Unknown(reason) if is_lost(error) else Failed(reason)
 
-    def _add_rows(self, connection: psycopg.Connection[Any], decision: Decision) -> None:
+    def _move(self, connection: psycopg.Connection[Any], change: Change) -> None:
         """The staging tables go with the transaction that empties them."""
-        super()._add_rows(connection, decision)
-        for prepared in decision.to_move:
+        super()._move(connection, change)
+        for prepared in change.move:
             if KEY in prepared.handle:
                 stage.drop(connection, self._options, str(prepared.handle[KEY]))
 
