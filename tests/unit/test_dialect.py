@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from delivered.cli.main import app
 from delivered.cli.output import spoken
 from delivered.contract.finding import Finding
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
-from delivered.model.dialect import in_file_words
-from delivered.model.errors import Unreachable, UsageError
+from delivered.model.dialect import in_file_words, shown, starting_at
+from delivered.model.errors import Refused, Unreachable, UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.planner import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan
+from delivered.planner import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan, to_text
+from delivered.spark.messages import translated
 
 SRC = Path(__file__).parents[2] / "src" / "delivered"
 
@@ -36,6 +38,21 @@ SRC = Path(__file__).parents[2] / "src" / "delivered"
 )
 def test_an_option_as_a_file_has_it(stored: str, read: str) -> None:
     assert in_file_words(stored) == read
+
+
+def test_offsets_to_be_pasted_are_whole_json() -> None:
+    """Of any length, through Spark's text of an error, to either reader and through a plan's narrow lines."""
+    offsets = {"orders-clean": {str(p): p * 1_000 for p in range(4_000)}}
+    hint = starting_at(json.dumps(offsets) + '\n{"0": 12}')
+    error = Refused("CHECKPOINT_NEW", f"It ended at {shown(json.dumps(offsets))}", next_step=hint)
+    assert "... (" in error.message
+    carried = translated(Exception(f"Traceback\n{error}\n  at org.apache.spark"))
+    assert carried is not None
+    refusal = Refusal("orders", Guarantee.EXACTLY_ONCE, error.code, error.message, None, hint, False)
+    for text in (carried.next_step or "", in_file_words(hint), to_text(spoken(refusal))):
+        one, other = re.findall(r"startingOffsets(?:\",|:)\s+'(.*?)'", text)
+        assert json.loads(one) == offsets
+        assert json.loads(other) == {"0": 12}
 
 
 def test_every_hint_of_the_product_can_be_read_so() -> None:

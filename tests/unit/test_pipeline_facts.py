@@ -247,6 +247,15 @@ def test_batch_0_that_runs_again_begins_where_it_began(tmp_path: Path) -> None:
     assert f"""startingOffsets", '{json.dumps(first, separators=(",", ":"))}'""" in str(refused.value)
 
 
+def test_where_batch_0_began_is_told_in_full(tmp_path: Path) -> None:
+    first, end, now = ({"t": {str(p): p + more for p in range(2_000)}} for more in range(3))
+    first_offsets.note(str(tmp_path), first)
+    with pytest.raises(InvariantBroken, match="START_CHANGED") as refused:
+        first_offsets.check(str(tmp_path), now, end)
+    assert f"""startingOffsets", '{json.dumps(first, separators=(",", ":"))}'""" in str(refused.value.next_step)
+    assert len(refused.value.message) < 2_000
+
+
 def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
     file = tmp_path / "c" / "sources" / "0" / "0"
     file.parent.mkdir(parents=True)

@@ -12,6 +12,7 @@ from delivered.engine.context import Context
 from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, judge
 from delivered.engine.sweep import sweep
 from delivered.engine.target import check_targets, known_targets
+from delivered.model.dialect import shown
 from delivered.model.errors import DeliveredError, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger
@@ -151,7 +152,7 @@ def _undo(context: Context, earlier: Decision | None) -> None:
             "EARLIER_BATCH_EXPIRED",
             f"Batch {earlier.batch} of the earlier incarnation {earlier.scope.incarnation} was decided, and the sink "
             f"dropped the rows of its shards {sorted(lost)} before they were made visible. The new checkpoint cannot "
-            f"write them again. The batch ended at the offsets {earlier.offsets[:500]}",
+            f"write them again. The batch ended at the offsets {shown(earlier.offsets)}",
             next_step="restore the earlier checkpoint and start once, which writes these shards again; or accept the "
             'gap once with .option("missingLedger", "accept")',
         )

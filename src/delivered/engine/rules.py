@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from delivered.model.archive import Archived
+from delivered.model.dialect import shown, starting_at
 from delivered.model.errors import LedgerAhead, LedgerBehind, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope
@@ -39,7 +40,6 @@ class ArchivedRun:
     archived: Archived
 
 
-_OFFSETS_SHOWN = 4_000
 _OTHERS_SHOWN = 5
 
 Verdict = NewBatch | DecidedBatch | BegunBatch | ArchivedRun
@@ -140,8 +140,8 @@ def _same_offsets(decided: str, view: CheckpointView) -> None:
     if decided != view.offsets:
         raise LedgerAhead(
             "LEDGER_AHEAD",
-            f"Batch {view.batch} of incarnation {view.incarnation} was decided for the offsets {decided[:500]}, and "
-            f"is about to run for {view.offsets[:500]}: an older copy of the checkpoint was put back. Taking the one "
+            f"Batch {view.batch} of incarnation {view.incarnation} was decided for the offsets {shown(decided)}, and "
+            f"is about to run for {shown(view.offsets)}: an older copy of the checkpoint was put back. Taking the one "
             "for the other would lose records.",
             next_step=_after(decided),
         )
@@ -149,13 +149,9 @@ def _same_offsets(decided: str, view: CheckpointView) -> None:
 
 def _after(offsets: str) -> str:
     """How to go on behind the last decided batch, without a file to audit."""
-    starts = [f".option(\"startingOffsets\", '{line}')" for line in offsets.splitlines()]
-    told = " and, for the next source, ".join(starts)
-    if len(told) > _OFFSETS_SHOWN:
-        told = f"{told[:_OFFSETS_SHOWN]}... (cut; the ledger holds all of it)"
     return (
         "restore the newest checkpoint; or begin a new one where the last decided batch ended: a new "
-        f'checkpointLocation, {told} and, once, .option("newCheckpoint", "accept")'
+        f'checkpointLocation, {starting_at(offsets)} and, once, .option("newCheckpoint", "accept")'
     )
 
 
@@ -205,9 +201,9 @@ def _first_of_ledger(
             f"The checkpoint is new (incarnation {view.incarnation}), and pipeline {earlier.scope.pipeline!r} already "
             f"wrote batch {earlier.batch} to sink {earlier.scope.sink!r} from another checkpoint (incarnation "
             f"{earlier.scope.incarnation}). Reading the source again from the start would write records twice. The "
-            f"earlier one ended at the offsets {earlier.offsets[:500]}",
-            next_step="restore the earlier checkpoint, or start the source at those offsets and accept the new "
-            'checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
+            f"earlier one ended at the offsets {shown(earlier.offsets)}",
+            next_step=f"restore the earlier checkpoint, or start where it ended with {starting_at(earlier.offsets)} "
+            'and accept the new checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
         )
     if state.earlier_begun:
         incarnation, begun = state.earlier_begun[0]
@@ -216,7 +212,7 @@ def _first_of_ledger(
             f"The checkpoint is new (incarnation {view.incarnation}), and incarnation {incarnation} began "
             f"batch {begun.batch} of this pipeline and never finished it: some of its records may be in the sink. "
             f"Reading the source again from the start would write them twice. It ends at the offsets "
-            f"{begun.offsets[:500]}",
-            next_step="restore the earlier checkpoint, or start the source at those offsets and accept the new "
-            'checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
+            f"{shown(begun.offsets)}",
+            next_step=f"restore the earlier checkpoint, or start where it ended with {starting_at(begun.offsets)} and "
+            'accept the new checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
         )

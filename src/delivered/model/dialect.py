@@ -6,6 +6,7 @@ carries errors as text. Readers of a pipeline file get `name: value`; `in_file_w
 
 from __future__ import annotations
 
+import json
 import re
 
 _OPTION = re.compile(
@@ -19,7 +20,29 @@ _FRAMES = (
     (re.compile(r'df\.drop\("([^"]+)"\)'), r"leave \1 out"),
 )
 """What a DataFrame's user calls -> what is done in the transform's SQL."""
+_SHOWN_LENGTH = 500
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./+ -]*")
+
+
+def starting_at(offsets: str) -> str:
+    """A hint's options that begin the sources at `offsets`, one line of JSON for each.
+
+    They are pasted: never cut, and without spaces, at which a terminal would break them.
+    """
+    lines = [f""".option("startingOffsets", '{_compact(line)}')""" for line in offsets.splitlines()]
+    return " and, for the next source, ".join(lines)
+
+
+def _compact(text: str) -> str:
+    try:
+        return json.dumps(json.loads(text), separators=(",", ":"))
+    except ValueError:  # of a source of Spark's own, in a form of its own
+        return text
+
+
+def shown(offsets: str) -> str:
+    """Offsets in a sentence. What is left out is marked."""
+    return offsets if len(offsets) <= _SHOWN_LENGTH else f"{offsets[:_SHOWN_LENGTH]}... ({len(offsets):,} characters)"
 
 
 def in_file_words(text: str) -> str:

@@ -104,5 +104,7 @@ def _block(label: str, lines: Iterable[str], width: int) -> Iterable[str]:
 
 
 def _wrapped(label: str, text: str, width: int) -> Iterable[str]:
-    for i, line in enumerate(textwrap.wrap(text, max(width - _LABEL, 20), break_long_words=False) or [""]):
+    # What is pasted, such as offsets as JSON, stays in one piece.
+    lines = textwrap.wrap(text, max(width - _LABEL, 20), break_long_words=False, break_on_hyphens=False)
+    for i, line in enumerate(lines or [""]):
         yield (f"  {label if i == 0 else '':{_LABEL - 2}}{line}").rstrip()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
+from delivered.model.dialect import shown, starting_at
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
 from delivered.planner.request import Request, Trigger
@@ -321,9 +322,9 @@ def checkpoint_known(request: Request) -> Reason | None:
         f"The checkpoint {facts.location!r} holds nothing yet, and pipeline {request.pipeline!r} already wrote batch "
         f"{earlier.batch} to sink {request.decider.name!r} from another checkpoint (incarnation "
         f"{earlier.incarnation}). Reading the source again from the start would write records twice. The earlier one "
-        f"ended at the offsets {earlier.offsets[:500]}",
-        "restore the earlier checkpoint, or start the source at those offsets and accept the new checkpoint "
-        "(new_checkpoint: accept), or give the pipeline another name",
+        f"ended at the offsets {shown(earlier.offsets)}",
+        f"restore the earlier checkpoint, or start where it ended with {starting_at(earlier.offsets)} and accept the "
+        'new checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
     )
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection
 
 from delivered.contract.source import Offsets, Source
+from delivered.model.dialect import shown, starting_at
 from delivered.model.errors import InvariantBroken
 from delivered.spark import beside
 from delivered.spark.checkpoint import holds_batches
@@ -96,8 +97,8 @@ def check(location: str, start: Offsets, end: Offsets, metadata: Collection[str]
         text = json.dumps(began, separators=(",", ":"))
         raise InvariantBroken(
             "START_CHANGED",
-            f"Batch 0 of the checkpoint {location!r} runs again. It began at {text[:500]}; now the source begins at "
-            f"{json.dumps(start)[:500]}, and what lies between would be lost. Nothing was written.",
-            next_step=f"""start once with .option("startingOffsets", '{text[:2_000]}') on the source; or always name """
+            f"Batch 0 of the checkpoint {location!r} runs again. It began at {shown(text)}; now the source begins at "
+            f"{shown(json.dumps(start))}, and what lies between would be lost. Nothing was written.",
+            next_step=f"start once with {starting_at(text)} on the source; or always name "
             f"""the checkpoint to it too, with .option("checkpointLocation", {location!r})""",
         )
