@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,46 @@ def test_the_next_start_says_so_and_writes_nothing(request: pytest.FixtureReques
     deadline = time.monotonic() + 60
     while rig.visible() != rig.expected(2, 3):  # a coordinator may still have to learn of the new topic
         assert time.monotonic() < deadline, (rig.visible(), rig.expected(2, 3))
+
+
+SPELLINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "sqlite": ({"path": "{}/real/s.db", "table": "t"}, {"path": "{}/link/s.db", "table": "T"}),
+    "files": ({"path": "{}/real/rows"}, {"path": "{}/link/rows"}),
+    "delta": ({"path": "{}/real/rows"}, {"path": "{}/link/rows"}),
+    "postgres": ({"dbtable": "spelt"}, {"dbtable": "public.spelt"}),
+    "mysql": ({"dbtable": "spelt"}, {"dbtable": "dev.spelt"}),
+}
+
+
+@pytest.mark.parametrize("system", SPELLINGS)
+def test_another_spelling_is_the_same_target(request: pytest.FixtureRequest, system: str, tmp_path: Path) -> None:
+    """The ledger lies elsewhere, as in a group; so only the target itself is spelt otherwise."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    server = {}
+    if system in ("postgres", "mysql"):
+        server = {"url": request.getfixturevalue(system).url, "ifNotExists": "true"}
+    connector = import_module(f"delivered.connectors.{system}").CONNECTOR
+    one, other = (
+        connector.sink({**server, **{name: value.format(tmp_path) for name, value in options.items()}})
+        for options in SPELLINGS[system]
+    )
+    rig = Rig(one)
+    assert rig.run(0) is not None
+    known, spelt = (sink.committer(rig.scope).targets()[rig.scope.sink] for sink in (one, other))
+    assert known.id == spelt.id
+    assert known.name != spelt.name
+
+
+def test_a_copy_of_a_table_made_by_like_is_another_one(mysql: Any) -> None:
+    """The copy has the comment with our id, and none of the rows."""
+    table, copy = mysql.table(None), mysql.table(None)
+    sink = mysql.sink(table, ifNotExists="true")
+    rig = Rig(sink)
+    rig.run(0)
+    mysql.execute(f"CREATE TABLE {copy} LIKE {table}")
+    (known,), (of_copy,) = (s.committer(rig.scope).targets().values() for s in (sink, mysql.sink(copy)))
+    assert known.id != of_copy.id
 
 
 def test_a_table_that_others_make_anew_without_our_mark_is_noticed(mysql: Any) -> None:

@@ -24,11 +24,12 @@ from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
+from delivered.engine.target import same_target
 from delivered.model.capability import Commit
 from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok
 from delivered.model.work import (
     Account,
@@ -479,7 +480,7 @@ def test_a_target_that_was_made_anew_is_not_taken_for_the_former(rig: Rig) -> No
         assert decided.targets == {}
         return
     assert isinstance(context.committer, KnowsTarget)
-    assert decided.targets == context.committer.targets() != {}
+    assert decided.targets == {sink: target.id for sink, target in context.committer.targets().items()} != {}
     rig.run(1)  # the same target: goes on
     dropped = replace(decided, batch=2, offsets=offsets(2), participants=(), targets={rig.scope.sink: "another"})
     rig.plan(context, 2)
@@ -492,6 +493,42 @@ def test_a_target_that_was_made_anew_is_not_taken_for_the_former(rig: Rig) -> No
     commit_batch(accepted, 3, offsets(3), rig.write(rig.plan(accepted, 3)))
     rig.run(4, rig.context("fourth"))  # accepted once; a later start compares with what was accepted
     assert rig.visible() == rig.expected(0, 1, 3, 4)
+
+
+def test_a_decision_of_a_version_that_kept_targets_in_words_is_gone_on_from(rig: Rig) -> None:
+    """They held the target's name as it was spelt, besides what the system tells it by."""
+    rig.run(0)
+    context = rig.context()
+    decided = context.ledger.look().last
+    assert decided is not None
+    if not decided.targets:
+        return
+    rig.plan(context, 1)
+    ((sink, known),) = decided.targets.items()
+    assert " " not in known
+    told = f"table a/b c with id {known.partition('@')[0]}"
+    old = replace(decided, batch=1, offsets=offsets(1), participants=(), targets={sink: told})
+    assert context.ledger.decide(old) == Ok(None)
+    context = rig.context("second")
+    rig.plan(context, 2)
+    old = replace(old, owner="second", batch=2, offsets=offsets(2), targets={sink: "table a/b c with id another"})
+    assert context.ledger.decide(old) == Ok(None)
+    with pytest.raises(
+        TargetChanged, match=f"to table a/b c with id another, and its target now is .* with id {known}"
+    ):
+        rig.plan(rig.context("third"), 3)
+
+
+@pytest.mark.parametrize(
+    "words", ["topic t with id {}", "table s.t with oid {}", "table a with id b with UUID {}", "generation {}", "{}"]
+)
+def test_every_form_of_a_decided_target_is_compared_by_its_id(words: str) -> None:
+    now = Target("table t", "3f0c")
+    assert same_target(words.format("3f0c"), now)
+    assert not same_target(words.format("3f0"), now)
+    assert not same_target(words.format("t"), now)
+    assert same_target("table t with id 3f0c", Target("table t", "3f0c@db.t"))
+    assert not same_target("3f0c@db.u", Target("table t", "3f0c@db.t"))
 
 
 def test_a_decision_of_a_version_that_kept_no_target_is_gone_on_from(rig: Rig) -> None:

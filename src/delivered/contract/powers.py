@@ -10,7 +10,7 @@ import pyarrow as pa
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Source
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import OtherLedger, Scope
+from delivered.model.identity import OtherLedger, Scope, Target
 
 
 @runtime_checkable
@@ -145,11 +145,11 @@ class HasOffsetMetadata(Protocol):
 class KnowsTarget(Protocol):
     """A committer that can tell its target from one of the same name that was made anew. Opt-in."""
 
-    def targets(self) -> Mapping[str, str]:
-        """Sink's name -> what the system knows its target by, in words: "topic id 3f0c..."; empty: it cannot tell, or
-        there is no target yet.
+    def targets(self) -> Mapping[str, Target]:
+        """Sink's name -> its target, with what its system tells it by; empty: it cannot tell, or there is none yet.
 
-        The same for as long as the target lives, whatever is written to it; another once it was dropped and made anew.
+        The id is the same for as long as the target lives, whatever is written to it and however the options spell it;
+        another once it was dropped and made anew.
         Runs on the driver at recovery, after the claim. May be called again. Changes nothing.
         """
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from delivered.contract.powers import KnowsTarget, SetsUp
 from delivered.contract.sink import Committer
 from delivered.model.errors import InvariantBroken
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Prepared
 
@@ -43,7 +43,7 @@ class GroupCommitter:
                     trouble = trouble or other
         return trouble or Ok(count)
 
-    def targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`: of every sink that can tell."""
         known = [r.targets() for r in self._by_id.values() if isinstance(r, KnowsTarget)]
         return {sink: target for targets in known for sink, target in targets.items()}

@@ -77,6 +77,23 @@ class OtherLedger:
     same_incarnation: bool = False
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a sink writes to.
+
+    Attributes:
+        name: as a person knows it, for messages: "topic orders". It may be spelt in several ways.
+        id: what its system tells it by from another one of the same name; no spaces. The same for as long as the
+            target lives, however its name is spelt. What follows an `@` is not part of what decisions held before.
+    """
+
+    name: str
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.name} with id {self.id}"
+
+
 OTHERS_MAX = 20
 """Other ledgers that a ledger names."""
 

@@ -9,7 +9,7 @@ from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Records, ledger_key
 from delivered.kits.table import stage
 from delivered.model.errors import DeliveredError, InvariantBroken
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
@@ -52,10 +52,12 @@ class DeltaCommitter:
         except DeliveredError as error:
             return Unknown(str(error))
 
-    def targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, Target]:
         """The table's id. See `delivered.contract.powers.KnowsTarget`."""
         table = open_table(self._options)
-        return {} if table is None else {self._scope.sink: f"table {self._options.path} with id {table.metadata().id}"}
+        if table is None:
+            return {}
+        return {self._scope.sink: Target(f"table {self._options.path}", str(table.metadata().id))}
 
     def close(self) -> None:
         self._opened = None

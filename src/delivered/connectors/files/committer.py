@@ -7,7 +7,7 @@ from pathlib import Path
 
 from delivered.connectors.files.disk import RECORD, Places, failed, identity_file, numbered
 from delivered.connectors.files.options import FilesOptions
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
@@ -52,7 +52,7 @@ class FilesCommitter:
             return Unknown(str(error))
         return Ok(count)
 
-    def targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`."""
         options = self._places.options
         try:
@@ -61,7 +61,7 @@ class FilesCommitter:
             return {}
         except OSError as error:
             raise failed(options, error) from error
-        return {self._places.scope.sink: f"folder {options.path} with id {known}"}
+        return {self._places.scope.sink: Target(f"folder {options.path}", known)}
 
     def close(self) -> None:
         """Nothing is held."""

@@ -12,7 +12,7 @@ from delivered.connectors.iceberg.records import Names, Records, ledger_key
 from delivered.kits.table import stage
 from delivered.kits.table.store import Store
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
@@ -61,12 +61,12 @@ class IcebergCommitter:
         except DeliveredError as error:
             return Unknown(str(error))
 
-    def targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, Target]:
         """The table's UUID. See `delivered.contract.powers.KnowsTarget`."""
         table = open_table(self._options)
         if table is None:
             return {}
-        return {self._scope.sink: f"table {self._options.table} with UUID {table.metadata.table_uuid}"}
+        return {self._scope.sink: Target(f"table {self._options.table}", str(table.metadata.table_uuid))}
 
     def close(self) -> None:
         """Catalogs stay open in this process, for later batches."""

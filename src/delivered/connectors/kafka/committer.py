@@ -12,7 +12,7 @@ from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import topic_id
 from delivered.connectors.kafka.transactions import Handle, OpenTransaction
 from delivered.model.errors import Unreachable, UsageError
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S
 from delivered.model.outcome import Failed, Ok, Outcome
 from delivered.model.work import Prepared
@@ -57,7 +57,7 @@ class KafkaCommitter:
         handles = [Handle.from_json(p.handle) for p in keep if p.handle]
         return transactions.sweep(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
 
-    def targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, Target]:
         """The topic's id, where the sink has one topic. See `delivered.contract.powers.KnowsTarget`."""
         topic = self._options.topic
         if topic is None:
@@ -70,7 +70,7 @@ class KafkaCommitter:
                 f"The brokers did not tell the id of topic {topic!r}: {error}.",
                 next_step="start again when the brokers answer",
             ) from None
-        return {} if known is None else {self._scope.sink: f"topic {topic} with id {known}"}
+        return {} if known is None else {self._scope.sink: Target(f"topic {topic}", known)}
 
     def set_up(self) -> None:
         """The topic for markers, where another sink keeps the ledger. See `delivered.contract.powers.SetsUp`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from delivered.connectors.memory.world import Answer, Participant, State, World
 from delivered.model.capability import Commit
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
@@ -59,9 +59,9 @@ class MemoryCommitter:
                 participant.state = State.ABORTED
         return Ok(len(gone))
 
-    def targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`."""
-        return {self._scope.sink: f"generation {self._world.generation}"}
+        return {self._scope.sink: Target("world", str(self._world.generation))}
 
     def close(self) -> None:
         """Nothing is open."""

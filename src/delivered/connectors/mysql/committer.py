@@ -14,7 +14,7 @@ from delivered.kits.sql.stage import KEY as STAGED
 from delivered.kits.sql.transactions import KEY as GID
 from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Prepared
 
@@ -67,9 +67,9 @@ class MysqlCommitter(ServerCommitter["Session"]):
     def _is_ours(self, gid: str) -> bool:
         return transactions.is_ours(self._scope, self._options.ledger_schema, gid)
 
-    def _target(self, connection: Session) -> str | None:
+    def _target(self, connection: Session) -> Target | None:
         known = target.identity(connection, self._options)
-        return None if known is None else f"table {self._options.table_text} with id {known}"
+        return None if known is None else Target(f"table {self._options.table_text}", known)
 
     def _staged(self, connection: Session) -> list[str]:
         return stage.listed(connection, self._names)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pyarrow as pa
 
@@ -89,14 +90,16 @@ def find(session: Session, options: MysqlOptions) -> Found | None:
 def identity(session: Session, options: MysqlOptions) -> str | None:
     """The id that the table got when we made it; None: somebody else made it. Raises MySQLError.
 
-    The server's own facts do not serve: id and time of creation change with an ALTER TABLE that rewrites the rows.
+    With the table's name: CREATE TABLE ... LIKE copies the id into a table that has none of the rows. The server's own
+    facts do not serve: id and time of creation change with an ALTER TABLE that rewrites the rows.
     """
     row = session.execute(
-        "SELECT table_comment FROM information_schema.tables "
+        "SELECT table_comment, table_schema, table_name FROM information_schema.tables "
         "WHERE table_schema = coalesce(%s, database()) AND table_name = %s",
         [options.schema, options.table],
     ).fetchone()
-    return None if row is None else marked(row[0])
+    mark = None if row is None else marked(row[0])
+    return None if mark is None else f"{mark}@{quote(f'{row[1]}.{row[2]}')}"
 
 
 def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:

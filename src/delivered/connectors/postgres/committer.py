@@ -13,7 +13,7 @@ from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import Scope
+from delivered.model.identity import Scope, Target
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class PostgresCommitter(ServerCommitter["psycopg.Connection[Any]"]):
     def _is_ours(self, gid: str) -> bool:
         return transactions.is_ours(self._scope, self._options.ledger_schema, gid)
 
-    def _target(self, connection: psycopg.Connection[Any]) -> str | None:
+    def _target(self, connection: psycopg.Connection[Any]) -> Target | None:
         found = target.find(connection, self._options)
-        return None if found is None else f"table {self._options.table_text} with oid {found[0]}"
+        return None if found is None else Target(f"table {self._options.table_text}", str(found[0]))
 
     def _staged(self, connection: psycopg.Connection[Any]) -> list[str]:
         return stage.listed(connection, self._names)

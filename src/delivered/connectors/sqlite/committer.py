@@ -10,7 +10,7 @@ from delivered.connectors.sqlite import stage, target
 from delivered.connectors.sqlite.database import connect, explained
 from delivered.connectors.sqlite.migrate import version_of
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.work import Decision, Prepared
 
@@ -67,7 +67,7 @@ class SqliteCommitter:
             return Unknown(str(error))
         return Ok(count)
 
-    def targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`: of a table that we made."""
         if not Path(self._options.path).exists():
             return {}
@@ -78,7 +78,7 @@ class SqliteCommitter:
             raise explained(error, self._options.path) from error
         finally:
             connection.close()
-        return {} if known is None else {self._scope.sink: f"table {self._options.table} with id {known}"}
+        return {} if known is None else {self._scope.sink: Target(f"table {self._options.table}", known)}
 
     def close(self) -> None:
         """Nothing is held."""

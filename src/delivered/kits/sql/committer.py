@@ -15,7 +15,7 @@ from delivered.kits.sql.names import Names
 from delivered.kits.sql.server import Server
 from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.model.identity import Work
+from delivered.model.identity import Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Decision, Prepared
 
@@ -62,8 +62,8 @@ class ServerCommitter(ABC, Generic[C]):
         """Whether an id names a shard of this sink of this pipeline."""
 
     @abstractmethod
-    def _target(self, connection: C) -> str | None:
-        """What the server knows the table by, in words; None: it cannot tell. Raises the client's error."""
+    def _target(self, connection: C) -> Target | None:
+        """The table as the server tells it from others; None: it cannot. Raises the client's error."""
 
     @abstractmethod
     def _staged(self, connection: C) -> list[str]:
@@ -126,7 +126,7 @@ class ServerCommitter(ABC, Generic[C]):
             return Unknown(str(error))
         return Ok(count)
 
-    def targets(self) -> dict[str, str]:
+    def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`."""
         known = self._ask(self._target)
         return {} if known is None else {self._scope.sink: known}
