@@ -25,23 +25,14 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.engine.target import same_target
+from delivered.model.account import Account
 from delivered.model.capability import Commit
 from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok
-from delivered.model.work import (
-    Account,
-    Action,
-    BatchPlan,
-    CheckpointView,
-    Decision,
-    Owner,
-    Prepared,
-    ShardMessage,
-    Tolerance,
-)
+from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage, Tolerance
 
 SHARDS = 2
 ROWS = 50

@@ -22,11 +22,12 @@ from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.group import Columns, Group
 from delivered.model import step
+from delivered.model.account import Account
 from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.work import Account, Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
+from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
 from delivered.pipeline.projection import Item, parse_projection
 from delivered.planner import Plan, Refusal
 from delivered.spark.audit_ledger import read_ledger

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from tests.unit.test_plan import ASKED
 
 from delivered.audit.versions import earlier, version_ranges
+from delivered.model.account import Account, TransformVersion
 from delivered.model.bad_row import OnBadRow
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
 from delivered.model.transforms import MIXED, transforms_after
-from delivered.model.work import Account, Decision, Prepared, TransformVersion
+from delivered.model.work import Decision, Prepared
 from delivered.pipeline.projection import parse_projection
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform
 from delivered.pipeline.version import version_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from delivered.model.account import Account
 from delivered.model.fingerprint import Fingerprint
-from delivered.model.work import Account, Decision
+from delivered.model.work import Decision
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from delivered.engine.messages import all_skipped, check_same_rows, checked, com
 from delivered.engine.repair import repaired
 from delivered.engine.sweep import sweep
 from delivered.engine.target import decided_targets, known_targets
+from delivered.model.account import Account
 from delivered.model.errors import (
     DeliveredError,
     Fenced,
@@ -25,7 +26,7 @@ from delivered.model.limits import DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.transforms import transforms_after
-from delivered.model.work import Account, Action, Decision, LedgerState, Prepared, ShardMessage
+from delivered.model.work import Action, Decision, LedgerState, Prepared, ShardMessage
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from delivered.model.account import Account, TransformVersion
 from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
-from delivered.model.work import Account, Decision, TransformVersion
+from delivered.model.work import Decision
 
 MIXED = "mixed"
 """Stands for several versions of a transform that a ledger tells apart no more."""

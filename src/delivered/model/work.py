@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from delivered.model import record_format
+from delivered.model.account import Account, TransformVersion
 from delivered.model.archive import Archived
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -143,51 +145,6 @@ class ShardMessage:
 
 
 @dataclass(frozen=True)
-class Account:
-    """Running fingerprints of one sink: what was decided, and what at_most_once gave up."""
-
-    total: Fingerprint = Fingerprint()
-    given_up: Fingerprint = Fingerprint()
-
-    def to_json(self) -> dict[str, str]:
-        return {"total": str(self.total), "given_up": str(self.given_up)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, str]) -> Account:
-        return cls(Fingerprint.parse(data["total"]), Fingerprint.parse(data["given_up"]))
-
-
-@dataclass(frozen=True)
-class TransformVersion:
-    """From one batch on, batches ran with this version of the transform, until the next one.
-
-    Attributes:
-        fingerprint: of the transform; empty: nobody told it; `transforms.MIXED`: several.
-        batch: the first one.
-        after: the sources' offsets at which the batch before ended; empty: there was none.
-        accounts: what was decided before that batch, by sink, as `Prepared.sink` names it.
-    """
-
-    fingerprint: str
-    batch: int = 0
-    after: str = ""
-    accounts: Mapping[str, Account] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self.fingerprint,
-            "batch": self.batch,
-            "after": self.after,
-            "accounts": {name: a.to_json() for name, a in self.accounts.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TransformVersion:
-        accounts = {name: Account.from_json(a) for name, a in data["accounts"].items()}
-        return cls(data["fingerprint"], data["batch"], data["after"], accounts)
-
-
-@dataclass(frozen=True)
 class Decision:
     """The durable record from which on a batch counts.
 
@@ -282,6 +239,7 @@ class Decision:
     def to_json(self) -> str:
         return json.dumps(
             {
+                record_format.KEY: record_format.FORMAT,
                 "pipeline": self.scope.pipeline,
                 "sink": self.scope.sink,
                 "incarnation": self.scope.incarnation,
@@ -304,7 +262,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Decision:
-        data = json.loads(text)
+        data = record_format.known(json.loads(text), "a decision")
         return cls(
             scope=Scope(data["pipeline"], data["sink"], data["incarnation"]),
             owner=data["owner"],
@@ -333,6 +291,14 @@ class Begun:
     batch: int
     offsets: str
 
+    def to_json(self) -> str:
+        return json.dumps(record_format.numbered({"batch": self.batch, "offsets": self.offsets}), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Begun:
+        data = record_format.known(json.loads(text), "a begun batch")
+        return cls(data["batch"], data["offsets"])
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -349,6 +315,18 @@ class Owner:
     process: int = 0
     started_ms: int = 0
     superseded: tuple[str, ...] = ()
+
+    def to_json(self, **of_store: Any) -> str:
+        """With what the store keeps in the same record."""
+        return json.dumps(record_format.numbered({**asdict(self), **of_store}), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> tuple[Owner, dict[str, Any]]:
+        """The owner, and what the store keeps in the same record."""
+        data = record_format.known(json.loads(text), "an owner")
+        superseded = tuple(data.pop("superseded"))
+        fields = {name: data.pop(name) for name in ("id", "host", "process", "started_ms")}
+        return cls(**fields, superseded=superseded), data
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from delivered.model import record_format
 from delivered.model.dedup import Dedup
 from delivered.model.errors import InvariantBroken, Refused
 from delivered.spark import beside
@@ -26,7 +27,7 @@ def kept(location: str) -> Dedup | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)["dedup"]
+        found = record_format.known(json.loads(text), "a dedup's settings")["dedup"]
         return None if found is None else Dedup.from_json(found)
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantBroken(
@@ -73,5 +74,6 @@ def keep(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "") -> 
     if not fresh:
         raise Refused("DEDUP_CHANGED", f"The checkpoint {location!r} began with {before}.", "name it again")
     place = {"sink": sink} if dedup is not None and dedup.in_table else {}
-    data = json.dumps({"dedup": dedup.to_json() if dedup is not None else None, **place}, separators=(",", ":"))
+    record = record_format.numbered({"dedup": dedup.to_json() if dedup is not None else None, **place})
+    data = json.dumps(record, separators=(",", ":"))
     beside.write(location, FILE, data.encode(), first=False)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection
 
 from delivered.contract.source import Offsets, Source
+from delivered.model import record_format
 from delivered.model.dialect import shown, starting_at
 from delivered.model.errors import InvariantBroken
 from delivered.spark import beside
@@ -34,7 +35,7 @@ def kept(location: str) -> Offsets | None:
     if text is None:
         return _kept_by_spark(location)
     try:
-        found: Offsets = json.loads(text)["offsets"]
+        found: Offsets = record_format.known(json.loads(text), "a source's first offsets")["offsets"]
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantBroken(
             "SOURCE_OFFSETS_DAMAGED",
@@ -78,7 +79,12 @@ def keep(location: str, source: Source) -> Offsets | None:
 def note(location: str, offsets: Offsets) -> None:
     """Write down where batch 0 begins, unless that is known."""
     if kept(location) is None:
-        beside.write(location, FILE, json.dumps({"offsets": offsets}, separators=(",", ":")).encode(), first=True)
+        beside.write(
+            location,
+            FILE,
+            json.dumps(record_format.numbered({"offsets": offsets}), separators=(",", ":")).encode(),
+            first=True,
+        )
 
 
 def check(location: str, start: Offsets, end: Offsets, metadata: Collection[str] = ()) -> None:

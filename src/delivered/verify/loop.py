@@ -36,10 +36,11 @@ from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.direct import ArrowTransform, Direct, pack
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.model.account import Account
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Account, BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
+from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
 from delivered.testing.crash import install_from_environment
 
 WORKERS = 2

@@ -15,6 +15,7 @@ from typing import Any
 
 from delivered.connectors.kafka import protocol
 from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of
+from delivered.model import record_format
 from delivered.model.errors import OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
@@ -51,15 +52,19 @@ def marker_key(scope: Scope, shard: int) -> bytes:
 
 
 def marker_value(work: Work, fingerprint: Fingerprint) -> bytes:
-    return json.dumps(
-        {
-            "incarnation": work.scope.incarnation,
-            "batch": work.batch,
-            "attempt": work.attempt,
-            "fingerprint": str(fingerprint),
-        },
-        separators=(",", ":"),
-    ).encode()
+    marker = {
+        "incarnation": work.scope.incarnation,
+        "batch": work.batch,
+        "attempt": work.attempt,
+        "fingerprint": str(fingerprint),
+    }
+    return json.dumps(record_format.numbered(marker), separators=(",", ":")).encode()
+
+
+def read_marker(value: bytes) -> tuple[str, int, Fingerprint]:
+    """Incarnation, batch and fingerprint of a marker."""
+    marker = record_format.known(json.loads(value), "a marker")
+    return marker["incarnation"], marker["batch"], Fingerprint.parse(marker["fingerprint"])
 
 
 @dataclass(frozen=True)
@@ -181,9 +186,9 @@ def find_marker(wire: Wire, topic: str, work: Work, wait_s: float) -> Fingerprin
     try:
         for record in reader.read(time.monotonic() + wait_s):
             if record.key == key and record.value is not None:
-                said = json.loads(record.value)
-                if (said["incarnation"], said["batch"]) == (work.scope.incarnation, work.batch):
-                    found = Fingerprint.parse(said["fingerprint"])
+                incarnation, batch, fingerprint = read_marker(record.value)
+                if (incarnation, batch) == (work.scope.incarnation, work.batch):
+                    found = fingerprint
     except NoAnswer as error:
         raise OutcomeUnknown(
             "MARKER_UNREADABLE",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from delivered.connectors.log import table as layout
+from delivered.model import record_format
 
 PROGRESS = "_progress"
 """Folder beside the table's own; Delta leaves names with an underscore alone."""
@@ -19,7 +20,7 @@ def write_progress(path: str, storage: Mapping[str, str], reader: str, offsets: 
     fs.create_dir(PROGRESS, recursive=True)
     # Buffered: the object store's handler takes bytes, and not what pyarrow would hand on as it is.
     with fs.open_output_stream(draft, buffer_size=65_536) as file:
-        file.write(json.dumps({"offsets": {str(p): o for p, o in offsets.items()}}).encode())
+        file.write(json.dumps(record_format.numbered({"offsets": {str(p): o for p, o in offsets.items()}})).encode())
     if local:
         fs.move(draft, target)
 
@@ -32,4 +33,4 @@ def read_progress(path: str, storage: Mapping[str, str], reader: str) -> dict[in
             found = json.loads(file.read())
     except (FileNotFoundError, ValueError):
         return None
-    return {int(p): int(o) for p, o in found["offsets"].items()}
+    return {int(p): int(o) for p, o in record_format.known(found, "a reader's progress")["offsets"].items()}

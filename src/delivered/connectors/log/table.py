@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from delivered.kits.table import delta_log
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
+from delivered.model.record_format import LOG_PROPERTY, check_format
 from delivered.source.columns import HEADERS, TIMESTAMP
 
 STORED = pa.schema(
@@ -103,7 +104,7 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
     """
     deltalake = delta()
     try:
-        return deltalake.DeltaTable(path, version=version, storage_options=dict(storage) or None)
+        table = deltalake.DeltaTable(path, version=version, storage_options=dict(storage) or None)
     except deltalake.exceptions.TableNotFoundError:
         raise UsageError(
             "LOG_MISSING",
@@ -116,6 +117,9 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
             f"The log at {path!r} cannot be opened: {str(error)[:500]}",
             next_step="check the path, the rights and the storage.* options",
         ) from None
+    written = table.metadata().configuration.get(LOG_PROPERTY, "0")
+    check_format(int(written) if written.isdigit() else written, f"a log at {path!r}")
+    return table
 
 
 def snapshot(table: Any, path: str, storage: Mapping[str, str]) -> Snapshot:
