@@ -11,9 +11,6 @@ import pyarrow as pa
 import pytest
 from tests.conformance.test_sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
 
-from delivered.connectors.delta import earlier as delta_earlier
-from delivered.connectors.files import ledger as files_ledger
-from delivered.connectors.iceberg import ledger as iceberg_ledger
 from delivered.connectors.kafka import ledger as kafka_ledger
 from delivered.contract.powers import ready_target
 from delivered.engine.context import Context
@@ -21,6 +18,7 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.kits.sql import store as sql_store
+from delivered.ledger import history
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
@@ -36,7 +34,7 @@ _drivers = itertools.count()
 
 @pytest.fixture(params=[n for n in SINKS if "s3" not in n])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    for module in (sql_store, delta_earlier, iceberg_ledger, files_ledger):
+    for module in (sql_store, history):
         monkeypatch.setattr(module, "LEDGER_INCARNATIONS", KEPT)
     monkeypatch.setattr(kafka_ledger, "LEDGER_HISTORY_BATCHES", KEPT)
     return Rig(SINKS[request.param](request))

@@ -48,7 +48,7 @@ __all__ = [
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
     started = Zygote(
-        "delivered.connectors.iceberg.ledger", "delivered.connectors.iceberg.writer", "pyiceberg.catalog.sql"
+        "delivered.connectors.iceberg.store", "delivered.connectors.iceberg.writer", "pyiceberg.catalog.sql"
     )
     yield started
     started.stop()

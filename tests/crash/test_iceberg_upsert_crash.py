@@ -32,7 +32,7 @@ __all__ = [
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
     started = Zygote(
-        "deltalake", "delivered.connectors.iceberg.ledger", "delivered.connectors.iceberg.staged",
+        "deltalake", "delivered.connectors.iceberg.store", "delivered.connectors.iceberg.staged",
         "pyiceberg.catalog.sql",
     )  # fmt: skip
     yield started

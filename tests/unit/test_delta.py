@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from delivered.connectors.delta import CONNECTOR, ledger, options
+from delivered.connectors.delta import CONNECTOR, options, store
 from delivered.connectors.delta.client import open_table
-from delivered.connectors.delta.commit import Change, commit
+from delivered.connectors.delta.commit import TableChange, commit
 from delivered.connectors.delta.committer import DeltaCommitter
 from delivered.connectors.delta.sink import DeltaSink
-from delivered.contract.sink import Ledger
+from delivered.ledger.ledger import Ledger
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -260,10 +260,10 @@ def test_others_may_append_and_compact_while_a_batch_is_decided(tmp_path: Path) 
     mine = claimed(sink)
     assert mine.decide(decision(0, staged(sink, ROWS))) == Ok(None)
     prepared = staged(sink, ROWS, 1)
-    stale = mine._table  # type: ignore[attr-defined]
+    stale = mine._store._table
     write_deltalake(str(tmp_path / "t"), ROWS, mode="append")
     DeltaTable(str(tmp_path / "t")).optimize.compact()
-    mine._refresh = lambda: stale  # type: ignore[attr-defined]
+    mine._store._refresh = lambda: stale
     assert mine.decide(decision(1, prepared)) == Ok(None)
     assert read_back(sink).num_rows == 3 * ROWS.num_rows
 
@@ -273,9 +273,9 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path) -> None
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     prepared = staged(sink, ROWS)
-    seen = mine._refresh()  # type: ignore[attr-defined]
+    seen = mine._store._refresh()
     sink.ledger(SCOPE).claim(Owner("other"))
-    mine._refresh = lambda: seen  # type: ignore[attr-defined]
+    mine._store._refresh = lambda: seen
     outcome = mine.decide(decision(0, prepared))
     assert isinstance(outcome, Failed)
     assert "Concurrent transaction" in outcome.reason
@@ -292,9 +292,9 @@ def test_p7_a_commit_that_met_itself_is_in(tmp_path: Path) -> None:
     def there(version: int):  # type: ignore[no-untyped-def]
         return lambda now: now.transaction_version("x") == version
 
-    assert commit(sink.options, one, Change((), {"x": 1}), there(1)) == Ok(None)
-    assert commit(sink.options, other, Change((), {"x": 1}), there(1)) == Ok(None)
-    assert isinstance(commit(sink.options, open_at(sink, 0), Change((), {"x": 2}), there(2)), Failed)
+    assert commit(sink.options, one, TableChange((), {"x": 1}), there(1)) == Ok(None)
+    assert commit(sink.options, other, TableChange((), {"x": 1}), there(1)) == Ok(None)
+    assert isinstance(commit(sink.options, open_at(sink, 0), TableChange((), {"x": 2}), there(2)), Failed)
 
 
 def test_p7_a_decision_whose_answer_was_lost_is_found_behind_later_ones(tmp_path: Path) -> None:
@@ -302,14 +302,14 @@ def test_p7_a_decision_whose_answer_was_lost_is_found_behind_later_ones(tmp_path
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     prepared = staged(sink, ROWS)
-    seen = mine._refresh()  # type: ignore[attr-defined]
+    seen = mine._store._refresh()
     twin = sink.ledger(SCOPE)
     twin.resume("o")
     assert twin.decide(decision(0, prepared)) == Ok(None)
     other = sink.ledger(SCOPE)
     other.claim(Owner("other"))
     assert other.decide(decision(1, staged(sink, ROWS, 1), owner="other")) == Ok(None)
-    mine._refresh = lambda: seen  # type: ignore[attr-defined]
+    mine._store._refresh = lambda: seen
     assert mine.decide(decision(0, prepared)) == Ok(None)
     assert [d.batch for d in other.history()] == [0, 1]
     assert read_back(sink).num_rows == 2 * ROWS.num_rows
@@ -395,7 +395,7 @@ def test_a_lost_record_of_the_ledger_is_told(tmp_path: Path) -> None:
 
 def test_p4_ledger_and_log_stay_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P4: a ledger that grew until the service hung."""
-    monkeypatch.setattr(ledger, "LEDGER_HISTORY_BATCHES", 100)
+    monkeypatch.setattr(store, "LEDGER_HISTORY_BATCHES", 100)
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     DeltaTable(str(tmp_path / "t")).alter.set_table_properties(

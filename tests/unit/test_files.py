@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
 
-from delivered.connectors.files import CONNECTOR, ledger, options
+from delivered.connectors.files import CONNECTOR, options, store
 from delivered.connectors.files.committer import FilesCommitter
 from delivered.connectors.files.disk import Places
 from delivered.connectors.files.sink import FilesSink
-from delivered.contract.sink import Ledger
+from delivered.ledger.ledger import Ledger
 from delivered.model.errors import Fenced, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -160,11 +160,13 @@ def test_what_is_under_way_behind_a_later_claim_fails(tmp_path: Path, what: str)
     """The driver looked whether it owns the ledger, and was paused; another one claimed, and decided nothing yet."""
     sink = sink_at(tmp_path)
     mine = claimed(sink)
-    assert isinstance(mine, ledger.FilesLedger)
+    files = mine._store
+    assert isinstance(files, store.FilesStore)
     prepared = staged(sink, ROWS)
-    seen = mine._owner()
+    seen, look = files._head(), files._head
     sink.ledger(SCOPE).claim(Owner("other"))
-    mine._owner = lambda: seen  # type: ignore[method-assign]
+    looks = iter([lambda: seen])
+    files._head = lambda: next(looks, look)()  # type: ignore[method-assign]
     if what == "begin":
         outcome = mine.begin(Begun(0, "{}"))
     else:
@@ -240,7 +242,7 @@ def test_sweep_and_abort_take_nothing_away_that_counts(tmp_path: Path) -> None:
 
 def test_p4_ledger_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P4: a ledger that grew until the service hung."""
-    monkeypatch.setattr(ledger, "LEDGER_HISTORY_BATCHES", 50)
+    monkeypatch.setattr(store, "LEDGER_HISTORY_BATCHES", 50)
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     sizes = []

@@ -53,9 +53,9 @@ class Outdated:
     entries: tuple[Archived, ...]
 
 
-def outdated(state: LedgerState, kept: int = LEDGER_INCARNATIONS) -> Outdated:
-    """Which incarnations a claim forgets: those beyond the newest `kept`, never the one of this checkpoint."""
-    decided, begun = state.earlier[kept:], state.earlier_begun[kept:]
+def outdated(state: LedgerState) -> Outdated:
+    """Which incarnations a claim forgets: those beyond the newest ones, never the one of this checkpoint."""
+    decided, begun = state.earlier[LEDGER_INCARNATIONS:], state.earlier_begun[LEDGER_INCARNATIONS:]
     return Outdated(
         (*(d.scope.incarnation for d in decided), *(i for i, _ in begun)),
         (*(d.archived for d in decided), *(Archived.begun(i) for i, _ in begun)),

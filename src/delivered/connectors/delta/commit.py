@@ -58,7 +58,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Change:
+class TableChange:
     """What one commit does.
 
     Attributes:
@@ -75,7 +75,7 @@ class Change:
 
 
 def commit(
-    options: DeltaOptions, table: Any, change: Change, there: Callable[[Any], bool] | None = None
+    options: DeltaOptions, table: Any, change: TableChange, there: Callable[[Any], bool] | None = None
 ) -> Outcome[None]:
     """Write one version of the log; durable when it returns Ok.
 
@@ -157,7 +157,7 @@ def _look(options: DeltaOptions, there: Callable[[Any], bool], error: Exception)
     return Failed(str(error)[:500]) if any(c in str(error) for c in _CONFLICTS) else Unknown(str(error)[:500])
 
 
-def _all_there(change: Change) -> Callable[[Any], bool]:
+def _all_there(change: TableChange) -> Callable[[Any], bool]:
     from urllib.parse import unquote
 
     import pyarrow as pa

@@ -76,8 +76,7 @@ class DeltaCommitter:
 
     def _claim(self) -> int | None:
         table = open_table(self._options)
-        held = None if table is None else Records(self._store, self._scope).owner(table)
-        return None if held is None else held[1]
+        return None if table is None else Records(self._store, self._scope).owner(table)[1] or None
 
     def _decided(self, incarnation: str) -> tuple[int | None, set[str]]:
         """The newest decided batch, and the writers whose files it names."""

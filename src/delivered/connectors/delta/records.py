@@ -21,9 +21,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from delivered.connectors.delta.client import Store
 from delivered.connectors.delta.options import DeltaOptions
@@ -32,6 +32,7 @@ from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.work import Begun, Decision, Owner
 
+T = TypeVar("T")
 _CLAIM_BITS = 32
 
 
@@ -53,6 +54,10 @@ class Names:
     def owner(self) -> str:
         return f"{self._base}/owner"
 
+    @property
+    def owner_folder(self) -> str:
+        return f"{self.folder}/owner"
+
     def batch(self, incarnation: str) -> str:
         return f"{self._base}/batch/{incarnation}"
 
@@ -63,7 +68,7 @@ class Names:
         return f"{self._base}/begun/{incarnation}"
 
     def owner_file(self, claim: int) -> str:
-        return f"{self.folder}/owner/{claim}.json"
+        return f"{self.owner_folder}/{claim}.json"
 
     def decided_folder(self, incarnation: str) -> str:
         return f"{self.folder}/decided/{incarnation}"
@@ -83,9 +88,15 @@ def ledger_key(options: DeltaOptions, scope: Scope) -> tuple[str, ...]:
     return ("delta", options.path, scope.pipeline, scope.sink)
 
 
-def next_claim(claim: int | None) -> int:
+def next_claim(claim: int) -> int:
     """Grows with every claim, and no two claims are equal, also of drivers that never saw each other."""
-    return (((claim or 0) >> _CLAIM_BITS) + 1) << _CLAIM_BITS | secrets.randbits(_CLAIM_BITS)
+    return ((claim >> _CLAIM_BITS) + 1) << _CLAIM_BITS | secrets.randbits(_CLAIM_BITS)
+
+
+def claim_of(owner_file: str) -> int:
+    """By its name; 0 if that is none of ours."""
+    digits = owner_file.rpartition("/")[2].removesuffix(".json")
+    return int(digits) if digits.isdigit() else 0
 
 
 @dataclass(frozen=True)
@@ -131,13 +142,12 @@ class Records:
         self.names = Names(scope)
         self._kept: dict[str, bytes] = {}
 
-    def owner(self, table: Any) -> tuple[Owner, int] | None:
+    def owner(self, table: Any) -> tuple[Owner | None, int]:
+        """Who claimed last, and that claim; 0: nobody did."""
         claim = table.transaction_version(self.names.owner)
         if claim is None:
-            return None
-        data = json.loads(self._read(self.names.owner_file(claim)))
-        data["superseded"] = tuple(data["superseded"])
-        return Owner(**data), claim
+            return None, 0
+        return Owner.from_json(self._read(self.names.owner_file(claim)))[0], claim
 
     def newest(self, table: Any, incarnation: str) -> tuple[int, int] | None:
         """(batch, hash) of the newest decision."""
@@ -156,8 +166,21 @@ class Records:
         found = table.transaction_version(self.names.begun(incarnation))
         if found is None:
             return None
-        data = json.loads(self._read(self.names.begun_file(incarnation, found), found))
-        return Begun(data["batch"], data["offsets"])
+        return Begun.from_json(self._read(self.names.begun_file(incarnation, found), found))
+
+    def of(self, table: Any, incarnation: str) -> tuple[Decision | None, Begun | None]:
+        """Newest decision and begun batch of an incarnation. Neither is told once it is archived, and its records are
+        taken away: the log keeps pointing to them."""
+        last = self._unless_archived(self.last, table, incarnation)
+        return last, self._unless_archived(self.begun, table, incarnation)
+
+    def _unless_archived(self, read: Callable[[Any, str], T | None], table: Any, incarnation: str) -> T | None:
+        try:
+            return read(table, incarnation)
+        except InvariantBroken:
+            if self.archive.read().find(incarnation) is None:
+                raise
+            return None
 
     def chain(self, table: Any, incarnation: str) -> Iterator[Decision]:
         """Newest first, for as long as records are kept."""
@@ -178,26 +201,13 @@ class Records:
             at = self.decided(incarnation, at).previous
 
     def incarnations(self) -> list[str]:
-        """Those of which a decision is kept."""
-        return self._with_files(f"{self.names.folder}/decided")
+        """Those of which a decision or a begun batch is kept: a folder stays when its files are taken away."""
+        folders = [f"{self.names.folder}/{kind}/" for kind in ("decided", "begun")]
+        return sorted({n.removeprefix(f).partition("/")[0] for f in folders for n in self.store.files(f.rstrip("/"))})
 
     @property
     def archive(self) -> ArchiveFiles:
         return ArchiveFiles(self.store, f"{self.names.folder}/archive")
-
-    def only_begun(self, table: Any) -> list[tuple[str, Begun]]:
-        """Incarnations that began a batch and decided none."""
-        begun = self.begun_incarnations()
-        found = [(i, self.begun(table, i)) for i in begun if self.newest(table, i) is None]
-        return [(i, b) for i, b in found if b is not None]
-
-    def begun_incarnations(self) -> list[str]:
-        """Those of which a begun batch is kept."""
-        return self._with_files(f"{self.names.folder}/begun")
-
-    def _with_files(self, folder: str) -> list[str]:
-        """Names of folders in a folder that are not empty: nobody takes those away whose files are gone."""
-        return sorted({name.removeprefix(f"{folder}/").partition("/")[0] for name in self.store.files(folder)})
 
     def _read(self, name: str, expected: int | None = None) -> bytes:
         data = self._kept.get(name) or self.store.get(name)

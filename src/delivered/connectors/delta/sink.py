@@ -10,10 +10,11 @@ import pyarrow as pa
 from delivered.connectors.delta import types
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Ledger, Writer
+from delivered.contract.sink import Committer, Writer
 from delivered.contract.source import Source
 from delivered.kits.sql.merge import check_columns, stored
 from delivered.kits.sql.types import Types
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
@@ -101,9 +102,9 @@ class DeltaSink:
         return DeltaRows(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
-        from delivered.connectors.delta.ledger import DeltaLedger
+        from delivered.connectors.delta.store import DeltaStore
 
-        return DeltaLedger(self.options, scope)
+        return Ledger(DeltaStore(self.options, scope), scope)
 
     def committer(self, scope: Scope) -> Committer:
         from delivered.connectors.delta.committer import DeltaCommitter

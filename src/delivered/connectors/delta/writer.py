@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from delivered.connectors.delta import statistics, types
 from delivered.connectors.delta.client import Store, explained, require_table
-from delivered.connectors.delta.commit import Change, DataFile, commit
+from delivered.connectors.delta.commit import DataFile, TableChange, commit
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import required, same_columns
 from delivered.kits.sql.merge import check_rows
@@ -87,7 +87,7 @@ class DeltaFiles:
         required(self._options, self._table, self._done)
 
     def commit(self) -> Outcome[None]:
-        return commit(self._options, self._table, Change(adds=self._done))
+        return commit(self._options, self._table, TableChange(adds=self._done))
 
     def discard(self) -> None:
         self._files.discard()

@@ -11,12 +11,13 @@ import pyarrow as pa
 from delivered.connectors.files import types
 from delivered.connectors.files.committer import FilesCommitter
 from delivered.connectors.files.disk import failed, identity_file, schema_file
-from delivered.connectors.files.ledger import FilesLedger
 from delivered.connectors.files.options import FilesOptions
 from delivered.connectors.files.read import FolderRows, stored_schema
+from delivered.connectors.files.store import FilesStore
 from delivered.connectors.files.writer import DirectWriter, StagingWriter
 from delivered.contract.finding import Finding
 from delivered.kits.table.durable import make_folder, put, put_first
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
@@ -100,8 +101,8 @@ class FilesSink:
     def read_back(self) -> FolderRows:
         return FolderRows(self.options)
 
-    def ledger(self, scope: Scope) -> FilesLedger:
-        return FilesLedger(self.options, scope)
+    def ledger(self, scope: Scope) -> Ledger:
+        return Ledger(FilesStore(self.options, scope), scope)
 
     def committer(self, scope: Scope) -> FilesCommitter:
         return FilesCommitter(self.options, scope)

@@ -50,7 +50,7 @@ _parts: Any = pyiceberg.table.update
 
 
 @dataclass(frozen=True)
-class Change:
+class TableChange:
     """What one commit does.
 
     Attributes:
@@ -78,7 +78,7 @@ class Change:
     mark: uuid.UUID = field(default_factory=uuid.uuid4)
 
 
-def commit(options: IcebergOptions, change: Callable[[Any], Change | None]) -> Outcome[None]:
+def commit(options: IcebergOptions, change: Callable[[Any], TableChange | None]) -> Outcome[None]:
     """Make one commit; durable when it returns Ok.
 
     Tried again if the catalog says that it did not take it and the table has changed since it was read: by then it
@@ -124,7 +124,7 @@ def commit(options: IcebergOptions, change: Callable[[Any], Change | None]) -> O
 class _Attempt:
     """A commit as the catalog is asked for it. Its manifests are written, and nothing points to them yet."""
 
-    def __init__(self, table: Any, change: Change) -> None:
+    def __init__(self, table: Any, change: TableChange) -> None:
         self._table = table
         self._change = change
         self.snapshot_id: int | None = None
@@ -225,7 +225,7 @@ def _at(branch: str, snapshot: int | None) -> Any:
 class _Locations(SimpleLocationProvider):
     """Manifests of a commit of ours, where a sweep finds them."""
 
-    def __init__(self, table: Any, change: Change) -> None:
+    def __init__(self, table: Any, change: TableChange) -> None:
         super().__init__(table.location(), table.properties)
         self._start = f"{metadata_path(table)}/{change.folder}/{change.prefix}"
 

@@ -16,8 +16,6 @@ ones there, for as long as the table keeps them. A record is JSON, deflated, in 
 from __future__ import annotations
 
 import base64
-import dataclasses
-import json
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
@@ -111,9 +109,8 @@ class Records:
         if text is None:
             return None
         try:
-            data = json.loads(text)
-            epoch = int(data.pop("epoch"))
-            owner = Owner(**{**data, "superseded": tuple(data["superseded"])})
+            owner, more = Owner.from_json(text)
+            epoch = int(more["epoch"])
         except (ValueError, TypeError, KeyError) as error:
             raise _spoiled(self._names.owner, error) from None
         branch = self._table.metadata.refs.get(self._names.branch)
@@ -148,8 +145,7 @@ class Records:
         if text is None:
             return None
         try:
-            data = json.loads(text)
-            return Begun(data["batch"], data["offsets"])
+            return Begun.from_json(text)
         except (ValueError, KeyError) as error:
             raise _spoiled(name, error) from None
 
@@ -164,12 +160,9 @@ class Records:
         return self.archive().find(incarnation)
 
     def incarnations(self) -> list[str]:
-        """Those that decided a batch."""
-        return self._below(self._names.decided(""))
-
-    def only_begun(self) -> list[str]:
-        """Incarnations that began a batch and decided none."""
-        return sorted(set(self._below(self._names.begun(""))) - set(self.incarnations()))
+        """Those that decided or began a batch."""
+        starts = (self._names.decided(""), self._names.begun(""))
+        return sorted({name.removeprefix(s) for s in starts for name in self._properties if name.startswith(s)})
 
     def history(self, incarnation: str) -> Iterator[Decision]:
         """Decisions that are still kept, oldest first; of one that was revised the newest."""
@@ -190,17 +183,6 @@ class Records:
         if last is not None:
             found[last.batch] = last
             yield from (found[batch] for batch in sorted(found) if batch <= last.batch)
-
-    def _below(self, start: str) -> list[str]:
-        return sorted(name.removeprefix(start) for name in self._properties if name.startswith(start))
-
-
-def owner_text(owner: Owner, epoch: int) -> str:
-    return json.dumps({**dataclasses.asdict(owner), "epoch": epoch}, separators=(",", ":"))
-
-
-def begun_text(begun: Begun) -> str:
-    return json.dumps(dataclasses.asdict(begun), separators=(",", ":"))
 
 
 def decided_text(decision: Decision, mark: uuid.UUID, writer: str = "") -> str:

@@ -11,10 +11,11 @@ from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Ledger, Writer
+from delivered.contract.sink import Committer, Writer
 from delivered.contract.source import Source
 from delivered.kits.sql.merge import check_columns, stored
 from delivered.kits.sql.types import Types
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.guarantee import Guarantee
@@ -106,9 +107,9 @@ class IcebergSink:
 
     def ledger(self, scope: Scope) -> Ledger:
         need()
-        from delivered.connectors.iceberg.ledger import IcebergLedger
+        from delivered.connectors.iceberg.store import IcebergStore
 
-        return IcebergLedger(self.options, scope)
+        return Ledger(IcebergStore(self.options, scope), scope)
 
     def committer(self, scope: Scope) -> Committer:
         from delivered.connectors.iceberg.committer import IcebergCommitter

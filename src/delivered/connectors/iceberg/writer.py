@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from delivered.connectors.iceberg import manifest, types
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
-from delivered.connectors.iceberg.commit import Change, commit
+from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.partition import Part, parts
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
@@ -87,7 +87,7 @@ class IcebergFiles:
         self._fits(require_table(self._options))
 
     def commit(self) -> Outcome[None]:
-        def change(now: Any) -> Change:
+        def change(now: Any) -> TableChange:
             self._fits(now)
             scope = self._work.scope
             summary = {
@@ -97,7 +97,7 @@ class IcebergFiles:
                 "delivered.batch": str(self._work.batch),
                 "delivered.shard": str(self._work.shard),
             }
-            return Change(
+            return TableChange(
                 folder=stage.direct_folder(scope), prefix=f"{self._work.batch}-", summary=summary, files=self._done
             )
 

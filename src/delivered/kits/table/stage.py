@@ -9,13 +9,16 @@ Who wrote a file stands in its name, so that only its own pipeline ever takes on
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from delivered.kits.table.store import Store
-from delivered.model.errors import Fenced
+from delivered.model.errors import Fenced, InvariantBroken
 from delivered.model.identity import Scope, Work
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import Decision, Prepared
 
 BLOCK_BATCHES = 100
 """Batches in one folder: a sweep lists the folders of the newest batches alone."""
@@ -84,6 +87,46 @@ def newest_files(store: Store, scope: Scope, incarnation: str, newest: int | Non
     first = "" if newest is None else block_folder(scope, incarnation, newest)
     blocks = [b for b in (f"{folder}/{name}" for name in store.folders(folder)) if b >= first]
     return [name for block in blocks for name in store.files(block)]
+
+
+@contextlib.contextmanager
+def moving(decision: Decision, prepared: Prepared) -> Iterator[None]:
+    """While a participant's files are taken into the decision."""
+    facts = {"batch": decision.batch, "shard": prepared.shard}
+    reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
+    yield
+    reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
+
+
+def check_whole(there: Mapping[str, int], name: str, size: int) -> None:
+    """
+    Args:
+        there: name -> size of the files that are there.
+
+    Raises:
+        InvariantBroken: the file is gone, or is not what was prepared.
+    """
+    if there.get(name) != size:
+        raise InvariantBroken(
+            "STAGED_FILE_GONE",
+            f"The staged file {name!r} has {there.get(name, 'no')} bytes, prepared were {size}. Nothing of the batch "
+            "is visible.",
+            next_step="start the pipeline again; the batch runs again",
+        )
+
+
+def check_count(prepared: Prepared, rows: int) -> None:
+    """
+    Raises:
+        InvariantBroken: a participant's files hold more or fewer rows than were prepared.
+    """
+    if rows != prepared.fingerprint.count:
+        raise InvariantBroken(
+            "STAGED_ROWS_DIFFER",
+            f"Shard {prepared.shard}: {rows} rows are in its files, its fingerprint counts "
+            f"{prepared.fingerprint.count}.",
+            next_step="start the pipeline again; the batch runs again",
+        )
 
 
 _claims: dict[Hashable, int] = {}

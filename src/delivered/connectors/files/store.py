@@ -1,0 +1,285 @@
+"""The ledger beside the batches: the rename of a batch's folder is the decision, and makes its rows visible.
+
+A claim has a folder of its own, in which its decisions are put together, and out of which they are renamed. A later
+claim renames that folder away: what was under way in it has no source any more, and fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from pyarrow import fs
+
+from delivered.connectors.files.disk import RECORD, Places, failed, numbered, take_away
+from delivered.connectors.files.options import FilesOptions
+from delivered.kits.table import stage
+from delivered.kits.table.archive import ArchiveFiles
+from delivered.kits.table.durable import make_folder, put, sync, write_new
+from delivered.kits.table.store import Store
+from delivered.ledger.history import outdated, state_of
+from delivered.ledger.store import Change, Head
+from delivered.model.errors import DeliveredError
+from delivered.model.identity import OtherLedger, Scope, named_first
+from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+
+
+class FilesStore:
+    """See `delivered.ledger.store.Store`."""
+
+    def __init__(self, options: FilesOptions, scope: Scope) -> None:
+        self._options = options
+        self._scope = scope
+        self._places = Places(options, scope)
+
+    @property
+    def where(self) -> str:
+        return f"in {self._options.path!r}"
+
+    def read(self) -> LedgerState:
+        try:
+            return self._state()
+        except OSError as error:
+            raise failed(self._options, error) from error
+
+    def peek(self) -> LedgerState:
+        return self.read()
+
+    def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
+        """
+        1  a folder for this claim
+        2  its owner, under the next number: whoever links it first has it
+        3  rename away the folders of all claims before   <- from here on nothing of theirs gets in
+        """
+        try:
+            head, _ = self._head()
+            epoch = head.epoch + 1
+            if not self._link(successor(head), epoch):
+                return Failed("others claim it again and again")
+            self._fence(epoch)
+            self._forget()
+        except OSError as error:
+            raise failed(self._options, error) from error
+        return Ok(epoch)
+
+    def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
+        """By one rename, out of the folder of the claim that the rule saw. On a local disk every answer is an answer.
+
+        1  ask the rule
+        2  take the staged file of each participant into one folder   <- crash points of commit.apply
+        3  write the record into it; all of it durable
+        4  rename the folder to its final name                        <- from here on the batch counts, and is visible
+        5  a copy of the record for the time when the folder is gone; forget old ones
+
+        A batch without rows has no folder: its record alone is renamed. So is a later revision, in place of the copy.
+        """
+        try:
+            head, work = self._head()
+            change = rule(head)
+        except OSError as error:
+            raise failed(self._options, error) from error
+        if change is None:
+            return Ok(None)
+        try:
+            if change.begun is not None:
+                draft, target = self._draft_begun(change.begun, work)
+            if change.decision is not None:
+                draft, target = self._draft_decision(change.decision, change.move, work)
+            draft.rename(target)  # THE line that decides a batch in this sink
+        except (DeliveredError, OSError) as error:
+            if not work.is_dir():  # renamed away by a later claim: nothing was changed, and nothing will be
+                rule(self._head()[0])
+            if isinstance(error, DeliveredError):
+                raise
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return Failed(f"there is such a batch of somebody else: {error}")
+            return Failed(str(failed(self._options, error)))
+        try:
+            sync([target.parent])
+        except OSError as error:
+            return Unknown(f"it is in, and could not be made durable: {error}")
+        if change.decision is not None:
+            with contextlib.suppress(OSError):
+                self._copy(change.decision)
+                self._forget_old(change.decision.batch)
+        return Ok(None)
+
+    def history(self) -> Iterator[Decision]:
+        incarnation = self._scope.incarnation
+        last = self._last(incarnation)
+        for _, path in sorted(numbered(self._places.decided(incarnation)).items()):
+            decision = Decision.from_json(path.read_bytes())
+            yield decision
+            if last is not None and decision.batch == last.batch:
+                return
+        if last is not None:
+            yield last
+
+    def others(self) -> list[OtherLedger]:
+        found = []
+        for root in self._places.root.parent.parent.glob("p-*/s-*"):
+            pipeline, sink = root.parent.name.removeprefix("p-"), root.name.removeprefix("s-")
+            theirs = Places(self._options, Scope(pipeline, sink, self._scope.incarnation))
+            if theirs.root != self._places.root:
+                incarnation = self._scope.incarnation
+                holds = bool(numbered(theirs.decided(incarnation))) or theirs.begun(incarnation).exists()
+                found.append(OtherLedger(pipeline, sink, holds))
+        return named_first(found)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _head(self) -> tuple[Head, Path]:
+        """And the folder of the claim."""
+        owner, epoch, work = self._owner()
+        last = self._last(self._scope.incarnation)
+        head = Head(
+            owner,
+            epoch,
+            None if last is None else last.batch,
+            lambda: last,
+            lambda: self._begun(self._scope.incarnation),
+        )
+        return head, work
+
+    def _link(self, owner: Owner, epoch: int) -> bool:
+        owners, claims = make_folder(self._places.root / "owner"), make_folder(self._places.root / "claims")
+        work = claims / f"{epoch:010d}-{uuid.uuid4().hex}"
+        work.mkdir()
+        sync([claims])
+        draft = owners / f".{uuid.uuid4().hex}"
+        write_new(draft, owner.to_json(work=work.name).encode())
+        try:
+            os.link(draft, owners / f"{epoch:010d}.json")
+        except FileExistsError:
+            take_away(work)
+            return False
+        finally:
+            draft.unlink()
+        sync([owners])
+        return True
+
+    def _fence(self, epoch: int) -> None:
+        """Whatever an earlier claim has under way rests in its folder."""
+        claims, gone = self._places.root / "claims", make_folder(self._places.root / "gone")
+        for path in list(claims.iterdir()):
+            if int(path.name.partition("-")[0]) < epoch:
+                with contextlib.suppress(FileNotFoundError):
+                    path.rename(gone / f"{path.name}.{uuid.uuid4().hex}")
+        sync([claims])
+        take_away(gone)
+
+    def _draft_begun(self, begun: Begun, work: Path) -> tuple[Path, Path]:
+        """What is to be renamed, durable in the folder of the claim; and to what."""
+        target = self._places.begun(self._scope.incarnation)
+        make_folder(target.parent)
+        draft = work / f"begun-{uuid.uuid4().hex}"
+        write_new(draft, begun.to_json().encode())
+        return draft, target
+
+    def _draft_decision(self, decision: Decision, move: Sequence[Prepared], work: Path) -> tuple[Path, Path]:
+        """As `_draft_begun`.
+
+        Raises:
+            InvariantBroken: a staged file is gone, or is not what was prepared.
+        """
+        incarnation, text = self._scope.incarnation, decision.to_json().encode()
+        records = make_folder(self._places.decided(incarnation))
+        last = self._last(incarnation)
+        if last is not None:
+            self._copy(last)
+        draft = work / f"{decision.batch}-{uuid.uuid4().hex}"
+        if not move:
+            draft = draft.with_suffix(".json")
+            write_new(draft, text)
+            return draft, records / f"{decision.batch:010d}.json"
+        draft.mkdir()
+        self._take_staged(decision, move, draft)
+        write_new(draft / RECORD, text)
+        sync([draft])
+        return draft, self._places.batch(incarnation, decision.batch)
+
+    def _take_staged(self, decision: Decision, move: Sequence[Prepared], folder: Path) -> None:
+        """Staged files into the batch's folder, after a check that they are there, and whole."""
+        for prepared in move:
+            with stage.moving(decision, prepared):
+                handle = prepared.handle
+                staged = self._places.staged(self._scope.incarnation) / Path(str(handle["file"])).name
+                there = {str(staged): staged.stat().st_size} if staged.exists() else {}
+                stage.check_whole(there, str(staged), handle["bytes"])
+                stage.check_count(prepared, handle["rows"])
+                staged.rename(folder / f"{prepared.shard:05d}.{self._options.format}")
+
+    def _state(self) -> LedgerState:
+        owner, epoch, _ = self._owner()
+        decided, begun = self._places.root / "decided", self._places.root / "begun"
+        incarnations = {self._scope.incarnation, *(p.name for p in (decided.iterdir() if decided.is_dir() else ()))}
+        found = (self._last(incarnation) for incarnation in incarnations)
+        oldest_first = [path.stem for path in sorted(begun.glob("*.json"), key=lambda p: p.stat().st_mtime)]
+        known = ((incarnation, self._begun(incarnation)) for incarnation in oldest_first)
+        return state_of(
+            self._scope,
+            owner,
+            epoch,
+            [d for d in found if d is not None],
+            {i: b for i, b in known if b is not None},
+            lambda incarnation: self._archive.read().find(incarnation),
+        )
+
+    @property
+    def _archive(self) -> ArchiveFiles:
+        root = self._places.root
+        return ArchiveFiles(Store(fs.SubTreeFileSystem(str(root), fs.LocalFileSystem()), root), "archive")
+
+    def _owner(self) -> tuple[Owner | None, int, Path]:
+        """Who claimed last, the number of that claim, its folder; 0: nobody did."""
+        for epoch, path in sorted(numbered(self._places.root / "owner").items(), reverse=True):
+            owner, more = Owner.from_json(path.read_bytes())
+            return owner, epoch, self._places.root / "claims" / more["work"]
+        return None, 0, self._places.root / "claims" / "none"
+
+    def _begun(self, incarnation: str) -> Begun | None:
+        path = self._places.begun(incarnation)
+        return Begun.from_json(path.read_bytes()) if path.exists() else None
+
+    def _last(self, incarnation: str) -> Decision | None:
+        """The newest record; that of the last batch may lie in the batch's folder alone."""
+        copies = numbered(self._places.decided(incarnation))
+        newest = max(copies, default=-1)
+        record = self._places.batch(incarnation, newest + 1) / RECORD
+        if record.exists():
+            decision = Decision.from_json(record.read_bytes())
+            mine = (decision.scope.pipeline, decision.scope.sink)
+            if mine == (self._scope.pipeline, self._scope.sink):
+                return decision
+        return Decision.from_json(copies[newest].read_bytes()) if copies else None
+
+    def _copy(self, decision: Decision) -> None:
+        path = self._places.decided(decision.scope.incarnation) / f"{decision.batch:010d}.json"
+        if not path.exists():
+            put(path, decision.to_json().encode())
+
+    def _forget_old(self, batch: int) -> None:
+        old = self._places.decided(self._scope.incarnation) / f"{batch - LEDGER_HISTORY_BATCHES:010d}.json"
+        old.unlink(missing_ok=True)
+
+    def _forget(self) -> None:
+        """Of other incarnations keep the newest decision; of very old ones the archived entry; of owners some."""
+        state = self._state()
+        old = outdated(state)
+        self._archive.add(old.entries)
+        for incarnation in old.incarnations:
+            take_away(self._places.decided(incarnation))
+            self._places.begun(incarnation).unlink(missing_ok=True)
+        for decision in state.earlier:
+            for batch, path in numbered(self._places.decided(decision.scope.incarnation)).items():
+                if batch < decision.batch:
+                    path.unlink(missing_ok=True)
+        for _, path in sorted(numbered(self._places.root / "owner").items())[:-OWNERS_REMEMBERED]:
+            path.unlink(missing_ok=True)
