@@ -7,7 +7,7 @@ target.py    the table: create, compare, add columns
 statistics.py  what the log says about a file
 writer.py    a task's side
 records.py   what the ledger knows, in files that the log points to
-ledger.py    the driver's side: owner, decisions. The line that decides is there.
+store.py     the ledger in the table: owner, decisions. The line that decides is there.
 commit.py    one commit to the table's log, and what became of it
 committer.py  files of undecided shards
 read.py      the table as a source, for the audit

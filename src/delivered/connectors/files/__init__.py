@@ -5,7 +5,7 @@ types.py    Arrow types as each format keeps them
 formats.py  rows into files, and back
 disk.py     names, and what makes them durable
 writer.py   a task's side
-ledger.py   the driver's side: owner, decisions. The line that decides is there.
+store.py    the ledger beside the batches: owner, decisions. The line that decides is there.
 committer.py staged files of undecided shards
 read.py     the folder as a source, for the audit
 sink.py     all of these as the contract's sink

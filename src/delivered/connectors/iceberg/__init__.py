@@ -9,7 +9,7 @@ partition.py rows by the table's partitions
 manifest.py  what a task tells the driver of its data files
 writer.py    a task's side
 records.py   what the ledger knows, in the table's properties and in the summaries of its snapshots
-ledger.py    the driver's side: owner, decisions. The line that decides is there.
+store.py     the ledger in the table: owner, decisions. The line that decides is there.
 merge.py     what a batch replaces
 staged.py    rows of an upsert, as tasks leave them
 commit.py    one commit to the table, and what became of it
