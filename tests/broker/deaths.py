@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from tests.conformance.test_sinks import SCHEMA, SHARDS, Rig, offsets, rows
-from tests.crash.child import start_child
-from tests.crash.embedded_pipeline import PIPELINE
+from tests.support.embedded_pipeline import PIPELINE
+from tests.support.sinks import SCHEMA, SHARDS, Rig, offsets, rows
+from tests.support.zygote import Child, Zygote
 
 from delivered.connectors.log import append
 from delivered.engine.decide import commit_batch
@@ -34,7 +34,7 @@ from delivered.model.outcome import Ok
 from delivered.model.work import Action, Decision
 
 if TYPE_CHECKING:
-    from tests.conftest import Mysql, Postgres
+    from tests.support.servers import Mysql, Postgres
 
     Server = Mysql | Postgres
 
@@ -71,6 +71,7 @@ class World:
     log: Path
     folder: Path
     mechanism: str
+    zygote: Zygote
     guarantee: str = "exactly_once"
     table: str = ""
     runs: int = 0
@@ -78,21 +79,27 @@ class World:
 
     def __post_init__(self) -> None:
         self.table = self.server.table(COLUMNS[self.server.system])
+        self.zygote.load(self.server.system)
 
-    def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
+    def spec(self, stop_at: str = "") -> dict[str, Any]:
+        """Of the next run."""
         self.runs += 1
         options = {"url": self.server.url, "dbtable": self.table, "mechanism": self.mechanism}
-        spec = {
+        return {
             "log": str(self.log), self.server.system: options, "checkpoint": str(self.folder / "checkpoint"),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
-        return start_child(spec, self.folder, crash)
 
     def run(self, crash: str = "") -> int:
-        process = self.start(crash)
-        _, error = process.communicate(timeout=120)
+        code, error = self.zygote.run(self.spec(), self.folder, crash)
         self.errors.append(error)
-        return process.returncode
+        return code
+
+    def stop(self, point: str) -> Child:
+        """Start one that stops itself there, and wait until it did."""
+        zombie = self.zygote.start(self.spec(point), self.folder)
+        zombie.wait_stopped()
+        return zombie
 
     def seen(self) -> Counter[str]:
         return Counter(name for (name,) in self.server.execute(f"SELECT id FROM {self.table}"))
@@ -117,8 +124,8 @@ class World:
 
 
 @pytest.fixture
-def world(server: Server, log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> World:
-    return World(server, log, tmp_path, request.param)
+def world(server: Server, log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    return World(server, log, tmp_path, request.param, zygote)
 
 
 @pytest.mark.parametrize("world", MECHANISMS, indirect=True)
@@ -167,21 +174,18 @@ def test_the_weaker_guarantees_keep_their_word(world: World, guarantee: str) -> 
 @pytest.mark.parametrize("world", MECHANISMS, indirect=True)
 def test_zombie_driver_inside_its_decision_is_fenced(world: World) -> None:
     """F7: stopped while it holds the owner's row (or between two applies), then woken after another one finished."""
-    zombie = world.start(stop_at="commit.apply:before")
-    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), zombie.stderr and zombie.stderr.read()
+    zombie = world.stop("commit.apply:before")
     began = time.monotonic()
     assert world.run() == 0, world.errors[-1]
     assert time.monotonic() - began < 30
     done = world.seen()
     assert done == Counter(f"id-{i}" for i in range(RECORDS))
-    zombie.send_signal(signal.SIGCONT)
-    _, error = zombie.communicate(timeout=120)
+    code, error = zombie.go_on()
     if world.mechanism == "one_transaction":  # its transaction was ended by the server
-        assert zombie.returncode == 3
+        assert code == 3
         assert any(x in error for x in ("FENCED", "ended the connection", "broke the connection")), error
     else:  # its decision stood, and was finished by the other one: nothing is left for it to do
-        assert zombie.returncode == 0, error
+        assert code == 0, error
     assert world.seen() == done
     assert world.left() == []
 
@@ -189,13 +193,10 @@ def test_zombie_driver_inside_its_decision_is_fenced(world: World) -> None:
 @pytest.mark.parametrize("world", ["two_phase"], indirect=True)
 def test_zombie_that_prepares_after_the_sweep_changes_nothing(world: World) -> None:
     """F7, P9: its transaction is prepared late, under an id that no decision names; the next start rolls it back."""
-    zombie = world.start(stop_at="write.prepare:before")
-    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
+    zombie = world.stop("write.prepare:before")
     assert world.run() == 0, world.errors[-1]
     done = world.seen()
-    zombie.send_signal(signal.SIGCONT)
-    _, error = zombie.communicate(timeout=120)
+    _, error = zombie.go_on()
     assert "FENCED" in error, error
     assert world.seen() == done == Counter(f"id-{i}" for i in range(RECORDS))
     assert len(world.left()) > 0

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.broker.receive_help import POINTS, each_once, entered, finish, numbered, pipeline_file, receive
-from tests.conftest import Activemq
+from tests.support.servers import Activemq
 
 import delivered
 from delivered import brokers

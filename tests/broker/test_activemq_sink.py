@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
-from tests.conftest import Activemq
+from tests.support.servers import Activemq
 
 from delivered.connectors.activemq.options import DUPLICATE_ID, parse
 from delivered.connectors.activemq.receiver import ActivemqReceiver

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -20,8 +20,8 @@ import pyarrow as pa
 import pytest
 from tests.broker.deaths import COLUMNS
 from tests.broker.deaths import POINTS as OF_EVERY_SINK
-from tests.crash.embedded_pipeline import TABLE
-from tests.crash.zygote import Zygote
+from tests.support.embedded_pipeline import TABLE
+from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
 from delivered.model.work import Decision
@@ -40,13 +40,6 @@ POINTS = [
 """One death at each, in one life of a pipeline."""
 EVERY_POINT = list(dict.fromkeys([*POINTS, *OF_EVERY_SINK]))
 SWEEP = pytest.mark.matrix
-IMPORTED = (
-    "deltalake",
-    "tests.crash.dedup_help", "delivered.connectors.sqlite.sink", "delivered.connectors.sqlite.keys", "psycopg",
-    "delivered.kits.sql.warm", "delivered.connectors.mysql.wire", "delivered.connectors.mysql.writer",
-    *(f"delivered.connectors.postgres.{m}" for m in ("sink", "ledger", "committer", "writer")),
-    *(f"delivered.connectors.mysql.{m}" for m in ("sink", "ledger", "committer", "writer")),
-)  # fmt: skip
 Execute = Callable[[str], list[tuple[Any, ...]]]
 
 
@@ -80,13 +73,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     append(str(path), pa.table(rows))
     return path
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote(*IMPORTED)
-    yield started
-    started.stop()
 
 
 @dataclass
@@ -144,6 +130,7 @@ def _sqlite(request: pytest.FixtureRequest) -> World:
 
     decisions = "SELECT decision FROM _delivered_decision ORDER BY batch"
     log, zygote = request.getfixturevalue("log"), request.getfixturevalue("zygote")
+    zygote.load("sqlite")
     return World(log, folder, zygote, {"database": str(database)}, execute, TABLE, decisions)
 
 
@@ -154,6 +141,7 @@ def _server(request: pytest.FixtureRequest, system: str, mechanism: str) -> Worl
     sink = {system: {"url": server.url, "dbtable": table, "mechanism": mechanism}}
     decisions = f"SELECT decision FROM delivered.decision WHERE sink = '{table}' ORDER BY batch"
     log, zygote = request.getfixturevalue("log"), request.getfixturevalue("zygote")
+    zygote.load(system)
     whole = mechanism == "one_transaction"
     return World(log, folder, zygote, sink, server.execute, table, decisions, whole)
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.conftest import Kafka, Postgres
 from tests.kafka_tools import read_committed
+from tests.support.servers import Kafka, Postgres
+from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
 from delivered.engine.context import Context
@@ -31,7 +28,6 @@ from delivered.model.work import CheckpointView, Decision, Owner
 from delivered.pipeline.registry import find_sink
 
 RECORDS = 1_000
-CHILD = Path(__file__).parents[1] / "crash" / "embedded_pipeline.py"
 COLUMNS = "id text, payload bytea, position bigint, at timestamptz"
 GROUPS = {
     "kafka and postgres, both prepare": ("kafka", "postgres two_phase"),
@@ -47,6 +43,7 @@ class World:
     kafka: Kafka
     postgres: Postgres
     folder: Path
+    zygote: Zygote
     group: tuple[str, ...]
     guarantee: str = "exactly_once"
     runs: int = 0
@@ -71,18 +68,13 @@ class World:
 
     def run(self, crash: str = "") -> int:
         self.runs += 1
-        (self.folder / "crashes").mkdir(exist_ok=True)
         spec = {
             "log": str(self.folder / "events"), "sinks": self.sinks, "checkpoint": str(self.folder / "checkpoint"),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "pipeline": self.pipeline,
         }  # fmt: skip
-        env = {**os.environ, "DELIVERED_CRASH": crash, "DELIVERED_CRASH_DIR": str(self.folder / "crashes")}
-        done = subprocess.run(
-            [sys.executable, str(CHILD), json.dumps(spec)],
-            env=env, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        self.error = done.stderr
-        return done.returncode
+        self.zygote.load("kafka", "postgres", "sqlite")
+        code, self.error = self.zygote.run(spec, self.folder, crash)
+        return code
 
     def seen(self, sink: str) -> Counter[str]:
         """By a client of the sink that is not ours."""
@@ -141,8 +133,8 @@ def points(group: tuple[str, ...]) -> list[str]:
 
 
 @pytest.fixture(params=list(GROUPS))
-def world(request: pytest.FixtureRequest, kafka: Kafka, postgres: Postgres, tmp_path: Path) -> World:
-    return World(kafka, postgres, tmp_path, GROUPS[request.param])
+def world(request: pytest.FixtureRequest, kafka: Kafka, postgres: Postgres, zygote: Zygote, tmp_path: Path) -> World:
+    return World(kafka, postgres, tmp_path, zygote, GROUPS[request.param])
 
 
 def test_a_death_at_every_step_leaves_all_or_none_at_every_sink(world: World) -> None:
@@ -200,11 +192,11 @@ def test_the_weaker_guarantees_keep_their_word_at_every_sink(world: World, guara
 
 
 def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
-    kafka: Kafka, postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kafka: Kafka, postgres: Postgres, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P4: Kafka decides, so no decision in PostgreSQL forgets the markers there."""
     monkeypatch.setattr("delivered.group.ledger.FORGET_EVERY", 2)
-    world = World(kafka, postgres, tmp_path, GROUPS["kafka and postgres, both prepare"])
+    world = World(kafka, postgres, tmp_path, zygote, GROUPS["kafka and postgres, both prepare"])
     sink = world.opened
     scope = Scope("bounded", sink.name, "i")
     context = Context(

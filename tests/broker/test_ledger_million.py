@@ -24,7 +24,7 @@ from delivered.model.limits import LEDGER_HISTORY_BATCHES, LEDGER_INCARNATIONS, 
 from delivered.model.work import Decision, Owner, Prepared
 
 if TYPE_CHECKING:
-    from tests.conftest import Postgres
+    from tests.support.servers import Postgres
 
 SHARDS = 4
 SECONDS_MAX = 60

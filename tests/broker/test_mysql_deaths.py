@@ -19,7 +19,7 @@ from tests.broker.deaths import (  # noqa: F401
 )
 
 if TYPE_CHECKING:
-    from tests.conftest import Mysql
+    from tests.support.servers import Mysql
 
 
 @pytest.fixture

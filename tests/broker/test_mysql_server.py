@@ -14,7 +14,7 @@ from delivered import brokers
 from delivered.model.errors import DeliveredError
 
 if TYPE_CHECKING:
-    from tests.conftest import Mysql
+    from tests.support.servers import Mysql
 
 
 def test_listens_on_127_0_0_1_only(mysql: Mysql) -> None:

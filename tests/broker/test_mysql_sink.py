@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.broker.test_postgres_sink import EVERY_TYPE, MECHANISMS, VALUES, read, write
-from tests.conformance.test_sinks import Rig, offsets, rows
+from tests.support.sinks import Rig, offsets, rows
 
 from delivered.connectors.mysql import CONNECTOR, encode
 from delivered.connectors.mysql.migrate import MIGRATIONS, migrate
@@ -33,7 +33,7 @@ from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.work import Owner
 
 if TYPE_CHECKING:
-    from tests.conftest import Mysql
+    from tests.support.servers import Mysql
 
 EXACT, LEAST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE
 FORMS = ["load", "insert"]

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.conformance.test_sinks import SCHEMA, Rig, offsets, rows
+from tests.support.sinks import SCHEMA, Rig, offsets, rows
 
 from delivered.connectors.mysql import transactions
 from delivered.connectors.mysql.writer import LoadWriter
@@ -22,7 +22,7 @@ from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.work import Decision, Prepared
 
 if TYPE_CHECKING:
-    from tests.conftest import Mysql
+    from tests.support.servers import Mysql
 
 EXACT = Guarantee.EXACTLY_ONCE
 

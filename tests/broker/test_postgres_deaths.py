@@ -23,7 +23,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 
 if TYPE_CHECKING:
-    from tests.conftest import Postgres
+    from tests.support.servers import Postgres
 
 
 @pytest.mark.parametrize("guarantee", [Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE])

@@ -16,7 +16,7 @@ from delivered import brokers
 from delivered.model.errors import DeliveredError, UsageError
 
 if TYPE_CHECKING:
-    from tests.conftest import Postgres
+    from tests.support.servers import Postgres
 
 
 def test_listens_on_127_0_0_1_only_and_not_as_root(postgres: Postgres) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conformance.test_sinks import SCHEMA, Rig, offsets, rows
+from tests.support.sinks import SCHEMA, Rig, offsets, rows
 
 from delivered.connectors.postgres import CONNECTOR, encode
 from delivered.connectors.postgres.migrate import MIGRATIONS, migrate
@@ -30,7 +30,7 @@ from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Ok
 
 if TYPE_CHECKING:
-    from tests.conftest import Postgres
+    from tests.support.servers import Postgres
 
 EXACT = Guarantee.EXACTLY_ONCE
 MECHANISMS = ["one_transaction", "two_phase"]

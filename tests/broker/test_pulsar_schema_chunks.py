@@ -12,7 +12,7 @@ from tests.broker.test_pulsar_schema_sink import batch, read_back, versions, wri
 from tests.broker.test_pulsar_schemas import V0, V1, avro, registers, told
 from tests.broker.test_pulsar_sink import sink
 from tests.broker.test_pulsar_source import CHUNK, batches, read, read_all, source
-from tests.conftest import Pulsar
+from tests.support.servers import Pulsar
 
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import fingerprint

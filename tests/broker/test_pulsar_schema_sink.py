@@ -15,7 +15,7 @@ from tests.broker.send_help import killed_and_started_again, writer
 from tests.broker.test_pulsar_schemas import record, registers, told
 from tests.broker.test_pulsar_sink import ids, sink, taken
 from tests.broker.test_pulsar_source import read_all, source
-from tests.conftest import Pulsar
+from tests.support.servers import Pulsar
 
 from delivered.contract.powers import ready_target
 from delivered.model.errors import BadRecord, UsageError

@@ -12,7 +12,7 @@ import fastavro
 import pyarrow as pa
 import pytest
 from tests.broker.test_pulsar_source import read, read_all, rows, source
-from tests.conftest import Pulsar
+from tests.support.servers import Pulsar
 
 from delivered.contract.powers import planned
 from delivered.model.errors import BadRecord, UsageError

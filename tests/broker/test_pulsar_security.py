@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from tests.broker.send_help import SCHEMA, rows, writer
 from tests.broker.test_pulsar_source import batches, read, read_all, values
-from tests.conftest import PULSAR_QUICK, Pulsar
+from tests.support.servers import Pulsar
 
 from delivered import brokers
 from delivered.brokers import pulsar as server
@@ -48,7 +48,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pulsar]:
         tls=True,
         heap_mb=256,
         dies_with_parent=True,
-        properties={**PULSAR_QUICK, **server.with_tokens(SECRET)},
+        properties={**Pulsar.quick, **server.with_tokens(SECRET)},
     )
     made = Pulsar(broker, server.make_token(SECRET, server.ADMIN))
     for role, actions in ROLES.items():

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import ROWS, SCHEMA, exactly_once_is_refused, killed_and_started_again, rows, writer
-from tests.conftest import Pulsar
+from tests.support.servers import Pulsar
 
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint

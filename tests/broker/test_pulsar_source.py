@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.replayed_help import values_over_a_kill
-from tests.conftest import Pulsar
+from tests.support.servers import Pulsar
 
 from delivered.connectors.pulsar import CONNECTOR
 from delivered.connectors.pulsar.admin import Admin

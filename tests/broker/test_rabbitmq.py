@@ -24,7 +24,7 @@ from tests.broker.receive_help import (
     pipeline_file,
     receive,
 )
-from tests.conftest import Rabbitmq
+from tests.support.servers import Rabbitmq
 
 import delivered
 from delivered import brokers

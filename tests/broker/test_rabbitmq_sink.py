@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
-from tests.conftest import Rabbitmq
+from tests.support.servers import Rabbitmq
 
 from delivered.connectors.rabbitmq.options import parse
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.replayed_help import values_over_a_kill
-from tests.conftest import Rabbitmq
+from tests.support.servers import Rabbitmq
 
 from delivered.connectors.rabbitmq import stream_reader
 from delivered.connectors.rabbitmq.stream import CONNECTOR

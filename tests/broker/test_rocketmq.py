@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.broker.receive_help import POINTS, each_once, entered, finish, numbered, receive
-from tests.conftest import Rocketmq
+from tests.support.servers import Rocketmq
 
 import delivered
 from delivered import brokers

@@ -14,7 +14,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import POINTS, exactly_once_is_refused, killed_and_started_again, rows, writer
-from tests.conftest import Rocketmq
+from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.options import parse
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver

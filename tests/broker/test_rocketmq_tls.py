@@ -20,7 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from tests.broker.send_help import rows, writer
-from tests.conftest import Rocketmq
+from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.client import Session
 from delivered.connectors.rocketmq.options import parse

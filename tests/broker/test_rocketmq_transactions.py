@@ -22,9 +22,9 @@ import pyarrow as pa
 import pytest
 from tests.broker.send_help import killed_and_started_again
 from tests.broker.test_rocketmq_sink import taken
-from tests.conftest import Rocketmq
-from tests.crash.child import start_child
-from tests.crash.embedded_pipeline import PIPELINE
+from tests.support.embedded_pipeline import PIPELINE
+from tests.support.servers import Rocketmq
+from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
 from delivered.connectors.rocketmq import committer, ended
@@ -268,7 +268,7 @@ POINTS = (
 
 
 @pytest.mark.matrix
-def test_a_death_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, tmp_path: Path) -> None:
+def test_a_death_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, zygote: Zygote, tmp_path: Path) -> None:
     """F4, F6: killed at each crash point of one pipeline's life, started again each time."""
     records = 1_000
     keys = [f"id-{i}".encode() for i in range(records)]
@@ -282,10 +282,9 @@ def test_a_death_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, tm
             "log": str(tmp_path / "log"), "checkpoint": str(tmp_path / "checkpoint"), "guarantee": "exactly_once",
             "owner": f"owner-{number}", "sinks": [{"name": "out", "format": "rocketmq", "options": options}],
         }  # fmt: skip
-        child = start_child(spec, tmp_path, crash)
-        _, error = child.communicate(timeout=120)
-        assert child.returncode in (0, -signal.SIGKILL), error
-        return child.returncode
+        code, error = zygote.run(spec, tmp_path, crash)
+        assert code in (0, -signal.SIGKILL), error
+        return code
 
     deaths = 0
     made: Any = find_sink("rocketmq", options)

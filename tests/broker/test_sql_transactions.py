@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.conformance.test_sinks import EXACT, Rig
+from tests.support.sinks import EXACT, Rig
 from typer.testing import CliRunner
 
 from delivered.cli.main import app

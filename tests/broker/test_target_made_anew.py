@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conformance.test_sinks import Rig
+from tests.support.sinks import Rig
 
 from delivered.connectors.kafka import CONNECTOR as KAFKA
 from delivered.connectors.sqlite import CONNECTOR as SQLITE

@@ -24,10 +24,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.deaths import POINTS, TASK
-from tests.conformance.test_sinks import Rig, offsets
 from tests.conformance.test_upserts import rows
-from tests.crash.child import start_child
-from tests.crash.embedded_pipeline import TABLE
+from tests.support.embedded_pipeline import TABLE
+from tests.support.sinks import Rig, offsets
+from tests.support.zygote import Child, Zygote
 
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log import append
@@ -82,6 +82,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class World:
     log: Path
     folder: Path
+    zygote: Zygote
     upsert: dict[str, str]
     sink: dict[str, Any]
     execute: Callable[[str], list[tuple[Any, ...]]]
@@ -92,19 +93,24 @@ class World:
     runs: int = 0
     errors: list[str] = field(default_factory=list)
 
-    def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
+    def spec(self, stop_at: str = "") -> dict[str, Any]:
+        """Of the next run."""
         self.runs += 1
-        spec = {
+        return {
             "log": str(self.log), "checkpoint": str(self.folder / "checkpoint"), "guarantee": "exactly_once",
             "owner": f"owner-{self.runs}", "stop_at": stop_at, "upsert": self.upsert, **self.sink,
         }  # fmt: skip
-        return start_child(spec, self.folder, crash)
 
     def run(self, crash: str = "") -> int:
-        process = self.start(crash)
-        _, error = process.communicate(timeout=120)
+        code, error = self.zygote.run(self.spec(), self.folder, crash)
         self.errors.append(error)
-        return process.returncode
+        return code
+
+    def stop(self, point: str) -> Child:
+        """Start one that stops itself there, and wait until it did."""
+        zombie = self.zygote.start(self.spec(point), self.folder)
+        zombie.wait_stopped()
+        return zombie
 
     def state(self) -> State:
         found = self.execute(f"SELECT id, version, text FROM {self.table}")
@@ -146,6 +152,12 @@ class World:
         return self.expected(json.dumps(driver.latest(driver.initial(), None)))
 
 
+def _loaded(request: pytest.FixtureRequest, system: str) -> Zygote:
+    zygote: Zygote = request.getfixturevalue("zygote")
+    zygote.load(system)
+    return zygote
+
+
 def _sqlite(request: pytest.FixtureRequest, upsert: dict[str, str]) -> World:
     folder: Path = request.getfixturevalue("tmp_path")
     database = folder / "sink.db"
@@ -158,7 +170,17 @@ def _sqlite(request: pytest.FixtureRequest, upsert: dict[str, str]) -> World:
         connection.executescript(_SQLITE)
     decisions = "SELECT decision FROM _delivered_decision ORDER BY batch"
     log: Path = request.getfixturevalue("log")
-    return World(log, folder, upsert, {"database": str(database)}, execute, TABLE, "history", decisions)
+    return World(
+        log,
+        folder,
+        _loaded(request, "sqlite"),
+        upsert,
+        {"database": str(database)},
+        execute,
+        TABLE,
+        "history",
+        decisions,
+    )
 
 
 def _postgres(request: pytest.FixtureRequest, upsert: dict[str, str], mechanism: str) -> World:
@@ -170,7 +192,18 @@ def _postgres(request: pytest.FixtureRequest, upsert: dict[str, str], mechanism:
     decisions = f"SELECT decision FROM delivered.decision WHERE sink = '{table}' ORDER BY batch"
     log: Path = request.getfixturevalue("log")
     whole = mechanism == "one_transaction"
-    return World(log, folder, upsert, sink, server.execute, table, f"{table}_history", decisions, whole)
+    return World(
+        log,
+        folder,
+        _loaded(request, "postgres"),
+        upsert,
+        sink,
+        server.execute,
+        table,
+        f"{table}_history",
+        decisions,
+        whole,
+    )
 
 
 def _mysql(request: pytest.FixtureRequest, upsert: dict[str, str], mechanism: str) -> World:
@@ -183,7 +216,18 @@ def _mysql(request: pytest.FixtureRequest, upsert: dict[str, str], mechanism: st
     decisions = f"SELECT decision FROM delivered.decision WHERE sink = '{table}' ORDER BY batch"
     log: Path = request.getfixturevalue("log")
     whole = mechanism == "one_transaction"
-    return World(log, folder, upsert, sink, server.execute, table, f"{table}_history", decisions, whole)
+    return World(
+        log,
+        folder,
+        _loaded(request, "mysql"),
+        upsert,
+        sink,
+        server.execute,
+        table,
+        f"{table}_history",
+        decisions,
+        whole,
+    )
 
 
 WORLDS: dict[str, Callable[[pytest.FixtureRequest], World]] = {
@@ -227,17 +271,14 @@ def test_zombie_cannot_bring_an_old_state_back(world: World) -> None:
     stop_at = "commit.apply:before" if world.whole else "write.prepare:before"
     if "database" in world.sink:
         stop_at = "commit.decide:before"  # later on it would hold SQLite's one write lock
-    zombie = world.start(stop_at=stop_at)
-    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), zombie.stderr and zombie.stderr.read()
+    zombie = world.stop(stop_at)
     began = time.monotonic()
     assert world.run() == 0, world.errors[-1]
     assert time.monotonic() - began < 30
     done = world.state()
     assert done == world.all()
-    zombie.send_signal(signal.SIGCONT)
-    _, error = zombie.communicate(timeout=120)
-    assert zombie.returncode != 0, error
+    code, error = zombie.go_on()
+    assert code != 0, error
     assert world.state() == done
     assert max(world.history().values()) == 1
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException, Producer
-from tests.conftest import Kafka
+from tests.support.servers import Kafka
 
 from delivered.verify.proxy import Fired, NetworkFault, Rule
 from delivered.verify.proxy_kafka import API_KEYS, Api, KafkaProxy

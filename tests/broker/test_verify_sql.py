@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pymysql
 import pytest
-from tests.conftest import Mysql, Postgres
+from tests.support.servers import Mysql, Postgres
 
 from delivered import brokers
 from delivered.verify.proxy import Fired, NetworkFault

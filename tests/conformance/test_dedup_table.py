@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.conformance.test_sinks import SCHEMA, SINKS
-from tests.crash.dedup_help import by_key, hashed, once, with_helpers
+from tests.support.dedup import by_key, hashed, once, with_helpers
+from tests.support.sinks import SCHEMA, SINKS
 
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch

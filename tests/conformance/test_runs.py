@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from tests.conformance.test_sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
+from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
 
 from delivered.connectors.kafka import ledger as kafka_ledger
 from delivered.contract.powers import ready_target

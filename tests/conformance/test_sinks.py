@@ -2,210 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-import pyarrow as pa
 import pytest
+from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig, offsets
 
-from delivered.connectors.delta import CONNECTOR as DELTA
-from delivered.connectors.files import CONNECTOR as FILES
-from delivered.connectors.iceberg import CONNECTOR as ICEBERG
-from delivered.connectors.memory import CONNECTOR as MEMORY
-from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.powers import KnowsTarget, ready_target
-from delivered.contract.sink import Sink
-from delivered.engine.context import Context
+from delivered.contract.powers import KnowsTarget
 from delivered.engine.decide import commit_batch
-from delivered.engine.recover import plan_batch
-from delivered.engine.shard import fingerprint_seed, write_shard
+from delivered.engine.shard import write_shard
 from delivered.engine.target import same_target
 from delivered.model.account import Account
 from delivered.model.capability import Commit
 from delivered.model.errors import Fenced, LedgerBehind, Refused, TargetChanged
-from delivered.model.fingerprint import Fingerprint, fingerprint
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Target, Work
+from delivered.model.identity import Target, Work
 from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage, Tolerance
-
-SHARDS = 2
-ROWS = 50
-SCHEMA = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
-EXACT = Guarantee.EXACTLY_ONCE
-_names = itertools.count()
-
-
-@dataclass
-class Rig:
-    """A sink and how to drive it as Spark would: each call of `context` is a process of its own."""
-
-    sink: Sink
-    pipeline: str = field(default_factory=lambda: f"p{next(_names)}")
-    incarnation: str = "i0"
-    schema: pa.Schema = field(default_factory=lambda: SCHEMA)
-
-    def rows(self, batch: int, shard: int) -> pa.RecordBatch:
-        """One value is empty, but where the system takes none."""
-        return rows(batch, shard, 1 if self.sink.capability().system == "rocketmq" else 0)
-
-    @property
-    def scope(self) -> Scope:
-        return Scope(self.pipeline, self.sink.name, self.incarnation)
-
-    def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
-        sink = pickle.loads(pickle.dumps(self.sink))
-        return Context(self.scope, guarantee, Owner(owner), sink.ledger(self.scope), sink.committer(self.scope))
-
-    def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
-        ready_target(self.sink, self.schema)
-        view = CheckpointView(self.incarnation, batch, offsets(batch), batch - 1 if batch else None)
-        return plan_batch(context, view, first=first)
-
-    def write(self, plan: BatchPlan, attempt: int = 0) -> list[ShardMessage]:
-        messages = [
-            write_shard(self.sink, plan, shard, attempt, iter([self.rows(plan.batch, shard)]), SCHEMA)
-            for shard in range(SHARDS)
-        ]
-        return pickle.loads(pickle.dumps(messages))
-
-    def run(self, batch: int, context: Context | None = None) -> Decision | None:
-        context = context or self.context()
-        messages = self.write(self.plan(context, batch))
-        return commit_batch(context, batch, offsets(batch), messages)
-
-    def visible(self) -> Fingerprint:
-        """Of all that a reader of the sink sees now."""
-        source = self.sink.read_back()
-        names = self.sink.records(rows(0, 0)).schema.names
-        driver = source.driver()
-        total = Fingerprint()
-        for piece in driver.slices(*driver.batch()):
-            for batch in source.read(piece):
-                total += fingerprint(batch, fingerprint_seed(self.scope), names)
-        driver.close()
-        return total
-
-    def expected(self, *batches: int) -> Fingerprint:
-        seed = fingerprint_seed(self.scope)
-        return sum(
-            (fingerprint(self.sink.records(self.rows(b, s)), seed) for b in batches for s in range(SHARDS)),
-            Fingerprint(),
-        )
-
-
-def rows(batch: int, shard: int, shortest: int = 0) -> pa.RecordBatch:
-    keys = [f"{batch}-{shard}-{i}".encode() if i % 10 else None for i in range(ROWS)]
-    values = [b"v" * (shortest + i) for i in range(ROWS)]
-    return pa.record_batch([pa.array(keys, pa.binary()), pa.array(values)], schema=SCHEMA)
-
-
-def offsets(batch: int) -> str:
-    return json.dumps({"0": (batch + 1) * ROWS})
-
-
-def _memory(request: pytest.FixtureRequest, commit: str) -> Sink:
-    from delivered.connectors.memory.world import make_world
-
-    make_world(request.node.nodeid)
-    return MEMORY.sink({"world": request.node.nodeid, "commit": commit})
-
-
-def _sqlite(request: pytest.FixtureRequest) -> Sink:
-    folder: Path = request.getfixturevalue("tmp_path")
-    return SQLITE.sink({"path": str(folder / "sink.db"), "table": "orders"})
-
-
-def _delta(request: pytest.FixtureRequest) -> Sink:
-    folder: Path = request.getfixturevalue("tmp_path")
-    return DELTA.sink({"path": str(folder / "orders")})
-
-
-def _delta_s3(request: pytest.FixtureRequest) -> Sink:
-    s3: dict[str, str] = request.getfixturevalue("s3")
-    return DELTA.sink({"path": f"s3://lake/t{next(_names)}", **s3})
-
-
-def _iceberg(request: pytest.FixtureRequest) -> Sink:
-    folder: Path = request.getfixturevalue("tmp_path")
-    return ICEBERG.sink({"warehouse": str(folder / "lake"), "table": "shop.orders"})
-
-
-def _iceberg_s3(request: pytest.FixtureRequest) -> Sink:
-    s3: dict[str, str] = request.getfixturevalue("s3")
-    folder: Path = request.getfixturevalue("tmp_path")
-    catalog = {
-        "catalog.uri": f"sqlite:///{folder}/catalog.db",
-        "catalog.warehouse": f"s3://lake/w{next(_names)}",
-        "catalog.s3.endpoint": s3["storage.aws_endpoint_url"],
-        "catalog.s3.region": s3["storage.aws_region"],
-        "catalog.s3.access-key-id": s3["storage.aws_access_key_id"],
-        "catalog.s3.secret-access-key": s3["storage.aws_secret_access_key"],
-    }
-    return ICEBERG.sink({"table": "shop.orders", **catalog})
-
-
-def _iceberg_rest(request: pytest.FixtureRequest) -> Sink:
-    server: Any = request.getfixturevalue("rest_catalog")
-    return ICEBERG.sink({"table": "shop.orders", "catalog.uri": server.url})
-
-
-def _files(request: pytest.FixtureRequest, kind: str) -> Sink:
-    folder: Path = request.getfixturevalue("tmp_path")
-    return FILES.sink({"path": str(folder / "orders"), "fileFormat": kind})
-
-
-def _kafka(request: pytest.FixtureRequest) -> Sink:
-    from delivered.connectors.kafka import CONNECTOR as KAFKA
-
-    kafka: Any = request.getfixturevalue("kafka")
-    return KAFKA.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": kafka.topic()})
-
-
-def _postgres(request: pytest.FixtureRequest, mechanism: str) -> Sink:
-    postgres: Any = request.getfixturevalue("postgres")
-    sink: Sink = postgres.sink(mechanism=mechanism)
-    return sink
-
-
-def _mysql(request: pytest.FixtureRequest, mechanism: str) -> Sink:
-    mysql: Any = request.getfixturevalue("mysql")
-    sink: Sink = mysql.sink(mechanism=mechanism)
-    return sink
-
-
-def _rocketmq(request: pytest.FixtureRequest) -> Sink:
-    from delivered.pipeline.registry import find_sink
-
-    server: Any = request.getfixturevalue("rocketmq")
-    folder: Path = request.getfixturevalue("tmp_path")
-    return find_sink("rocketmq", server.transactions(server.topic("TRANSACTION"), folder))
-
-
-SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
-    "memory-two-phase": lambda request: _memory(request, "two_phase"),
-    "memory-one-transaction": lambda request: _memory(request, "one_transaction"),
-    "sqlite": _sqlite,
-    "delta": _delta,
-    "iceberg": _iceberg,
-    "iceberg-s3": _iceberg_s3,
-    "iceberg-rest": _iceberg_rest,
-    "files-parquet": lambda request: _files(request, "parquet"),
-    "files-json": lambda request: _files(request, "json"),
-    "delta-s3": _delta_s3,
-    "kafka": _kafka,
-    "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),
-    "postgres-two-phase": lambda request: _postgres(request, "two_phase"),
-    "mysql-one-transaction": lambda request: _mysql(request, "one_transaction"),
-    "rocketmq": _rocketmq,
-    "mysql-two-phase": lambda request: _mysql(request, "two_phase"),
-}
-
+from delivered.model.work import Action, Decision, Owner, Prepared, Tolerance
 
 _SWEEPS = {"iceberg-s3"}
 """The same code as beside them, over another store: left to `make verify`."""

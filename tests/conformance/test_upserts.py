@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from tests.conformance.test_sinks import EXACT, Rig, offsets
+from tests.support.sinks import EXACT, Rig, offsets
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG

@@ -5,10 +5,8 @@ The judge looks from outside: at the records that were appended, and at the tabl
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from tests.crash.child import start_child
-from tests.crash.embedded_pipeline import PIPELINE
 from tests.crash.test_sqlite_crash import BATCHES, PARTITIONS, RECORDS, World, log, points
+from tests.support.embedded_pipeline import PIPELINE
+from tests.support.zygote import Zygote
 
 from delivered.connectors.delta import CONNECTOR
 from delivered.contract.sink import Sink
@@ -52,16 +50,9 @@ class TableWorld(World):
     def incarnation(self) -> str:
         return (self.checkpoint / "metadata").read_text()
 
-    def spec(self, stop_at: str = "") -> dict[str, Any]:
-        """Of the next run."""
-        self.runs += 1
-        return {
-            "log": str(self.log), self.format: self.options, "checkpoint": str(self.checkpoint),
-            "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
-        }  # fmt: skip
-
-    def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
-        return start_child(self.spec(stop_at), self.folder, crash)
+    @property
+    def sink_spec(self) -> dict[str, Any]:
+        return {self.format: self.options}
 
     def decisions(self) -> list[Decision]:
         return list(self.sink.ledger(Scope(PIPELINE, self.sink.name, self.incarnation)).history())
@@ -95,8 +86,9 @@ class DeltaWorld(TableWorld):
 
 
 @pytest.fixture
-def world(log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> DeltaWorld:
-    return DeltaWorld(log, tmp_path, getattr(request, "param", "exactly_once"))
+def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> DeltaWorld:
+    zygote.load("delta")
+    return DeltaWorld(log, tmp_path, getattr(request, "param", "exactly_once"), zygote)
 
 
 @pytest.mark.parametrize(
@@ -212,14 +204,11 @@ def test_zombie_inside_its_decision_is_fenced(world: TableWorld) -> None:
 
 def fenced(world: TableWorld, point: str) -> str:
     """What the zombie says in the end."""
-    zombie = world.start(stop_at=point)
-    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), zombie.stderr and zombie.stderr.read()
+    zombie = world.stop(point)
     world.finish(1)
     done = world.rows()
-    zombie.send_signal(signal.SIGCONT)
-    _, error = zombie.communicate(timeout=120)
-    assert zombie.returncode == 3
+    code, error = zombie.go_on()
+    assert code == 3
     assert any(
         code in error for code in ("[DELIVERED_FENCED]", "[DELIVERED_STAGED_FILE_GONE]", "[DELIVERED_DECISION_FAILED]")
     ), error

@@ -5,19 +5,16 @@ The judge compares the table with what an undisturbed run made of it after as ma
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from tests.crash.child import start_child
-from tests.crash.embedded_pipeline import PIPELINE
 from tests.crash.test_sqlite_crash import points
-from tests.crash.zygote import Zygote
+from tests.support.embedded_pipeline import PIPELINE
+from tests.support.zygote import Zygote
 
 from delivered.connectors.delta import CONNECTOR
 from delivered.connectors.log import append
@@ -37,13 +34,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote("deltalake")
-    yield started
-    started.stop()
-
-
 class World:
     system = "delta"
     write = UPSERT
@@ -51,6 +41,7 @@ class World:
     def __init__(self, log: Path, folder: Path, zygote: Zygote) -> None:
         self.log, self.folder, self.zygote, self.runs, self.error = log, folder, zygote, 0, ""
         folder.mkdir(exist_ok=True)
+        zygote.load(self.system)
 
     @property
     def table(self) -> Path:
@@ -144,12 +135,10 @@ def test_a_death_at_every_point_leaves_a_state_that_was_decided(world: World, st
 
 def test_zombie_cannot_bring_an_old_state_back(world: World, states: list[State]) -> None:
     """F7: stopped inside its decision, after it looked at the table, whose files others replace then."""
-    zombie = start_child(world.spec("commit.apply:after"), world.folder)
-    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), zombie.stderr and zombie.stderr.read()
+    zombie = world.zygote.start(world.spec("commit.apply:after"), world.folder)
+    zombie.wait_stopped()
     assert world.run() == 0, world.error
-    zombie.send_signal(signal.SIGCONT)
-    _, error = zombie.communicate(timeout=120)
-    assert zombie.returncode == 3
+    code, error = zombie.go_on()
+    assert code == 3
     assert "[DELIVERED_" in error
     assert world.state() == states[-1]

@@ -24,6 +24,7 @@ from tests.crash.test_delta_crash import (
     test_zombie_driver_is_fenced,
 )
 from tests.crash.test_sqlite_crash import log
+from tests.support.zygote import Zygote
 
 from delivered.connectors.files import CONNECTOR
 from delivered.contract.sink import Sink
@@ -57,8 +58,9 @@ class FilesWorld(TableWorld):
 
 
 @pytest.fixture
-def world(log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> FilesWorld:
-    return FilesWorld(log, tmp_path, getattr(request, "param", "exactly_once"))
+def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> FilesWorld:
+    zygote.load("files")
+    return FilesWorld(log, tmp_path, getattr(request, "param", "exactly_once"), zygote)
 
 
 def test_zombie_inside_its_decision_is_fenced(world: FilesWorld) -> None:

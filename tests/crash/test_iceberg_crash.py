@@ -9,8 +9,6 @@ from __future__ import annotations
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from tests.crash.test_delta_crash import (
     test_zombie_driver_is_fenced,
 )
 from tests.crash.test_sqlite_crash import BATCHES, log
-from tests.crash.zygote import Zygote
+from tests.support.zygote import Zygote
 
 from delivered.connectors.iceberg import CONNECTOR
 from delivered.contract.sink import Sink
@@ -45,25 +43,8 @@ __all__ = [
 ]
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote(
-        "delivered.connectors.iceberg.store", "delivered.connectors.iceberg.writer", "pyiceberg.catalog.sql"
-    )
-    yield started
-    started.stop()
-
-
-@dataclass
 class IcebergWorld(TableWorld):
-    zygote: Zygote | None = None
     format = "iceberg"
-
-    def run(self, crash: str = "") -> int:
-        assert self.zygote
-        code, error = self.zygote.run(self.spec(), self.folder, crash)
-        self.errors.append(error)
-        return code
 
     @property
     def options(self) -> dict[str, str]:
@@ -108,7 +89,8 @@ class IcebergWorld(TableWorld):
 
 @pytest.fixture
 def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> IcebergWorld:
-    return IcebergWorld(log, tmp_path, getattr(request, "param", "exactly_once"), zygote=zygote)
+    zygote.load("iceberg")
+    return IcebergWorld(log, tmp_path, getattr(request, "param", "exactly_once"), zygote)
 
 
 def test_zombie_inside_its_decision_is_fenced(world: IcebergWorld) -> None:

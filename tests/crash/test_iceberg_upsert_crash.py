@@ -5,7 +5,6 @@ The judge compares the table with what an undisturbed run made of it after as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.crash.test_delta_upsert_crash import (
     test_a_death_at_every_point_leaves_a_state_that_was_decided,
     test_zombie_cannot_bring_an_old_state_back,
 )
-from tests.crash.zygote import Zygote
+from tests.support.zygote import Zygote
 
 from delivered.connectors.iceberg import CONNECTOR
 
@@ -27,16 +26,6 @@ __all__ = [
     "test_a_death_at_every_point_leaves_a_state_that_was_decided",
     "test_zombie_cannot_bring_an_old_state_back",
 ]
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    started = Zygote(
-        "deltalake", "delivered.connectors.iceberg.store", "delivered.connectors.iceberg.staged",
-        "pyiceberg.catalog.sql",
-    )  # fmt: skip
-    yield started
-    started.stop()
 
 
 class World(delta.World):

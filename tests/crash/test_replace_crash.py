@@ -21,14 +21,12 @@ from tests.crash.test_delta_upsert_crash import (
     test_a_death_at_every_point_leaves_a_state_that_was_decided,
     test_zombie_cannot_bring_an_old_state_back,
 )
-from tests.crash.test_iceberg_upsert_crash import zygote
-from tests.crash.zygote import Zygote
+from tests.support.zygote import Zygote
 
 __all__ = [
     "log",
     "test_a_death_at_every_point_leaves_a_state_that_was_decided",
     "test_zombie_cannot_bring_an_old_state_back",
-    "zygote",
 ]
 
 BATCHES = 3

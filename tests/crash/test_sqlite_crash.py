@@ -5,19 +5,18 @@ The judge looks from outside: at the records that were appended, and at the tabl
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sqlite3
-import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.crash.child import start_child
-from tests.crash.embedded_pipeline import PIPELINE, TABLE
+from tests.support.embedded_pipeline import PIPELINE, TABLE
+from tests.support.zygote import Child, Zygote
 
 from delivered.connectors.log import append
 from delivered.connectors.sqlite import CONNECTOR
@@ -50,6 +49,7 @@ class World:
     log: Path
     folder: Path
     guarantee: str
+    zygote: Zygote
     runs: int = 0
     errors: list[str] = field(default_factory=list)
 
@@ -61,20 +61,29 @@ class World:
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint"
 
-    def start(self, crash: str = "", stop_at: str = "") -> subprocess.Popen[str]:
+    def spec(self, stop_at: str = "") -> dict[str, Any]:
+        """Of the next run."""
         self.runs += 1
-        spec = {
-            "log": str(self.log), "database": str(self.database), "checkpoint": str(self.checkpoint),
+        return {
+            "log": str(self.log), **self.sink_spec, "checkpoint": str(self.checkpoint),
             "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
         }  # fmt: skip
-        return start_child(spec, self.folder, crash)
+
+    @property
+    def sink_spec(self) -> dict[str, Any]:
+        return {"database": str(self.database)}
+
+    def stop(self, point: str) -> Child:
+        """Start one that stops itself there, and wait until it did."""
+        zombie = self.zygote.start(self.spec(point), self.folder)
+        zombie.wait_stopped()
+        return zombie
 
     def run(self, crash: str = "") -> int:
         """Run until the source is empty, or the process dies. Returns its exit code; -9 for SIGKILL."""
-        process = self.start(crash)
-        _, error = process.communicate(timeout=120)
+        code, error = self.zygote.run(self.spec(), self.folder, crash)
         self.errors.append(error)
-        return process.returncode
+        return code
 
     def rows(self) -> Counter[str]:
         """id -> how often a reader of the table sees it."""
@@ -138,8 +147,9 @@ class World:
 
 
 @pytest.fixture
-def world(log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> World:
-    return World(log, tmp_path, getattr(request, "param", "exactly_once"))
+def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    zygote.load("sqlite")
+    return World(log, tmp_path, getattr(request, "param", "exactly_once"), zygote)
 
 
 def points(guarantee: str) -> list[str]:
@@ -257,14 +267,11 @@ def test_zombie_driver_is_fenced(world: World, stop_at: str) -> None:
     exact = world.guarantee == "exactly_once"
     middle = ("stage" if exact else "send") if stop_at.endswith("after") else ("prepare" if exact else "flush")
     point = stop_at.format("decide" if exact and "commit" in stop_at else "record" if "commit" in stop_at else middle)
-    zombie = world.start(stop_at=point)
-    _, status = os.waitpid(zombie.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), zombie.stderr and zombie.stderr.read()
+    zombie = world.stop(point)
     world.finish(1)
     done = world.rows()
-    zombie.send_signal(signal.SIGCONT)
-    _, error = zombie.communicate(timeout=120)
-    assert zombie.returncode == 3
+    code, error = zombie.go_on()
+    assert code == 3
     assert "[DELIVERED_FENCED]" in error or "[DELIVERED_STAGED_FILE_GONE]" in error, error
     if exact:
         assert world.rows() == done
@@ -275,12 +282,10 @@ def test_zombie_driver_is_fenced(world: World, stop_at: str) -> None:
 
 def test_zombie_inside_the_transaction_blocks_with_a_clear_error(world: World) -> None:
     """The stopped process holds SQLite's write lock: the new one says so within 15 s; then both end well."""
-    zombie = world.start(stop_at="commit.apply:after")
-    os.waitpid(zombie.pid, os.WUNTRACED)
+    zombie = world.stop("commit.apply:after")
     assert world.run() == 3
     assert "[DELIVERED_DATABASE_LOCKED]" in world.errors[-1]
     zombie.kill()
-    zombie.communicate()
     world.finish(1)
     assert world.judge() == (0, 0)
 

@@ -19,7 +19,7 @@ from delivered.testing import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from tests.conftest import Postgres, Rabbitmq
+    from tests.support.servers import Postgres, Rabbitmq
 
 
 def assert_each_once(arrived: Arrived) -> None:

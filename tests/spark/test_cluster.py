@@ -17,7 +17,7 @@ from tests.spark.standalone import Standalone, kill_tree
 from delivered.brokers.java import java_home
 
 if TYPE_CHECKING:
-    from tests.conftest import Kafka
+    from tests.support.servers import Kafka
 
 APP = Path(__file__).parent / "apps" / "copy_topic.py"
 RECORDS = 20_000

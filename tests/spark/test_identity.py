@@ -18,7 +18,7 @@ from delivered.testing import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from tests.conftest import Kafka
+    from tests.support.servers import Kafka
 
 APP = Path(__file__).parent / "apps" / "batch_run.py"
 ROWS = 300

@@ -15,7 +15,7 @@ from delivered.connectors.log import append
 from delivered.testing import supervisor
 
 if TYPE_CHECKING:
-    from tests.conftest import Mysql
+    from tests.support.servers import Mysql
 
 APP = Path(__file__).parent / "apps" / "several_sinks.py"
 RECORDS = 3_000

@@ -15,7 +15,7 @@ from delivered.model.outcome import Ok
 from delivered.testing import supervisor
 
 if TYPE_CHECKING:
-    from tests.conftest import Postgres
+    from tests.support.servers import Postgres
 
 APP = Path(__file__).parent / "apps" / "to_postgres.py"
 RECORDS = 4_000

@@ -11,7 +11,7 @@ import delivered
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from tests.conftest import Pulsar
+    from tests.support.servers import Pulsar
 
 
 def test_a_schema_that_evolves_between_load_and_start(pulsar: Pulsar, spark: SparkSession, tmp_path: Path) -> None:

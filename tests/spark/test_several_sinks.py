@@ -20,7 +20,7 @@ from delivered.testing import supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from tests.conftest import Kafka, Postgres
+    from tests.support.servers import Kafka, Postgres
 
 APP = Path(__file__).parent / "apps" / "several_sinks.py"
 RECORDS = 3_000

@@ -19,7 +19,7 @@ from delivered.testing.crash import CRASH, CRASH_DIR, hits
 from delivered.testing.supervisor import kill_tree
 
 if TYPE_CHECKING:
-    from tests.conftest import Kafka
+    from tests.support.servers import Kafka
 
 ROWS = 400
 CRASHED = "commit.decide:after@batch=1"

@@ -1,10 +1,9 @@
-"""A whole pipeline without Spark, in a process of its own: a log, the engine, a sink, a checkpoint as Spark keeps it.
+"""A whole pipeline without Spark, for a process of its own: a log, the engine, a sink, a checkpoint as Spark keeps it.
 
-    python embedded_pipeline.py '{"log": ..., "database": ..., "checkpoint": ..., "guarantee": ..., "owner": ...}'
-
-Before a batch its offsets are written, after it a file in `commits/`. Crash points come from DELIVERED_CRASH. With
-"dedup" (microseconds) it drops repeats of a key by a table. With
-"stop_at" the process stops itself (SIGSTOP) at that point, once: a zombie to be.
+`main` takes {"log": ..., "database": ..., "checkpoint": ..., "guarantee": ..., "owner": ...}. Before a batch its
+offsets are written, after it a file in `commits/`. Crash points come from DELIVERED_CRASH. With "dedup"
+(microseconds) it drops repeats of a key by a table. With "stop_at" the process stops itself (SIGSTOP) at that point,
+once: a zombie to be.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def _once(
     within_us: int, sink: Any, scope: Scope, batch: int, read: list[pa.RecordBatch], made: Any
 ) -> list[Iterator[pa.RecordBatch]]:
     """Shards without the repeats that a table of keys knows."""
-    from tests.crash.dedup_help import by_key, once, with_helpers
+    from tests.support.dedup import by_key, once, with_helpers
 
     parts: list[list[pa.RecordBatch]] = [[], []]
     for rows in read:
@@ -207,7 +206,3 @@ def main(given: dict[str, Any]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,499 @@
+"""Real servers and what tests do with them, by clients that are not ours. `tests/conftest.py` has them as fixtures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from delivered import brokers
+from delivered.brokers import rocketmq as rocketmq_server
+
+
+class Server:
+    """A server of one kind on 127.0.0.1; `broker` can kill and restart it.
+
+    Attributes:
+        quick: settings of every server that tests start.
+    """
+
+    system: ClassVar[str]
+    quick: ClassVar[Mapping[str, str]] = {}
+    heap_mb: ClassVar[int] = 384
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        self.broker = broker
+
+    @classmethod
+    def start(cls, folder: Path, properties: Mapping[str, str] | None = None, **options: Any) -> Self:
+        """It dies with this process; options as for `brokers.start`."""
+        given = {"heap_mb": cls.heap_mb, **options, "properties": {**cls.quick, **(properties or {})}}
+        return cls(brokers.start(cls.system, folder, dies_with_parent=True, **given))
+
+    def close(self) -> None:
+        """Give clients back."""
+
+    def stop(self) -> None:
+        self.close()
+        self.broker.stop()
+
+
+class Kafka(Server):
+    """A real broker and what tests do with it.
+
+    `kafka.bootstrap` is its address, `kafka.topic()` makes a fresh topic, `kafka.broker` can kill and restart it:
+    do that only with a broker of your own, from the fixture `new_kafka`.
+    """
+
+    system = "kafka"
+    # Expired transactions are looked for every ten seconds by default.
+    quick: ClassVar = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        super().__init__(broker)
+        self._admin: Any = None
+
+    @property
+    def bootstrap(self) -> str:
+        return self.broker.bootstrap
+
+    def topic(self, partitions: int = 4, /, name: str | None = None, **config: Any) -> str:
+        """Make a topic nobody else uses; `config` as Kafka names it, with `_` for `.`."""
+        from confluent_kafka.admin import NewTopic
+
+        name = name or f"t{next(self._names)}"
+        settings = {k.replace("_", "."): str(v) for k, v in config.items()}
+        made = self.admin().create_topics([NewTopic(name, partitions, 1, config=settings)])
+        made[name].result(30)
+        return name
+
+    def admin(self) -> Any:
+        from confluent_kafka.admin import AdminClient
+
+        if self._admin is None:
+            self._admin = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
+        return self._admin
+
+
+class Postgres(Server):
+    """A real PostgreSQL and what tests do with it.
+
+    `postgres.url` is its address, `postgres.sink(...)` a sink on a fresh table, `postgres.execute(...)` a client that
+    is not ours. `postgres.broker` can kill and restart it: do that only with a server from the fixture `new_postgres`.
+    """
+
+    system = "postgres"
+    _names = itertools.count()
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def execute(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run one statement by itself, and return its rows, if it has any."""
+        import psycopg
+
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            cursor = connection.execute(statement, values or None)
+            return cursor.fetchall() if cursor.description else []
+
+    def table(self, columns: str | None = "key bytea, value bytea") -> str:
+        """Name of a table nobody else uses; made, unless `columns` is None."""
+        name = f"t{next(self._names)}"
+        if columns is not None:
+            self.execute(f"CREATE TABLE {name} ({columns})")
+        return name
+
+    def sink(self, table: str | None = None, **options: str) -> Any:
+        from delivered.connectors.postgres import CONNECTOR
+
+        return CONNECTOR.sink({"url": self.url, "dbtable": table or self.table(), **options})
+
+
+class Mysql(Server):
+    """A real MariaDB and what tests do with it, as `Postgres`."""
+
+    system = "mysql"
+    # What a killed server wrote, the system keeps: tests that pull no plug need no disk.
+    quick: ClassVar = {"innodb_flush_method": "nosync", "debug_no_sync": "1"}
+    _names = itertools.count()
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def connect(self, **given: Any) -> Any:
+        """A client that is not ours."""
+        import pymysql
+
+        host, _, port = self.broker.bootstrap.rpartition(":")
+        defaults = {"user": "delivered", "database": "dev", "autocommit": True, "charset": "utf8mb4"}
+        return pymysql.connect(host=host, port=int(port), **{**defaults, **given})
+
+    def execute(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run one statement by itself, and return its rows, if it has any."""
+        connection = self.connect()
+        try:
+            with connection.cursor() as cursor:
+                cursor.execute(statement, values or None)
+                return list(cursor.fetchall())
+        finally:
+            connection.close()
+
+    def table(self, columns: str | None = "`key` longblob, value longblob") -> str:
+        """Name of a table nobody else uses; made, unless `columns` is None."""
+        name = f"t{next(self._names)}"
+        if columns is not None:
+            self.execute(f"CREATE TABLE {name} ({columns})")
+        return name
+
+    def sink(self, table: str | None = None, **options: str) -> Any:
+        from delivered.connectors.mysql import CONNECTOR
+
+        return CONNECTOR.sink({"url": self.url, "dbtable": table or self.table(), **options})
+
+
+class Rabbitmq(Server):
+    """A real RabbitMQ and what tests do with it.
+
+    `rabbitmq.url` is its address, `rabbitmq.queue()` makes a fresh queue, `rabbitmq.send(...)` is a client that is not
+    ours. `rabbitmq.broker` can kill and restart it: do that only with one from the fixture `new_rabbitmq`.
+    """
+
+    system = "rabbitmq"
+    _names = itertools.count()
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def connect(self) -> Any:
+        import pika
+
+        return pika.BlockingConnection(pika.URLParameters(self.url))
+
+    def queue(self, kind: str = "quorum", durable: bool = True, **arguments: Any) -> str:
+        """Name of a queue nobody else uses."""
+        name = f"q{next(self._names)}"
+        given = {"x-queue-type": kind, **{k.replace("_", "-"): v for k, v in arguments.items()}}
+        connection = self.connect()
+        connection.channel().queue_declare(name, durable=durable, arguments=given)
+        connection.close()
+        return name
+
+    def send(self, queue: str, messages: Any) -> None:
+        """(id, body) pairs; all are in the queue when this returns."""
+        import pika
+
+        connection = self.connect()
+        channel = connection.channel()
+        given = list(messages)
+        for at, (message_id, body) in enumerate(given, 1):
+            if at == len(given):  # a confirm for each would cost 5 ms; the last one's says that all before it are in
+                channel.confirm_delivery()
+            properties = pika.BasicProperties(message_id=message_id, delivery_mode=2, headers={"n": 1, "s": "text"})
+            channel.basic_publish("", queue, body, properties)
+        connection.close()
+
+    def left(self, queue: str) -> int:
+        """Messages that are ready for somebody."""
+        return int(self._declared(queue).message_count)
+
+    def consumers(self, queue: str) -> int:
+        return int(self._declared(queue).consumer_count)
+
+    def _declared(self, queue: str) -> Any:
+        connection = self.connect()
+        found = connection.channel().queue_declare(queue, passive=True).method
+        connection.close()
+        return found
+
+
+class Pulsar(Server):
+    """A real Pulsar and what tests do with it.
+
+    `pulsar.options` are what a source or sink needs, `pulsar.topic()` makes a fresh topic, `pulsar.send(...)` is a
+    client that is not ours. `pulsar.broker` can kill and restart it: do that only with one from the fixture
+    `new_pulsar`.
+    """
+
+    system = "pulsar"
+    quick: ClassVar = {"journalSyncData": "false"}  # no plug is pulled
+    heap_mb = 256
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker, token: str | None = None) -> None:
+        super().__init__(broker)
+        self._token = token
+        self._client: Any = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"url": self.broker.url, "adminUrl": f"http://{self.broker.listeners['HTTP']}"}
+
+    def admin(self, method: str, path: str, body: Any = None) -> Any:
+        """One request below /admin/v2/; the answer as JSON, or None."""
+        request = urllib.request.Request(
+            f"{self.options['adminUrl']}/admin/v2/{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"}
+            | ({} if self._token is None else {"Authorization": f"Bearer {self._token}"}),
+            method=method,
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            said = reply.read()
+        return json.loads(said) if said else None
+
+    def topic(self, partitions: int = 0, namespace: str = "public/default") -> str:
+        """Name of a topic nobody else uses; short in public/default, else full."""
+        name = f"t{next(self._names)}"
+        path = f"persistent/{namespace}/{name}"
+        self.admin("PUT", f"{path}/partitions", partitions) if partitions else self.admin("PUT", path, {})
+        return name if namespace == "public/default" else f"persistent://{namespace}/{name}"
+
+    def namespace(self, **policies: Any) -> str:
+        """A fresh namespace with these policies, each as its path below the namespace."""
+        name = f"public/n{next(self._names)}"
+        self.admin("PUT", f"namespaces/{name}", {})
+        for policy, value in policies.items():
+            self.admin("POST", f"namespaces/{name}/{policy}", value)
+        return name
+
+    def client(self) -> Any:
+        import pulsar
+
+        if self._client is None:
+            self._client = pulsar.Client(
+                self.broker.url,
+                authentication=None if self._token is None else pulsar.AuthenticationToken(self._token),
+                logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
+            )
+        return self._client
+
+    def send(self, topic: str, values: Any, batch: int = 0, **settings: Any) -> None:
+        """Values, or dicts of what the client's `send` takes; all are in when this returns.
+
+        Args:
+            batch: messages in one entry; 0: each has its own.
+        """
+        import pulsar
+
+        if batch:
+            settings |= {
+                "batching_enabled": True,
+                "batching_max_messages": batch,
+                "batching_max_publish_delay_ms": 60_000,
+                "batching_max_allowed_size_in_bytes": 10_000_000,
+            }
+        mode = pulsar.PartitionsRoutingMode.UseSinglePartition
+        producer = self.client().create_producer(topic, message_routing_mode=mode, block_if_queue_full=True, **settings)
+        failed: list[Any] = []
+        for value in values:
+            given = value if isinstance(value, dict) else {"content": value}
+            producer.send_async(
+                callback=lambda result, _: None if result == pulsar.Result.Ok else failed.append(result), **given
+            )
+        producer.flush()
+        producer.close()
+        assert not failed, failed
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+class Activemq(Server):
+    """A real ActiveMQ Artemis and what tests do with it, as `Rabbitmq`."""
+
+    system = "activemq"
+    quick: ClassVar = {"journalDatasync": "false"}  # no plug is pulled
+    heap_mb = 256
+    _names = itertools.count()
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def connect(self) -> tuple[Any, Any]:
+        """A client that is not ours, and a queue into which its frames come: (kind, frame)."""
+        import queue
+
+        import stomp
+
+        host, _, port = self.broker.bootstrap.rpartition(":")
+        connection = stomp.Connection12([(host, int(port))], auto_decode=False)
+        frames: Any = queue.Queue()
+
+        class Listener(stomp.ConnectionListener):
+            def on_message(self, frame: Any) -> None:
+                frames.put(("message", frame))
+
+            def on_receipt(self, frame: Any) -> None:
+                frames.put(("receipt", frame))
+
+            def on_error(self, frame: Any) -> None:
+                frames.put(("error", frame))
+
+        connection.set_listener("test", Listener())
+        connection.connect(wait=True)
+        return connection, frames
+
+    def ask(self, committer: str, operation: str = "", *parameters: Any, attribute: str = "") -> Any:
+        """A question to the broker's management."""
+        connection, frames = self.connect()
+        connection.auto_content_length = False
+        replies = f"tests.replies.{next(self._names)}"
+        connection.subscribe(replies, "r", headers={"subscription-type": "MULTICAST", "receipt": "r"})
+        assert frames.get(timeout=10)[0] == "receipt"
+        headers = {"_AMQ_ResourceName": committer, "reply-to": replies}
+        headers |= {"_AMQ_Attribute": attribute} if attribute else {"_AMQ_OperationName": operation}
+        connection.send("activemq.management", "" if attribute else json.dumps(parameters), headers=headers)
+        kind, frame = frames.get(timeout=10)
+        connection.disconnect()
+        assert kind == "message" and frame.headers["_AMQ_OperationSucceeded"] == "true", frame.body
+        return json.loads(frame.body)[0] if frame.body else None
+
+    def queue(self, kind: str = "ANYCAST", durable: bool = True, **settings: Any) -> str:
+        """Name of a queue nobody else uses; `settings` of its address, as Artemis names them in JSON."""
+        name = f"q{next(self._names)}"
+        if settings:
+            self.ask("broker", "addAddressSettings", name, json.dumps(settings))
+        made = {"name": name, "address": name, "routing-type": kind, "durable": durable, "auto-delete": False}
+        self.ask("broker", "createQueue", json.dumps(made))
+        return name
+
+    def send(self, queue: str, messages: Any, **headers: str) -> None:
+        """(id, body) pairs; all are in the queue when this returns."""
+        connection, frames = self.connect()
+        given = list(messages)
+        for message_id, body in given:
+            own = {"persistent": "true", "destination-type": "ANYCAST", "n": "1", **headers}
+            if message_id is not None:
+                own["id"] = message_id
+            connection.send(queue, body, headers=own, receipt="r")
+        kinds = [frames.get(timeout=30)[0] for _ in given]
+        connection.disconnect()
+        assert set(kinds) <= {"receipt"}
+
+    def left(self, queue: str) -> int:
+        """Messages that are ready for somebody."""
+        return self.kept(queue) - int(self.ask(f"queue.{queue}", attribute="deliveringCount"))
+
+    def kept(self, queue: str) -> int:
+        """Messages that the broker holds, those that somebody was handed included."""
+        return int(self.ask(f"queue.{queue}", attribute="messageCount"))
+
+    def consumers(self, queue: str) -> int:
+        return int(self.ask(f"queue.{queue}", attribute="consumerCount"))
+
+
+class Rocketmq(Server):
+    """A real RocketMQ and what tests do with it.
+
+    `topic()` and `group()` make fresh ones; `send` and `rest` are clients that are not ours.
+    """
+
+    system = "rocketmq"
+    quick: ClassVar = {
+        # Else nothing that a killed receiver held comes again before ten seconds.
+        "proxy.minInvisibleTimeMillsForRecv": "1000",
+        # Tests leave half messages behind, and each round of questions would write all of them anew.
+        "transactionCheckInterval": "3600000",
+        # 5.5.0 turns a core without end, this long after the last transaction was ended (apache/rocketmq issue 10966).
+        "transactionOpBatchInterval": "3600000",
+    }
+    _names = itertools.count()
+
+    def __init__(self, broker: brokers.Broker) -> None:
+        super().__init__(broker)
+        self._producers: dict[str, Any] = {}
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def topic(self, kind: str = "NORMAL", queues: int = 4) -> str:
+        name = f"t{next(self._names)}"
+        rocketmq_server.make_topic(self.broker.listeners["BROKER"], name, kind, queues)
+        return name
+
+    def group(self, ordered: bool = False, attempts: int = 16) -> str:
+        name = f"g{next(self._names)}"
+        rocketmq_server.make_group(self.broker.listeners["BROKER"], name, ordered, attempts)
+        return name
+
+    def transactions(self, topic: str, folder: Path) -> dict[str, str]:
+        """Options of a sink of transaction messages, with its ledger in this folder."""
+        return {
+            "endpoints": self.url,
+            "nameServers": self.broker.listeners["NAMESRV"],
+            "topic": topic,
+            "messageType": "transaction",
+            "ledger": str(folder / "ledger.db"),
+        }
+
+    def configuration(self) -> Any:
+        from delivered.connectors.rocketmq.client import library
+
+        client = library()  # keeps the client's log files away from the user's home
+        return client.ClientConfiguration(self.url, client.Credentials())
+
+    def producer(self, topic: str) -> Any:
+        from rocketmq import Producer
+
+        if topic not in self._producers:
+            made = Producer(self.configuration(), [topic])
+            made.startup()
+            self._producers[topic] = made
+        return self._producers[topic]
+
+    def send(self, topic: str, messages: Any, group: str = "", **properties: str) -> None:
+        """(id, body) pairs, ids of our choice; all are in the topic when this returns, those of a group in order."""
+        configuration, producer = self.configuration(), self.producer(topic)
+        from rocketmq.grpc_protocol import Encoding, MessageType, SendMessageRequest
+
+        given, endpoints = list(messages), configuration.rpc_endpoints
+        together = 1 if group else 100  # several in one request go into any queue
+        for at in range(0, len(given), together):
+            request = SendMessageRequest()
+            for message_id, body in given[at : at + together]:
+                message = request.messages.add(body=body, user_properties=properties)
+                message.topic.name = topic
+                system = message.system_properties
+                system.message_id, system.message_group = message_id, group
+                system.message_type = MessageType.FIFO if group else MessageType.NORMAL
+                system.body_encoding, system.born_host = Encoding.IDENTITY, "here"
+                system.born_timestamp.GetCurrentTime()
+            answer = producer.rpc_client.send_message_async(endpoints, request, producer.sign(), timeout=10).result()
+            assert answer.status.message == "OK", answer
+
+    def rest(self, topic: str, group: str) -> list[Any]:
+        """What the group has not acknowledged and nobody holds, as the library reads it; taken away. Waits 5 s."""
+        configuration = self.configuration()
+        from rocketmq import FilterExpression, SimpleConsumer
+
+        consumer = SimpleConsumer(configuration, group, {topic: FilterExpression()}, await_duration=5)
+        consumer.startup()
+        time.sleep(0.2)
+        found: list[Any] = []
+        while more := consumer.receive(32, 60):
+            for message in more:
+                consumer.ack(message)
+            found += more
+        consumer.shutdown()
+        return found
+
+    def close(self) -> None:
+        for producer in self._producers.values():
+            producer.shutdown()
+        self._producers.clear()
+
+    def stop(self) -> None:
+        self.broker.kill()  # it would take 20 s to end by itself
+        self.close()
