@@ -1,0 +1,242 @@
+"""Every store of a ledger against a model of a few lines, under any order of claims, decisions and forgotten answers.
+
+Two drivers with two processes each, several checkpoints, one after the other. No rows: what moves with a decision is
+tested in test_sinks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from tests.conformance.test_sinks import SCHEMA, SINKS
+
+from delivered.contract.powers import ready_target
+from delivered.contract.sink import Sink
+from delivered.ledger import ledger as rules
+from delivered.ledger.ledger import Ledger
+from delivered.model.errors import DeliveredError, Fenced
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
+from delivered.model.outcome import Failed, Ok
+from delivered.model.work import Begun, Decision, Owner
+
+STORES = {
+    "memory-two-phase": 60,
+    "sqlite": 12,
+    "files-json": 12,
+    "delta": 4,
+    "iceberg": 4,
+    "kafka": 4,
+    "postgres-one-transaction": 4,
+    "mysql-one-transaction": 4,
+}
+"""Each kind of store by one sink that has it, and how many histories it is put through."""
+DRIVERS, PROCESSES, STEPS = 2, 2, 25
+_pipelines = itertools.count()
+_moments = itertools.count(1_700_000_000_000)
+
+
+@dataclass
+class Checkpoint:
+    """What one incarnation wrote, by the model."""
+
+    last: Decision | None = None
+    begun: Begun | None = None
+
+
+@dataclass
+class Model:
+    owner: str | None = None
+    superseded: set[str] = field(default_factory=set)
+    claims: int = 0
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self, sink: Sink) -> None:
+        super().__init__()
+        self.sink = sink
+        self.model = Model()
+        self.pipeline = f"store{next(_pipelines)}"
+        self.incarnation = ""
+        self.names = itertools.count()
+        self.drivers: list[str] = []
+        self.ledgers: list[list[Any]] = []
+        self.held: dict[tuple[int, int], int] = {}
+        """(driver, process) -> number of the claim that it works by."""
+        self.begin_checkpoint()
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(self.pipeline, "sink", self.incarnation)
+
+    @property
+    def mine(self) -> Checkpoint:
+        return self.model.checkpoints.setdefault(self.incarnation, Checkpoint())
+
+    def teardown(self) -> None:
+        for ledger in itertools.chain(*self.ledgers):
+            ledger.close()
+
+    @precondition(lambda self: self.mine.last is not None or self.mine.begun is not None)
+    @rule()
+    def another_checkpoint(self) -> None:
+        self.begin_checkpoint()
+
+    def begin_checkpoint(self) -> None:
+        """Another checkpoint, and with it other drivers."""
+        self.teardown()
+        self.incarnation = f"i{next(self.names)}"
+        self.drivers = [f"d{next(self.names)}" for _ in range(DRIVERS)]
+        self.ledgers = [[self.sink.ledger(self.scope) for _ in range(PROCESSES)] for _ in range(DRIVERS)]
+        self.held = {}
+
+    @rule(d=st.integers(0, DRIVERS - 1), p=st.integers(0, PROCESSES - 1))
+    def claim(self, d: int, p: int) -> None:
+        name, model = self.drivers[d], self.model
+        try:
+            state = self.ledgers[d][p].claim(Owner(name, "host", 1, 2))
+        except Fenced:
+            assert name in model.superseded, "fenced, and nobody superseded it"
+            return
+        assert name not in model.superseded, "who was superseded claimed again"
+        if model.owner is not None and model.owner != name:
+            model.superseded.add(model.owner)
+        model.owner, model.claims = name, model.claims + 1
+        self.held[d, p] = model.claims
+        assert state.owner is not None
+        assert state.owner.id == name
+        self.same(state)
+
+    @rule(d=st.integers(0, DRIVERS - 1), batches=st.integers(1, 2))
+    def claim_and_decide(self, d: int, batches: int) -> None:
+        """The usual way: else few histories would get to a second batch."""
+        self.claim(d, 0)
+        self.resume(d, 1)
+        for _ in range(batches):
+            self.decide(d, 1, "next")
+
+    @rule(d=st.integers(0, DRIVERS - 1), p=st.integers(0, PROCESSES - 1))
+    def resume(self, d: int, p: int) -> None:
+        try:
+            state = self.ledgers[d][p].resume(self.drivers[d])
+        except DeliveredError:  # Fenced; of a ledger that nobody made yet, that it is not there
+            assert self.model.owner != self.drivers[d]
+            return
+        assert self.model.owner == self.drivers[d]
+        self.held[d, p] = self.model.claims
+        self.same(state)
+
+    @rule(d=st.integers(0, DRIVERS - 1), p=st.integers(0, PROCESSES - 1), ahead=st.integers(0, 1))
+    def begin(self, d: int, p: int, ahead: int) -> None:
+        if (d, p) not in self.held:
+            return
+        batch = self.mine.last.batch + 1 + ahead if self.mine.last else ahead
+        begun = Begun(batch, f'{{"0":{batch}}}')
+        outcome = self.ledgers[d][p].begin(begun)
+        if self.current(d, p):
+            assert outcome == Ok(None)
+            self.mine.begun = begun
+        else:
+            assert isinstance(outcome, Failed)
+
+    @rule(
+        d=st.integers(0, DRIVERS - 1),
+        p=st.integers(0, PROCESSES - 1),
+        what=st.sampled_from(["next", "next", "next", "again", "otherwise", "revised", "older"]),
+    )
+    def decide(self, d: int, p: int, what: str) -> None:
+        last = self.mine.last
+        if (d, p) not in self.held or (last is None and what != "next") or (what == "older" and not last.batch):
+            return
+        decision = self.decision(what, last)
+        outcome = self.ledgers[d][p].decide(decision)
+        if what == "again":
+            # It is in: nothing that a later claim could still keep out.
+            assert outcome == Ok(None) or (isinstance(outcome, Failed) and not self.current(d, p))
+        elif self.current(d, p) and what in ("next", "revised"):
+            assert outcome == Ok(None), outcome
+            self.mine.last = decision
+        else:
+            assert isinstance(outcome, Failed), f"{what} got in"
+
+    @invariant()
+    def whoever_looks_sees_what_is_in(self) -> None:
+        self.same(self.ledgers[0][0].look())
+
+    def decision(self, what: str, last: Decision | None) -> Decision:
+        match what:
+            case "again":
+                assert last is not None
+                return last
+            case "otherwise":
+                assert last is not None
+                return replace(last, decided_at_ms=next(_moments))
+            case "revised":
+                assert last is not None
+                return replace(last, revision=last.revision + 1, decided_at_ms=next(_moments))
+            case _:
+                batch = 0 if last is None else last.batch + 1 if what == "next" else last.batch - 1
+                return Decision(
+                    self.scope, "driver", Guarantee.EXACTLY_ONCE, batch, f'{{"0":{batch}}}', (),
+                    Fingerprint(batch + 1, 1, 2), Fingerprint(), next(_moments),
+                )  # fmt: skip
+
+    def current(self, d: int, p: int) -> bool:
+        return self.model.owner == self.drivers[d] and self.held[d, p] == self.model.claims
+
+    def same(self, state: Any) -> None:
+        others = {i: c for i, c in self.model.checkpoints.items() if i != self.incarnation}
+        assert (state.owner.id if state.owner else None) == self.model.owner
+        assert state.last == self.mine.last
+        assert state.begun == self.mine.begun
+        decided = sorted((c.last for c in others.values() if c.last), key=lambda x: -x.decided_at_ms)
+        assert list(state.earlier) == decided, "newest first"
+        begun = {i: c.begun for i, c in others.items() if c.begun and not c.last}
+        assert dict(state.earlier_begun) == begun
+
+
+def check(sink: Sink, histories: int, phases: Collection[Phase] = tuple(Phase)) -> None:
+    ready_target(sink, SCHEMA)
+    run_state_machine_as_test(
+        lambda: StoreMachine(sink),
+        settings=settings(
+            max_examples=histories,
+            stateful_step_count=STEPS,
+            deadline=None,
+            phases=phases,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_store_agrees_with_the_model(name: str, request: pytest.FixtureRequest) -> None:
+    check(SINKS[name](request), STORES[name])
+
+
+MUTANTS: dict[str, tuple[object, str, Callable[..., object]]] = {
+    "nobody is fenced": (Ledger, "_check_claim", lambda self, claim, head: None),
+    "whoever was superseded may claim": (
+        Ledger,
+        "_successor",
+        lambda self, owner, head: replace(owner, superseded=()),
+    ),
+    "another decision takes a batch's place": (rules, "_revises", lambda decision, last: True),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_rule_is_found(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTANTS[name])
+    with pytest.raises(AssertionError):
+        check(SINKS["memory-two-phase"](request), 200, (Phase.generate,))
