@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 
 _ZOMBIE = "test_zombie_cannot_bring_an_old_state_back"
-_UPSERTS = "test_a_death_at_every_point_leaves_a_state_that_was_decided"
+_UPSERTS = "test_a_kill_at_every_point_leaves_a_state_that_was_decided"
 _GROUPS = "test_a_death_at_every_step_leaves_all_or_none_at_every_sink"
 _SWEEPS = {
-    "broker/test_upsert_deaths.py": {
+    "broker/test_upsert_kill.py": {
         f"{_UPSERTS}[{world}]"
         for world in (
             "sqlite-arrival-delete",
@@ -57,8 +57,8 @@ _SWEEPS = {
         "test_the_broker_is_killed_between_take_and_acknowledgement",
     },
     "broker/test_ledger_million.py": {"test_markers_and_decisions_of_many_batches_in_postgres"},
-    "broker/test_postgres_deaths.py": {"test_a_death_at_every_point_loses_and_repeats_nothing[one_transaction]"},
-    "broker/test_mysql_deaths.py": {"test_a_death_at_every_point_loses_and_repeats_nothing[one_transaction]"},
+    "broker/test_postgres_kill.py": {"test_a_kill_at_every_point_loses_and_repeats_nothing[one_transaction]"},
+    "broker/test_mysql_kill.py": {"test_a_kill_at_every_point_loses_and_repeats_nothing[one_transaction]"},
     "broker/test_group_servers.py": {
         f"{_GROUPS}[kafka and postgres, both prepare]",
         f"{_GROUPS}[kafka, and postgres as the last resource]",

@@ -15,7 +15,7 @@ from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
 from delivered.testing.crash import CRASH, CRASH_DIR
 
 MESSAGES = 3_000
-_STEPS = [s for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER and s is not StepId.RECEIVE_ASIDE]
+_STEPS = [s for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER and s is not StepId.RECEIVE_QUARANTINE]
 POINTS = [f"{s}:{m}" for s in _STEPS for m in Moment]
 """That a receiver of good messages meets."""
 

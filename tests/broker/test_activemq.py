@@ -167,8 +167,8 @@ def test_no_more_than_the_window_is_held(activemq: Activemq) -> None:
 
     def all_that_comes() -> list[Any]:
         handles: list[Any] = []
-        while len(bunch := receiver.receive(100, 1.0)):
-            handles += bunch.handles
+        while len(batch := receiver.receive(100, 1.0)):
+            handles += batch.handles
         return handles
 
     handles = all_that_comes()
@@ -204,7 +204,7 @@ def test_the_flag_redelivered_lies_and_the_id_does_not(activemq: Activemq) -> No
     assert all(first[i][1] != again[i][1] for i in again)
 
 
-def test_a_message_without_an_id_or_too_large_stops_or_is_set_aside(activemq: Activemq, tmp_path: Path) -> None:
+def test_a_message_without_an_id_or_too_large_stops_or_is_quarantined(activemq: Activemq, tmp_path: Path) -> None:
     queue = activemq.queue()
     activemq.send(queue, [("a", b"1"), (None, b"2"), ("c", b"333333")])
     options = given(activemq, queue, log=str(tmp_path / "log"))
@@ -214,7 +214,7 @@ def test_a_message_without_an_id_or_too_large_stops_or_is_set_aside(activemq: Ac
     while activemq.left(queue) != 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    delivered.receive(delivered.endpoint("activemq", **options, badMessages="set_aside", messageBytesMax=5), idle_s=1)
+    delivered.receive(delivered.endpoint("activemq", **options, badMessages="quarantine", messageBytesMax=5), idle_s=1)
     assert activemq.left(queue) == 0
     assert entered(tmp_path / "log") == Counter([b"1"])
     assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333"])

@@ -35,9 +35,9 @@ def taken(activemq: Activemq, queue: str, id_header: str = DUPLICATE_ID) -> list
     options = {"url": activemq.url, "queue": queue, "log": "/x", "idHeader": id_header}
     receiver = ActivemqReceiver(parse(options))
     found: list[tuple[str | None, bytes]] = []
-    while len(bunch := receiver.receive(10_000, 1.0)):
-        found += zip(bunch.ids, bunch.values, strict=True)
-        receiver.acknowledge(bunch.handles)
+    while len(batch := receiver.receive(10_000, 1.0)):
+        found += zip(batch.ids, batch.values, strict=True)
+        receiver.acknowledge(batch.handles)
     receiver.close()
     return found
 
@@ -153,9 +153,9 @@ def test_values_of_all_kinds_arrive_as_bytes(activemq: Activemq, tmp_path: Path)
     )
     found: list[tuple[Any, ...]] = []
     while len(found) < 5:
-        bunch = receiver.receive(10, 2.0)
-        assert len(bunch)
-        found += zip(bunch.ids, bunch.keys, bunch.values, strict=True)
+        batch = receiver.receive(10, 2.0)
+        assert len(batch)
+        found += zip(batch.ids, batch.keys, batch.values, strict=True)
     receiver.close()
     keys = [b"a:b", None, "é\n".encode(), b"", b"x"]
     assert found == [(f"m:{n}", keys[n], values[n] or b"") for n in range(5)]

@@ -111,17 +111,17 @@ class World:
         finally:
             ledger.close()
 
-    def sweep(self) -> object:
+    def abort_orphans(self) -> object:
         committer = self.opened.committer(self.scope)
         try:
-            return committer.sweep(())
+            return committer.abort_orphans(())
         finally:
             committer.close()
 
 
 def points(group: tuple[str, ...]) -> list[str]:
-    """One death before and after every step of a batch at every sink, over three batches."""
-    found = ["recover.claim:after", "recover.sweep:before", "write.stage:after#3@batch=0"]
+    """One kill before and after every step of a batch at every sink, over three batches."""
+    found = ["recover.claim:after", "recover.abort_orphans:before", "write.stage:after#3@batch=0"]
     names = [named.split()[0] for named in group]
     for name in names:
         found += [f"write.prepare:{m}@batch=0@shard={s}@sink={name}" for m, s in (("before", 0), ("after", 1))]
@@ -141,9 +141,9 @@ def test_a_death_at_every_step_leaves_all_or_none_at_every_sink(world: World) ->
     """F3, F6, P5, P6, P27: killed for real at each step of a batch, started again each time."""
     names = [s["name"] for s in world.sinks]
     crash = ",".join(f"{p}!kill" for p in points(world.group))
-    deaths = partly = 0
+    kills = partly = 0
     while (code := world.run(crash)) == -signal.SIGKILL:
-        deaths += 1
+        kills += 1
         decided = world.decided()
         whole = decided[-1].total.count if decided else 0
         before = decided[-2].total.count if len(decided) > 1 else 0
@@ -151,22 +151,22 @@ def test_a_death_at_every_step_leaves_all_or_none_at_every_sink(world: World) ->
         for name in names:
             seen = world.seen(name)
             counts[name] = seen.total()
-            assert seen.total() == len(seen), f"a record twice at {name}, right after a death"
+            assert seen.total() == len(seen), f"a record twice at {name}, right after a kill"
             assert before <= seen.total() <= whole, f"{name} shows what nobody decided, or lacks an earlier batch"
         deciding = world.opened.decider
         if deciding.sink.capability().commit == "one_transaction":
             assert counts[deciding.name] == whole, "the last resource shows a batch when it is decided, whole"
         partly += len(set(counts.values())) > 1
-        assert deaths <= len(points(world.group))
+        assert kills <= len(points(world.group))
     assert code == 0, world.error
-    assert partly > 0, "no death fell between two applies: this run showed nothing"
+    assert partly > 0, "no kill fell between two applies: this run showed nothing"
     hits = {p.name.partition("-")[0] for p in (world.folder / "crashes").glob("*.hit.json")}
-    assert len(hits) == deaths >= len(names) * 4
+    assert len(hits) == kills >= len(names) * 4
     expected = Counter(f"id-{i}" for i in range(RECORDS))
     for name in names:
         assert world.seen(name) == expected, name
         assert world.decided()[-1].projected(name).total.count == RECORDS
-    assert world.sweep() == Ok(0), "a participant outlived its batch"
+    assert world.abort_orphans() == Ok(0), "a participant outlived its batch"
 
 
 @pytest.mark.parametrize("world", ["kafka and postgres, both prepare"], indirect=True)

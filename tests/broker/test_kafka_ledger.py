@@ -251,7 +251,7 @@ def test_an_open_shard_hides_no_decision(rig: Rig, opened: Callable[[], KafkaLed
     assert one.decide(decision(rig.scope, 0)) == Ok(None)
     assert one.resume("first").last is not None
     assert time.monotonic() - started < 10
-    assert rig.committer().sweep(()) == Ok(1)
+    assert rig.committer().abort_orphans(()) == Ok(1)
     one.close()
 
 
@@ -355,6 +355,6 @@ def test_resume_costs_one_request(rig: Rig, opened: Callable[[], KafkaLedger], m
 
 
 def test_producers_of_the_ledger_are_no_shards(rig: Rig) -> None:
-    """A sweep must never fence the ledger's own ids."""
+    """Aborting orphans must never fence the ledger's own ids."""
     assert not transactions.is_ours(rig.scope, rig.ledger()._id("plan"))
     assert transactions.is_ours(rig.scope, transactions.transactional_id(rig.work(0)))

@@ -69,7 +69,7 @@ def test_a_broker_killed_and_restarted_in_mid_read(new_kafka: Callable[..., Any]
         seen += batch.column("offset").to_pylist()
     restarter.join()
     assert seen == list(range(60_000))
-    # The driver's client goes on too, over another death.
+    # The driver's client goes on too, over another kill.
     kafka.broker.kill()
     restarter = threading.Timer(1.0, kafka.broker.restart)
     restarter.start()

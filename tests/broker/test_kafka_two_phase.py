@@ -136,7 +136,7 @@ def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: C
     rig = Rig(kafka, kafka.topic(2))
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert isinstance(context.committer.sweep([prepared(m) for m in messages]), Ok)
+    assert isinstance(context.committer.abort_orphans([prepared(m) for m in messages]), Ok)
     kafka.broker.kill()
     assert isinstance(context.committer.commit(rig.work(0), prepared(messages[0])), Unknown)
     kafka.broker.restart()
@@ -240,7 +240,7 @@ def test_p11_hanging_transactions_of_the_dead_are_shown_and_swept(rig: Rig) -> N
     assert any(p.startswith(rig.topic) for p in shown[0].partitions)
     # A new checkpoint, hence another incarnation: the pipeline's own start frees the readers.
     rig.incarnation = "i1"
-    assert rig.committer().sweep(()) == Ok(1)
+    assert rig.committer().abort_orphans(()) == Ok(1)
     assert context.committer.open_transactions() == []
     assert rig.visible() == []
 
@@ -264,7 +264,7 @@ def test_a_zombie_that_was_swept_cannot_write_on(rig: Rig) -> None:
     rig.plan(context, 0)
     zombie = begun(rig, b"zombie")
     wait_for(context.committer.open_transactions)
-    assert context.committer.sweep(()) == Ok(1)
+    assert context.committer.abort_orphans(()) == Ok(1)
     with pytest.raises(Fenced):
         zombie.stage(rows([b"zombie again"]))
         zombie.prepare(Fingerprint())
@@ -276,7 +276,7 @@ def test_a_zombie_that_was_swept_cannot_write_on(rig: Rig) -> None:
 def test_sweep_keeps_what_was_decided(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert context.committer.sweep([prepared(messages[0])]) == Ok(1)
+    assert context.committer.abort_orphans([prepared(messages[0])]) == Ok(1)
     assert context.committer.commit(rig.work(0), prepared(messages[0])) == Ok(None)
     assert isinstance(context.committer.commit(rig.work(0, 1), prepared(messages[1])), Failed)
     assert rig.visible() == rig.expected([0], [0])
@@ -298,7 +298,7 @@ def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any) 
         writer.stage(rows([b"x"]))
         handles.append(writer.prepare(Fingerprint()))
     # One of the two pipelines recovers; the other's promise must hold.
-    assert one.sink.committer(scopes[0]).sweep(()) == Ok(1)
+    assert one.sink.committer(scopes[0]).abort_orphans(()) == Ok(1)
     kept = one.sink.committer(scopes[1])
     assert kept.commit(works[1], Prepared(0, 0, Fingerprint(), handles[1])) == Ok(None)
 

@@ -221,7 +221,7 @@ def test_a_row_that_would_be_changed_or_left_out_is_refused(
                 )
             assert caught.value.next_step
             assert mysql.execute(f"SELECT count(*) FROM {table}") == [(0,)]
-            rig.context("next").committer.sweep(())
+            rig.context("next").committer.abort_orphans(())
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_lock_wait_and_deadlock_are_told(mysql: Mysql) -> None:
         write(sink, [batch], EXACT)
     assert 1 < time.monotonic() - began < 15
     assert "lockTimeout" in str(caught.value.next_step)
-    sink.committer(Scope("p", sink.name, "i")).sweep(())
+    sink.committer(Scope("p", sink.name, "i")).abort_orphans(())
     # Two that want each other's keys.
     halves = [batch.slice(0, 50), batch.slice(50, 50)]
     scope = Scope("deadlock", sink.name, "i")
@@ -381,7 +381,7 @@ def test_lock_wait_and_deadlock_are_told(mysql: Mysql) -> None:
     assert errors
     assert {e.code for e in errors} <= {"DELIVERED_DEADLOCK", "DELIVERED_LOCK_TIMEOUT"}
     assert all(e.next_step for e in errors)
-    sink.committer(scope).sweep(())
+    sink.committer(scope).abort_orphans(())
     assert mysql.execute(f"SELECT count(*) FROM {table}") == [(0,)]
 
 

@@ -74,7 +74,7 @@ def test_a_preparer_that_hangs_is_ended(mysql: Mysql, rig: Rig, commit: bool) ->
         assert committer.commit(Work(rig.scope, 0, 0), prepared) == Ok(None)
         assert committer.commit(Work(rig.scope, 0, 0), prepared) == Ok(None), "P16: again, and it is done"
     else:
-        assert committer.sweep(()) == Ok(1)
+        assert committer.abort_orphans(()) == Ok(1)
     assert time.monotonic() - began < 8
     assert rig.visible().count == 50 * commit
     with pytest.raises(Exception, match=r"2013|2006|1927|4031"):
@@ -94,7 +94,7 @@ def test_1397_of_a_preparer_that_cannot_be_ended_is_neither_done_nor_lost(
     assert isinstance(outcome, Unknown)
     assert "1397" in outcome.reason
     assert isinstance(committer.abort(prepared), Unknown)
-    assert isinstance(committer.sweep(()), Unknown)
+    assert isinstance(committer.abort_orphans(()), Unknown)
     assert not committer.was_committed(work)
     writer.session.close()
     assert committer.commit(work, prepared) == Ok(None)
@@ -161,7 +161,7 @@ def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
     monkeypatch.setattr("delivered.connectors.mysql.preflight.OPEN_TRANSACTION_OLD_S", 0.0)
     assert ("PREPARED_TRANSACTION_OLD", False) in [(f.code, f.refuses) for f in rig.sink.preflight(EXACT)]
     before = len(prepared_ids(mysql))
-    assert committer.sweep(()) == Ok(2)
+    assert committer.abort_orphans(()) == Ok(2)
     assert len(prepared_ids(mysql)) == before - 2
     foreign = "delivered.0123456789abcdef.5.0:0123456789a.0123456789abcdef.p.s"
     with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):
@@ -212,7 +212,7 @@ def test_what_a_zombie_left_prepared_holds_up_no_decision(mysql: Mysql, rig: Rig
 
 @pytest.mark.parametrize("options", [{}, {"mechanism": "two_phase", "mode": "upsert", "keyColumns": "key"}])
 def test_a_task_that_hangs_with_its_staging_table_open_holds_up_no_start(mysql: Mysql, options: dict[str, str]) -> None:
-    """F7: paused before its promise, it holds the table that a sweep drops. It is ended, and can promise no more."""
+    """F7: paused before its promise, it holds the table that recovery drops. It is ended, and can promise no more."""
     table = mysql.table("`key` varbinary(40), value longblob, UNIQUE (`key`)")
     rig = Rig(mysql.sink(table, lockTimeout="3", **options))
     rig.plan(rig.context(), 0)
@@ -220,7 +220,7 @@ def test_a_task_that_hangs_with_its_staging_table_open_holds_up_no_start(mysql: 
     paused = rig.sink.writer(Work(rig.scope, 0, 0), EXACT, SCHEMA)
     paused.stage(full)
     began = time.monotonic()
-    assert rig.context("later").committer.sweep(()) == Ok(1)
+    assert rig.context("later").committer.abort_orphans(()) == Ok(1)
     assert time.monotonic() - began < 3
     with pytest.raises(Exception, match="MYSQL_UNREACHABLE"):
         paused.prepare(Fingerprint(full.num_rows))
@@ -245,19 +245,19 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
         session.execute("COMMIT")
 
 
-def test_a_strangers_lock_on_the_ledger_is_told(mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_lock_on_the_ledger_is_told(mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     from delivered.kits.sql import server_store
 
     monkeypatch.setattr(server_store, "CONNECT_TIMEOUT_S", 1.5)
     rig.run(0)
-    with closing(mysql.connect(autocommit=False)) as stranger:
-        stranger.cursor().execute("SELECT * FROM delivered.owner WHERE pipeline = %s FOR UPDATE", [rig.pipeline])
+    with closing(mysql.connect(autocommit=False)) as foreign:
+        foreign.cursor().execute("SELECT * FROM delivered.owner WHERE pipeline = %s FOR UPDATE", [rig.pipeline])
         context = rig.context("later")
         with pytest.raises(Exception, match="LEDGER_LOCKED") as caught:
             context.ledger.claim(context.owner)
         assert "innodb_trx" in str(caught.value)
-        assert stranger.open
-        stranger.cursor().execute("SELECT 1")
+        assert foreign.open
+        foreign.cursor().execute("SELECT 1")
 
 
 def test_shards_of_one_batch_upsert_side_by_side(mysql: Mysql) -> None:

@@ -263,7 +263,7 @@ def test_prepared_transactions_exhausted(new_postgres: Callable[..., Postgres]) 
     assert "max_prepared_transactions" in str(caught.value.next_step)
     assert [f.code for f in rig.sink.preflight(EXACT) if f.refuses] == ["PREPARED_TRANSACTIONS_FULL"]
     assert rig.visible() == Fingerprint()
-    assert context.committer.sweep(()) == Ok(1)
+    assert context.committer.abort_orphans(()) == Ok(1)
 
 
 def test_replica_and_read_only_are_refused(new_postgres: Callable[..., Postgres]) -> None:
@@ -337,14 +337,14 @@ def test_deadlock_and_lock_wait_are_told(postgres: Postgres) -> None:
     assert all(e.next_step for e in errors)
     # A prepared shard holds its keys: another one that wants them waits no longer than lockTimeout.
     committer = sink.committer(scope)
-    committer.sweep(())
+    committer.abort_orphans(())
     write(sink, [keys[0]], EXACT)
     began = time.monotonic()
     with pytest.raises(DeliveredError, match="LOCK_TIMEOUT"):
         write(sink, [keys[0]], EXACT)
     assert 1 < time.monotonic() - began < 15
     other = sink.committer(Scope("p", sink.name, "i"))
-    assert other.sweep(()) == Ok(1)
+    assert other.abort_orphans(()) == Ok(1)
     assert postgres.execute(f"SELECT count(*) FROM {sink.options.table}") == [(0,)]
 
 
@@ -458,7 +458,7 @@ def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
     assert [(t.batch, t.shard, t.state) for t in listed] == [(0, 0, "Prepared"), (0, 1, "Prepared")]
     assert all(0 <= t.age_s() < 60 for t in listed)
     assert all(len(t.transactional_id.encode()) < 200 for t in listed)
-    assert committer.sweep(()) == Ok(2)
+    assert committer.abort_orphans(()) == Ok(2)
     left = [gid for (gid,) in postgres.execute("SELECT gid FROM pg_prepared_xacts")]
     assert sorted(g for g in left if g in others or g.startswith(rig.scope.prefix)) == sorted(others)
     with pytest.raises(UsageError, match="TRANSACTION_FOREIGN"):

@@ -276,7 +276,7 @@ def test_the_client_library_checks_certificates_itself(
 ) -> None:
     """What looks before it connects is for the words; a certificate can change after the look."""
     topic = guarded.topic()
-    monkeypatch.setattr(client, "trouble", lambda _: None)
+    monkeypatch.setattr(client, "tls_error", lambda _: None)
     monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setattr(client, "_warm", {})
     options = place(guarded, "both", tlsTrustCertsFile=None) if name == "untrusted" else _misnamed(guarded)
@@ -363,5 +363,5 @@ def test_a_redirection_out_of_tls_is_not_followed(guarded: Pulsar) -> None:
 
 def test_a_server_that_is_down_is_unreachable_and_no_question_of_certificates(guarded: Pulsar) -> None:
     options = place(guarded, "both", url="pulsar+ssl://127.0.0.1:1,127.0.0.1:2", adminUrl="https://127.0.0.1:1")
-    assert trust.trouble(parse({**options, "topics": "t"})) is None
+    assert trust.tls_error(parse({**options, "topics": "t"})) is None
     refused(source(options, "t").preflight(), "PULSAR_UNREACHABLE")

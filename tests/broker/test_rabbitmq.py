@@ -194,7 +194,7 @@ def test_no_more_than_the_prefetch_is_held(rabbitmq: Rabbitmq) -> None:
     assert rabbitmq.left(queue) == 45
 
 
-def test_a_message_without_an_id_stops_or_is_set_aside(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
+def test_a_message_without_an_id_stops_or_is_quarantined(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     queue = rabbitmq.queue()
     rabbitmq.send(queue, [("a", b"1"), (None, b"2"), ("c", b"333333")])
     options = {"url": rabbitmq.url, "queue": queue, "log": str(tmp_path / "log")}
@@ -202,14 +202,14 @@ def test_a_message_without_an_id_stops_or_is_set_aside(rabbitmq: Rabbitmq, tmp_p
         delivered.receive(delivered.endpoint("rabbitmq", **options), idle_s=1)
     while rabbitmq.left(queue) != 3:
         time.sleep(0.05)
-    aside = delivered.endpoint("rabbitmq", **options, badMessages="set_aside", messageBytesMax=5)
-    delivered.receive(aside, idle_s=1)
+    quarantine = delivered.endpoint("rabbitmq", **options, badMessages="quarantine", messageBytesMax=5)
+    delivered.receive(quarantine, idle_s=1)
     assert rabbitmq.left(queue) == 0
     assert entered(tmp_path / "log") == Counter([b"1"])
     assert entered(tmp_path / "log.bad") == Counter([b"2", b"333333"])
 
 
-def test_poison_is_set_aside_and_the_rest_enters(
+def test_poison_is_quarantined_and_the_rest_enters(
     rabbitmq: Rabbitmq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message that the log cannot hold keeps no other from entering. A time in microseconds, where AMQP means
@@ -218,10 +218,10 @@ def test_poison_is_set_aside_and_the_rest_enters(
 
     write = LogJournal._write
 
-    def refusing(self: LogJournal, bunch: Any, fresh: Any) -> Any:
-        if b"poison" in bunch.values and not self._path.endswith(".bad"):
+    def refusing(self: LogJournal, batch: Any, fresh: Any) -> Any:
+        if b"poison" in batch.values and not self._path.endswith(".bad"):
             raise ValueError("no record can be made of it")
-        return write(self, bunch, fresh)
+        return write(self, batch, fresh)
 
     monkeypatch.setattr(LogJournal, "_write", refusing)
     queue = rabbitmq.queue()
@@ -233,15 +233,15 @@ def test_poison_is_set_aside_and_the_rest_enters(
     rabbitmq.send(queue, [("poison", b"poison")])
     rabbitmq.send(queue, [("last", b"last")])
     options = {"url": rabbitmq.url, "queue": queue, "log": str(tmp_path / "log")}
-    with pytest.raises(DeliveredError, match="badMessages=set_aside"):
+    with pytest.raises(DeliveredError, match="badMessages=quarantine"):
         delivered.receive(delivered.endpoint("rabbitmq", **options), idle_s=1)
     while rabbitmq.left(queue) != 13:
         time.sleep(0.05)
     counts: list[Any] = []
-    aside = delivered.endpoint("rabbitmq", **options, badMessages="set_aside")
-    delivered.receive(aside, idle_s=1, report=lambda _, c: counts.append(c))
+    quarantine = delivered.endpoint("rabbitmq", **options, badMessages="quarantine")
+    delivered.receive(quarantine, idle_s=1, report=lambda _, c: counts.append(c))
     assert rabbitmq.left(queue) == 0
-    assert (counts[-1].entered, counts[-1].set_aside, counts[-1].acknowledged) == (12, 1, 13)
+    assert (counts[-1].entered, counts[-1].quarantined, counts[-1].acknowledged) == (12, 1, 13)
     assert entered(tmp_path / "log") == each_once(10) + Counter([b"late", b"last"])
     assert entered(tmp_path / "log.bad") == Counter([b"poison"])
 

@@ -30,9 +30,9 @@ def taken(rabbitmq: Rabbitmq, queue: str) -> list[tuple[str | None, bytes]]:
     """All that is in the queue."""
     receiver = RabbitmqReceiver(parse({"url": rabbitmq.url, "queue": queue, "log": "/x"}))
     found: list[tuple[str | None, bytes]] = []
-    while len(bunch := receiver.receive(10_000, 1.0)):
-        found += zip(bunch.ids, bunch.values, strict=True)
-        receiver.acknowledge(bunch.handles)
+    while len(batch := receiver.receive(10_000, 1.0)):
+        found += zip(batch.ids, batch.values, strict=True)
+        receiver.acknowledge(batch.handles)
     receiver.close()
     return found
 

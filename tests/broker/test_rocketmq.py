@@ -239,10 +239,10 @@ def test_columns_of_a_message_that_the_library_sent(rocketmq: Rocketmq, tmp_path
     assert entered(tmp_path / "by-key") == Counter([b"twice"])
 
 
-def test_a_message_that_is_too_large_is_set_aside(rocketmq: Rocketmq, tmp_path: Path) -> None:
+def test_a_message_that_is_too_large_is_quarantined(rocketmq: Rocketmq, tmp_path: Path) -> None:
     topic, group = rocketmq.topic(), rocketmq.group()
     rocketmq.send(topic, [("a", b"1"), ("b", b"333333"), ("c", b"3")])
-    options = given(rocketmq, topic, group, log=str(tmp_path / "log"), messageBytesMax="5", badMessages="set_aside")
+    options = given(rocketmq, topic, group, log=str(tmp_path / "log"), messageBytesMax="5", badMessages="quarantine")
     delivered.receive(delivered.endpoint("rocketmq", **options), idle_s=1)
     assert entered(tmp_path / "log") == Counter([b"1", b"3"])
     assert entered(tmp_path / "log.bad") == Counter([b"333333"])

@@ -99,9 +99,9 @@ def test_good_credentials_work_and_others_are_refused(tmp_path: Path, monkeypatc
         assert sorted(r["value"] for r in rows) == [b"a", b"b"]
         written(find_sink("rocketmq", {**plain, **good}), Guarantee.AT_LEAST_ONCE)
         receiver = RocketmqReceiver(parse({**received, **good}))
-        bunch = receiver.receive(10, 10)
-        assert sorted(bunch.values) == [b"a", b"b"]
-        assert receiver.acknowledge(bunch.handles) == Ok(2)
+        batch = receiver.receive(10, 10)
+        assert sorted(batch.values) == [b"a", b"b"]
+        assert receiver.acknowledge(batch.handles) == Ok(2)
         receiver.close()
     finally:
         broker.kill()

@@ -36,9 +36,9 @@ def taken(rocketmq: Rocketmq, topic: str, ordered: bool = False, wait_s: float =
     group = rocketmq.group(ordered)
     receiver = RocketmqReceiver(parse({"endpoints": rocketmq.url, "topic": topic, "group": group, "log": "/x"}))
     found: list[tuple[Any, ...]] = []
-    while len(bunch := receiver.receive(10_000, wait_s)):
-        found += zip(bunch.ids, bunch.keys, bunch.values, strict=True)
-        receiver.acknowledge(bunch.handles)
+    while len(batch := receiver.receive(10_000, wait_s)):
+        found += zip(batch.ids, batch.keys, batch.values, strict=True)
+        receiver.acknowledge(batch.handles)
     receiver.close()
     return found
 

@@ -129,9 +129,9 @@ def _checked(rocketmq: Rocketmq, tmp_path: Path, address: str, ours: Path, other
     made = RocketmqReceiver(receiver(good, group))
     taken: list[bytes] = []
     while len(taken) < 100:
-        bunch = made.receive(100, 10)
-        taken += bunch.values
-        assert made.acknowledge(bunch.handles) == Ok(len(bunch.values))
+        batch = made.receive(100, 10)
+        taken += batch.values
+        assert made.acknowledge(batch.handles) == Ok(len(batch.values))
     made.close()
     assert sorted(taken) == sorted(b"row %d" % n for n in range(100))
 

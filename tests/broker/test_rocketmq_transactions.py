@@ -27,10 +27,10 @@ from tests.support.servers import Rocketmq
 from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
-from delivered.connectors.rocketmq import committer, ended
-from delivered.connectors.rocketmq.halves import COMMIT, Ending, Handle
+from delivered.connectors.rocketmq import committer, end_journal
+from delivered.connectors.rocketmq.half_messages import COMMIT, Ending, Handle
 from delivered.connectors.rocketmq.remoting import BUSY, END, IN_FLIGHT_MAX, Answer, Cluster
-from delivered.connectors.rocketmq.topic import halves_open
+from delivered.connectors.rocketmq.topic import open_half_messages
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -123,7 +123,7 @@ def test_a_driver_killed_between_two_ends_is_finished_by_the_next(rig: Rig, post
 
 def test_a_driver_paused_between_two_ends_is_not_overtaken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """F7: the next one waits, and says for whom; the paused one goes on, and nothing is shown twice."""
-    monkeypatch.setattr(ended, "LOCK_WAIT_S", 1.0)
+    monkeypatch.setattr(end_journal, "LOCK_WAIT_S", 1.0)
     prepared = rig.prepared()
     paused = rig.child(prepared, 700, signal.SIGSTOP)
     _, status = os.waitpid(paused.pid, os.WUNTRACED)
@@ -165,10 +165,10 @@ def test_ends_that_are_still_under_way_are_waited_for(rig: Rig) -> None:
     rows = 4_000
     prepared = rig.prepared(rows)
     handle = Handle.from_json(prepared.handle)
-    rig.committer._ended.begin(rig.work(), handle.name)
+    rig.committer._journal.begin(rig.work(), handle.name)
     cluster = Cluster(rig.sink.options)
     peer, ending = cluster.broker("delivered"), Ending(cluster, "delivered", handle.name)
-    for half in handle.halves["delivered"]:
+    for half in handle.half_messages["delivered"]:
         peer.post(END, *ending._request(COMMIT, half), lambda _: None)
     peer.close()
     assert rig.committer.commit(rig.work(), prepared) == Ok(None)
@@ -201,9 +201,9 @@ def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pyt
     prepared = rig.prepared(5)
     handle = Handle.from_json(prepared.handle)
     for _ in range(2):
-        Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.halves["delivered"], COMMIT)
+        Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.half_messages["delivered"], COMMIT)
     assert set(rig.shown().values()) == {2}
-    assert rig.committer._ended.begin(rig.work(), handle.name) is ended.State.NEW
+    assert rig.committer._journal.begin(rig.work(), handle.name) is end_journal.State.NEW
     with pytest.raises(InvariantBroken, match="SHOWN_TWICE"):
         rig.committer.commit(rig.work(), prepared)
 
@@ -212,7 +212,7 @@ def test_a_file_that_knows_less_than_the_checkpoint_means_a_look(rig: Rig, monke
     """F8: the table of ends is gone; of batch 3 nobody knows whether it was told of."""
     prepared = rig.prepared(50, batch=3)
     handle = Handle.from_json(prepared.handle)
-    Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.halves["delivered"][:20], COMMIT)
+    Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.half_messages["delivered"][:20], COMMIT)
     monkeypatch.setattr(committer, "SETTLE_S", 0.5)
     assert rig.committer.commit(rig.work(3), prepared) == Ok(None)
     assert rig.shown() == rig.once(50, batch=3)
@@ -220,10 +220,10 @@ def test_a_file_that_knows_less_than_the_checkpoint_means_a_look(rig: Rig, monke
 
 def test_what_was_given_back_is_void(rig: Rig) -> None:
     keep, drop = rig.prepared(30), rig.prepared(30, shard=1)
-    assert rig.committer.sweep([keep]) == Ok(1)
+    assert rig.committer.abort_orphans([keep]) == Ok(1)
     assert isinstance(rig.committer.commit(rig.work(shard=1), drop), Failed)
     assert rig.committer.commit(rig.work(), keep) == Ok(None)
-    assert rig.committer.sweep(()) == Ok(0)
+    assert rig.committer.abort_orphans(()) == Ok(0)
     assert rig.shown() == rig.once(30)
 
 
@@ -268,7 +268,7 @@ POINTS = (
 
 
 @pytest.mark.matrix
-def test_a_death_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, zygote: Zygote, tmp_path: Path) -> None:
+def test_a_kill_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, zygote: Zygote, tmp_path: Path) -> None:
     """F4, F6: killed at each crash point of one pipeline's life, started again each time."""
     records = 1_000
     keys = [f"id-{i}".encode() for i in range(records)]
@@ -286,7 +286,7 @@ def test_a_death_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, zy
         assert code in (0, -signal.SIGKILL), error
         return code
 
-    deaths = 0
+    kills = 0
     made: Any = find_sink("rocketmq", options)
     source = made.read_back()
 
@@ -295,12 +295,12 @@ def test_a_death_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, zy
         batches = [b for piece in driver.slices(*driver.batch()) for b in source.read(piece)]
         return Counter(v for b in batches for v in b.column("value").to_pylist())
 
-    while run(deaths) != 0:
-        deaths += 1
+    while run(kills) != 0:
+        kills += 1
         found = shown()
-        assert found.total() == len(found), "a record twice, right after a death"
-        assert deaths <= len(POINTS)
-    assert deaths == len(POINTS)
+        assert found.total() == len(found), "a record twice, right after a kill"
+        assert kills <= len(POINTS)
+    assert kills == len(POINTS)
     assert shown() == Counter(keys)
     last = made.ledger(Scope(PIPELINE, "out", (tmp_path / "checkpoint" / "metadata").read_text())).look().last
     assert last is not None
@@ -325,7 +325,7 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
     def asked() -> int:
         """Copies that a broker makes of what it asks about, over and over."""
         rig.committer._cluster.close()
-        copies = halves_open(rig.committer._cluster, "delivered", 0)
+        copies = open_half_messages(rig.committer._cluster, "delivered", 0)
         return sum(m.properties.get("PGROUP") == name and "TRANSACTION_CHECK_TIMES" in m.properties for m in copies)
 
     deadline = time.monotonic() + 30

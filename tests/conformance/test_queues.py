@@ -113,11 +113,11 @@ def take(receiver: Receiver, count: int, at_most: int = 1_000) -> MessageBatch:
     all_of_it, deadline = MessageBatch(), time.monotonic() + 20
     while len(all_of_it) < count:
         assert time.monotonic() < deadline, f"{len(all_of_it)} of {count} came"
-        bunch = receiver.receive(min(at_most, count - len(all_of_it)), 0.2)
-        assert len(bunch) <= at_most
+        batch = receiver.receive(min(at_most, count - len(all_of_it)), 0.2)
+        assert len(batch) <= at_most
         for name in ("ids", "keys", "values", "headers", "times_us", "handles"):
-            assert len(getattr(bunch, name)) == len(bunch)
-            getattr(all_of_it, name).extend(getattr(bunch, name))
+            assert len(getattr(batch, name)) == len(batch)
+            getattr(all_of_it, name).extend(getattr(batch, name))
     return all_of_it
 
 

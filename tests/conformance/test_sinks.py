@@ -147,10 +147,10 @@ def test_sweep_leaves_others_and_the_decided_alone(rig: Rig) -> None:
     keep, drop = (m.prepared for m in mine)
     assert keep is not None
     assert drop is not None
-    assert context.committer.sweep([keep]) == Ok(1)
-    assert context.committer.sweep([keep]) == Ok(0)
+    assert context.committer.abort_orphans([keep]) == Ok(1)
+    assert context.committer.abort_orphans([keep]) == Ok(0)
     assert commit_batch(theirs, 0, offsets(0), their_messages) is not None
-    assert context.committer.sweep(()) == Ok(1)
+    assert context.committer.abort_orphans(()) == Ok(1)
     their_seed_total = other.expected(0)
     assert other.visible() == their_seed_total
 
@@ -158,13 +158,13 @@ def test_sweep_leaves_others_and_the_decided_alone(rig: Rig) -> None:
 def test_sweep_reaches_earlier_incarnations(rig: Rig) -> None:
     rig.write(rig.plan(rig.context(), 0))
     later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
-    assert later.context().committer.sweep(()) == Ok(SHARDS)
+    assert later.context().committer.abort_orphans(()) == Ok(SHARDS)
 
 
 def test_a_decision_whose_rows_are_gone_is_not_taken_for_visible(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
-    assert isinstance(context.committer.sweep(()), Ok)
+    assert isinstance(context.committer.abort_orphans(()), Ok)
     before = rig.visible() if rig.sink.capability().commit is Commit.TWO_PHASE else None
     with pytest.raises(Exception, match="DELIVERED_") as caught:
         commit_batch(context, 0, offsets(0), messages)

@@ -400,5 +400,5 @@ def test_nothing_is_left_behind(store: Store) -> None:
     rig = Rig(store.sink(**options(name, version=True)))
     run(rig, 0, [[("r", i, 1, "a", None) for i in range(9)], [("q", i, 1, "a", None) for i in range(9)]], delete=False)
     context = rig.context("next")
-    assert context.committer.sweep(()) == Ok(0)
+    assert context.committer.abort_orphans(()) == Ok(0)
     assert staging() <= before

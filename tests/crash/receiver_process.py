@@ -1,6 +1,6 @@
 """A receiver in a process of its own, over a queue in a SQLite file that forgets as a broker does.
 
-python -m tests.crash.receiver_process SPOOL LOG [--ack-first] [--set-aside]
+python -m tests.crash.receiver_process SPOOL LOG [--ack-first] [--quarantine]
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SpoolReceiver:
 
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         self._release_dead()
-        bunch = MessageBatch()
+        batch = MessageBatch()
         database = self._database
         database.execute("BEGIN IMMEDIATE")
         found = database.execute(
@@ -74,15 +74,15 @@ class SpoolReceiver:
         ).fetchall()
         database.execute("COMMIT")
         for seq, message_id, body in sorted(found):
-            bunch.ids.append(message_id)
-            bunch.keys.append(None)
-            bunch.values.append(body)
-            bunch.headers.append([])
-            bunch.times_us.append(1 << 80 if body.startswith(POISON) else None)
-            bunch.handles.append(seq)
+            batch.ids.append(message_id)
+            batch.keys.append(None)
+            batch.values.append(body)
+            batch.headers.append([])
+            batch.times_us.append(1 << 80 if body.startswith(POISON) else None)
+            batch.handles.append(seq)
         if not found:
             time.sleep(min(wait_s, 0.02))
-        return bunch
+        return batch
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
         self._database.execute("BEGIN IMMEDIATE")
@@ -115,10 +115,10 @@ class AckFirst:
         self._inner = inner
 
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
-        bunch = self._inner.receive(count_max, wait_s)
-        if len(bunch):
-            self._inner.acknowledge(bunch.handles)
-        return bunch
+        batch = self._inner.receive(count_max, wait_s)
+        if len(batch):
+            self._inner.acknowledge(batch.handles)
+        return batch
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
         return Ok(len(handles))
@@ -139,8 +139,8 @@ def main() -> None:
         receiver: Receiver = SpoolReceiver(spool)
         return AckFirst(receiver) if "--ack-first" in sys.argv else receiver
 
-    aside = LogJournal(sys.argv[2] + ".bad", {}, 10_000) if "--set-aside" in sys.argv else None
-    loop = ReceiveLoop(connect, LogJournal(sys.argv[2], {}, 10_000), limits, aside)
+    quarantine = LogJournal(sys.argv[2] + ".bad", {}, 10_000) if "--quarantine" in sys.argv else None
+    loop = ReceiveLoop(connect, LogJournal(sys.argv[2], {}, 10_000), limits, quarantine)
     loop.run(lambda: spool.left() == 0 or os.getppid() == 1)
 
 

@@ -19,7 +19,7 @@ NTH_MAX = 40
 ZOMBIE_NTH_MAX = 2
 RESUMES = (
     "recover.claim:after",
-    "recover.sweep:after",
+    "recover.abort_orphans:after",
     "write.{prepare}:after",
     "commit.{decide}:before",
     "commit.{decide}:after",

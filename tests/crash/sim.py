@@ -477,11 +477,11 @@ class Sim:
         if any(n > 1 for n in decided.values()):
             yield f"a batch was decided twice: {decided}"
         zombies = any(c.how.startswith("zombie") for c in self.crashes)
-        # A fenced driver that was paused before its sweep may abort what its successor prepared: written again.
+        # A fenced driver that was paused before it aborts orphans may abort what its successor prepared: written again.
         if not zombies and not self.expire_on_start and any(d.revision for d in self.decisions()):
             yield "a shard was written again although no promise expired"
         left = [p for p in self.world.unsettled() if p.state in (State.OPEN, State.PREPARED)]
-        # A task that outlives its driver has nobody to give its promise back; that expires, or the next start sweeps.
+        # A task that outlives its driver has nobody to give its promise back; that expires, or a start aborts it.
         if left and not any(c.how == "zombie_task" for c in self.crashes):
             yield f"{len(left)} participants outlived their batch"
 

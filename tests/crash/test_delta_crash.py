@@ -57,8 +57,8 @@ class TableWorld(World):
     def decisions(self) -> list[Decision]:
         return list(self.sink.ledger(Scope(PIPELINE, self.sink.name, self.incarnation)).history())
 
-    def sweep(self) -> None:
-        assert isinstance(self.sink.committer(Scope(PIPELINE, self.sink.name, "other")).sweep(()), Ok)
+    def abort_orphans(self) -> None:
+        assert isinstance(self.sink.committer(Scope(PIPELINE, self.sink.name, "other")).abort_orphans(()), Ok)
 
     def read_back(self) -> Fingerprint:
         source = self.sink.read_back()
@@ -98,7 +98,7 @@ def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequ
 )
 def test_killed_once_at_each_point(world: TableWorld, point: str) -> None:
     """F4, F6: the process dies there in the second batch (or where the point knows no batch), and is started again."""
-    no_batch = point.startswith(("recover.claim", "recover.sweep"))
+    no_batch = point.startswith(("recover.claim", "recover.abort_orphans"))
     first_only = point.startswith("batch.begin") and world.guarantee == "at_least_once"
     where = "" if no_batch else "@batch=0" if first_only else "@batch=1"
     assert world.run(f"{point}{where}!kill") == -signal.SIGKILL, world.errors[-1]
@@ -121,12 +121,11 @@ def test_killed_between_the_shards_of_a_decision(world: TableWorld, nth: int) ->
 
 
 def test_killed_again_while_recovering(world: TableWorld) -> None:
-    crash = (
-        "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill,recover.sweep:after!kill"
-    )
-    deaths = [world.run(crash) for _ in range(5)]
-    assert deaths.count(-signal.SIGKILL) == 4
-    assert deaths[-1] == 0, world.errors[-1]
+    crash = "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill"
+    crash += ",recover.abort_orphans:after!kill"
+    kills = [world.run(crash) for _ in range(5)]
+    assert kills.count(-signal.SIGKILL) == 4
+    assert kills[-1] == 0, world.errors[-1]
     assert world.judge() == (0, 0)
 
 
@@ -214,7 +213,7 @@ def fenced(world: TableWorld, point: str) -> str:
     ), error
     if world.guarantee == "exactly_once":
         assert world.rows() == done
-    world.sweep()
+    world.abort_orphans()
     world.judge()
     # What the zombie staged for a batch that others decided long ago is left to the table's vacuum.
     assert [f for f in world.staged() if (batch_of(f.name) or 0) >= BATCHES - 1] == []

@@ -118,17 +118,20 @@ def world(log: Path, zygote: Zygote, tmp_path: Path) -> World:
     return World(log, tmp_path / "world", zygote)
 
 
-def test_a_death_at_every_point_leaves_a_state_that_was_decided(world: World, states: list[State]) -> None:
-    where = [p if p.startswith(("recover.claim", "recover.sweep")) else f"{p}@batch=1" for p in points("exactly_once")]
+def test_a_kill_at_every_point_leaves_a_state_that_was_decided(world: World, states: list[State]) -> None:
+    where = [
+        p if p.startswith(("recover.claim", "recover.abort_orphans")) else f"{p}@batch=1"
+        for p in points("exactly_once")
+    ]
     where = [p for p in where if not p.startswith(("write.stage", "recover.check", "log:after"))]  # as elsewhere
     crash = ",".join(f"{p}!kill" for p in where)
-    deaths = 0
+    kills = 0
     while (code := world.run(crash)) != 0:
         assert code == -signal.SIGKILL, world.error
-        deaths += 1
+        kills += 1
         if world.exists():
             assert world.state() == states[world.decided()]
-    assert deaths == len(where)
+    assert kills == len(where)
     assert world.state() == states[-1]
     assert world.unnamed() == []
 

@@ -202,8 +202,8 @@ def second_sink_not_applied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupCommitter, "commit", lambda self, w, p: Ok(None) if p.sink else honest(self, w, p))
 
 
-def second_sink_not_swept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupCommitter, "sweep", lambda self, keep: self._by_id[""].sweep(keep))
+def second_sink_not_aborted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupCommitter, "abort_orphans", lambda self, keep: self._by_id[""].abort_orphans(keep))
 
 
 def every_sink_written_again(patch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def runs(guarantee: Guarantee, group: tuple[Commit, ...], how: str = "tree") -> 
 EXACTLY, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_MOST_ONCE
 MUTANTS = {
     "second sink not applied": (second_sink_not_applied, runs(EXACTLY, LAST_RESOURCE)),
-    "second sink not swept": (second_sink_not_swept, runs(EXACTLY, BOTH_PREPARE)),
+    "orphans of the second sink not aborted": (second_sink_not_aborted, runs(EXACTLY, BOTH_PREPARE)),
     "every sink written again": (every_sink_written_again, runs(EXACTLY, LAST_RESOURCE)),
     "rows of the last resource moved again": (moved_again, runs(EXACTLY, LAST_RESOURCE)),
     "rows of other sinks taken for its own": (all_seen_as_own, runs(EXACTLY, LAST_RESOURCE)),

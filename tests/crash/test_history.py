@@ -153,7 +153,7 @@ def test_expired_promise_and_other_number_of_shards_stops() -> None:
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("guarantee", list(Guarantee))
 @pytest.mark.parametrize("answer", list(Answer))
-@pytest.mark.parametrize("method", ["begin", "decide", "apply", "sweep"])
+@pytest.mark.parametrize("method", ["begin", "decide", "apply", "abort_orphans"])
 def test_p6_p7_no_answer_is_looked_up(method: str, answer: Answer, guarantee: Guarantee, commit: Commit) -> None:
     """P6, P7: whether the request is in, out or late: the batch counts whole and once, as the guarantee says."""
 
@@ -266,7 +266,7 @@ def test_batch_begun_under_at_most_once_is_refused_under_exactly_once() -> None:
 @pytest.mark.parametrize("guarantee", [EXACTLY, LEAST])
 @pytest.mark.parametrize("expired", [False, True])
 def test_new_checkpoint_finishes_what_the_earlier_one_decided(guarantee: Guarantee, expired: bool) -> None:
-    """Decided, not applied, then the checkpoint is deleted: the decided rows are not swept away."""
+    """Decided, not applied, then the checkpoint is deleted: the decided rows are not aborted."""
 
     def delete(sim: Sim, start: int) -> None:
         if start == 1:

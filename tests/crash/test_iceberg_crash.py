@@ -94,7 +94,7 @@ def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequ
 
 
 def test_zombie_inside_its_decision_is_fenced(world: IcebergWorld) -> None:
-    """Stopped between two shards whose files it looks at: those of the second were swept when it goes on."""
+    """Stopped between two shards whose files it looks at: those of the second were removed when it goes on."""
     assert "[DELIVERED_STAGED_FILE_GONE]" in fenced(world, "commit.apply:after")
 
 

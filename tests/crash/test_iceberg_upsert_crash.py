@@ -14,7 +14,7 @@ from tests.crash import test_delta_upsert_crash as delta
 from tests.crash.test_delta_upsert_crash import (
     State,
     log,
-    test_a_death_at_every_point_leaves_a_state_that_was_decided,
+    test_a_kill_at_every_point_leaves_a_state_that_was_decided,
     test_zombie_cannot_bring_an_old_state_back,
 )
 from tests.support.zygote import Zygote
@@ -23,7 +23,7 @@ from delivered.connectors.iceberg import CONNECTOR
 
 __all__ = [
     "log",
-    "test_a_death_at_every_point_leaves_a_state_that_was_decided",
+    "test_a_kill_at_every_point_leaves_a_state_that_was_decided",
     "test_zombie_cannot_bring_an_old_state_back",
 ]
 

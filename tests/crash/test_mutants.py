@@ -206,7 +206,7 @@ def rows_seen_twice() -> Iterator[list[str]]:
 
 
 MUTANTS: dict[str, tuple[Patch, Runs]] = {
-    "sweep left out": (swap(recover, "sweep", lambda context, keep: None), crashes(EXACTLY, "tree")),
+    "orphans not aborted": (swap(recover, "abort_orphans", lambda context, keep: None), crashes(EXACTLY, "tree")),
     "failed attempts left open": (swap(decide, "_tidy", lambda *args: None), crashes(EXACTLY, "kill")),
     "offsets not compared": (
         swap(rules, "_same_offsets", lambda *args: None),

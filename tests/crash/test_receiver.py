@@ -18,8 +18,8 @@ from delivered.model.step import ROLE_OF_STEP, Moment, Role
 from delivered.testing.crash import CRASH, CRASH_DIR, hits, release
 
 MESSAGES = 400
-ASIDE = [f"receive.aside:{m}" for m in Moment]
-NEVER_REACHED = {"receive.take:before", *ASIDE}
+QUARANTINE = [f"receive.quarantine:{m}" for m in Moment]
+NEVER_REACHED = {"receive.take:before", *QUARANTINE}
 """Before a message is taken there is nothing to lose; and these are good messages."""
 POINTS = [f"{s}:{m}" for s, role in ROLE_OF_STEP.items() if role is Role.RECEIVER for m in Moment]
 
@@ -83,14 +83,14 @@ def poisoned(tmp_path: Path) -> Spool:
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("point", [*ASIDE, "receive.persist:before", "receive.persist:after", "receive.ack:after"])
+@pytest.mark.parametrize("point", [*QUARANTINE, "receive.persist:before", "receive.persist:after", "receive.ack:after"])
 def test_poison_goes_to_the_dead_letters_whenever_it_is_killed(poisoned: Spool, point: str, nth: int) -> None:
     """Each message is in one of the two logs, once, before the queue forgets it."""
     crash = f"{point}#{nth}!kill"
-    assert start(poisoned, crash, "--set-aside").wait(60) == -signal.SIGKILL
+    assert start(poisoned, crash, "--quarantine").wait(60) == -signal.SIGKILL
     held = len(entered(poisoned)) + len(entered(poisoned, "log.bad"))
     assert held >= MESSAGES - poisoned.left(), "forgotten is only what is in one of the two"
-    assert start(poisoned, crash, "--set-aside").wait(60) == 0
+    assert start(poisoned, crash, "--quarantine").wait(60) == 0
     assert poisoned.left() == 0
     good = [b"message %d" % n for n in range(MESSAGES) if n not in POISONED]
     assert entered(poisoned) == Counter(good)
@@ -119,7 +119,7 @@ def test_a_zombie_wakes_up_after_another_took_its_messages(spool: Spool) -> None
     while not (found := hits(spool.path.parent / "hits")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # Beside what it persists it gathers the next bunch; with both full it takes nothing more.
+    # Beside what it persists it gathers the next batch; with both full it takes nothing more.
     while spool.held() < 2 * PER_APPEND:
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -18,14 +18,14 @@ from tests.crash.test_delta_upsert_crash import (
     RECORDS,
     State,
     log,
-    test_a_death_at_every_point_leaves_a_state_that_was_decided,
+    test_a_kill_at_every_point_leaves_a_state_that_was_decided,
     test_zombie_cannot_bring_an_old_state_back,
 )
 from tests.support.zygote import Zygote
 
 __all__ = [
     "log",
-    "test_a_death_at_every_point_leaves_a_state_that_was_decided",
+    "test_a_kill_at_every_point_leaves_a_state_that_was_decided",
     "test_zombie_cannot_bring_an_old_state_back",
 ]
 

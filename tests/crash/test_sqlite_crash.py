@@ -133,10 +133,10 @@ class World:
         assert [d.batch for d in decided] == list(range(BATCHES))
         return lost, repeats
 
-    def sweep(self) -> None:
+    def abort_orphans(self) -> None:
         """What a zombie leaves goes with the next recovery."""
         sink = CONNECTOR.sink({"path": str(self.database), "table": TABLE})
-        assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "other")).sweep(()), Ok)
+        assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "other")).abort_orphans(()), Ok)
 
     def read_back(self) -> Fingerprint:
         sink = CONNECTOR.sink({"path": str(self.database), "table": TABLE})
@@ -160,7 +160,7 @@ def points(guarantee: str) -> list[str]:
     if guarantee == "exactly_once":
         skipped.add(StepId.BATCH_BEGIN)
     skipped |= {step for step, role in ROLE_OF_STEP.items() if role is Role.RECEIVER}
-    skipped |= {StepId.DEDUP_NOTE, StepId.DEDUP_KEEP}  # tests/broker/test_dedup_deaths.py
+    skipped |= {StepId.DEDUP_NOTE, StepId.DEDUP_KEEP}  # tests/broker/test_dedup_kill.py
     return [f"{step}:{moment}" for step in ROLE_OF_STEP if step not in skipped for moment in Moment]
 
 
@@ -171,7 +171,7 @@ def points(guarantee: str) -> list[str]:
 )
 def test_killed_once_at_each_point(world: World, point: str) -> None:
     """F4, F6: the process dies there in the second batch (or where the point knows no batch), and is started again."""
-    no_batch = point.startswith(("recover.claim", "recover.sweep"))
+    no_batch = point.startswith(("recover.claim", "recover.abort_orphans"))
     first_only = point.startswith("batch.begin") and world.guarantee == "at_least_once"
     where = "" if no_batch else "@batch=0" if first_only else "@batch=1"
     assert world.run(f"{point}{where}!kill") == -signal.SIGKILL, world.errors[-1]
@@ -201,12 +201,11 @@ def test_killed_between_two_applies(world: World, nth: int) -> None:
 
 
 def test_killed_again_while_recovering(world: World) -> None:
-    crash = (
-        "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill,recover.sweep:after!kill"
-    )
-    deaths = [world.run(crash) for _ in range(5)]
-    assert deaths.count(-signal.SIGKILL) == 4
-    assert deaths[-1] == 0, world.errors[-1]
+    crash = "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill"
+    crash += ",recover.abort_orphans:after!kill"
+    kills = [world.run(crash) for _ in range(5)]
+    assert kills.count(-signal.SIGKILL) == 4
+    assert kills[-1] == 0, world.errors[-1]
     assert world.judge() == (0, 0)
 
 
@@ -275,7 +274,7 @@ def test_zombie_driver_is_fenced(world: World, stop_at: str) -> None:
     assert "[DELIVERED_FENCED]" in error or "[DELIVERED_STAGED_FILE_GONE]" in error, error
     if exact:
         assert world.rows() == done
-    world.sweep()
+    world.abort_orphans()
     world.judge()
     assert world.staged() == []
 

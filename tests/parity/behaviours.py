@@ -79,7 +79,7 @@ STARTS: dict[str, Fact | Differs] = {
     for loss in ("true", "false")
 }
 STARTS_ALWAYS = ("subscribe from latest, failOnDataLoss=true", "assign from offsets, failOnDataLoss=true")
-"""Those of the sweep that `make test` runs."""
+"""Those of the matrix that `make test` runs."""
 
 AREAS: dict[str, Area] = {
     "options_stream": Area(

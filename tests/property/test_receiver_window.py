@@ -30,7 +30,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     @rule(partition=PARTITIONS, arrived=st.lists(IDS, max_size=6))
     def receive(self, partition: int, arrived: list[str | None]) -> None:
-        """What a receiver does with a bunch."""
+        """What a receiver does with a batch."""
         at = self.window.fresh(arrived)
         fresh = [arrived[i] for i in at]
         known, named = self.known(), [i for i in fresh if i is not None]

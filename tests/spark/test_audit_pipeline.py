@@ -97,7 +97,7 @@ def test_a_clean_sink_is_held_and_three_accounts_agree(spark: SparkSession, ran:
 COPY = "INSERT INTO rows SELECT * FROM rows WHERE json_extract(value, '$.id') = 5"
 DELETE = "DELETE FROM rows WHERE json_extract(value, '$.id') = 6"
 ALTER = "UPDATE rows SET value = '{\"id\": 7, \"n\": -1}' WHERE json_extract(value, '$.id') = 7"
-STRANGER = "INSERT INTO rows VALUES ('k1', '{\"id\": 999}')"
+FOREIGN = "INSERT INTO rows VALUES ('k1', '{\"id\": 999}')"
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ STRANGER = "INSERT INTO rows VALUES ('k1', '{\"id\": 999}')"
         ((DELETE,), Counts(ROWS, ROWS - 1, lost=1), set(Guarantee)),
         ((COPY, DELETE), Counts(ROWS, ROWS, lost=1, duplicated=1), set(Guarantee)),
         ((ALTER,), Counts(ROWS, ROWS, altered=1), set(Guarantee)),
-        ((STRANGER,), Counts(ROWS, ROWS + 1, unexpected=1), set()),
+        ((FOREIGN,), Counts(ROWS, ROWS + 1, unexpected=1), set()),
     ],
-    ids=["copy", "loss", "copy and loss", "alteration", "stranger"],
+    ids=["copy", "loss", "copy and loss", "alteration", "a foreign record"],
 )
 def test_a_damaged_sink_breaks_what_forbids_it(
     spark: SparkSession, copy: Path, statements: tuple[str, ...], counts: Counts, breaks: set[str]

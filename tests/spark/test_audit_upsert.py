@@ -100,7 +100,7 @@ def test_a_clean_state_is_held(spark: SparkSession, ran: Path) -> None:
         ("DELETE FROM rows WHERE id = 5", {"lost": 1}),
         ("INSERT INTO rows VALUES (999, 1, '1')", {"unexpected": 1}),
     ],
-    ids=["an older version", "another value", "a lost key", "a stranger"],
+    ids=["an older version", "another value", "a lost key", "a foreign record"],
 )
 def test_a_damaged_state_is_broken(
     spark: SparkSession, ran: Path, tmp_path: Path, statement: str, damage: dict[str, int]

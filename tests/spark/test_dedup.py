@@ -236,7 +236,7 @@ SWEEP = pytest.mark.matrix
         pytest.param(
             "at_most_once", "write.send:after@batch=1,commit.record:after@batch=2", {"late": "drop"}, marks=SWEEP
         ),
-        # With a table of keys the deaths are met without Spark: tests/broker/test_dedup_deaths.py.
+        # With a table of keys the kills are met without Spark: tests/broker/test_dedup_kill.py.
         pytest.param(
             "exactly_once", "dedup.note:after@batch=1,dedup.keep:after@batch=1", {"memory": "table"}, marks=SWEEP
         ),

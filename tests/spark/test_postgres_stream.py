@@ -51,5 +51,5 @@ def test_killed_with_everything_and_started_again(postgres: Postgres, tmp_path: 
 
     sink = postgres.sink(table)
     committer = sink.committer(Scope("to-postgres", sink.name, "judge"))
-    assert committer.sweep(()) == Ok(0)
+    assert committer.abort_orphans(()) == Ok(0)
     committer.close()

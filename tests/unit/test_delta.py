@@ -350,7 +350,7 @@ def test_abort_takes_nothing_away_that_counts(tmp_path: Path) -> None:
     assert mine.decide(decision(0, prepared)) == Ok(None)
     committer = DeltaCommitter(sink.options, SCOPE)
     assert committer.abort(prepared) == Ok(None)
-    assert committer.sweep(()) == Ok(1)
+    assert committer.abort_orphans(()) == Ok(1)
     assert committer.abort(stray) == Ok(None)
     assert read_back(sink).num_rows == ROWS.num_rows
 
@@ -375,11 +375,11 @@ def test_sweep_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None
     sink = sink_at(tmp_path)
     claimed(sink)
     write_deltalake(str(tmp_path / "t"), ROWS, mode="append")
-    stranger = tmp_path / "t" / "part-0.parquet"
-    stranger.write_bytes(b"of somebody else")
+    foreign = tmp_path / "t" / "part-0.parquet"
+    foreign.write_bytes(b"of somebody else")
     theirs = staged(sink, ROWS, scope=Scope("orders", "t.more", "i0"))
-    assert DeltaCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
-    assert stranger.exists()
+    assert DeltaCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
+    assert foreign.exists()
     assert (tmp_path / "t" / theirs.handle["files"][0]["path"]).exists()
     assert read_back(sink).num_rows == ROWS.num_rows
 

@@ -60,7 +60,7 @@ def test_overwrite_replaces_the_partitions_of_the_batch_alone(tmp_path: Path) ->
         }  # fmt: skip
     assert mine.decide(decision(2)) == Ok(None)  # a batch without rows replaces nothing
     assert len(found_by(tmp_path)) == 6
-    assert DeltaCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
+    assert DeltaCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
 
 
 def found_by(path: Path) -> list[tuple[Any, ...]]:
@@ -99,7 +99,7 @@ def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path)
     assert files(tmp_path) == before | named(tmp_path)  # what tasks staged is gone
     assert mine.decide(decision(2, staged(sink, items((2, 0, "later")), 2))) == Ok(None)
     assert found(tmp_path) == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
-    assert DeltaCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
+    assert DeltaCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
 
 
 @pytest.fixture
@@ -134,13 +134,15 @@ def test_what_a_dead_driver_wrote_of_an_upsert_is_swept(tmp_path: Path, in_commi
         mine.decide(decision(1, prepared))
     assert len(files(tmp_path)) == len(before) + 1
     mine.claim(Owner("o"))
-    assert DeltaCommitter(sink.options, SCOPE).sweep([prepared]) == Ok(1)
+    assert DeltaCommitter(sink.options, SCOPE).abort_orphans([prepared]) == Ok(1)
     assert files(tmp_path) == before
     assert found(tmp_path) == [(1, 1, "a"), (2, 1, "a")]
     assert mine.decide(decision(1, prepared)) == Ok(None)
     assert found(tmp_path) == [(1, 2, "b"), (2, 1, "a"), (3, 1, "b")]
     mine.claim(Owner("o"))
-    assert DeltaCommitter(sink.options, SCOPE).sweep(()) == Ok(0)  # files that the upsert made are not taken for staged
+    assert DeltaCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(
+        0
+    )  # files that the upsert made are not taken for staged
     assert found(tmp_path) == [(1, 2, "b"), (2, 1, "a"), (3, 1, "b")]
 
 

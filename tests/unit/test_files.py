@@ -236,7 +236,7 @@ def test_sweep_and_abort_take_nothing_away_that_counts(tmp_path: Path) -> None:
     assert mine.decide(decision(0, prepared)) == Ok(None)
     committer = FilesCommitter(sink.options, SCOPE)
     assert committer.abort(prepared) == Ok(None)
-    assert committer.sweep(()) == Ok(1)
+    assert committer.abort_orphans(()) == Ok(1)
     assert read_back(sink) == prepared.fingerprint
 
 

@@ -264,7 +264,7 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path, before_
     assert "DELIVERED_FENCED" in outcome.reason
     assert read_back(sink).num_rows == 0
     assert sink.ledger(SCOPE).look().last is None
-    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(1)
+    assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(1)
     assert strays(tmp_path) == set()
 
 
@@ -434,7 +434,7 @@ def test_abort_takes_nothing_away_that_counts(tmp_path: Path) -> None:
     assert mine.decide(decision(0, prepared)) == Ok(None)
     committer = IcebergCommitter(sink.options, SCOPE)
     assert committer.abort(prepared) == Ok(None)
-    assert committer.sweep(()) == Ok(1)
+    assert committer.abort_orphans(()) == Ok(1)
     assert committer.abort(stray) == Ok(None)
     assert read_back(sink).num_rows == ROWS.num_rows
 
@@ -461,14 +461,14 @@ def test_sweep_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None
     claimed(sink)
     table = theirs(tmp_path)
     table.append(ROWS.cast(table.schema().as_arrow()))
-    strangers = [tmp_path / "shop" / "t" / kind / "part-0.parquet" for kind in ("data", "metadata")]
-    for stranger in strangers:
-        stranger.write_bytes(b"of somebody else")
+    foreign = [tmp_path / "shop" / "t" / kind / "part-0.parquet" for kind in ("data", "metadata")]
+    for file in foreign:
+        file.write_bytes(b"of somebody else")
     more = Scope("orders", "t.more", "i0")
     prepared = staged_in(sink, scope=more)
     sink.ledger(more).claim(Owner("else"))
-    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
-    assert all(stranger.exists() for stranger in strangers)
+    assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
+    assert all(file.exists() for file in foreign)
     assert (tmp_path / "shop" / "t" / "data" / f"{prepared.handle['writer']}-0.parquet").exists()
     assert sink.ledger(more).resume("else").epoch == 1
     assert seen(tmp_path).num_rows == ROWS.num_rows
@@ -488,14 +488,14 @@ def test_manifests_of_a_driver_that_died_in_its_commit_are_swept(tmp_path: Path,
             step()
     assert len(strays(tmp_path)) == 3  # two of the decision, one of the claim
     mine.claim(Owner("o"))
-    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(1)
+    assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(1)
     assert strays(tmp_path) == set()
     assert seen(tmp_path).num_rows == ROWS.num_rows
     assert mine.decide(decision(1, staged_in(sink, ROWS, 1))) == Ok(None)
 
 
 def test_f7_a_driver_that_lost_its_claim_sweeps_nothing(tmp_path: Path) -> None:
-    """F7: paused between its claim and its sweep; meanwhile another one claimed, and its tasks write."""
+    """F7: paused between its claim and aborting orphans; meanwhile another one claimed, and its tasks write."""
     sink = sink_at(tmp_path)
     claimed(sink)
     mine = sink.ledger(SCOPE).look().epoch
@@ -503,7 +503,7 @@ def test_f7_a_driver_that_lost_its_claim_sweeps_nothing(tmp_path: Path) -> None:
     other.claim(Owner("other"))
     prepared = staged_in(sink)
     stage.note_claim(ledger_key(sink.options, SCOPE), mine)  # as the process of the first one has it
-    outcome = IcebergCommitter(sink.options, SCOPE).sweep(())
+    outcome = IcebergCommitter(sink.options, SCOPE).abort_orphans(())
     assert isinstance(outcome, Unknown)
     assert "DELIVERED_FENCED" in outcome.reason
     assert other.decide(decision(0, prepared, owner="other")) == Ok(None)
@@ -545,7 +545,7 @@ def test_p4_ledger_and_metadata_stay_bounded(tmp_path: Path) -> None:
         assert mine.decide(decision(batch)) == Ok(None)
         if batch % 20 == 0:
             mine.claim(Owner("o"))
-            assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
+            assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
             table = theirs(tmp_path)
             refs = {ref.snapshot_id for ref in table.refs().values()}
             old = [s.snapshot_id for s in table.snapshots() if s.snapshot_id not in refs]

@@ -57,7 +57,7 @@ def test_overwrite_replaces_the_partitions_of_the_batch_alone(tmp_path: Path) ->
     assert [s.summary.operation.value for s in theirs(tmp_path).snapshots() if "delivered.batch" in _said(s)] == [
         "append", "overwrite", "append",
     ]  # fmt: skip
-    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
+    assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
     assert strays(tmp_path) == set()
 
 
@@ -116,8 +116,8 @@ def test_upsert_leaves_files_alone_that_hold_no_key_of_the_batch(tmp_path: Path)
     assert found(tmp_path, "id", "v", "part") == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
     assert len(before & named(tmp_path)) == 1
     assert files(tmp_path) == before | named(tmp_path)  # what tasks staged is gone
-    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
-    assert files(tmp_path) >= named(tmp_path), "a sweep takes no file that the newest decision made"
+    assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
+    assert files(tmp_path) >= named(tmp_path), "recovery takes no file that the newest decision made"
     assert mine.decide(decision(2, staged_in(sink, items((2, 0, "later")), 2))) == Ok(None)
     assert found(tmp_path, "id", "v", "part") == [(1, 2, "c"), (2, 1, "a"), (3, 1, "b")]
     assert strays(tmp_path) == set()
@@ -145,7 +145,7 @@ def test_rows_that_others_add_meanwhile_are_seen(
     if mode["mode"] == "upsert":
         wanted.insert(2, (8, 1, "a"))
     assert found(tmp_path, "id", "v", "part") == wanted
-    assert IcebergCommitter(sink.options, SCOPE).sweep(()) == Ok(0)
+    assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
     there = {p for p in files(tmp_path) if p.startswith("1-")}
     assert there <= named(tmp_path), "files of the try that was overtaken are gone"
     assert strays(tmp_path) == set()
@@ -153,7 +153,7 @@ def test_rows_that_others_add_meanwhile_are_seen(
 
 @pytest.mark.parametrize("got_in", [True, False])
 def test_an_answer_that_was_lost(tmp_path: Path, before_commit: Callable[..., None], got_in: bool) -> None:
-    """In: the files of the upsert stay, also after a sweep. Not in: unknown, and the next start sweeps them."""
+    """In: the files of the upsert stay, also after recovery. Not in: unknown, and the next start removes them."""
     sink = sink_at(tmp_path, **UPSERT)
     first = items((1, 1, "a"))
     prepared = staged_in(sink, first)
@@ -171,7 +171,7 @@ def test_an_answer_that_was_lost(tmp_path: Path, before_commit: Callable[..., No
     assert outcome == Ok(None) if got_in else isinstance(outcome, Unknown)
     claimed(sink, first)
     committer = IcebergCommitter(sink.options, SCOPE)
-    assert isinstance(committer.sweep(()), Ok)
+    assert isinstance(committer.abort_orphans(()), Ok)
     assert found(tmp_path, "v") == [(2 if got_in else 1,)]
     assert {p for p in files(tmp_path) if p.startswith("1-")} == (named(tmp_path) if got_in else set())
 

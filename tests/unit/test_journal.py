@@ -19,7 +19,7 @@ from delivered.contract.queue import Entered, MessageBatch
 from delivered.model.outcome import Failed, Ok, Unknown
 
 
-def bunch(*ids: str | None, key: bytes = b"k") -> MessageBatch:
+def messages(*ids: str | None, key: bytes = b"k") -> MessageBatch:
     values = [f"value of {i}".encode() for i in ids]
     count = len(ids)
     return MessageBatch(list(ids), [key] * count, values, [[("h", b"1")]] * count, [None] * count, list(range(count)))
@@ -43,14 +43,14 @@ def log(tmp_path: Path) -> Path:
 
 def test_a_message_enters_once(log: Path) -> None:
     journal = open_log(log)
-    assert journal.append(bunch("a", "b", "a")) == Ok(Entered(2, 1))
-    assert journal.append(bunch("b", "c")) == Ok(Entered(1, 1))
-    assert open_log(log).append(bunch("a", "b", "c")) == Ok(Entered(0, 3))
+    assert journal.append(messages("a", "b", "a")) == Ok(Entered(2, 1))
+    assert journal.append(messages("b", "c")) == Ok(Entered(1, 1))
+    assert open_log(log).append(messages("a", "b", "c")) == Ok(Entered(0, 3))
     assert values(log) == [b"value of a", b"value of b", b"value of c"]
 
 
 def test_messages_with_nothing_but_an_id_are_written_as_any_others(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = replace(bunch("a", "ü", "c" * 300), headers=[(), [], ()])
+    plain = replace(messages("a", "ü", "c" * 300), headers=[(), [], ()])
     alone = journals.rows_of(replace(plain, times_us=[1, 2, 3]))
     monkeypatch.setattr(journals, "_ids_alone", None)  # mixed ones do not go there
     mixed = journals.rows_of(replace(plain, headers=[(), [("h", None)], ()], times_us=[1, 2, 3]))
@@ -63,16 +63,16 @@ def test_messages_with_nothing_but_an_id_are_written_as_any_others(log: Path, mo
 
 
 def test_a_bunch_splits_into_what_it_held() -> None:
-    whole = bunch("a", "b", "c")
+    whole = messages("a", "b", "c")
     for count in range(5):
-        first, rest = bunch("a", "b", "c").split(count)
+        first, rest = messages("a", "b", "c").split(count)
         assert (len(first), len(rest)) == (min(count, 3), max(0, 3 - count))
         first.extend(rest)
         assert first == whole
 
 
 def test_records_carry_id_and_headers(log: Path) -> None:
-    open_log(log).append(bunch("a"))
+    open_log(log).append(messages("a"))
     source = CONNECTOR.source({"path": str(log), "includeHeaders": "true"})
     driver = source.driver()
     (batch,) = source.read(driver.slices(*driver.batch())[0])
@@ -83,27 +83,27 @@ def test_records_carry_id_and_headers(log: Path) -> None:
 
 def test_messages_without_ids_enter_as_often_as_they_come(log: Path) -> None:
     journal = open_log(log)
-    assert journal.append(bunch(None, None)) == Ok(Entered(2, 0))
-    assert open_log(log).append(bunch(None)) == Ok(Entered(1, 0))
+    assert journal.append(messages(None, None)) == Ok(Entered(2, 0))
+    assert open_log(log).append(messages(None)) == Ok(Entered(1, 0))
 
 
 def test_p22_the_window_is_a_stated_bound(log: Path) -> None:
     """P22: a producer audit dedups a window only. Ours is stated: the last offsets, before and after a restart."""
     journal = open_log(log, window=2)
-    journal.append(bunch("a", "b", "c"))
+    journal.append(messages("a", "b", "c"))
     for reader in (journal, open_log(log, window=2)):
         assert [i for i in "abc" if i in reader.window] == ["b", "c"]
-    assert open_log(log, window=2).append(bunch("a")) == Ok(Entered(1, 0))
+    assert open_log(log, window=2).append(messages("a")) == Ok(Entered(1, 0))
 
 
 def test_partitions_by_key_survive_a_restart(log: Path) -> None:
     journal = open_log(log, partitions=4)
     for n in range(20):
-        journal.append(bunch(f"m{n}", f"o{n}", key=f"k{n}".encode()))
+        journal.append(messages(f"m{n}", f"o{n}", key=f"k{n}".encode()))
     again = open_log(log, partitions=4)
     assert len(again.window.ends) == 4
     assert again.window.ends == journal.window.ends
-    assert again.append(bunch(*(f"m{n}" for n in range(20)))) == Ok(Entered(0, 20))
+    assert again.append(messages(*(f"m{n}" for n in range(20)))) == Ok(Entered(0, 20))
 
 
 def race(monkeypatch: pytest.MonkeyPatch, log: Path, other: Any) -> None:
@@ -121,13 +121,13 @@ def race(monkeypatch: pytest.MonkeyPatch, log: Path, other: Any) -> None:
 
 def steal(log: Path, *ids: str) -> None:
     """What a receiver on another machine does: it shares no lock with ours."""
-    produce.append(str(log), pa.table(pa.Table.from_batches([journals.rows_of(bunch(*ids))])))
+    produce.append(str(log), pa.table(pa.Table.from_batches([journals.rows_of(messages(*ids))])))
 
 
 def test_two_processes_that_append_one_message_leave_it_once(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_log(log)
     race(monkeypatch, log, lambda: steal(log, "b", "x"))
-    assert journal.append(bunch("a", "b", "c")) == Ok(Entered(2, 1, tries=2))
+    assert journal.append(messages("a", "b", "c")) == Ok(Entered(2, 1, tries=2))
     assert sorted(values(log)) == [f"value of {i}".encode() for i in "abcx"]
 
 
@@ -144,19 +144,19 @@ def test_p8_an_id_known_before_it_is_persisted_loses_the_message(log: Path, monk
 
     monkeypatch.setattr(journal.window, "fresh", too_early)
     race(monkeypatch, log, lambda: steal(log, "x"))
-    assert journal.append(bunch("a")) == Ok(Entered(0, 1, tries=2))
+    assert journal.append(messages("a")) == Ok(Entered(0, 1, tries=2))
     assert values(log) == [b"value of x"], "the mutant says that a is in, and it is not"
 
 
 def test_receivers_of_one_log_share_what_enters(log: Path) -> None:
-    """Three processes, each with the same 300 messages in bunches of another size."""
+    """Three processes, each with the same 300 messages in batches of another size."""
     code = """
 import sys
-from tests.unit.test_journal import bunch, open_log
+from tests.unit.test_journal import messages, open_log
 from pathlib import Path
 journal, step = open_log(Path(sys.argv[1]), 1000), int(sys.argv[2])
 for at in range(0, 300, step):
-    journal.append(bunch(*(f"m{n}" for n in range(at, min(300, at + step)))))
+    journal.append(messages(*(f"m{n}" for n in range(at, min(300, at + step)))))
 """
     open_log(log)
     running = [subprocess.Popen([sys.executable, "-c", code, str(log), str(step)], cwd=Path()) for step in (7, 20, 50)]
@@ -176,18 +176,18 @@ def test_an_error_of_the_storage_is_looked_at(log: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(journals.produce, "commit", fails)
-    outcome = journal.append(bunch("a"))
+    outcome = journal.append(messages("a"))
     monkeypatch.setattr(journals.produce, "commit", commit)
     assert isinstance(outcome, Unknown if landed else Failed)
-    assert open_log(log).append(bunch("a")) == Ok(Entered(0, 1) if landed else Entered(1, 0))
+    assert open_log(log).append(messages("a")) == Ok(Entered(0, 1) if landed else Entered(1, 0))
     assert values(log) == [b"value of a"]
-    assert not landed or open_log(log).append(bunch("a")) == Ok(Entered(0, 1))
+    assert not landed or open_log(log).append(messages("a")) == Ok(Entered(0, 1))
 
 
 def test_upkeep_takes_what_every_reader_has_behind_it_and_no_more(log: Path) -> None:
     journal = open_log(log, window=10, readers=("audit", "orders"), keep_s=0)
     for n in range(6):
-        journal.append(bunch(*(f"m{n}-{i}" for i in range(10))))
+        journal.append(messages(*(f"m{n}-{i}" for i in range(10))))
     assert journal.maintain() == 0, "nothing is known of the readers"
     write_progress(str(log), {}, "orders", {0: 60})
     assert journal.maintain() == 0, "nothing is known of one of them"
@@ -198,7 +198,7 @@ def test_upkeep_takes_what_every_reader_has_behind_it_and_no_more(log: Path) -> 
     write_progress(str(log), {}, "audit", {0: 60})
     assert journal.maintain(exact=True) == 15, "the window's own ids stay"
     assert open_log(log, window=10).window.ends == {0: 60}
-    assert journal.append(bunch("m5-3", "new")) == Ok(Entered(1, 1))
+    assert journal.append(messages("m5-3", "new")) == Ok(Entered(1, 1))
     assert len(values(log)) == 11
     begin, end = CONNECTOR.source({"path": str(log)}).driver().batch()
     assert (begin["offsets"], end["offsets"]) == ({"0": 50}, {"0": 61})
@@ -206,9 +206,9 @@ def test_upkeep_takes_what_every_reader_has_behind_it_and_no_more(log: Path) -> 
 
 def test_upkeep_keeps_what_is_young(log: Path) -> None:
     journal = open_log(log, window=1, readers=("orders",), keep_s=3600)
-    journal.append(bunch("a"))
-    journal.append(bunch("b"))
-    journal.append(bunch("c"))
+    journal.append(messages("a"))
+    journal.append(messages("b"))
+    journal.append(messages("c"))
     write_progress(str(log), {}, "orders", {0: 3})
     assert journal.maintain() == 0
     assert open_log(log, window=1, readers=("orders",), keep_s=0).maintain() == 2
@@ -218,19 +218,19 @@ def test_upkeep_puts_files_together_and_loses_nothing(log: Path, monkeypatch: py
     monkeypatch.setattr(journals, "LOG_FILES_MAX", 5)
     journal, other = open_log(log), open_log(log)
     for n in range(8):
-        (journal if n % 2 else other).append(bunch(f"m{n}"))
+        (journal if n % 2 else other).append(messages(f"m{n}"))
     assert journal.size().files == 8
     journal.maintain()
     assert journal.size().files == 1
     for writer in (other, journal, open_log(log)):
-        assert writer.append(bunch(*(f"m{n}" for n in range(8)))) == Ok(Entered(0, 8))
-    assert other.append(bunch("more")) == Ok(Entered(1, 0))
+        assert writer.append(messages(*(f"m{n}" for n in range(8)))) == Ok(Entered(0, 8))
+    assert other.append(messages("more")) == Ok(Entered(1, 0))
     assert values(log) == [*(f"value of m{n}".encode() for n in range(8)), b"value of more"]
 
 
 def test_appending_to_a_log_of_others_goes_on_where_it_ends(log: Path) -> None:
     append(str(log), pa.table({"value": [b"old"]}))
-    assert open_log(log).append(bunch("a")) == Ok(Entered(1, 0))
+    assert open_log(log).append(messages("a")) == Ok(Entered(1, 0))
     assert values(log) == [b"old", b"value of a"]
 
 
@@ -244,17 +244,17 @@ def test_a_log_in_an_object_store(s3: dict[str, str], monkeypatch: pytest.Monkey
 
     journal = open_there()
     for n in range(3):
-        assert journal.append(bunch(*(f"{n}{i}" for i in range(5)))) == Ok(Entered(5, 0))
+        assert journal.append(messages(*(f"{n}{i}" for i in range(5)))) == Ok(Entered(5, 0))
     other = open_there()
-    race(monkeypatch, Path(), lambda: other.append(bunch("20", "a", "b")))
-    assert journal.append(bunch("24", "a", "c")) == Ok(Entered(1, 2, tries=2))
-    keeper = open_there(readers=("orders",), keep_s=0)
-    assert keeper.maintain() == 0
+    race(monkeypatch, Path(), lambda: other.append(messages("20", "a", "b")))
+    assert journal.append(messages("24", "a", "c")) == Ok(Entered(1, 2, tries=2))
+    kept = open_there(readers=("orders",), keep_s=0)
+    assert kept.maintain() == 0
     source = CONNECTOR.source({"path": path, "reader": "orders", **s3})
     driver = source.driver()
     driver.acknowledge(driver.newest() or {})
-    assert keeper.maintain() == 10
+    assert kept.maintain() == 10
     pieces = driver.slices(*driver.batch())
     found = [v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist()]
     assert found == [f"value of {i}".encode() for i in ("20", "21", "22", "23", "24", "a", "b", "c")]
-    assert open_there().append(bunch("23", "a", "c", "24")) == Ok(Entered(0, 4))
+    assert open_there().append(messages("23", "a", "c", "24")) == Ok(Entered(0, 4))

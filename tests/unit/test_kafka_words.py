@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delivered.connectors.kafka.client_errors import Trouble
+from delivered.connectors.kafka.client_errors import ConnectionErrors
 from delivered.connectors.kafka.produce import Failures
 
 WHY, THAT = ("_TRANSPORT", "127.0.0.1:1: Connection refused"), ("_ALL_BROKERS_DOWN", "0/2 brokers are down")
@@ -10,18 +10,18 @@ WHY, THAT = ("_TRANSPORT", "127.0.0.1:1: Connection refused"), ("_ALL_BROKERS_DO
 
 def test_that_all_are_down_does_not_hide_why() -> None:
     """librdkafka says both, in this order; whichever a machine that is busy hands over last."""
-    trouble, failures = Trouble(), Failures()
+    connection, failures = ConnectionErrors(), Failures()
     for said in (THAT, WHY, THAT):
-        trouble.note(*said)
+        connection.note(*said)
         failures.note(*said)
-    assert "refused" in trouble.last
+    assert "refused" in connection.last
     assert "_TRANSPORT" in failures.hint()
     assert "refused" in failures.hint()
 
 
 def test_it_is_told_when_nothing_else_was_said() -> None:
-    trouble, failures = Trouble(), Failures()
-    trouble.note(*THAT)
+    connection, failures = ConnectionErrors(), Failures()
+    connection.note(*THAT)
     failures.note(*THAT)
-    assert "brokers are down" in trouble.last
+    assert "brokers are down" in connection.last
     assert "brokers are down" in failures.hint()

@@ -67,5 +67,5 @@ def test_a_window_holds_what_receivers_have_in_flight_many_times() -> None:
     most = {**options, "prefetchBytes": str(PREFETCH_BYTES_MAX)}
     assert 2 * activemq.queue(most).in_flight_max <= limits.DEDUP_WINDOW
     assert limits.DEDUP_WINDOW >= 10 * rocketmq.PREFETCH_MAX
-    assert 2 * limits.RECEIVE_MESSAGES_MAX <= PREFETCH, "the next bunch gathers while one is appended"
+    assert 2 * limits.RECEIVE_MESSAGES_MAX <= PREFETCH, "the next batch gathers while one is appended"
     assert limits.MESSAGE_BYTES_MAX <= limits.RECEIVE_BYTES_MAX

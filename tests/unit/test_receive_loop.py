@@ -13,7 +13,7 @@ from delivered.connectors.log.journal import rows_of
 from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.source import apart, receive
+from delivered.source import isolate, receive
 from delivered.source.receive import ReceiveLimits, ReceiveLoop
 
 
@@ -51,15 +51,15 @@ class Connection:
         del self.broker.ready[: len(taken)]
         self.left -= len(taken)
         self.held += taken
-        bunch = MessageBatch()
+        batch = MessageBatch()
         for n in taken:
-            bunch.ids.append(None if n in self.broker.without_id else f"id{n}")
-            bunch.keys.append(None)
-            bunch.values.append(b"%d" % n)
-            bunch.headers.append([])
-            bunch.times_us.append(None)
-            bunch.handles.append((self, n))
-        return bunch
+            batch.ids.append(None if n in self.broker.without_id else f"id{n}")
+            batch.keys.append(None)
+            batch.values.append(b"%d" % n)
+            batch.headers.append([])
+            batch.times_us.append(None)
+            batch.handles.append((self, n))
+        return batch
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
         if self.closed:
@@ -91,14 +91,14 @@ class Memory:
         self.bytes = 0
         self.upkeep: Callable[[], None] = lambda: None
 
-    def append(self, bunch: MessageBatch) -> Outcome[Entered]:
+    def append(self, batch: MessageBatch) -> Outcome[Entered]:
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Failed):
             return answer
-        fresh = [i for i in bunch.ids if i not in self.ids]
+        fresh = [i for i in batch.ids if i not in self.ids]
         self.ids += fresh
-        self.rows.append(bunch)
-        return answer if isinstance(answer, Unknown) else Ok(Entered(len(fresh), len(bunch) - len(fresh)))
+        self.rows.append(batch)
+        return answer if isinstance(answer, Unknown) else Ok(Entered(len(fresh), len(batch) - len(fresh)))
 
     def size(self) -> JournalSize:
         return JournalSize(self.bytes, 1)
@@ -115,8 +115,10 @@ class Memory:
 LIMITS = ReceiveLimits(messages_max=20, bytes_max=1 << 20, linger_s=0.0, message_bytes_max=1 << 10)
 
 
-def run(broker: Broker, journal: Memory, limits: ReceiveLimits = LIMITS, aside: Memory | None = None) -> ReceiveLoop:
-    loop = ReceiveLoop(broker.connect, journal, limits, aside)
+def run(
+    broker: Broker, journal: Memory, limits: ReceiveLimits = LIMITS, quarantine: Memory | None = None
+) -> ReceiveLoop:
+    loop = ReceiveLoop(broker.connect, journal, limits, quarantine)
     loop.run(lambda: not broker.ready and not any(c.held for c in broker.connections))
     return loop
 
@@ -172,7 +174,7 @@ def test_a_queue_that_stays_away_ends_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("reason", ["id", "size"])
-def test_bad_messages_stop_it_or_are_set_aside(reason: str) -> None:
+def test_bad_messages_stop_it_or_are_quarantined(reason: str) -> None:
     limits = LIMITS
     broker = Broker(30, frozenset({7}) if reason == "id" else frozenset())
     if reason == "size":
@@ -182,11 +184,11 @@ def test_bad_messages_stop_it_or_are_set_aside(reason: str) -> None:
     bad = {7} if reason == "id" else set(range(10, 30))
     assert bad.isdisjoint(broker.forgotten)
     forgotten = len(broker.forgotten)
-    aside, journal = Memory(), Memory()
-    counts = run(broker, journal, limits, aside).counts
-    assert (counts.set_aside, counts.entered) == (len(bad), 30 - len(bad) - forgotten)
+    quarantine, journal = Memory(), Memory()
+    counts = run(broker, journal, limits, quarantine).counts
+    assert (counts.quarantined, counts.entered) == (len(bad), 30 - len(bad) - forgotten)
     assert sorted(broker.forgotten) == list(range(30))
-    assert aside.rows[0].headers[0][-1][0] == "delivered.reason"
+    assert quarantine.rows[0].headers[0][-1][0] == "delivered.reason"
 
 
 class Picky(Memory):
@@ -198,58 +200,58 @@ class Picky(Memory):
         self.raises = raises
         self.refused: list[str | None] = []
 
-    def append(self, bunch: MessageBatch) -> Outcome[Entered]:
-        if bad := [i for i in bunch.ids if i in self.refuses]:
-            if len(bunch) == 1:
+    def append(self, batch: MessageBatch) -> Outcome[Entered]:
+        if bad := [i for i in batch.ids if i in self.refuses]:
+            if len(batch) == 1:
                 self.refused += bad
             if self.raises:
                 raise OverflowError("too large for a time")
             return Failed("too large for a time")
-        return super().append(bunch)
+        return super().append(batch)
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_what_the_log_refuses_alone_is_set_aside_after_so_many_times(
+def test_what_the_log_refuses_alone_is_quarantined_after_so_many_times(
     monkeypatch: pytest.MonkeyPatch, raises: bool
 ) -> None:
-    monkeypatch.setattr(apart, "_PAUSE_S", 0.0)
-    broker, journal, aside = Broker(100), Picky({"id3", "id4", "id77"}, raises), Memory()
-    counts = run(broker, journal, aside=aside).counts
+    monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
+    broker, journal, quarantine = Broker(100), Picky({"id3", "id4", "id77"}, raises), Memory()
+    counts = run(broker, journal, quarantine=quarantine).counts
     assert sorted(broker.forgotten) == list(range(100))
-    assert (counts.entered, counts.set_aside, counts.acknowledged) == (97, 3, 100)
-    assert aside.ids == ["id3", "id4", "id77"]
+    assert (counts.entered, counts.quarantined, counts.acknowledged) == (97, 3, 100)
+    assert quarantine.ids == ["id3", "id4", "id77"]
     assert Counter(journal.refused) == {"id3": 3, "id4": 3, "id77": 3}
-    reason = dict(aside.rows[0].headers[0])["delivered.reason"] or b""
+    reason = dict(quarantine.rows[0].headers[0])["delivered.reason"] or b""
     assert b"refused it alone, 3 times" in reason
     assert b"too large for a time" in reason
     assert [i for i in journal.ids if i] == [f"id{n}" for n in range(100) if n not in (3, 4, 77)], "their order stays"
 
 
 def test_a_store_that_refuses_everything_is_broken_and_no_message_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "_PAUSE_S", 0.0)
-    broker, aside = Broker(9), Memory()
+    monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
+    broker, quarantine = Broker(9), Memory()
     with pytest.raises(DeliveredError, match="given back: too large for a time"):
-        run(broker, Picky({f"id{n}" for n in range(9)}), aside=aside)
+        run(broker, Picky({f"id{n}" for n in range(9)}), quarantine=quarantine)
     assert broker.forgotten == []
-    assert aside.ids == []
+    assert quarantine.ids == []
     assert sorted(broker.ready) == list(range(9))
 
 
 def test_code_that_raises_at_everything_is_broken_after_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the messages fall into bunches."""
-    monkeypatch.setattr(apart, "_PAUSE_S", 0.0)
-    broker, aside = Broker(100), Memory()
+    """However the messages fall into batches."""
+    monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
+    broker, quarantine = Broker(100), Memory()
     with pytest.raises(DeliveredError, match="11 messages in a row"):
-        run(broker, Picky({f"id{n}" for n in range(100)}, raises=True), aside=aside)
-    assert len(broker.forgotten) == len(aside.ids) <= 10
+        run(broker, Picky({f"id{n}" for n in range(100)}, raises=True), quarantine=quarantine)
+    assert len(broker.forgotten) == len(quarantine.ids) <= 10
     assert sorted([*broker.ready, *broker.forgotten]) == list(range(100))
 
 
 def test_dead_letters_that_cannot_be_kept_are_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
     broker = Broker(20)
     with pytest.raises(DeliveredError, match="given back: disk full"):
-        run(broker, Picky({"id3"}), aside=Memory(Failed("disk full"), Failed("disk full")))
+        run(broker, Picky({"id3"}), quarantine=Memory(Failed("disk full"), Failed("disk full")))
     assert broker.forgotten == []
 
 
@@ -257,13 +259,13 @@ def test_without_a_place_for_them_the_receiver_ends_and_says_so() -> None:
     broker = Broker(20)
     with pytest.raises(DeliveredError, match="OverflowError: too large for a time") as caught:
         run(broker, Picky({"id3"}, raises=True))
-    assert "badMessages=set_aside" in str(caught.value)
+    assert "badMessages=quarantine" in str(caught.value)
     assert broker.forgotten == []
 
 
 def test_dead_letters_are_written_readable_when_they_are_refused_as_they_are() -> None:
     bad = MessageBatch(["a\ud800", None], [b"k", None], [b"v", b""], [[("h", b"x")], []], [1 << 80, None], [1, 2])
-    copy = apart.readable(bad)
+    copy = isolate.readable(bad)
     assert copy.ids == ["'a\\ud800'", None]
     assert copy.values == [b"v", b""]
     assert dict(copy.headers[0])["delivered.time_us"] == str(1 << 80).encode()

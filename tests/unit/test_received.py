@@ -12,6 +12,7 @@ import delivered
 from delivered.model.errors import UsageError
 from delivered.pipeline.registry import find_source, received
 from delivered.planner import Plan, Refusal
+from delivered.source.received import parse
 
 URL = "amqp://app@broker:5672/"
 
@@ -104,6 +105,11 @@ def test_options_of_the_log_reach_it() -> None:
     assert made.rows_per_batch_max == 7
     assert "headers" in made.schema().names
     assert pickle.loads(pickle.dumps(made)) == made
+
+
+@pytest.mark.parametrize("value", ["quarantine", "set_aside"])  # the latter as earlier versions called it
+def test_bad_messages_are_quarantined_by_both_names(value: str) -> None:
+    assert parse("delivered.rabbitmq", {"log": "/data/log", "badMessages": value}).quarantine
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import delivered
 from delivered.connectors.rocketmq.client import library
-from delivered.connectors.rocketmq.ended import Ended, State
-from delivered.connectors.rocketmq.halves import Half, Handle, packed, unpacked
+from delivered.connectors.rocketmq.end_journal import EndJournal, State
+from delivered.connectors.rocketmq.half_messages import HalfMessage, Handle, packed, unpacked
 from delivered.connectors.rocketmq.message import content
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions, parse, parse_sink
-from delivered.connectors.rocketmq.publish import BUNCH_BYTES_MAX, BUNCH_MAX, Message, bunches
+from delivered.connectors.rocketmq.publish import BATCH_BYTES_MAX, BATCH_MAX, Message, batches
 from delivered.connectors.rocketmq.receiver import forgetful, renewed
 from delivered.connectors.rocketmq.stored import joined, parsed
 from delivered.connectors.rocketmq.writer import RocketmqWriter
@@ -139,7 +139,7 @@ def test_the_plan_of_transactions_says_what_readers_get() -> None:
 
 def test_batches_decided_as_transactions_are_not_passed_over_by_another_type() -> None:
     work = Work(Scope("p", "s", "i"), 3, 1)
-    prepared = Prepared(1, 0, Fingerprint(1), Handle("n", {"b": [Half(1, 2)]}, {"b": {0: 0}}).to_json())
+    prepared = Prepared(1, 0, Fingerprint(1), Handle("n", {"b": [HalfMessage(1, 2)]}, {"b": {0: 0}}).to_json())
     outcome = find_sink("rocketmq", SINK).committer(work.scope).commit(work, prepared)
     assert isinstance(outcome, Unknown)
     assert "messageType=transaction" in outcome.reason
@@ -147,18 +147,18 @@ def test_batches_decided_as_transactions_are_not_passed_over_by_another_type() -
 
 @given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62))))
 def test_places_of_half_messages_survive_packing(pairs: list[tuple[int, int]]) -> None:
-    halves = [Half(*pair) for pair in pairs]
-    assert unpacked(packed(halves)) == halves
+    half_messages = [HalfMessage(*pair) for pair in pairs]
+    assert unpacked(packed(half_messages)) == half_messages
 
 
 def test_places_take_a_few_bytes_each() -> None:
     """100,000 rows of a batch fit into a decision."""
     steps = random.Random(1)
-    place, halves = 7_000_000_000, []
+    place, half_messages = 7_000_000_000, []
     for n in range(100_000):
         place += steps.randint(300, 1_500)
-        halves.append(Half(place, 5_000_000 + n))
-    assert len(packed(halves)) < 0.4 * DECISION_BYTES_MAX
+        half_messages.append(HalfMessage(place, 5_000_000 + n))
+    assert len(packed(half_messages)) < 0.4 * DECISION_BYTES_MAX
 
 
 @given(st.dictionaries(st.text(min_size=1).filter(_plain), st.text().filter(_plain)))
@@ -169,7 +169,7 @@ def test_properties_survive_the_way_to_a_broker_and_back(properties: dict[str, s
 def test_what_is_known_of_ends(tmp_path: Path) -> None:
     """A batch of which another file, or nobody, may know more is not taken for new."""
     scope = Scope("p", "s", "i")
-    known = Ended(str(tmp_path / "l.db"), scope)
+    known = EndJournal(str(tmp_path / "l.db"), scope)
 
     def work(batch: int, shard: int = 0, incarnation: str = "i") -> Work:
         return Work(Scope("p", "s", incarnation), batch, shard)
@@ -190,7 +190,7 @@ def test_what_is_known_of_ends(tmp_path: Path) -> None:
     assert known.void(["e", "c3"]) == 1
     assert known.begin(work(4), "e") is State.VOID
     assert known.tops() == {"b": 10}
-    assert Ended(str(tmp_path / "l.db"), Scope("p", "other", "i")).tops() == {}
+    assert EndJournal(str(tmp_path / "l.db"), Scope("p", "other", "i")).tops() == {}
 
 
 def test_a_renewed_receipt_begins_at_its_own_message() -> None:
@@ -246,13 +246,13 @@ def test_what_goes_into_one_request() -> None:
     def made(count: int, size: int) -> list[Message]:
         return [Message(str(n), b"x" * size, (), "", "", None) for n in range(count)]
 
-    for messages in (made(250, 1), made(9, 100_000), made(3, BUNCH_BYTES_MAX), made(0, 1)):
-        found = list(bunches(messages))
+    for messages in (made(250, 1), made(9, 100_000), made(3, BATCH_BYTES_MAX), made(0, 1)):
+        found = list(batches(messages))
         assert [m for b in found for m in b] == messages
-        assert all(0 < len(b) <= BUNCH_MAX for b in found)
-        assert all(len(b) == 1 or sum(len(m.body) for m in b) <= BUNCH_BYTES_MAX for b in found)
-    assert len(list(bunches(made(250, 1)))) == 3
-    assert [len(b) for b in bunches(made(5, 1), alone=True)] == [1] * 5
+        assert all(0 < len(b) <= BATCH_MAX for b in found)
+        assert all(len(b) == 1 or sum(len(m.body) for m in b) <= BATCH_BYTES_MAX for b in found)
+    assert len(list(batches(made(250, 1)))) == 3
+    assert [len(b) for b in batches(made(5, 1), alone=True)] == [1] * 5
 
 
 def writer(**options: str) -> RocketmqWriter:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LINE_EVERY_S = 2.0
 _SUMMED = (
-    *("received", "entered", "repeated", "set_aside", "acknowledged", "unacknowledged"),
+    *("received", "entered", "repeated", "quarantined", "acknowledged", "unacknowledged"),
     *("appends", "tries", "retired", "paused", "reconnected"),
 )
 
@@ -85,7 +85,7 @@ class _Shown:
 
     def _text(self) -> str:
         now = self.totals()
-        aside = f", {now['set_aside']:,} set aside" if now["set_aside"] else ""
+        quarantine = f", {now['quarantined']:,} quarantined" if now["quarantined"] else ""
         latency = now.get("latency_ms")
         took = f"; {latency['p50']:.0f} ms p50, {latency['p99']:.0f} ms p99" if latency else ""
-        return f"{now['entered']:,} messages entered, {now['repeated']:,} came again{aside}{took}"
+        return f"{now['entered']:,} messages entered, {now['repeated']:,} came again{quarantine}{took}"

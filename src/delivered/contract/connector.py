@@ -11,14 +11,14 @@ from delivered.model.options import OptionTable
 
 
 @runtime_checkable
-class KeptSinkConnector(Protocol):
+class ExternalLedgerConnector(Protocol):
     """What a connector has whose system cannot hold a ledger: its sink takes another one's, a SQLite file named by
     the option `ledger`."""
 
     sink_options: OptionTable | None
 
-    def kept_sink(self, options: Mapping[str, str], keeper: Sink) -> Sink:
-        """As `Connector.sink`; `keeper.ledger` is where batches are recorded."""
+    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
+        """As `Connector.sink`; `ledger_sink.ledger` is where batches are recorded."""
 
 
 @runtime_checkable

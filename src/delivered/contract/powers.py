@@ -40,7 +40,7 @@ class SetsUp(Protocol):
     """
 
     def set_up(self) -> None:
-        """Make what is missing. Runs on the driver at recovery, before the sweep; may be called again."""
+        """Make what is missing. Runs on the driver at recovery, before orphans are aborted; may be called again."""
 
     def forget(self, batch: int) -> None:
         """Markers of batches of this incarnation before `batch` are not asked for any more. May be called again."""

@@ -36,7 +36,7 @@ class MessageBatch:
         return len(self.handles)
 
     def split(self, count: int) -> tuple[MessageBatch, MessageBatch]:
-        """The first `count`, and the others; one of the two may be this very bunch."""
+        """The first `count`, and the others; one of the two may be this very batch."""
         if len(self) <= count:
             return self, MessageBatch()
         if not count:
@@ -112,7 +112,7 @@ class Entered:
 
     Attributes:
         entered: messages that are in the log now, and were not before.
-        repeated: messages that were in already, or twice in the bunch.
+        repeated: messages that were in already, or twice in the batch.
         tries: commits it took, because others wrote at the same time.
     """
 
@@ -132,8 +132,8 @@ class JournalSize:
 class Journal(Protocol):
     """The durable log behind a receiver. Any number of processes may write to one; each has an object of its own."""
 
-    def append(self, bunch: MessageBatch) -> Outcome[Entered]:
-        """Append the messages whose ids the window does not hold, all or none. Ok: all of the bunch is durable.
+    def append(self, batch: MessageBatch) -> Outcome[Entered]:
+        """Append the messages whose ids the window does not hold, all or none. Ok: all of the batch is durable.
 
         Which messages are known is decided in the commit itself: of two processes that append one message at the
         same time, one finds it. Failed: nothing of it is in. Unknown: it may be in; do not acknowledge.

@@ -67,7 +67,7 @@ class Committer(Protocol):
     def was_committed(self, work: Work) -> bool:
         """Whether the shard of this batch is visible, by evidence that lies in the sink with the rows.
 
-        Sees every outcome of transactions that `sweep` or `apply` ended before.
+        Sees every outcome of transactions that `abort_orphans` or `apply` ended before.
         """
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
@@ -76,7 +76,7 @@ class Committer(Protocol):
         Runs in a task, too: of one of several sinks when another one could not promise.
         """
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Abort every open participant of this pipeline and sink, of any incarnation, that `keep` does not name.
 
         Runs at recovery, after older owners were fenced. Never touches what belongs to others. Returns how many.

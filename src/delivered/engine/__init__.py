@@ -7,7 +7,7 @@ messages.py  what the tasks say, checked: pure
 decide.py    after a batch: the one record from which on it counts. The line is marked there.
 repair.py    a decided batch whose shards were written again: the same rows, or stop
 apply.py     make decided participants visible
-sweep.py     abort what nobody decided
+orphans.py   abort participants that nobody decided
 target.py    whether the sinks' targets are still those of the last batch
 context.py   what all of them need
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
-from delivered.engine.messages import all_skipped, check_same_rows, checked, complete, repeats, strangers, written
+from delivered.engine.messages import all_skipped, check_same_rows, checked, complete, orphans, repeats, written
+from delivered.engine.orphans import abort_orphans
 from delivered.engine.repair import repaired
-from delivered.engine.sweep import sweep
 from delivered.engine.target import decided_targets, known_targets
 from delivered.model.account import Account
 from delivered.model.errors import (
@@ -72,14 +72,14 @@ def commit_batch(
         try:
             check_same_rows(context, again, said)
         except DeliveredError:
-            _give_back(context, strangers(said, last) if last else list(written(said)))
+            _give_back(context, orphans(said, last) if last else list(written(said)))
             raise
         if all(m.did is Action.COMPARE for m in said):
             return None
     if last is not None and last.batch == batch:
         if all_skipped(said):
             return None
-        new = strangers(said, last)
+        new = orphans(said, last)
         if not (said and said[0].plan.rewrite and new):
             # Committed before, and asked for again. What else was prepared meanwhile nobody decided.
             _give_back(context, new)
@@ -89,7 +89,7 @@ def commit_batch(
     else:
         complete(context, batch, said)
         decision = _decision(context, batch, offsets, said, last)
-    _decide(context, decision, strangers(said, last) if last else list(written(said)))
+    _decide(context, decision, orphans(said, last) if last else list(written(said)))
     decided = time.monotonic()
     _apply(context, decision)
     if context.others and decision.guarantee is Guarantee.EXACTLY_ONCE:
@@ -100,7 +100,7 @@ def commit_batch(
 
 
 def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> None:
-    """Give back what the tasks of a failed batch prepared. What is missed here, the next recovery sweeps.
+    """Give back what the tasks of a failed batch prepared. What is missed here, the next recovery aborts.
 
     Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a batch that
     was decided. A decision without an answer may still be on its way: it is fenced before anything is aborted.
@@ -123,11 +123,11 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
         if last is None or m.plan.batch > last.batch:
             _give_back(context, written([m]))
         elif m.plan.batch == last.batch:
-            _give_back(context, strangers([m], last))
+            _give_back(context, orphans([m], last))
 
 
 def _abort_overtaken(context: Context, said: Sequence[ShardMessage]) -> None:
-    """Give back what was prepared after a later claim had swept: nobody else would, and it would block readers.
+    """Give back what was prepared after a later claim aborted orphans: nobody else would, and it would block readers.
 
     Since that claim no decision of this one can get in, and the later owner names participants of its own alone. So
     what no decision names now, none ever will.
@@ -139,7 +139,7 @@ def _abort_overtaken(context: Context, said: Sequence[ShardMessage]) -> None:
         return
     for m in said:
         if m.plan.batch in decided:
-            _give_back(context, strangers([m], decided[m.plan.batch]))
+            _give_back(context, orphans([m], decided[m.plan.batch]))
         elif not decided or m.plan.batch > min(decided):  # older ones are forgotten: their decision cannot be read
             _give_back(context, written([m]))
 
@@ -245,7 +245,7 @@ def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | 
 
 
 def _give_back(context: Context, participants: Sequence[Prepared]) -> None:
-    """Abort participants that no decision names. What cannot be reached now, the next recovery sweeps."""
+    """Abort participants that no decision names. What cannot be reached now, the next recovery aborts."""
     for p in participants:
         if p.holds:
             context.committer.abort(p)
@@ -275,7 +275,7 @@ def _tidy(context: Context, decision: Decision, said: Sequence[ShardMessage]) ->
     if decision.guarantee is not Guarantee.EXACTLY_ONCE or not any(m.attempt for m in said):
         return
     try:
-        sweep(context, decision)
+        abort_orphans(context, decision)
     except OutcomeUnknown as error:
-        # The batch is in. What is open still, the next start sweeps.
+        # The batch is in. What is open still, the next start aborts.
         log.warning("batch %d: %s", decision.batch, error)

@@ -102,7 +102,7 @@ def complete(context: Context, batch: int, said: Sequence[ShardMessage]) -> None
             )
 
 
-def strangers(said: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
+def orphans(said: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
     """What tasks prepared and the decision does not name."""
     named = {_key(p) for p in decision.participants}
     return [p for p in written(said) if p.holds and _key(p) not in named]

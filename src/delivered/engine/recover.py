@@ -9,8 +9,8 @@ from delivered.contract.powers import KnowsOthers
 from delivered.contract.sink import Ledger
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
+from delivered.engine.orphans import abort_orphans
 from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, judge
-from delivered.engine.sweep import sweep
 from delivered.engine.target import check_targets, known_targets
 from delivered.model.dialect import shown
 from delivered.model.errors import DeliveredError, OutcomeUnknown, PromiseBroken, Refused
@@ -32,14 +32,14 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
         2  recover.check   ledger against checkpoint, and against what the sinks write to now
         3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
                            earlier one had decided
-        4  recover.sweep   abort what nobody decided
+        4  recover.abort_orphans   abort what nobody decided
         5  batch.begin     at_most_once: from here on records may leave
 
     A batch that was decided is finished under the guarantee of its decision, whatever the pipeline names now.
 
     Args:
-        first: this process did not plan the batch before this one, or that batch failed: claim and sweep. Else the
-            ledger is only read again, to see whether this driver still owns it.
+        first: this process did not plan the batch before this one, or that batch failed: claim and abort orphans. Else
+            the ledger is only read again, to see whether this driver still owns it.
         since: epoch of this process's plan before. If the ledger was claimed since, this is a first batch too:
             the same session may have started the query again, or have fenced a decision without an answer.
 
@@ -110,12 +110,12 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
     _known_sinks(context, decision)
     keep = (decision,) if other is None else (decision, other)
     if decision.guarantee is not Guarantee.EXACTLY_ONCE:
-        sweep(context, *keep)
+        abort_orphans(context, *keep)
         return {}
     reach(StepId.RECOVER_APPLY, Moment.BEFORE, batch=decision.batch)
     broken = apply_decided(context, decision, StepId.RECOVER_APPLY)
-    # Evidence is read only after the sweep: open transactions of the dead would hide it.
-    sweep(context, *keep)
+    # Evidence is read only after orphans are aborted: their open transactions would hide it.
+    abort_orphans(context, *keep)
     lost: dict[int, frozenset[str]] = {}
     # A later incarnation began by finishing this decision. Evidence of it may be gone by now: markers are compacted.
     finished = other is not None and other.decided_at_ms > decision.decided_at_ms
@@ -144,7 +144,7 @@ def _known_sinks(context: Context, decision: Decision) -> None:
 def _undo(context: Context, earlier: Decision | None) -> None:
     """Abort what nobody decided. What an earlier incarnation did decide, and did not live to apply, is finished."""
     if earlier is None:
-        sweep(context)
+        abort_orphans(context)
         return
     lost = _finish(context, earlier)
     if lost and not context.tolerance.missing_ledger:

@@ -126,7 +126,7 @@ class _Line:
     def give_back(self, prepared: Prepared) -> None:
         """What this sink promised when another one of the batch then could not: no message will tell of it, so no
         decision can name it, and a promise that nobody ends holds up readers. What cannot be reached now, the next
-        recovery sweeps."""
+        recovery aborts."""
         if not prepared.holds:
             return
         try:

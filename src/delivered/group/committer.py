@@ -30,18 +30,18 @@ class GroupCommitter:
     def abort(self, prepared: Prepared) -> Outcome[None]:
         return self._by_id[prepared.sink].abort(prepared)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Every sink is swept, also after one that did not answer: what is open there blocks its readers."""
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
+        """Every sink's orphans are aborted, also after a sink that did not answer: what is open blocks its readers."""
         self._set_up()
         count = 0
-        trouble: Outcome[int] | None = None
+        failure: Outcome[int] | None = None
         for sink, committer in self._by_id.items():
-            match committer.sweep([p for p in keep if p.sink == sink]):
+            match committer.abort_orphans([p for p in keep if p.sink == sink]):
                 case Ok(gone):
                     count += gone
                 case other:
-                    trouble = trouble or other
-        return trouble or Ok(count)
+                    failure = failure or other
+        return failure or Ok(count)
 
     def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`: of every sink that can tell."""

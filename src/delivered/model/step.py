@@ -21,7 +21,7 @@ class StepId(StrEnum):
     RECOVER_CLAIM = "recover.claim"
     RECOVER_CHECK = "recover.check"
     RECOVER_APPLY = "recover.apply"
-    RECOVER_SWEEP = "recover.sweep"
+    RECOVER_ABORT_ORPHANS = "recover.abort_orphans"
     BATCH_BEGIN = "batch.begin"
     WRITE_STAGE = "write.stage"
     WRITE_SEND = "write.send"
@@ -34,7 +34,7 @@ class StepId(StrEnum):
     LOG = "log"
     RECEIVE_TAKE = "receive.take"
     RECEIVE_PERSIST = "receive.persist"
-    RECEIVE_ASIDE = "receive.aside"
+    RECEIVE_QUARANTINE = "receive.quarantine"
     RECEIVE_ACK = "receive.ack"
 
 
@@ -57,7 +57,7 @@ ROLE_OF_STEP: dict[StepId, Role] = {
     StepId.RECOVER_CLAIM: Role.DRIVER,
     StepId.RECOVER_CHECK: Role.DRIVER,
     StepId.RECOVER_APPLY: Role.DRIVER,
-    StepId.RECOVER_SWEEP: Role.DRIVER,
+    StepId.RECOVER_ABORT_ORPHANS: Role.DRIVER,
     StepId.BATCH_BEGIN: Role.DRIVER,
     StepId.WRITE_STAGE: Role.TASK,
     StepId.WRITE_SEND: Role.TASK,
@@ -70,7 +70,7 @@ ROLE_OF_STEP: dict[StepId, Role] = {
     StepId.LOG: Role.DRIVER,
     StepId.RECEIVE_TAKE: Role.RECEIVER,
     StepId.RECEIVE_PERSIST: Role.RECEIVER,
-    StepId.RECEIVE_ASIDE: Role.RECEIVER,
+    StepId.RECEIVE_QUARANTINE: Role.RECEIVER,
     StepId.RECEIVE_ACK: Role.RECEIVER,
 }
 

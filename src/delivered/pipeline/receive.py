@@ -139,7 +139,7 @@ def receive_one(
 ) -> Counts:
     """One receiver, in this process. The one with number 0 keeps the log in order."""
     from delivered.source.receive import ReceiveLoop
-    from delivered.source.received import ASIDE_SUFFIX
+    from delivered.source.received import QUARANTINE_SUFFIX
 
     source = received(system, options)
     made = source.options
@@ -148,8 +148,10 @@ def receive_one(
 
     settings = {"readers": made.readers, "keep_s": made.keep_s, "upkeep": number == 0}
     journal = open_journal(made.log, storage, made.window, made.partitions, **settings)
-    aside = open_journal(made.log.rstrip("/") + ASIDE_SUFFIX, storage, made.window) if made.set_aside else None
-    loop = ReceiveLoop(source.queue.receiver, journal, made.limits(), aside)
+    quarantine = (
+        open_journal(made.log.rstrip("/") + QUARANTINE_SUFFIX, storage, made.window) if made.quarantine else None
+    )
+    loop = ReceiveLoop(source.queue.receiver, journal, made.limits(), quarantine)
     idle = _Idle(loop, idle_s)
     return loop.run(lambda: stop() or idle.over(), None if report is None else lambda counts: report(number, counts))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from delivered.contract.connector import Connector, KeptSinkConnector
+from delivered.contract.connector import Connector, ExternalLedgerConnector
 from delivered.contract.queue import QueueConnector
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
@@ -89,8 +89,8 @@ def find_sink(system: str, options: Mapping[str, str]) -> Sink:
     found = connector(system)
     if found.sink_options is None:
         raise UsageError("NOT_A_SINK", f"delivered_{system} cannot be written to.")
-    if isinstance(found, KeptSinkConnector) and found.sink_options is not None:
+    if isinstance(found, ExternalLedgerConnector) and found.sink_options is not None:
         given = found.sink_options.restore(options)
-        keeper = find_sink("sqlite", {"path": given["ledger"], "table": "delivered_unused"})
-        return found.kept_sink(given, keeper)
+        ledger_sink = find_sink("sqlite", {"path": given["ledger"], "table": "delivered_unused"})
+        return found.sink_with_external_ledger(given, ledger_sink)
     return found.sink(options)

@@ -89,7 +89,7 @@ def _exactly_once(request: Request) -> tuple[Step, ...]:
     steps = [read_step(request, AGAIN)]
     steps += [Step(StepId.WRITE_STAGE, f"{s.name}: {s.capability.stage}", AGAIN) for s in request.sinks]
     steps += [
-        Step(StepId.WRITE_PREPARE, f"{s.name}: {s.capability.prepare}", f"{AGAIN}; what was promised is swept")
+        Step(StepId.WRITE_PREPARE, f"{s.name}: {s.capability.prepare}", f"{AGAIN}; what was prepared is aborted")
         for s in request.sinks
     ]
     if last:

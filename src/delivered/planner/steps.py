@@ -33,11 +33,11 @@ def recovery_steps(request: Request) -> tuple[Step, ...]:
     """What a start does first, after a crash or not."""
     claim = Step(StepId.RECOVER_CLAIM, "become the one owner of the ledger", "the next start claims again")
     check = Step(StepId.RECOVER_CHECK, "ledger against checkpoint", "the next start checks again")
-    sweep = Step(StepId.RECOVER_SWEEP, "abort what nobody decided", "the next start sweeps again")
+    orphans = Step(StepId.RECOVER_ABORT_ORPHANS, "abort what nobody decided", "the next start aborts it")
     if request.guarantee is not Guarantee.EXACTLY_ONCE:
-        return (claim, check, sweep)
+        return (claim, check, orphans)
     finish = Step(StepId.RECOVER_APPLY, "finish the batch that was decided", "the next start finishes it")
-    return (claim, check, finish, sweep)
+    return (claim, check, finish, orphans)
 
 
 def mechanism(request: Request) -> str:

@@ -2,12 +2,12 @@
 
     receive.take     messages arrive; the queue keeps them until they are acknowledged
     receive.persist  one atomic append to the log; a message whose id the log holds does not enter again
-    receive.aside    a bad message goes to the dead letters, as durable, before its bunch is acknowledged
+    receive.quarantine    a bad message goes to the dead letters, as durable, before its batch is acknowledged
     receive.ack      the queue may forget them
 
 A crash before receive.persist: the queue hands the messages out again. A crash between receive.persist and the end of
 receive.ack: it hands them out again, and the log knows their ids. The append runs beside the receiving, one at a time:
-while it runs, the next bunch gathers, so bunches grow with the load.
+while it runs, the next batch gathers, so batches grow with the load.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Un
 from delivered.model.limits import REFUSED_TIMES, SOURCE_PATIENCE_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.step import Moment, StepId, reach
-from delivered.source.apart import append_apart, guarded, readable
+from delivered.source.isolate import guarded, isolate, readable
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.02
@@ -41,7 +41,7 @@ class ReceiveLimits:
     """
     Attributes:
         messages_max, bytes_max: of one append.
-        linger_s: how long a bunch may wait for more.
+        linger_s: how long a batch may wait for more.
         message_bytes_max: a larger message is bad.
         log_bytes_max: of the log; above it nothing is received. None: no bound.
         ids_required: a message without an id is bad.
@@ -65,17 +65,17 @@ class Counts:
 
     Attributes:
         received: messages taken, those that came again included.
-        entered: messages that are in the log through it; repeated: that were in before; set_aside: bad ones.
+        entered: messages that are in the log through it; repeated: that were in before; quarantined: bad ones.
         acknowledged: messages that the queue was told to forget.
         unacknowledged: messages persisted whose acknowledgement had no clear answer.
         paused: times it stopped receiving because the log was full; reconnected: times the queue was lost.
-        latencies_s: of the last messages, from arrival to acknowledgement, a bunch's oldest each.
+        latencies_s: of the last messages, from arrival to acknowledgement, a batch's oldest each.
     """
 
     received: int = 0
     entered: int = 0
     repeated: int = 0
-    set_aside: int = 0
+    quarantined: int = 0
     acknowledged: int = 0
     unacknowledged: int = 0
     appends: int = 0
@@ -94,16 +94,16 @@ class _Gathering:
     """
 
     receiver: Receiver | None = None
-    bunch: MessageBatch = field(default_factory=MessageBatch)
+    batch: MessageBatch = field(default_factory=MessageBatch)
     bytes: int = 0
     since: float = 0.0
 
     def take(self, arrived: MessageBatch, receiver: Receiver) -> None:
         self.receiver = receiver
-        if not len(self.bunch):
-            self.bunch, self.since = arrived, time.monotonic()
+        if not len(self.batch):
+            self.batch, self.since = arrived, time.monotonic()
         else:
-            self.bunch.extend(arrived)
+            self.batch.extend(arrived)
         self.bytes += sum(map(len, arrived.values))
 
 
@@ -111,16 +111,20 @@ class ReceiveLoop:
     """One receiver process. `run` until `stop` says so; everything of the queue happens in the calling thread.
 
     Args:
-        aside: where bad messages go, with the reason as a header; None: the first one ends the receiver.
+        quarantine: where bad messages go, with the reason as a header; None: the first one ends the receiver.
     """
 
     def __init__(
-        self, connect: Callable[[], Receiver], journal: Journal, limits: ReceiveLimits, aside: Journal | None = None
+        self,
+        connect: Callable[[], Receiver],
+        journal: Journal,
+        limits: ReceiveLimits,
+        quarantine: Journal | None = None,
     ) -> None:
         self._connect = connect
         self._receiver: Receiver | None = None
         self._journal = journal
-        self._aside = aside
+        self._quarantine = quarantine
         self._limits = limits
         self._refused_in_a_row = 0
         self.counts = Counts()
@@ -129,7 +133,7 @@ class ReceiveLoop:
         """Receive until `stop()` is true; what was taken by then is persisted and acknowledged.
 
         Raises:
-            BadRecord: a message is bad, and there is nowhere to set it aside.
+            BadRecord: a message is bad, and there is no quarantine for it.
             DeliveredError: the log failed, or the queue did for too long. Nothing that is not in the log was
                 acknowledged.
         """
@@ -169,14 +173,14 @@ class ReceiveLoop:
                 upkeep = pool.submit(self._journal.maintain)
             elif self._due(gathering, stopping):
                 writing, gathering = gathering, _Gathering()
-                running = pool.submit(self._persist, writing.bunch)
+                running = pool.submit(self._persist, writing.batch)
             elif stopping:
                 return
 
     def _gather(self, gathering: _Gathering, stopping: bool, busy: bool, stop: Callable[[], bool]) -> _Gathering:
         """Take what arrived. When the connection is lost, what was not persisted is forgotten: it comes again."""
         receiver = self._receiver
-        room = max(0, self._limits.messages_max - len(gathering.bunch))
+        room = max(0, self._limits.messages_max - len(gathering.batch))
         if stopping or gathering.bytes >= self._limits.bytes_max or receiver is None:
             room = 0
         try:
@@ -215,50 +219,50 @@ class ReceiveLoop:
     def _wait_s(self, writing: bool, gathering: _Gathering) -> float:
         if writing:
             return _POLL_S
-        if not len(gathering.bunch):
+        if not len(gathering.batch):
             return _WAIT_S
         return max(0.0, min(_WAIT_S, gathering.since + self._limits.linger_s - time.monotonic()))
 
     def _due(self, gathering: _Gathering, stopping: bool) -> bool:
         limits = self._limits
-        if not len(gathering.bunch):
+        if not len(gathering.batch):
             return False
-        full = len(gathering.bunch) >= limits.messages_max or gathering.bytes >= limits.bytes_max
+        full = len(gathering.batch) >= limits.messages_max or gathering.bytes >= limits.bytes_max
         return full or stopping or time.monotonic() - gathering.since >= limits.linger_s
 
-    def _persist(self, bunch: MessageBatch) -> Outcome[Entered]:
+    def _persist(self, batch: MessageBatch) -> Outcome[Entered]:
         """Runs in the appending thread."""
-        reach(StepId.RECEIVE_PERSIST, Moment.BEFORE, messages=len(bunch))
-        good, bad, reasons = self._sorted(bunch)
+        reach(StepId.RECEIVE_PERSIST, Moment.BEFORE, messages=len(batch))
+        good, bad, reasons = self._sorted(batch)
         if bad:
-            outcome = self._set_aside(bunch.pick(bad), reasons)
+            outcome = self._put_in_quarantine(batch.pick(bad), reasons)
             if not isinstance(outcome, Ok):
                 return outcome
-        rest = bunch if not bad else bunch.pick(good)
+        rest = batch if not bad else batch.pick(good)
         done = guarded(self._journal, rest)
-        if isinstance(done, Failed) and self._aside is not None:
-            done = self._append_apart(rest)
+        if isinstance(done, Failed) and self._quarantine is not None:
+            done = self._isolate(rest)
         elif isinstance(done, Ok) and done.value.entered:
             self._refused_in_a_row = 0
-        reach(StepId.RECEIVE_PERSIST, Moment.AFTER, messages=len(bunch))
+        reach(StepId.RECEIVE_PERSIST, Moment.AFTER, messages=len(batch))
         return done
 
-    def _append_apart(self, bunch: MessageBatch) -> Outcome[Entered]:
-        """Each message gets in or is set aside, durable in one of the two before this says Ok."""
-        found = append_apart(self._journal, bunch, self._limits.refused_times, self._refused_in_a_row)
+    def _isolate(self, batch: MessageBatch) -> Outcome[Entered]:
+        """Each message gets in or is quarantined, durable in one of the two before this says Ok."""
+        found = isolate(self._journal, batch, self._limits.refused_times, self._refused_in_a_row)
         self._refused_in_a_row = found.in_a_row
         if isinstance(found.outcome, Ok) and found.refused:
-            aside = self._set_aside(bunch.pick(found.refused), found.reasons)
-            if not isinstance(aside, Ok):
-                return aside
+            kept = self._put_in_quarantine(batch.pick(found.refused), found.reasons)
+            if not isinstance(kept, Ok):
+                return kept
         return found.outcome
 
-    def _sorted(self, bunch: MessageBatch) -> tuple[list[int], list[int], list[str]]:
+    def _sorted(self, batch: MessageBatch) -> tuple[list[int], list[int], list[str]]:
         limits = self._limits
-        if max(map(len, bunch.values)) <= limits.message_bytes_max and not (limits.ids_required and None in bunch.ids):
+        if max(map(len, batch.values)) <= limits.message_bytes_max and not (limits.ids_required and None in batch.ids):
             return [], [], []
         good, bad, reasons = list[int](), list[int](), list[str]()
-        for at, (value, message_id) in enumerate(zip(bunch.values, bunch.ids, strict=True)):
+        for at, (value, message_id) in enumerate(zip(batch.values, batch.ids, strict=True)):
             if len(value) > limits.message_bytes_max:
                 reason = f"it has {len(value)} bytes; the limit (messageBytesMax) is {limits.message_bytes_max}"
             elif limits.ids_required and message_id is None:
@@ -270,26 +274,26 @@ class ReceiveLoop:
             reasons.append(reason)
         return good, bad, reasons
 
-    def _set_aside(self, bad: MessageBatch, reasons: Sequence[str]) -> Outcome[Entered]:
-        if self._aside is None:
+    def _put_in_quarantine(self, bad: MessageBatch, reasons: Sequence[str]) -> Outcome[Entered]:
+        if self._quarantine is None:
             raise BadRecord(
                 "MESSAGE_BAD",
                 f"A message cannot be taken: {reasons[0]}. It was not acknowledged, and nothing was lost.",
-                next_step="set badMessages=set_aside to keep such messages in a log of their own; messageId=none if no "
-                "sender sets ids (at_least_once then)",
+                next_step="set badMessages=quarantine to keep such messages in a log of their own; messageId=none if "
+                "no sender sets ids (at_least_once then)",
             )
-        reach(StepId.RECEIVE_ASIDE, Moment.BEFORE, messages=len(bad))
-        outcome = guarded(self._aside, _with_reasons(bad, reasons))
+        reach(StepId.RECEIVE_QUARANTINE, Moment.BEFORE, messages=len(bad))
+        outcome = guarded(self._quarantine, _with_reasons(bad, reasons))
         if isinstance(outcome, Failed):  # it may refuse what the log refused
-            outcome = guarded(self._aside, _with_reasons(readable(bad), reasons))
-        reach(StepId.RECEIVE_ASIDE, Moment.AFTER, messages=len(bad))
+            outcome = guarded(self._quarantine, _with_reasons(readable(bad), reasons))
+        reach(StepId.RECEIVE_QUARANTINE, Moment.AFTER, messages=len(bad))
         if isinstance(outcome, Ok):
-            self.counts.set_aside += outcome.value.entered
-            _LOG.warning("%d messages set aside, the first because %s", len(bad), reasons[0])
+            self.counts.quarantined += outcome.value.entered
+            _LOG.warning("%d messages quarantined, the first because %s", len(bad), reasons[0])
         return outcome
 
     def _entered(self, outcome: Outcome[Entered], written: _Gathering) -> None:
-        handles = written.bunch.handles
+        handles = written.batch.handles
         match outcome:
             case Failed(reason):
                 if written.receiver is not None:
@@ -298,7 +302,7 @@ class ReceiveLoop:
                     "RECEIVE_NOT_PERSISTED",
                     f"{len(handles)} messages could not be appended to the log and were given back: {reason}",
                     next_step="mend what the message names, and start `delivered receive` again; if it is one of the "
-                    "messages, badMessages=set_aside finds it and keeps it in a log of its own",
+                    "messages, badMessages=quarantine finds it and keeps it in a log of its own",
                 )
             case Unknown(reason):
                 raise OutcomeUnknown(
@@ -316,7 +320,7 @@ class ReceiveLoop:
         self._acknowledge(written)
 
     def _acknowledge(self, written: _Gathering) -> None:
-        handles = written.bunch.handles
+        handles = written.batch.handles
         reach(StepId.RECEIVE_ACK, Moment.BEFORE, messages=len(handles))
         receiver = written.receiver
         answer = Failed("no connection") if receiver is None else receiver.acknowledge(handles)

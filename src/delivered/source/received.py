@@ -19,8 +19,10 @@ from delivered.model.options import Option, choice, whole_number
 from delivered.source.receive import ReceiveLimits
 
 IDS = ("required", "none")
-BAD = ("stop", "set_aside")
-ASIDE_SUFFIX = ".bad"
+BAD = ("stop", "quarantine")
+FORMER_BAD = {"set_aside": "quarantine"}
+"""What a value was called before."""
+QUARANTINE_SUFFIX = ".bad"
 
 OPTIONS = (
     Option("log", "Folder or URL of the durable log that receivers fill and the pipeline reads.", required=True),
@@ -40,10 +42,10 @@ OPTIONS = (
         f"{limits.RECEIVE_LINGER_S * 1000:.0f}",
     ),
     Option("messageBytesMax", "A larger message is bad.", str(limits.MESSAGE_BYTES_MAX)),
-    Option("badMessages", "stop: a bad message ends the receiver; set_aside: it goes to the log <log>.bad.", "stop"),
+    Option("badMessages", "stop: a bad message ends the receiver; quarantine: it goes to the log <log>.bad.", "stop"),
     Option(
         "refusedTimes",
-        "With badMessages=set_aside: a message that the log refuses alone so many times is bad.",
+        "With badMessages=quarantine: a message that the log refuses alone so many times is bad.",
         str(limits.REFUSED_TIMES),
     ),
     Option("logBytesMax", "While the log is larger, nothing is received; none: no bound."),
@@ -78,7 +80,7 @@ class ReceiveOptions:
     messages_max: int = limits.RECEIVE_MESSAGES_MAX
     linger_s: float = limits.RECEIVE_LINGER_S
     message_bytes_max: int = limits.MESSAGE_BYTES_MAX
-    set_aside: bool = False
+    quarantine: bool = False
     refused_times: int = limits.REFUSED_TIMES
     log_bytes_max: int | None = None
     readers: tuple[str, ...] = ()
@@ -105,7 +107,7 @@ def parse(owner: str, options: Mapping[str, str]) -> ReceiveOptions:
     def number(name: str, default: int, low: int, high: int | None = None) -> int:
         return whole_number(owner, name, options.get(name, str(default)), low, high)
 
-    room = options.get("logBytesMax")
+    room, bad = options.get("logBytesMax"), options.get("badMessages", BAD[0])
     return ReceiveOptions(
         log=options["log"],
         ids_required=choice(owner, "messageId", options.get("messageId", IDS[0]), IDS) == IDS[0],
@@ -114,7 +116,7 @@ def parse(owner: str, options: Mapping[str, str]) -> ReceiveOptions:
         messages_max=number("receiveMessagesMax", limits.RECEIVE_MESSAGES_MAX, 1, 1_000_000),
         linger_s=number("receiveLingerMs", round(limits.RECEIVE_LINGER_S * 1000), 0, 60_000) / 1000,
         message_bytes_max=number("messageBytesMax", limits.MESSAGE_BYTES_MAX, 1, limits.RECEIVE_BYTES_MAX),
-        set_aside=choice(owner, "badMessages", options.get("badMessages", BAD[0]), BAD) == BAD[1],
+        quarantine=choice(owner, "badMessages", FORMER_BAD.get(bad, bad), BAD) == BAD[1],
         refused_times=number("refusedTimes", limits.REFUSED_TIMES, 1, 100),
         log_bytes_max=None if room is None else whole_number(owner, "logBytesMax", room, 1),
         readers=tuple(r.strip() for r in options.get("logReaders", "").split(",") if r.strip()),

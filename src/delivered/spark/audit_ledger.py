@@ -37,8 +37,8 @@ def read_ledger(
     dead_letters: str | None = None,
 ) -> LedgerAccount:
     """Read the ledger and the state of its newest decision. Takes nothing and fences nobody."""
-    name, keeper = decided_by or (scope.sink, sink)
-    ledger = keeper.ledger(replace(scope, sink=name))
+    name, ledger_sink = decided_by or (scope.sink, sink)
+    ledger = ledger_sink.ledger(replace(scope, sink=name))
     ends: list[tuple[int, str]] = []
     try:
         last = ledger.look().last if dead_letters is not None else None

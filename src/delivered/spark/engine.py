@@ -58,8 +58,8 @@ def context(
 
 
 def is_first(scope: Scope, driver: Driver, view: CheckpointView, start: str) -> bool:
-    """Whether recovery must claim and sweep: unless this process planned the batch before, in the same start of the
-    query, and Spark logged it."""
+    """Whether recovery must claim and abort orphans: unless this process planned the batch before, in the same start of
+    the query, and Spark logged it."""
     before, _, began = _planned.get((scope, driver.id), (None, None, start))
     return before is None or before != view.batch - 1 or view.logged != before or began != start
 

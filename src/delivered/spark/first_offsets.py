@@ -15,7 +15,7 @@ from delivered.contract.source import Offsets, Source
 from delivered.model import record_format
 from delivered.model.dialect import shown, starting_at
 from delivered.model.errors import InvariantBroken
-from delivered.spark import beside
+from delivered.spark import sidecar
 from delivered.spark.checkpoint import holds_batches
 
 FILE = "delivered/source-offsets.json"
@@ -31,7 +31,7 @@ def kept(location: str) -> Offsets | None:
         InvariantBroken: the file is damaged.
         Unreachable: the checkpoint cannot be read.
     """
-    text = beside.read(location, FILE)
+    text = sidecar.read(location, FILE)
     if text is None:
         return _kept_by_spark(location)
     try:
@@ -47,7 +47,7 @@ def kept(location: str) -> Offsets | None:
 
 
 def _kept_by_spark(location: str) -> Offsets | None:
-    text = beside.read(location, _SPARKS_OWN)
+    text = sidecar.read(location, _SPARKS_OWN)
     if text is None:
         return None
     try:
@@ -79,7 +79,7 @@ def keep(location: str, source: Source) -> Offsets | None:
 def note(location: str, offsets: Offsets) -> None:
     """Write down where batch 0 begins, unless that is known."""
     if kept(location) is None:
-        beside.write(
+        sidecar.write(
             location,
             FILE,
             json.dumps(record_format.numbered({"offsets": offsets}), separators=(",", ":")).encode(),

@@ -22,7 +22,7 @@ _KNOWN_TYPES = {
     "DECISION_UNKNOWN": errors.OutcomeUnknown,
     "APPLY_UNKNOWN": errors.OutcomeUnknown,
     "BEGIN_UNKNOWN": errors.OutcomeUnknown,
-    "SWEEP_INCOMPLETE": errors.OutcomeUnknown,
+    "ORPHANS_NOT_ABORTED": errors.OutcomeUnknown,
 }
 _REFUSED = ("OPTION_", "GUARANTEE_", "NAME_", "CHECKPOINT_NEW", "ASYNC_", "EXTRA_", "SECRET_", "FORMAT_", "SCHEMA")
 

@@ -16,7 +16,7 @@ from delivered.contract.powers import HasOffsetMetadata
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
-from delivered.spark import beside
+from delivered.spark import sidecar
 from delivered.spark.handover import SourceFacts
 
 FILE = "delivered/offset-metadata.json"
@@ -98,7 +98,7 @@ class OffsetMetadata:
         entries = [*entries, _Entry(plain, metadata)][-OFFSET_METADATA_MAX:]
         if self._writes and self._location is not None:
             said = {"version": 1, "entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
-            beside.write(self._location, FILE, json.dumps(said, separators=(",", ":")).encode(), first=False)
+            sidecar.write(self._location, FILE, json.dumps(said, separators=(",", ":")).encode(), first=False)
         self._entries = entries
 
     def _of_others(self, entry: _Entry) -> Offsets:
@@ -111,7 +111,7 @@ class OffsetMetadata:
 
 
 def _read(location: str) -> Iterator[_Entry]:
-    text = beside.read(location, FILE)
+    text = sidecar.read(location, FILE)
     if text is None:
         return
     try:

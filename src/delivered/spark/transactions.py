@@ -108,7 +108,7 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
         return Refused(
             "TRANSACTION_UNDECIDED",
             f"{transaction!r} was not decided: its batch runs again, and applying it now would bring its rows twice.",
-            next_step="abort it, or start the pipeline, which sweeps it; --force applies it all the same",
+            next_step="abort it, or start the pipeline, which aborts it; --force applies it all the same",
         )
     return Refused(
         "TRANSACTION_DECIDED",

@@ -82,7 +82,7 @@ def _memory(guarantee: Guarantee) -> Iterator[Fault]:
 def _consumer(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     sink, exactly, at_most = kind.name, guarantee is EXACTLY, guarantee is AT_MOST
     write, prepare, decide = (point(guarantee, s) for s in ("write", "prepare", "decide"))
-    before = ["recover.claim:after", f"{write}:before", "recover.sweep:after"]
+    before = ["recover.claim:after", f"{write}:before", "recover.abort_orphans:after"]
     if at_most:
         before.insert(1, "batch.begin:after")
     yield Fault("killed-before", "F6a", "killed before a record is processed", *kills(*before))
@@ -195,7 +195,7 @@ def source_catalogue(guarantee: Guarantee, sink: str, source: str) -> list[Fault
     """Every fault of a guarantee, a sink and a source; the undisturbed run first.
 
     The sink's own catalogue is run with one source; what changes with the source is what is read again after a kill,
-    the death of the server that holds it, and of the receivers of a queue.
+    a kill of the server that holds it, and of the receivers of a queue.
     """
     if guarantee not in SINK_KINDS[sink].guarantees:
         return []

@@ -15,7 +15,7 @@ from delivered.verify.services import Run, VerifierError
 POINTS = tuple(
     f"{s}:{m}"
     for s, role in ROLE_OF_STEP.items()
-    if role is Role.RECEIVER and s is not StepId.RECEIVE_ASIDE
+    if role is Role.RECEIVER and s is not StepId.RECEIVE_QUARANTINE
     for m in Moment
     if (s, m) != (StepId.RECEIVE_TAKE, Moment.BEFORE)
 )

@@ -168,7 +168,7 @@ class Committer:
         Path(prepared.handle["file"]).unlink(missing_ok=True)
         return Ok(None)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         path = Path(self._sink.options.path)
         kept = {p.handle["file"] for p in keep if p.handle}
         # No ledger here asks who decides: what an older driver staged must be gone before it can.

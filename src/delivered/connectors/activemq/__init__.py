@@ -29,10 +29,10 @@ class ActivemqConnector(QueueConnector):
 
         return ActivemqQueue(parse(options))
 
-    def kept_sink(self, options: Mapping[str, str], keeper: Sink) -> Sink:
+    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
         from delivered.connectors.activemq.sink import ActivemqSink
 
-        return ActivemqSink(parse_sink(options), keeper)
+        return ActivemqSink(parse_sink(options), ledger_sink)
 
 
 CONNECTOR = ActivemqConnector(

@@ -30,7 +30,7 @@ _DROPS = (
 @dataclass(frozen=True)
 class ActivemqSink(SendingSink):
     options: ActivemqSinkOptions
-    keeper: Sink
+    ledger_sink: Sink
 
     @property
     def name(self) -> str:

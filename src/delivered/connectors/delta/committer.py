@@ -45,10 +45,10 @@ class DeltaCommitter:
             return Unknown(str(error))
         return Ok(None)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         try:
             with explained(self._options):
-                return Ok(self._undecided.sweep({writer for p in keep for writer in _writers(p)}))
+                return Ok(self._undecided.abort_orphans({writer for p in keep for writer in _writers(p)}))
         except DeliveredError as error:
             return Unknown(str(error))
 

@@ -15,13 +15,13 @@ from delivered.connectors.delta.target import table_schema
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
-from delivered.source.whole import WholeDriver, WholeSource, packed
+from delivered.source.bounded_scan import BoundedScan, BoundedScanDriver, packed
 
 BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True)
-class DeltaRows(WholeSource):
+class DeltaRows(BoundedScan):
     """The rows of one version of a table."""
 
     options: DeltaOptions
@@ -87,7 +87,7 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
     ]
 
 
-class DeltaRowsDriver(WholeDriver):
+class DeltaRowsDriver(BoundedScanDriver):
     """Offsets are `{"version": v}`: all rows of that version of the table; -1: none. A slice holds files that the end
     has and the start has not; one that was compacted in between counts as new."""
 

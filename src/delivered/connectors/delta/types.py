@@ -7,7 +7,7 @@ import pyarrow as pa
 from delivered.kits.table import columns
 from delivered.model.errors import UsageError
 
-KEEPER = "a Delta table"
+TABLE = "a Delta table"
 
 
 def canonical_schema(schema: pa.Schema) -> pa.Schema:
@@ -15,7 +15,7 @@ def canonical_schema(schema: pa.Schema) -> pa.Schema:
     Raises:
         UsageError: a column's type cannot be kept.
     """
-    return columns.canonical_schema(schema, KEEPER)
+    return columns.canonical_schema(schema, TABLE)
 
 
 def check(schema: pa.Schema) -> None:

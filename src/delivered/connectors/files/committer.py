@@ -40,7 +40,7 @@ class FilesCommitter:
             return Unknown(str(error))
         return Ok(None)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         kept = {str(p.handle.get("file")) for p in keep}
         count = 0
         try:

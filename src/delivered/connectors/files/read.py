@@ -14,11 +14,11 @@ from delivered.connectors.files.options import FilesOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
-from delivered.source.whole import WholeDriver, WholeSource, packed
+from delivered.source.bounded_scan import BoundedScan, BoundedScanDriver, packed
 
 
 @dataclass(frozen=True)
-class FolderRows(WholeSource):
+class FolderRows(BoundedScan):
     """The rows of all files that a reader of the folder sees."""
 
     options: FilesOptions
@@ -62,7 +62,7 @@ class FolderRows(WholeSource):
         return found
 
 
-class FolderDriver(WholeDriver):
+class FolderDriver(BoundedScanDriver):
     """Offsets are `{"files": [names]}`: those that are read."""
 
     def __init__(self, rows: FolderRows) -> None:

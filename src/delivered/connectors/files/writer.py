@@ -67,7 +67,7 @@ class StagingWriter:
         return self._places.staged(self._work.scope.incarnation)
 
     def _keep(self, path: Path, size: int) -> dict[str, Any]:
-        # A sweep may have taken the file away while it was written: its name says so.
+        # A later start may have removed the file while it was written: its name says so.
         if not path.exists():
             raise FileNotFoundError(path)
         sync([path.parent])
@@ -122,7 +122,7 @@ def _as_ours(options: FilesOptions, work: Work) -> Iterator[None]:
         raise InvariantBroken(
             "STAGED_FILE_GONE",
             f"The file of shard {work.shard} of batch {work.batch} was taken away while the task wrote it: a later "
-            "start of the pipeline swept what this one left. Nothing of the shard is visible.",
+            "start of the pipeline removed what this one left. Nothing of the shard is visible.",
             next_step="nothing, if the later start is running; else start the pipeline again",
         ) from None
     except OSError as error:

@@ -223,7 +223,7 @@ def _at(branch: str, snapshot: int | None) -> Any:
 
 
 class _Locations(SimpleLocationProvider):
-    """Manifests of a commit of ours, where a sweep finds them."""
+    """Manifests of a commit of ours, where a later start finds them."""
 
     def __init__(self, table: Any, change: TableChange) -> None:
         super().__init__(table.location(), table.properties)

@@ -47,7 +47,7 @@ class IcebergCommitter:
             return Unknown(str(error))
         return Ok(None)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Data files first; then manifests of commits that did not get in."""
         try:
             with explained(self._options):
@@ -55,7 +55,7 @@ class IcebergCommitter:
                 if table is None:
                     return Ok(0)
                 undecided = self._undecided(store(table, data_path(table)))
-                count = undecided.sweep({stage.writer_of(f"{p.handle['writer']}-") for p in keep if p.handle})
+                count = undecided.abort_orphans({stage.writer_of(f"{p.handle['writer']}-") for p in keep if p.handle})
                 self._sweep_manifests(table, undecided)
                 return Ok(count)
         except DeliveredError as error:

@@ -14,14 +14,14 @@ from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.columns import fitted
-from delivered.source.whole import WholeDriver, WholeSource, packed
+from delivered.source.bounded_scan import BoundedScan, BoundedScanDriver, packed
 
 NONE = -1
 """In place of a snapshot's id: no rows."""
 
 
 @dataclass(frozen=True)
-class IcebergRows(WholeSource):
+class IcebergRows(BoundedScan):
     """The rows of one snapshot of a table, as a reader of the table finds them: deleted ones are not among them."""
 
     options: IcebergOptions
@@ -61,7 +61,7 @@ class IcebergRows(WholeSource):
             return sorted(table.scan(snapshot_id=snapshot).plan_files(), key=lambda task: task.file.file_path)
 
 
-class IcebergRowsDriver(WholeDriver):
+class IcebergRowsDriver(BoundedScanDriver):
     """Offsets are `{"snapshot": id, "schema": id}`: all rows of that snapshot; -1: none. A slice holds files that the
     end has and the start has not; one that was compacted in between counts as new."""
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 from delivered.kits.table import columns
 from delivered.model.errors import UsageError
 
-KEEPER = "an Iceberg table"
+TABLE = "an Iceberg table"
 FIELD_ID = b"PARQUET:field_id"
 
 
@@ -40,7 +40,7 @@ def canonical_schema(schema: pa.Schema) -> pa.Schema:
     Raises:
         UsageError: a column's type cannot be kept.
     """
-    return pa.schema([pa.field(f.name, columns.kept(f, canonical(f.type), KEEPER)) for f in schema])
+    return pa.schema([pa.field(f.name, columns.kept(f, canonical(f.type), TABLE)) for f in schema])
 
 
 def check(schema: pa.Schema) -> None:
@@ -51,7 +51,7 @@ def check(schema: pa.Schema) -> None:
     if not columns.named_once(schema):
         raise UsageError(
             "COLUMNS",
-            f"Rows have the columns {schema.names}; {KEEPER} needs at least one, each of its own name, capital letters "
+            f"Rows have the columns {schema.names}; {TABLE} needs at least one, each of its own name, capital letters "
             "apart.",
             next_step="rename columns",
         )

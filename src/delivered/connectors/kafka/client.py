@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from delivered.connectors.kafka.client_errors import Trouble, config_error, explain
+from delivered.connectors.kafka.client_errors import ConnectionErrors, config_error, explain
 from delivered.connectors.kafka.client_options import resolved
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Partition, Place, Timestamp
 from delivered.connectors.kafka.options import SourceOptions
@@ -93,7 +93,7 @@ class KafkaDriverClient:
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
-        self._trouble = Trouble()
+        self._connection = ConnectionErrors()
         self._admin: Any = None
         self._committer: Any = None
         self._answered = False
@@ -242,7 +242,7 @@ class KafkaDriverClient:
         ck = kafka_client()
         if self._committer is None:
             settings = {**self._options.client, "group.id": group, "enable.auto.commit": "false"}
-            self._committer = connect(ck.Consumer, settings, error_cb=self._trouble)
+            self._committer = connect(ck.Consumer, settings, error_cb=self._connection)
 
         def ask(_: float) -> None:
             told = self._committer.commit(
@@ -267,7 +267,7 @@ class KafkaDriverClient:
             from confluent_kafka.admin import AdminClient
 
             mine = {k: v for k, v in self._options.client.items() if k not in _CONSUMER_ONLY}
-            self._admin = connect(AdminClient, mine, error_cb=self._trouble)
+            self._admin = connect(AdminClient, mine, error_cb=self._connection)
         return self._admin
 
     def _patiently(self, ask: Callable[[float], T], what: str, longest_s: float | None = None) -> T:
@@ -285,7 +285,7 @@ class KafkaDriverClient:
                 raise
 
         def away(error: BaseException) -> bool:
-            if self._trouble.refused and not self._answered:
+            if self._connection.refused and not self._answered:
                 return False
             return isinstance(error, (ck.KafkaException, TimeoutError)) and _named(error)[0] in _RETRIABLE
 
@@ -293,10 +293,10 @@ class KafkaDriverClient:
             answer = wait_out(server_name(self._options.servers), once, away, patience)
         except (ck.KafkaException, TimeoutError) as error:
             name, said = _named(error)
-            told = self._trouble.refused if not self._answered else None
-            raise explain(*(told or (name, self._trouble.last or said)), what, self._options.servers) from None
+            told = self._connection.refused if not self._answered else None
+            raise explain(*(told or (name, self._connection.last or said)), what, self._options.servers) from None
         self._answered = True
-        self._trouble.forget()
+        self._connection.forget()
         return answer
 
     def _forget_connections(self) -> None:

@@ -65,7 +65,7 @@ def says_more(name: str, known: str) -> bool:
     return name != "_ALL_BROKERS_DOWN" or not known
 
 
-class Trouble:
+class ConnectionErrors:
     """Remembers why connections fail: librdkafka tells it beside the requests, which merely time out.
 
     Attributes:

@@ -52,10 +52,10 @@ class KafkaCommitter:
             case other:
                 return other
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Fence every id of this sink that holds, or could open, a transaction that `keep` does not name."""
         handles = [Handle.from_json(p.handle) for p in keep if p.handle]
-        return transactions.sweep(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
+        return transactions.abort_orphans(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
 
     def targets(self) -> dict[str, Target]:
         """The topic's id, where the sink has one topic. See `delivered.contract.powers.KnowsTarget`."""

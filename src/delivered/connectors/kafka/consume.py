@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from delivered.connectors.kafka.client import connect, kafka_client
-from delivered.connectors.kafka.client_errors import Trouble, explain
+from delivered.connectors.kafka.client_errors import ConnectionErrors, explain
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_QUEUE_KBYTES
@@ -109,14 +109,14 @@ def new_consumer(options: SourceOptions) -> PartitionConsumer:
     return PlainConsumer(options)
 
 
-def classify(fetched: Fetched, name: str, said: str, trouble: Trouble, where: str, servers: str) -> None:
+def classify(fetched: Fetched, name: str, said: str, connection: ConnectionErrors, where: str, servers: str) -> None:
     """Take an error that came in place of a record. Raises what no waiting mends."""
     if name in OUT_OF_RANGE:
         fetched.out_of_range = True
     elif name in GONE:
         fetched.gone = True
     elif name in _CONNECTION or name in _MOVED or name in _IGNORED:
-        trouble.last = said
+        connection.last = said
     else:
         raise explain(name, said, where, servers)
 
@@ -163,12 +163,12 @@ class PlainConsumer:
         self._ck = kafka_client()
         self._servers = options.servers
         self._headers = options.headers
-        self._trouble = Trouble()
+        self._connection = ConnectionErrors()
         self._statistics = Statistics()
         self._partition: Partition = ("", -1)
         self._start = -1
         self._consumer = connect(
-            self._ck.Consumer, settings(options), error_cb=self._trouble, stats_cb=self._statistics
+            self._ck.Consumer, settings(options), error_cb=self._connection, stats_cb=self._statistics
         )
 
     @property
@@ -185,8 +185,8 @@ class PlainConsumer:
         messages = self._consumer.consume(1, timeout_s)
         if messages:
             messages += self._consumer.consume(SOURCE_BATCH_RECORDS_MAX - 1, 0)
-        elif self._trouble.refused:
-            raise explain(*self._trouble.refused, self._where, self._servers)
+        elif self._connection.refused:
+            raise explain(*self._connection.refused, self._where, self._servers)
         records = []
         for message in messages:
             error = message.error()
@@ -199,7 +199,7 @@ class PlainConsumer:
                     fetched.position = max(fetched.position, message.offset())
                     fetched.end_of_log = True
             else:
-                classify(fetched, error.name(), error.str(), self._trouble, self._where, self._servers)
+                classify(fetched, error.name(), error.str(), self._connection, self._where, self._servers)
         records = [m for m in records if m.offset() < end]
         if records:
             fetched.batch = self._batch(records)

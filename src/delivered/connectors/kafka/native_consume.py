@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka.client_errors import Trouble, config_error, explain
+from delivered.connectors.kafka.client_errors import ConnectionErrors, config_error, explain
 from delivered.connectors.kafka.client_options import resolved
 from delivered.connectors.kafka.consume import Fetched, Statistics, assemble, classify, settings
 from delivered.connectors.kafka.librdkafka import ERROR_CALLBACK, STATISTICS_CALLBACK, consumer_library
@@ -85,7 +85,7 @@ _numbers = itertools.count(1)
 def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
     consumer = _consumers.get(opaque)
     if consumer is not None:
-        consumer.trouble.note(consumer.name_of(code), reason.decode(errors="replace"))
+        consumer.connection.note(consumer.name_of(code), reason.decode(errors="replace"))
 
 
 @STATISTICS_CALLBACK  # type: ignore[untyped-decorator]
@@ -104,7 +104,7 @@ class NativeConsumer:
         self._lib = lib
         self._servers = options.servers
         self._headers = options.headers
-        self.trouble = Trouble()
+        self.connection = ConnectionErrors()
         self.statistics = Statistics()
         self._partition: Partition = ("", -1)
         self._start = -1
@@ -155,8 +155,8 @@ class NativeConsumer:
         # One with patience, then what is there: the call would wait for all of a larger number.
         n = lib.rd_kafka_consume_batch_queue(self._queue, int(timeout_s * 1000), room.ctypes.data, 1)
         if n <= 0:
-            if self.trouble.refused:
-                raise explain(*self.trouble.refused, self._where, self._servers)
+            if self.connection.refused:
+                raise explain(*self.connection.refused, self._where, self._servers)
             return Fetched()
         n += max(0, lib.rd_kafka_consume_batch_queue(self._queue, 0, room.ctypes.data + 8, len(room) - 1))
         messages = room[:n]
@@ -201,7 +201,7 @@ class NativeConsumer:
                 fetched.end_of_log = True
             return
         said = (self._lib.rd_kafka_message_errstr(message) or b"").decode(errors="replace")
-        classify(fetched, self.name_of(code), said, self.trouble, self._where, self._servers)
+        classify(fetched, self.name_of(code), said, self.connection, self._where, self._servers)
 
     def _batch(self, messages: I64, offsets: I64) -> pa.RecordBatch:
         stamps, types = self._timestamps(messages)

@@ -243,7 +243,7 @@ def open_transactions(wire: Wire, scope: Scope) -> list[OpenTransaction]:
     return sorted((t for t in found if t is not None and t.state in OPEN_STATES), key=lambda t: t.started_ms)
 
 
-def sweep(wire: Wire, scope: Scope, keep: Iterable[Handle], timeout_ms: int, wait_s: float) -> Outcome[int]:
+def abort_orphans(wire: Wire, scope: Scope, keep: Iterable[Handle], timeout_ms: int, wait_s: float) -> Outcome[int]:
     """Fence every id of this sink that holds, or could still open, a transaction that `keep` does not name.
 
     Fencing instead of a plain abort: a task that sleeps through it cannot write on when it wakes up.

@@ -191,7 +191,7 @@ class TransactionalWriter:
         )
 
     def abort(self) -> None:
-        """Abort the transaction if it is still this task's. Once prepared it is left to the sweep."""
+        """Abort the transaction if it is still this task's. Once prepared it is left to recovery."""
         self._early = []
         taken, self._taken = self._taken, None
         if taken is not None:

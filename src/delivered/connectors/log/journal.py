@@ -73,17 +73,17 @@ class LogJournal:
         self.window = Window(window_size)
         self._catch_up()
 
-    def append(self, bunch: MessageBatch) -> Outcome[Entered]:
+    def append(self, batch: MessageBatch) -> Outcome[Entered]:
         deltalake = layout.delta()
         files: list[Any] = []
         try:
             with self._lock():
                 for attempt in range(APPEND_ATTEMPTS_MAX):
                     self._refresh()
-                    fresh = self.window.fresh(bunch.ids)
+                    fresh = self.window.fresh(batch.ids)
                     if not fresh:
-                        return Ok(Entered(0, len(bunch), attempt + 1))
-                    files, told = self._write(bunch, fresh)
+                        return Ok(Entered(0, len(batch), attempt + 1))
+                    files, told = self._write(batch, fresh)
                     produce.sync_data(self._path, files)
                     try:
                         produce.commit(self._table, files, None)
@@ -93,7 +93,7 @@ class LogJournal:
                             produce.remove(self._path, self._storage, files)
                             continue
                     self._committed(files, told)
-                    return Ok(Entered(len(fresh), len(bunch) - len(fresh), attempt + 1))
+                    return Ok(Entered(len(fresh), len(batch) - len(fresh), attempt + 1))
         except (deltalake.exceptions.DeltaError, DeliveredError, OSError) as error:
             return self._look(files, error)
         return Failed(f"{APPEND_ATTEMPTS_MAX} commits of other processes to {self._path!r} were faster")
@@ -163,17 +163,17 @@ class LogJournal:
             self.window.add(partition, at, ids_of(batch.column("headers")))
             at += batch.num_rows
 
-    def _write(self, bunch: MessageBatch, fresh: Sequence[int]) -> tuple[list[Any], dict[int, list[str | None]]]:
+    def _write(self, batch: MessageBatch, fresh: Sequence[int]) -> tuple[list[Any], dict[int, list[str | None]]]:
         """Data files for these messages, and which ids they hold, in order."""
-        chosen = bunch if len(fresh) == len(bunch) else bunch.pick(fresh)
+        chosen = batch if len(fresh) == len(batch) else batch.pick(fresh)
         rows = rows_of(chosen)
         given = list(produce.rows_by_partition(rows, self._partitions if self._partitions > 1 else None))
         told: dict[int, list[str | None]] = {}
         if len(given) == 1:
             told[given[0][0]] = list(chosen.ids)
         else:
-            for partition, batch in given:
-                told.setdefault(partition, []).extend(ids_of(batch.column("headers")))
+            for partition, rows in given:
+                told.setdefault(partition, []).extend(ids_of(rows.column("headers")))
         return produce.write_files(self._path, self._storage, given, self.window.ends), told
 
     def _committed(self, files: Sequence[Any], told: Mapping[int, list[str | None]]) -> None:
@@ -261,17 +261,17 @@ class LogJournal:
         layout.sync_versions(self._path, before.version + 1, self._table.version())
 
 
-def rows_of(bunch: MessageBatch) -> pa.RecordBatch:
+def rows_of(batch: MessageBatch) -> pa.RecordBatch:
     """The messages as a log takes them; the sender's id becomes the first header."""
     now_us = time.time_ns() // 1000
-    plain = not any(bunch.headers) and None not in bunch.ids
-    names, values, ends = _ids_alone(bunch.ids) if plain else _entries(bunch)
+    plain = not any(batch.headers) and None not in batch.ids
+    names, values, ends = _ids_alone(batch.ids) if plain else _entries(batch)
     entries = pa.StructArray.from_arrays([names, values], fields=list(HEADER))
     columns = [
-        pa.array(bunch.keys, pa.binary()),
-        pa.array(bunch.values, pa.binary()),
+        pa.array(batch.keys, pa.binary()),
+        pa.array(batch.values, pa.binary()),
         pa.ListArray.from_arrays(pa.array(ends), entries, type=HEADERS.type),
-        pa.array([now_us if t is None else t for t in bunch.times_us], pa.timestamp("us", tz="UTC")),
+        pa.array([now_us if t is None else t for t in batch.times_us], pa.timestamp("us", tz="UTC")),
     ]
     return pa.RecordBatch.from_arrays(columns, names=["key", "value", "headers", "timestamp"])
 
@@ -282,12 +282,12 @@ def _ids_alone(ids: Sequence[str | None]) -> tuple[pa.Array, pa.Array, Any]:
     return names, pa.array(ids, pa.string()).cast(pa.binary()), np.arange(len(ids) + 1, dtype=np.int32)
 
 
-def _entries(bunch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
+def _entries(batch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
     """Names and values of all headers, and where among them those of each message begin and the last ones end."""
     names: list[str] = []
     values: list[bytes | None] = []
-    ends = np.zeros(len(bunch) + 1, dtype=np.int32)
-    for at, (message_id, headers) in enumerate(zip(bunch.ids, bunch.headers, strict=True), 1):
+    ends = np.zeros(len(batch) + 1, dtype=np.int32)
+    for at, (message_id, headers) in enumerate(zip(batch.ids, batch.headers, strict=True), 1):
         if message_id is not None:
             names.append(ID_HEADER)
             values.append(message_id.encode())

@@ -43,9 +43,9 @@ class MemoryCommitter:
             participant.state = State.ABORTED
         return Ok(None)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         self._world.gate()
-        if self._world.next_answer("sweep"):
+        if self._world.next_answer("abort_orphans"):
             return Unknown("the answer was lost")
         kept = {p.handle.get("id") for p in keep}
         mine = (self._scope.pipeline, self._scope.sink)

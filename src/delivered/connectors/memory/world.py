@@ -86,7 +86,7 @@ class World:
         log: markers, in the order of commits: (pipeline, sink, shard, incarnation, batch).
         gate: called before every change; a simulation raises here for a process that is dead.
         generation: grows when the target is dropped and made anew.
-        answers: how the next calls of a method end, by its name: "decide", "begin", "apply", "abort", "sweep".
+        answers: how the next calls of a method end, by its name: "decide", "begin", "apply", "abort", "abort_orphans".
     """
 
     def __init__(self) -> None:

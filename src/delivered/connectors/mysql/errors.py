@@ -18,7 +18,7 @@ _LOST = frozenset({0, 1053, 1077, 1079, 1080, 1152, 1158, 1159, 1160, 1161, 1184
 _READ_ONLY = frozenset({1290, 1792, 1836, 3989})
 _DISK = frozenset({1021, 1114})
 _FILE = frozenset({3, 20, 1026, 1030})
-"""Trouble with a file: full, if the text says so."""
+"""A file failed: full, if the text says so."""
 _ROW = frozenset({1048, 1062, 1136, 1138, 1153, 1264, 1265, 1292, 1300, 1301, 1364, 1365, 1366, 1367, 1406, 1411, 1416,
                   1451, 1452, 1526, 1557, 1586, 1644, 1690, 1748, 3140, 3819, 4025})  # fmt: skip
 

@@ -19,7 +19,7 @@ from delivered.kits.sql.table import TableSource, steps
 from delivered.kits.sql.target import never_written
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import InvariantBroken, UsageError
-from delivered.source.whole import WholeDriver
+from delivered.source.bounded_scan import BoundedScanDriver
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
@@ -100,7 +100,7 @@ class MysqlTable(TableSource):
         return self.database.ask(question)
 
 
-class MysqlTableDriver(WholeDriver):
+class MysqlTableDriver(BoundedScanDriver):
     """Offsets are `{"key": column, "at": n}`, the next value of the primary key; or `{"rows": n}`, 0 and 1, for a table
     that cannot be cut."""
 

@@ -1,7 +1,7 @@
 """Tables in which tasks leave their shards, in the ledger's database: `s_<check>_<batch>_<shard>_<nonce>`.
 
 The server commits what makes and drops a table by itself, so a staging table is made before its transaction and dropped
-after the one that moved it: by `apply`, or by the sweep of the next start.
+after the one that moved it: by `Committer.commit`, or by the next start.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class LoadWriter:
         if self._prepares:
             self._server.discard(session)
             return handle
-        with contextlib.suppress(self._server.errors()):  # the promise is given; the next start sweeps what is left
+        with contextlib.suppress(self._server.errors()):  # the promise is given; the next start removes what is left
             if staged:
                 sessions.release(session)
             if staged and not self._moved_later:

@@ -19,7 +19,7 @@ from delivered.kits.sql.table import TableSource, steps
 from delivered.kits.sql.target import never_written
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
-from delivered.source.whole import WholeDriver
+from delivered.source.bounded_scan import BoundedScanDriver
 
 if TYPE_CHECKING:
     import psycopg
@@ -94,7 +94,7 @@ class PostgresTable(TableSource):
         return self.database.ask(question)
 
 
-class PostgresTableDriver(WholeDriver):
+class PostgresTableDriver(BoundedScanDriver):
     """Offsets are `{"<partition>": n}`, the next page to read."""
 
     def __init__(self, table: PostgresTable) -> None:

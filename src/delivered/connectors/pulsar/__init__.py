@@ -33,10 +33,10 @@ class PulsarConnector(SendingConnector):
 
         return PulsarSource(parse(options))
 
-    def kept_sink(self, options: Mapping[str, str], keeper: Sink) -> Sink:
+    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
         from delivered.connectors.pulsar.sink import PulsarSink
 
-        return PulsarSink(parse_sink(options), keeper)
+        return PulsarSink(parse_sink(options), ledger_sink)
 
 
 CONNECTOR = PulsarConnector(

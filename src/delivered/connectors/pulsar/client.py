@@ -9,7 +9,7 @@ from typing import Any
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.options import PREFIX, Place
 from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret, supplier
-from delivered.connectors.pulsar.trust import trouble, trusted_file
+from delivered.connectors.pulsar.trust import tls_error, trusted_file
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
@@ -61,7 +61,7 @@ def warm_client(options: Place) -> Any:
 def _new_client(options: Place) -> Any:
     library = pulsar()
     secret(options)  # that it can be read is told before anything is asked
-    if (found := trouble(options)) is not None:
+    if (found := tls_error(options)) is not None:
         raise found
     try:
         return library.Client(
@@ -109,7 +109,7 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
                 next_step="lower the option messageBytesMax, or set chunking to true",
             )
     return (
-        trouble(options)
+        tls_error(options)
         or _refusal(options, what)
         or Unreachable(
             "PULSAR_UNREACHABLE",

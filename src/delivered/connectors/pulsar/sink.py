@@ -30,7 +30,7 @@ _COLUMNS = ("key", "value", "headers", "event_time")
 @dataclass(frozen=True)
 class PulsarSink(SendingSink):
     options: PulsarSinkOptions
-    keeper: Sink
+    ledger_sink: Sink
 
     @property
     def name(self) -> str:

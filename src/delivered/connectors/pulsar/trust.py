@@ -45,7 +45,7 @@ def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -
     )
 
 
-def trouble(options: Place) -> DeliveredError | None:
+def tls_error(options: Place) -> DeliveredError | None:
     """What is wrong with the certificates at the option url, which the client library does not tell; None: nothing,
     or nobody answers there."""
     parts = urlsplit(options.url)

@@ -36,10 +36,10 @@ class RabbitmqConnector(QueueConnector):
 
         return RabbitmqQueue(parse(options))
 
-    def kept_sink(self, options: Mapping[str, str], keeper: Sink) -> Sink:
+    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
         from delivered.connectors.rabbitmq.sink import RabbitmqSink
 
-        return RabbitmqSink(parse_sink(options), keeper)
+        return RabbitmqSink(parse_sink(options), ledger_sink)
 
 
 CONNECTOR = RabbitmqConnector(

@@ -24,7 +24,7 @@ from delivered.model.identity import Work
 @dataclass(frozen=True)
 class RabbitmqSink(SendingSink):
     options: RabbitmqSinkOptions
-    keeper: Sink
+    ledger_sink: Sink
 
     @property
     def name(self) -> str:

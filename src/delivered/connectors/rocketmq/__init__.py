@@ -12,8 +12,8 @@ sink.py      the sink, with a ledger elsewhere
 With messageType=transaction, which exactly_once needs, brokers are spoken to themselves:
 
 remoting.py  RocketMQ's own protocol: where a topic's queues are, requests to brokers
-halves.py    half messages sent, and ended by their place in a broker's log
-ended.py     what the driver knows of their ends, and who may end them
+half_messages.py  half messages sent, and ended by their place in a broker's log
+end_journal.py     what the driver knows of their ends, and who may end them
 committer.py  the driver's hand on them
 topic.py     queues read by offset; stored.py: a message as it lies there
 read.py      the topic as a whole, for the audit
@@ -38,10 +38,10 @@ class RocketmqConnector(QueueConnector):
 
         return RocketmqQueue(parse(options))
 
-    def kept_sink(self, options: Mapping[str, str], keeper: Sink) -> Sink:
+    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
         from delivered.connectors.rocketmq.sink import RocketmqSink
 
-        return RocketmqSink(parse_sink(options), keeper)
+        return RocketmqSink(parse_sink(options), ledger_sink)
 
 
 CONNECTOR = RocketmqConnector(

@@ -1,7 +1,7 @@
 """A session with RocketMQ's proxies, and what they said as errors of ours.
 
 The client library gives channels, signatures and the protocol's messages. Its consumer and its producer are left out:
-one drops a bunch of which it cannot read one message, the other sends again by itself what may have arrived.
+one drops a batch of which it cannot read one message, the other sends again by itself what may have arrived.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The driver's hand on half messages that tasks, perhaps dead by now, have sent.
 
 A broker forgets that it was asked: told twice to commit, it shows a message twice. So there is one who tells at a time
-(ended.py), and what a former one may have told is looked up in the topic, where each message names its half message.
+(end_journal.py), and what a former one may have told is looked up in the topic, where each message names its half
+message.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from delivered.connectors.rocketmq.ended import Ended, State
-from delivered.connectors.rocketmq.halves import COMMIT, ROLLBACK, Ending, Half, Handle, group_of
+from delivered.connectors.rocketmq.end_journal import EndJournal, State
+from delivered.connectors.rocketmq.half_messages import COMMIT, ROLLBACK, Ending, HalfMessage, Handle, group_of
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
 from delivered.connectors.rocketmq.remoting import Cluster, Place
-from delivered.connectors.rocketmq.topic import added, halves_open
+from delivered.connectors.rocketmq.topic import added, open_half_messages
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
@@ -31,13 +32,13 @@ class RocketmqCommitter:
     def __init__(self, options: RocketmqSinkOptions, scope: Scope) -> None:
         self._cluster = Cluster(options)
         self._scope = scope
-        self._ended = Ended(options.ledger, scope)
+        self._journal = EndJournal(options.ledger, scope)
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """End every half message once."""
         handle = Handle.from_json(prepared.handle)
         try:
-            with self._ended.held():
+            with self._journal.held():
                 return self._apply(work, handle)
         except Unreachable as error:
             self._cluster.close()
@@ -45,27 +46,27 @@ class RocketmqCommitter:
 
     def was_committed(self, work: Work) -> bool:
         """Whether it was written down that each of its messages had been seen in the topic, or confirmed."""
-        return self._ended.is_visible(work)
+        return self._journal.is_visible(work)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """Spare the broker its questions. Runs in tasks too, where there is no ledger."""
         handle = Handle.from_json(prepared.handle) if prepared.handle else Handle("")
-        return self._roll_back(handle.name, handle.halves)
+        return self._roll_back(handle.name, handle.half_messages)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Void half messages of this sink that `keep` does not name, and that nobody began to end."""
         kept = {p.handle["name"] for p in keep if p.holds}
         try:
-            found: dict[str, dict[str, list[Half]]] = defaultdict(lambda: defaultdict(list))
-            tops = self._ended.tops()
+            found: dict[str, dict[str, list[HalfMessage]]] = defaultdict(lambda: defaultdict(list))
+            tops = self._journal.tops()
             for broker in dict.fromkeys(p.broker for p in self._cluster.places()):
-                for message in halves_open(self._cluster, broker, tops.get(broker, -1) + 1):
+                for message in open_half_messages(self._cluster, broker, tops.get(broker, -1) + 1):
                     name = message.properties.get("PGROUP", "")
                     if name.rpartition(".")[0] == group_of(self._scope) and name not in kept:
-                        found[name][broker].append(Half(message.place, message.offset))
-            gone = self._ended.void(found)
-            for name, halves in found.items():
-                self._roll_back(name, halves)
+                        found[name][broker].append(HalfMessage(message.place, message.offset))
+            gone = self._journal.void(found)
+            for name, half_messages in found.items():
+                self._roll_back(name, half_messages)
         except Unreachable as error:
             self._cluster.close()
             return Unknown(str(error))
@@ -75,8 +76,8 @@ class RocketmqCommitter:
         self._cluster.close()
 
     def _apply(self, work: Work, handle: Handle) -> Outcome[None]:
-        left: Mapping[str, Sequence[Half]] = handle.halves
-        match self._ended.begin(work, handle.name):
+        left: Mapping[str, Sequence[HalfMessage]] = handle.half_messages
+        match self._journal.begin(work, handle.name):
             case State.ENDED:
                 return Ok(None)
             case State.VOID:
@@ -86,24 +87,25 @@ class RocketmqCommitter:
             case State.NEW:
                 pass
         gone = 0
-        for broker, halves in left.items():
+        for broker, half_messages in left.items():
             ending = Ending(self._cluster, broker, handle.name)
-            ending.end(halves, COMMIT)
+            ending.end(half_messages, COMMIT)
             if ending.refused is not None:
                 return Unknown(ending.refused)
             gone += len(ending.gone)
         if gone:
             return self._gone(handle, gone)
-        self._ended.end(work, handle.name, ((broker, halves[-1].offset) for broker, halves in handle.halves.items()))
+        tops = [(broker, half_messages[-1].offset) for broker, half_messages in handle.half_messages.items()]
+        self._journal.end(work, handle.name, tops)
         return Ok(None)
 
-    def _not_shown(self, handle: Handle) -> dict[str, list[Half]]:
+    def _not_shown(self, handle: Handle) -> dict[str, list[HalfMessage]]:
         """Which of them are not in the topic, when nobody can be telling of them any more. Raises Unreachable."""
         self._cluster.close()
         time.sleep(SETTLE_S)
-        left: dict[str, list[Half]] = {}
-        for broker, halves in handle.halves.items():
-            ours = {h.place for h in halves}
+        left: dict[str, list[HalfMessage]] = {}
+        for broker, half_messages in handle.half_messages.items():
+            ours = {h.place for h in half_messages}
             shown: Counter[int] = Counter()
             for queue, since in handle.since[broker].items():
                 shown.update(m.half for m in added(self._cluster, Place(broker, queue), since) if m.half in ours)
@@ -115,11 +117,11 @@ class RocketmqCommitter:
                     f"by its half message at {min(twice)} of the log of {broker!r}: somebody else ended them too.",
                     next_step="stop whoever connects to RocketMQ as a producer of that group",
                 )
-            left[broker] = [h for h in halves if h.place not in shown]
+            left[broker] = [h for h in half_messages if h.place not in shown]
         return left
 
     def _gone(self, handle: Handle, count: int) -> Outcome[None]:
-        total = sum(map(len, handle.halves.values()))
+        total = sum(map(len, handle.half_messages.values()))
         if count == total:
             return Failed("the broker does not have its half messages any more, and none of them was shown")
         return Unknown(
@@ -127,9 +129,9 @@ class RocketmqCommitter:
             "the topic with the source by hand"
         )
 
-    def _roll_back(self, name: str, halves: Mapping[str, Sequence[Half]]) -> Outcome[None]:
+    def _roll_back(self, name: str, half_messages: Mapping[str, Sequence[HalfMessage]]) -> Outcome[None]:
         try:
-            for broker, mine in halves.items():
+            for broker, mine in half_messages.items():
                 Ending(self._cluster, broker, name).end(mine, ROLLBACK)
         except Unreachable as error:
             self._cluster.close()

@@ -1,6 +1,6 @@
 """Sending with a receipt for each message, many in flight, each sent once.
 
-NORMAL messages go together, up to `BUNCH_MAX` in one request. Of a FIFO topic each goes alone, because a proxy puts a
+NORMAL messages go together, up to `BATCH_MAX` in one request. Of a FIFO topic each goes alone, because a proxy puts a
 request with several into any queue (5.5.0), and the next of a message group waits for the answer to the one before.
 """
 
@@ -20,8 +20,8 @@ from delivered.model.limits import REQUEST_TIMEOUT_S
 
 IN_FLIGHT_MAX = 2_000
 """Messages sent and not confirmed, of one task."""
-BUNCH_MAX = 100
-BUNCH_BYTES_MAX = 256 << 10
+BATCH_MAX = 100
+BATCH_BYTES_MAX = 256 << 10
 _OVERHEAD_BYTES = 500
 _GRACE_S = 5.0
 
@@ -70,17 +70,17 @@ class Publisher:
 
     def send(self, messages: Sequence[Message]) -> None:
         """Send messages; waits while too many are in flight. Raises when one was refused, or nobody can tell."""
-        for bunch in bunches(messages, alone=self._options.kind != "NORMAL"):
-            self._wait(IN_FLIGHT_MAX - len(bunch))
+        for batch in batches(messages, alone=self._options.kind != "NORMAL"):
+            self._wait(IN_FLIGHT_MAX - len(batch))
             with self._lock:
-                self._in_flight += len(bunch)
-                group = bunch[0].group
+                self._in_flight += len(batch)
+                group = batch[0].group
                 if group in self._waiting:
-                    self._waiting[group].append(bunch)
+                    self._waiting[group].append(batch)
                     continue
                 if group:
                     self._waiting[group] = deque()
-            self._session.run(self._send(bunch))
+            self._session.run(self._send(batch))
 
     def flush(self) -> None:
         """Wait until every message was confirmed. Raises as `send`."""
@@ -95,44 +95,44 @@ class Publisher:
         topic = settings.publishing.topics.add()
         topic.name, topic.resource_namespace = self._options.topic, self._options.namespace
 
-    async def _send(self, bunch: list[Message]) -> None:
+    async def _send(self, batch: list[Message]) -> None:
         """Runs in the client's thread; then what waited in the same group."""
-        session, group = self._session, bunch[0].group
+        session, group = self._session, batch[0].group
         while True:
             try:
                 proxy = self._proxy(group)
-                answer = await session.call(proxy, "SendMessage", self._request(bunch), REQUEST_TIMEOUT_S)
+                answer = await session.call(proxy, "SendMessage", self._request(batch), REQUEST_TIMEOUT_S)
                 error = None if answer.status.code == session.library.code.OK else session.said(answer.status)
             except session.library.grpc.RpcError as failed:
                 error = session.explained(failed)
             except Exception as failed:
                 error = DeliveredError("ROCKETMQ_CLIENT", f"{type(failed).__name__}: {failed}"[:500])
             with self._lock:
-                self._in_flight -= len(bunch)
+                self._in_flight -= len(batch)
                 if error is not None:
-                    self._lost += len(bunch)
+                    self._lost += len(batch)
                     self._error = self._error or error
                 rest = self._waiting.get(group)
                 if rest and self._error is None:
-                    bunch = rest.popleft()
+                    batch = rest.popleft()
                 else:
                     # Behind one that may be missing nothing of its group is sent.
                     behind = sum(map(len, rest or ()))
                     self._in_flight, self._lost = self._in_flight - behind, self._lost + behind
                     self._waiting.pop(group, None)
-                    bunch = []
+                    batch = []
                 self._lock.notify_all()
-            if not bunch:
+            if not batch:
                 return
 
     def _proxy(self, group: str) -> Any:
         proxies = self._session.proxies
         return proxies[sum(group.encode()) % len(proxies)]
 
-    def _request(self, bunch: Sequence[Message]) -> Any:
+    def _request(self, batch: Sequence[Message]) -> Any:
         session, of = self._session, self._session.library.of
         request = session.library.calls.SendMessageRequest()
-        for message in bunch:
+        for message in batch:
             made = request.messages.add(topic=session.resource(self._options.topic), body=message.body)
             system = made.system_properties
             system.message_id, system.message_type = message.id, self._kind
@@ -162,20 +162,20 @@ class Publisher:
             unknown(DeliveredError("ROCKETMQ_LATE", f"no answer within {REQUEST_TIMEOUT_S:.0f} s"), self.unconfirmed)
 
 
-def bunches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[Message]]:
+def batches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[Message]]:
     """What goes into one request.
 
     Args:
         alone: each by itself.
     """
-    bunch: list[Message] = []
+    batch: list[Message] = []
     size = 0
     for message in messages:
         own = len(message.body) + _OVERHEAD_BYTES
-        if bunch and (alone or len(bunch) >= BUNCH_MAX or size + own > BUNCH_BYTES_MAX):
-            yield bunch
-            bunch, size = [], 0
-        bunch.append(message)
+        if batch and (alone or len(batch) >= BATCH_MAX or size + own > BATCH_BYTES_MAX):
+            yield batch
+            batch, size = [], 0
+        batch.append(message)
         size += own
-    if bunch:
-        yield bunch
+    if batch:
+        yield batch

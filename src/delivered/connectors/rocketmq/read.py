@@ -13,7 +13,7 @@ from delivered.connectors.rocketmq.topic import ends, kept
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
-from delivered.source.whole import WholeDriver
+from delivered.source.bounded_scan import BoundedScanDriver
 
 _ROWS = 4_096
 _SCHEMA = pa.schema(
@@ -71,7 +71,7 @@ class RocketmqTopic:
             yield pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
 
 
-class RocketmqTopicDriver(WholeDriver):
+class RocketmqTopicDriver(BoundedScanDriver):
     """Offsets are `{"<broker>/<queue>": n}`."""
 
     def __init__(self, options: RocketmqSinkOptions) -> None:

@@ -238,17 +238,17 @@ class Cluster:
         self._peers.clear()
 
     def _route(self) -> None:
-        trouble: DeliveredError | None = None
+        failure: DeliveredError | None = None
         for address in self.options.name_servers:
             try:
                 peer = Peer(address, self.options)
             except Unreachable as error:
-                trouble = trouble or error
+                failure = failure or error
                 continue
             try:
                 answer = peer.ask(ROUTE, {"topic": self.topic, "acceptStandardJsonOnly": True})
             except Unreachable as error:
-                trouble = trouble or error
+                failure = failure or error
                 continue
             finally:
                 peer.close()
@@ -256,7 +256,7 @@ class Cluster:
                 raise peer.said(answer)
             self._read(json.loads(answer.body))
             return
-        raise trouble or UsageError("OPTION_VALUE", "option 'nameServers' is empty")
+        raise failure or UsageError("OPTION_VALUE", "option 'nameServers' is empty")
 
     def _read(self, route: Mapping[str, Any]) -> None:
         masters = {b["brokerName"]: b["brokerAddrs"].get("0") for b in route["brokerDatas"]}

@@ -26,14 +26,14 @@ from delivered.model.outcome import Outcome, Unknown
 from delivered.model.work import Prepared
 
 _NEEDED = {"NORMAL": (), "FIFO": ("message_group",), "DELAY": ("delivery_timestamp",), TRANSACTION: ()}
-HALVES_KEPT_S = 72 * 3_600.0
+HALF_MESSAGES_KEPT_S = 72 * 3_600.0
 """RocketMQ's default for fileReservedTime."""
 
 
 @dataclass(frozen=True)
 class RocketmqSink(SendingSink):
     options: RocketmqSinkOptions
-    keeper: Sink
+    ledger_sink: Sink
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class RocketmqSink(SendingSink):
             apply="each half message is told to be shown once, by one process at a time",
             send=f"rocketmq {options.topic}: half messages, shown when all of a shard are stored, each sent once",
             batch_atomic=False,
-            prepared_timeout_s=HALVES_KEPT_S,
+            prepared_timeout_s=HALF_MESSAGES_KEPT_S,
             assumes=(
                 f"the ledger {options.ledger} is one file for every driver of this pipeline, and kept as long as the "
                 "checkpoint",

@@ -23,7 +23,7 @@ from delivered.connectors.rocketmq.stored import Stored, stored
 from delivered.model.errors import PromiseBroken
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
-HALVES, _CHECKER = "RMQ_SYS_TRANS_HALF_TOPIC", "CID_RMQ_SYS_TRANS"
+HALF_MESSAGES, _CHECKER = "RMQ_SYS_TRANS_HALF_TOPIC", "CID_RMQ_SYS_TRANS"
 """Where a broker stores half messages, in queue 0, and the name under which it goes through them itself."""
 _READER = "TOOLS_CONSUMER"
 """A group that every broker has, for tools that read and keep no place."""
@@ -68,13 +68,13 @@ def kept(cluster: Cluster, place: Place, until: int) -> Iterator[Stored]:
             yield message
 
 
-def halves_open(cluster: Cluster, broker: str, since: int) -> Iterator[Stored]:
+def open_half_messages(cluster: Cluster, broker: str, since: int) -> Iterator[Stored]:
     """Half messages which that broker has not gone past yet, ended or not, from this offset at the earliest."""
     peer = cluster.broker(broker)
-    answer = peer.ask(QUERY_OFFSET, {"consumerGroup": _CHECKER, "topic": HALVES, "queueId": 0})
+    answer = peer.ask(QUERY_OFFSET, {"consumerGroup": _CHECKER, "topic": HALF_MESSAGES, "queueId": 0})
     at = int(answer.fields["offset"]) if answer.code == OK else 0
-    until = _end(peer, HALVES, 0, shown=False)
-    for here, message in _read(peer, HALVES, 0, max(at, since), until):
+    until = _end(peer, HALF_MESSAGES, 0, shown=False)
+    for here, message in _read(peer, HALF_MESSAGES, 0, max(at, since), until):
         if here >= 0:
             yield message
 

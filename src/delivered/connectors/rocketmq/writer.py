@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.rocketmq.halves import HalfPublisher, new_name
+from delivered.connectors.rocketmq.half_messages import HalfPublisher, new_name
 from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Message, Publisher
 from delivered.connectors.rocketmq.remoting import Cluster
@@ -62,16 +62,16 @@ class HalfWriter(RocketmqWriter):
 
     def __init__(self, options: RocketmqSinkOptions, work: Work) -> None:
         super().__init__(options, work, gives_up=False)
-        self._halves: HalfPublisher | None = None
+        self._half_messages: HalfPublisher | None = None
 
     def _connect(self) -> HalfPublisher:
-        self._halves = HalfPublisher(Cluster(self._options), new_name(self._scope), holds=True)
-        return self._halves
+        self._half_messages = HalfPublisher(Cluster(self._options), new_name(self._scope), holds=True)
+        return self._half_messages
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
         super().prepare(fingerprint)
-        handle = None if self._halves is None else self._halves.handle
-        return {} if handle is None or not handle.halves else handle.to_json()
+        handle = None if self._half_messages is None else self._half_messages.handle
+        return {} if handle is None or not handle.half_messages else handle.to_json()
 
 
 def _milliseconds(rows: pa.RecordBatch) -> list[int | None]:

@@ -55,7 +55,7 @@ class SqliteCommitter:
             return Unknown(str(error))
         return Ok(None)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         kept = {str(p.handle["path"]) for p in keep if p.handle}
         count = 0
         try:

@@ -73,7 +73,7 @@ class StagedFile:
             raise InvariantBroken(
                 "STAGED_FILE_GONE",
                 f"The file {str(self._part)!r} was taken away while the task wrote it: a later start of the pipeline "
-                "swept what this one left. Nothing of the shard is visible.",
+                "removed what this one left. Nothing of the shard is visible.",
                 next_step="nothing, if the later start is running; else start the pipeline again",
             ) from None
         except OSError as error:

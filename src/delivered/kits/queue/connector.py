@@ -40,8 +40,8 @@ class SendingConnector(ABC):
         )
 
     @abstractmethod
-    def kept_sink(self, options: Mapping[str, str], keeper: Sink) -> Sink:
-        """See `delivered.contract.connector.KeptSinkConnector`."""
+    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
+        """See `delivered.contract.connector.ExternalLedgerConnector`."""
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ class SendingSink(ABC):
     """What such a sink answers to the driver; what it does with rows is its own.
 
     Attributes:
-        keeper: the sink whose ledger holds what this one's driver records.
+        ledger_sink: the sink whose ledger holds what this one's driver records.
     """
 
-    keeper: Sink
+    ledger_sink: Sink
 
     def writer(
         self,
@@ -37,7 +37,7 @@ class SendingSink(ABC):
         """See `kits.queue.writer`."""
 
     def ledger(self, scope: Scope) -> Ledger:
-        return self.keeper.ledger(scope)
+        return self.ledger_sink.ledger(scope)
 
     def committer(self, scope: Scope) -> Committer:
         del scope
@@ -80,7 +80,7 @@ class Nothing:
         del prepared
         return Ok(None)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         del keep
         return Ok(0)
 

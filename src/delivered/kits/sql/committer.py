@@ -100,7 +100,7 @@ class ServerCommitter(ABC, Generic[C]):
                     return other
         return self._drop_staged(prepared)
 
-    def sweep(self, keep: Sequence[Prepared]) -> Outcome[int]:
+    def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Roll back prepared transactions, and drop staging tables, that `keep` does not name."""
         gids = {p.handle.get(transactions.KEY) for p in keep}
         tables = {p.handle.get(stage.KEY) for p in keep}

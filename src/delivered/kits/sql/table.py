@@ -7,12 +7,12 @@ from abc import abstractmethod
 import pyarrow as pa
 
 from delivered.model.errors import UsageError
-from delivered.source.whole import WholeSource
+from delivered.source.bounded_scan import BoundedScan
 
 SLICES_MAX = 256
 
 
-class TableSource(WholeSource):
+class TableSource(BoundedScan):
     """The rows of one table, with the Arrow types that they were written with."""
 
     def schema(self) -> pa.Schema:

@@ -47,18 +47,18 @@ def canonical(kind: pa.DataType) -> pa.DataType | None:
     return None
 
 
-def canonical_schema(schema: pa.Schema, keeper: str) -> pa.Schema:
+def canonical_schema(schema: pa.Schema, system: str) -> pa.Schema:
     """
     Args:
-        keeper: what keeps the columns, for the error: "a Delta table".
+        system: what keeps the columns, for the error: "a Delta table".
 
     Raises:
         UsageError: a column's type cannot be kept.
     """
-    return pa.schema([pa.field(f.name, kept(f, canonical(f.type), keeper)) for f in schema])
+    return pa.schema([pa.field(f.name, kept(f, canonical(f.type), system)) for f in schema])
 
 
-def kept(field: pa.Field, kind: pa.DataType | None, keeper: str) -> pa.DataType:
+def kept(field: pa.Field, kind: pa.DataType | None, system: str) -> pa.DataType:
     """
     Raises:
         UsageError: `kind` is None: the column's type cannot be kept.
@@ -66,7 +66,7 @@ def kept(field: pa.Field, kind: pa.DataType | None, keeper: str) -> pa.DataType:
     if kind is None:
         raise UsageError(
             "COLUMN_TYPE",
-            f"Column {field.name!r} has the type {field.type}, which {keeper} cannot keep.",
+            f"Column {field.name!r} has the type {field.type}, which {system} cannot keep.",
             next_step=f"cast it, for instance to string: {field.name}.cast('string')",
         )
     return kind

@@ -116,6 +116,6 @@ def _as_ours(work: Work) -> Iterator[None]:
         raise InvariantBroken(
             "STAGED_FILE_GONE",
             f"A file of shard {work.shard} of batch {work.batch} was taken away while the task wrote it: a later "
-            "start of the pipeline swept what this one left. Nothing of the shard is visible.",
+            "start of the pipeline removed what this one left. Nothing of the shard is visible.",
             next_step="nothing, if the later start is running; else start the pipeline again",
         ) from None

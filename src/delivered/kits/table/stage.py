@@ -4,7 +4,7 @@
         <batch>-<shard>-<attempt>-<nonce>-<n>.parquet
 
 Who wrote a file stands in its name, so that only its own pipeline ever takes one away. Files of direct writers
-(at_least_once, at_most_once) lie in `direct/` and are not swept: whether one counts, only the table knows.
+(at_least_once, at_most_once) lie in `direct/` and are not removed: whether one counts, only the table knows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Prepared
 
 BLOCK_BATCHES = 100
-"""Batches in one folder: a sweep lists the folders of the newest batches alone."""
+"""Batches in one folder: recovery lists the folders of the newest batches alone."""
 _ROOT = "delivered"
 
 
@@ -133,7 +133,7 @@ _claims: dict[Hashable, int] = {}
 
 
 def note_claim(ledger: Hashable, claim: int) -> None:
-    """This process claimed a ledger, and may sweep for as long as that claim is the newest."""
+    """This process claimed a ledger, and may remove orphans for as long as that claim is the newest."""
     _claims[ledger] = claim
 
 
@@ -153,7 +153,7 @@ class Undecided:
     decided: Callable[[str], tuple[int | None, set[str]]]
     claim: Callable[[], int | None]
 
-    def sweep(self, keep: set[str]) -> int:
+    def abort_orphans(self, keep: set[str]) -> int:
         """Take away files of batches that no decision names, of any incarnation, but for those of the writers in
         `keep`. Those of older batches than the newest decided one, which a task that nobody waited for may leave, are
         for the table's own upkeep. Returns how many writers there were.
@@ -181,7 +181,7 @@ class Undecided:
             raise Fenced(
                 "FENCED",
                 f"The ledger of sink {self.scope.sink!r} of pipeline {self.scope.pipeline!r} was claimed by a later "
-                "start while this one swept. Nothing was taken away.",
+                "start while this one removed orphans. Nothing was taken away.",
                 next_step="nothing, if the later start is running; else start the pipeline again",
             )
 

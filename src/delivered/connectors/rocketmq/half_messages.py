@@ -43,7 +43,7 @@ _GONE = "Find prepared transaction message failed"
 
 
 @dataclass(frozen=True, order=True)
-class Half:
+class HalfMessage:
     """
     Attributes:
         place: in the broker's log; offset: in the broker's queue of half messages.
@@ -59,18 +59,18 @@ class Handle:
 
     Attributes:
         name: under which they were sent: begins with that of the sink, and is new for each writer.
-        halves: by broker, in the order in which they are stored.
+        half_messages: by broker, in the order in which they are stored.
         since: by broker and queue, where the topic ended before any of them was ended.
     """
 
     name: str
-    halves: Mapping[str, Sequence[Half]] = field(default_factory=dict)
+    half_messages: Mapping[str, Sequence[HalfMessage]] = field(default_factory=dict)
     since: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "halves": {broker: packed(halves) for broker, halves in self.halves.items()},
+            "halves": {broker: packed(half_messages) for broker, half_messages in self.half_messages.items()},
             "since": {broker: {str(q): o for q, o in ends.items()} for broker, ends in self.since.items()},
         }
 
@@ -83,11 +83,11 @@ class Handle:
         )
 
 
-def packed(halves: Iterable[Half]) -> str:
+def packed(half_messages: Iterable[HalfMessage]) -> str:
     """A few bytes for each: steps from one to the next."""
     numbers = bytearray()
     place = offset = 0
-    for half in halves:
+    for half in half_messages:
         for step in (half.place - place, half.offset - offset):
             left = (step << 1) ^ (step >> 63)  # small for small steps back, too
             while left > 127:
@@ -98,7 +98,7 @@ def packed(halves: Iterable[Half]) -> str:
     return base64.b85encode(zlib.compress(bytes(numbers), 9)).decode()
 
 
-def unpacked(text: str) -> list[Half]:
+def unpacked(text: str) -> list[HalfMessage]:
     steps: list[int] = []
     number = shift = 0
     for byte in zlib.decompress(base64.b85decode(text)):
@@ -107,12 +107,12 @@ def unpacked(text: str) -> list[Half]:
         if byte < 128:
             steps.append((number >> 1) ^ -(number & 1))
             number = shift = 0
-    halves = []
+    half_messages = []
     place = offset = 0
     for at in range(0, len(steps), 2):
         place, offset = place + steps[at], offset + steps[at + 1]
-        halves.append(Half(place, offset))
-    return halves
+        half_messages.append(HalfMessage(place, offset))
+    return half_messages
 
 
 def group_of(scope: Scope) -> str:
@@ -133,7 +133,7 @@ class HalfSender:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self._cluster = cluster
         self._name = name
-        self._halves: dict[str, list[Half]] = defaultdict(list)
+        self._half_messages: dict[str, list[HalfMessage]] = defaultdict(list)
         self._since: dict[str, dict[int, int]] = {}
         self._lock = threading.Lock()
         self._windows: dict[str, Window] = {}
@@ -163,8 +163,8 @@ class HalfSender:
             window.flush()
         if self._error is not None:
             raise self._error
-        halves = {broker: sorted(found) for broker, found in self._halves.items()}
-        return Handle(self._name, halves, {b: self._since[b] for b in halves})
+        half_messages = {broker: sorted(found) for broker, found in self._half_messages.items()}
+        return Handle(self._name, half_messages, {b: self._since[b] for b in half_messages})
 
     def _request(self, what: tuple[Place, Message]) -> tuple[Mapping[str, Any], bytes]:
         place, message = what
@@ -201,7 +201,7 @@ class HalfSender:
                 self._error = self._error or peer.said(answer)
             else:
                 place = int(answer.fields["msgId"][-16:], 16)
-                self._halves[broker].append(Half(place, int(answer.fields["queueOffset"])))
+                self._half_messages[broker].append(HalfMessage(place, int(answer.fields["queueOffset"])))
         return True
 
 
@@ -242,10 +242,10 @@ class HalfPublisher:
         if self._holds:
             self.handle = handle
             return
-        for broker, halves in handle.halves.items():
+        for broker, half_messages in handle.half_messages.items():
             ending = Ending(self._cluster, broker, handle.name)
             try:
-                ending.end(halves, COMMIT)
+                ending.end(half_messages, COMMIT)
             finally:
                 self._ended += ending.ended
             if ending.gone or ending.refused:
@@ -273,17 +273,17 @@ class Ending:
         self._name = name
         self._lock = threading.Lock()
         self.ended = 0
-        self.gone: list[Half] = []
+        self.gone: list[HalfMessage] = []
         self.refused: str | None = None
 
-    def end(self, halves: Sequence[Half], how: int) -> None:
+    def end(self, half_messages: Sequence[HalfMessage], how: int) -> None:
         """Raises Unreachable when a broker does not answer: nobody knows of how many more it was told."""
         window = Window(self._cluster.broker(self._broker), END, partial(self._request, how), self._answered)
-        for half in halves:
+        for half in half_messages:
             window.post(half)
         window.flush()
 
-    def _request(self, how: int, half: Half) -> tuple[Mapping[str, Any], bytes]:
+    def _request(self, how: int, half: HalfMessage) -> tuple[Mapping[str, Any], bytes]:
         fields = {
             "topic": self._cluster.topic,
             "producerGroup": self._name,
@@ -297,7 +297,7 @@ class Ending:
         }
         return fields, b""
 
-    def _answered(self, half: Half, answer: Answer) -> bool:
+    def _answered(self, half: HalfMessage, answer: Answer) -> bool:
         if answer.code == BUSY:  # it was taken out of the queue before its turn
             return False
         with self._lock:

@@ -1,8 +1,8 @@
-"""Which message of a bunch the log will not take, when it refused the bunch: told by appending ever smaller parts.
+"""Which message of a batch the log will not take, when it refused the batch: told by appending ever smaller parts.
 
 One message that cannot be written (a time that is no time, say) must not keep all others from entering, nor come again
 for ever. A message that a full disk refuses is no such one: so what the store refuses counts as bad only if another
-message of the bunch got in. What the code that writes cannot make a record of is bad by itself.
+message of the batch got in. What the code that writes cannot make a record of is bad by itself.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Raised(Failed):
     """The code that writes failed, not the store."""
 
 
-def guarded(journal: Journal, bunch: MessageBatch) -> Outcome[Entered]:
+def guarded(journal: Journal, batch: MessageBatch) -> Outcome[Entered]:
     """An append whose every failure is an outcome: what messages can make of code, nobody can list."""
     try:
-        return journal.append(bunch)
+        return journal.append(batch)
     except Exception as error:
         return Raised(f"{type(error).__name__}: {error}"[:500])
 
 
 @dataclass
-class Apart:
+class Isolated:
     """
     Attributes:
         outcome: of all that got in; or what ended it, and then nothing of this may be acknowledged.
@@ -45,20 +45,20 @@ class Apart:
     in_a_row: int = 0
 
 
-def append_apart(journal: Journal, bunch: MessageBatch, times: int, in_a_row: int = 0) -> Apart:
+def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0) -> Isolated:
     """Append what can be, in halves, and halves of these, down to one message.
 
     Args:
         times: so often a message is refused alone before it is taken for the cause.
         in_a_row: messages refused before, since one got in. Above `REFUSED_IN_A_ROW_MAX` it is the log, and ends it.
     """
-    found = Apart(in_a_row=in_a_row)
+    found = Isolated(in_a_row=in_a_row)
     entered = repeated = tries = 0
     by_store = ""
-    parts = [range(len(bunch))]
+    parts = [range(len(batch))]
     while parts:
         part = parts.pop()
-        done = _tried(journal, bunch.pick(part), times if len(part) == 1 else 1)
+        done = _tried(journal, batch.pick(part), times if len(part) == 1 else 1)
         match done:
             case Ok(more):
                 entered, repeated, tries = entered + more.entered, repeated + more.repeated, tries + more.tries
@@ -81,26 +81,26 @@ def append_apart(journal: Journal, bunch: MessageBatch, times: int, in_a_row: in
     return found
 
 
-def _tried(journal: Journal, bunch: MessageBatch, times: int) -> Outcome[Entered]:
-    done = guarded(journal, bunch)
+def _tried(journal: Journal, batch: MessageBatch, times: int) -> Outcome[Entered]:
+    done = guarded(journal, batch)
     for _ in range(times - 1):
         if not isinstance(done, Failed):
             break
         time.sleep(_PAUSE_S)
-        done = guarded(journal, bunch)
+        done = guarded(journal, batch)
     return done
 
 
-def readable(bunch: MessageBatch) -> MessageBatch:
+def readable(batch: MessageBatch) -> MessageBatch:
     """A copy that any log takes, where one refuses the messages as they are: all but id and body as text."""
     headers = [
         [("delivered.key", _text(key)), ("delivered.time_us", _text(at)), ("delivered.headers", _text(list(given)))]
-        for key, at, given in zip(bunch.keys, bunch.times_us, bunch.headers, strict=True)
+        for key, at, given in zip(batch.keys, batch.times_us, batch.headers, strict=True)
     ]
-    ids = [None if i is None else i if isinstance(i, str) and i.isprintable() else ascii(i) for i in bunch.ids]
-    values = [v if isinstance(v, bytes) else _text(v) for v in bunch.values]
-    count = len(bunch)
-    return MessageBatch(ids, [None] * count, values, list(headers), [None] * count, list(bunch.handles))
+    ids = [None if i is None else i if isinstance(i, str) and i.isprintable() else ascii(i) for i in batch.ids]
+    values = [v if isinstance(v, bytes) else _text(v) for v in batch.values]
+    count = len(batch)
+    return MessageBatch(ids, [None] * count, values, list(headers), [None] * count, list(batch.handles))
 
 
 def _text(value: object) -> bytes:

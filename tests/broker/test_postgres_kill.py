@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
-from tests.broker.deaths import (  # noqa: F401
+from tests.broker.kill_help import (  # noqa: F401
     log,
-    test_a_death_at_every_point_loses_and_repeats_nothing,
+    test_a_kill_at_every_point_loses_and_repeats_nothing,
     test_connection_lost_under_an_open_shard,
     test_server_killed_with_shards_prepared,
     test_task_killed_and_run_again,

@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.broker.deaths import POINTS, TASK
+from tests.broker.kill_help import POINTS, TASK
 from tests.conformance.test_upserts import rows
 from tests.support.embedded_pipeline import TABLE
 from tests.support.sinks import Rig, offsets
@@ -247,20 +247,20 @@ def world(request: pytest.FixtureRequest) -> World:
     return WORLDS[request.param](request)
 
 
-def test_a_death_at_every_point_leaves_a_state_that_was_decided(world: World) -> None:
+def test_a_kill_at_every_point_leaves_a_state_that_was_decided(world: World) -> None:
     """F4, F6, P1, P5, P6: killed at each crash point of one pipeline's life, started again each time."""
     crash = ",".join(f"{p}!kill" for p in POINTS)
-    deaths = 0
+    kills = 0
     while (code := world.run(crash)) == -signal.SIGKILL:
-        deaths += 1
+        kills += 1
         decided = world.decided()
         states = [world.expected(d.offsets) for d in decided[-2:]] or [{}]
         if world.whole:
-            assert world.state() == states[-1], "not what was decided, right after a death"
-        assert max(world.history().values(), default=0) <= 1, "a change twice, right after a death"
-        assert deaths <= len(POINTS)
+            assert world.state() == states[-1], "not what was decided, right after a kill"
+        assert max(world.history().values(), default=0) <= 1, "a change twice, right after a kill"
+        assert kills <= len(POINTS)
     assert code == 0, world.errors[-1]
-    assert deaths == len(POINTS), sorted(p.name for p in (world.folder / "crashes").glob("*.hit.json"))
+    assert kills == len(POINTS), sorted(p.name for p in (world.folder / "crashes").glob("*.hit.json"))
     assert world.state() == world.all()
     assert max(world.history().values()) == 1
     assert world.decided()[-1].total.count == RECORDS
@@ -307,4 +307,4 @@ def test_task_killed_after_its_promise_is_run_again(
     assert time.monotonic() - began < 15
     assert commit_batch(context, 0, offsets(0), [message]) is not None
     assert dict(server.execute(f"SELECT id, version FROM {name}")) == {i: 40 + i for i in range(10)}
-    assert context.committer.sweep(()) == Ok(0)
+    assert context.committer.abort_orphans(()) == Ok(0)

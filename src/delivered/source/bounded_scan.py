@@ -17,7 +17,7 @@ SLICE_BYTES = 64 << 20
 """Of data files in one slice, about; a file is never split."""
 
 
-class WholeSource(ABC):
+class BoundedScan(ABC):
     """A source without admission control, which can be read if its columns are known."""
 
     @property
@@ -39,7 +39,7 @@ class WholeSource(ABC):
         """
 
 
-class WholeDriver(ABC):
+class BoundedScanDriver(ABC):
     """See `delivered.contract.source.SourceDriver`; a stream is refused.
 
     Args:

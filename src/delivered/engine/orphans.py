@@ -1,4 +1,4 @@
-"""Abort what nobody decided."""
+"""Abort orphans: open participants that no decision names."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from delivered.model.work import Decision
 log = logging.getLogger(__name__)
 
 
-def sweep(context: Context, *keep: Decision) -> None:
+def abort_orphans(context: Context, *keep: Decision) -> None:
     """Abort every open participant of this pipeline and sink that the decisions in `keep` do not name.
 
     Raises:
         OutcomeUnknown: some may still be open.
     """
-    reach(StepId.RECOVER_SWEEP, Moment.BEFORE)
-    match context.committer.sweep([p for decision in keep for p in decision.participants]):
+    reach(StepId.RECOVER_ABORT_ORPHANS, Moment.BEFORE)
+    match context.committer.abort_orphans([p for decision in keep for p in decision.participants]):
         case Ok(count):
             if count:
-                log.info("aborted %d undecided participants", count, extra={"step": StepId.RECOVER_SWEEP})
+                log.info("aborted %d undecided participants", count, extra={"step": StepId.RECOVER_ABORT_ORPHANS})
         case Failed(reason) | Unknown(reason):
             raise OutcomeUnknown(
-                "SWEEP_INCOMPLETE",
+                "ORPHANS_NOT_ABORTED",
                 f"Participants that an earlier run of {context.scope.pipeline!r} left open at sink "
                 f"{context.scope.sink!r} could not be aborted: {reason}.",
                 next_step="start again when the server answers; `delivered transactions list` shows them",
             )
-    reach(StepId.RECOVER_SWEEP, Moment.AFTER)
+    reach(StepId.RECOVER_ABORT_ORPHANS, Moment.AFTER)

@@ -45,12 +45,12 @@ COLUMNS = {
 }
 MECHANISMS = ["one_transaction", "two_phase"]
 POINTS = [
-    "recover.claim:before", "recover.claim:after", "recover.sweep:before", "write.stage:after#3@batch=0",
+    "recover.claim:before", "recover.claim:after", "recover.abort_orphans:before", "write.stage:after#3@batch=0",
     "write.prepare:before@batch=0", "write.prepare:after@batch=0@shard=0", "write.prepare:after@batch=0@shard=1",
     "commit.decide:before@batch=1", "commit.decide:after@batch=1", "recover.apply:before", "recover.apply:after",
     "commit.apply:before@batch=0", "commit.apply:after@batch=2@shard=0", "log:before@batch=2",
 ]  # fmt: skip
-"""One death at each, in one life of a pipeline."""
+"""One kill at each, in one life of a pipeline."""
 
 
 @pytest.fixture(scope="module")
@@ -129,25 +129,25 @@ def world(server: Server, log: Path, zygote: Zygote, tmp_path: Path, request: py
 
 
 @pytest.mark.parametrize("world", MECHANISMS, indirect=True)
-def test_a_death_at_every_point_loses_and_repeats_nothing(world: World) -> None:
+def test_a_kill_at_every_point_loses_and_repeats_nothing(world: World) -> None:
     """F4, F6, P1, P5, P6: killed at each crash point of one pipeline's life, started again each time."""
     crash = ",".join(f"{p}!kill" for p in POINTS)
-    deaths = 0
+    kills = 0
     while (code := world.run(crash)) == -signal.SIGKILL:
-        deaths += 1
+        kills += 1
         seen, decided = world.seen(), world.decided()
-        assert seen.total() == len(seen), "a record twice, right after a death"
+        assert seen.total() == len(seen), "a record twice, right after a kill"
         whole = decided[-1].total.count if decided else 0
         if world.mechanism == "one_transaction":
-            assert seen.total() == whole, "a torn batch, right after a death"
+            assert seen.total() == whole, "a torn batch, right after a kill"
         else:
             # P27: between the decision and the last COMMIT PREPARED a batch may be seen in part, never more than it.
             earlier = decided[-2].total.count if len(decided) > 1 else 0
             assert earlier <= seen.total() <= whole
-        assert deaths <= len(POINTS)
+        assert kills <= len(POINTS)
     assert code == 0, world.errors[-1]
     hit = {p.name.partition("-")[0] for p in (world.folder / "crashes").glob("*.hit.json")}
-    assert len(hit) == deaths == len(POINTS)
+    assert len(hit) == kills == len(POINTS)
     assert world.seen() == Counter(f"id-{i}" for i in range(RECORDS))
     assert world.decided()[-1].total.count == RECORDS
     assert world.left() == []
@@ -202,7 +202,7 @@ def test_zombie_that_prepares_after_the_sweep_changes_nothing(world: World) -> N
     assert len(world.left()) > 0
     assert world.run() == 0  # nothing new to read: no batch, no recovery
     sink = world.server.sink(world.table)
-    assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "next")).sweep(()), Ok)
+    assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "next")).abort_orphans(()), Ok)
     assert world.left() == []
     assert world.seen() == done
 
@@ -237,7 +237,7 @@ def test_task_killed_and_run_again(server: Server, tmp_path: Path, mechanism: st
     ]
     assert commit_batch(context, 0, offsets(0), messages) is not None
     assert rig.visible() == rig.expected(0)
-    assert context.committer.sweep(()) == Ok(0), "the driver gave back what the dead attempt had promised"
+    assert context.committer.abort_orphans(()) == Ok(0), "the driver gave back what the dead attempt had promised"
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

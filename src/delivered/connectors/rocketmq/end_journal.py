@@ -51,7 +51,7 @@ class State(StrEnum):
     """It was given back: nobody may end it any more."""
 
 
-class Ended:
+class EndJournal:
     """Of one sink. One file may serve several."""
 
     def __init__(self, path: str, scope: Scope) -> None:

@@ -1,6 +1,6 @@
 """A table of keys in the sink's database: processes that really die, into SQLite, PostgreSQL and MySQL.
 
-The judge looks by plain SQL: after every death no record is there twice that repeats another, at the end each key is
+The judge looks by plain SQL: after every kill no record is there twice that repeats another, at the end each key is
 there as often as its records lie more than the time to live apart, and it is the first copy that got in.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.broker.deaths import COLUMNS
-from tests.broker.deaths import POINTS as OF_EVERY_SINK
+from tests.broker.kill_help import COLUMNS
+from tests.broker.kill_help import POINTS as OF_EVERY_SINK
 from tests.support.embedded_pipeline import TABLE
 from tests.support.zygote import Zygote
 
@@ -37,7 +37,7 @@ POINTS = [
     "dedup.keep:after@batch=0", "dedup.keep:after@batch=1", "dedup.keep:before@batch=2", "commit.decide:after@batch=1",
     "recover.apply:before", "log:before@batch=2",
 ]  # fmt: skip
-"""One death at each, in one life of a pipeline."""
+"""One kill at each, in one life of a pipeline."""
 EVERY_POINT = list(dict.fromkeys([*POINTS, *OF_EVERY_SINK]))
 SWEEP = pytest.mark.matrix
 Execute = Callable[[str], list[tuple[Any, ...]]]
@@ -165,19 +165,19 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.mark.parametrize("points", [POINTS, pytest.param(EVERY_POINT, marks=SWEEP)], ids=["keys", "every"])
-def test_a_death_at_every_point_and_each_key_is_there_once(world: World, points: list[str]) -> None:
+def test_a_kill_at_every_point_and_each_key_is_there_once(world: World, points: list[str]) -> None:
     """F4, F6, P1, P8: killed at each crash point of one pipeline's life, started again each time."""
     crash = ",".join(f"{p}!kill" for p in points)
-    wanted, deaths = expected(), 0
+    wanted, kills = expected(), 0
     while (code := world.run(crash)) == -signal.SIGKILL:
-        deaths += 1
+        kills += 1
         seen, decided = world.seen(), world.decided()
         assert not seen - wanted, "a repeat got in"
         if world.whole:
             assert seen.total() == (decided[-1].total.count if decided else 0), "a torn batch"
-        assert deaths <= len(points)
+        assert kills <= len(points)
     assert code == 0, world.errors[-1]
-    assert deaths == len(points)
+    assert kills == len(points)
     assert world.seen() == wanted
     assert world.decided()[-1].total.count == wanted.total() < RECORDS - 200
 
@@ -192,7 +192,7 @@ def test_a_death_at_every_point_and_each_key_is_there_once(world: World, points:
 )
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
 def test_the_weaker_guarantees_keep_their_word(request: pytest.FixtureRequest, guarantee: str, point: str) -> None:
-    """What a death repeats under at_least_once are the records of its batch; under at_most_once nothing comes twice."""
+    """What a kill repeats under at_least_once are the records of its batch; under at_most_once nothing comes twice."""
     world = _sqlite(request)
     world.guarantee = guarantee
     assert world.run(f"{point}!kill") == -signal.SIGKILL
