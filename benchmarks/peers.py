@@ -196,9 +196,9 @@ def _fault(name: str, place: str, text: str, script: Script, *requires: str, nee
 
 
 FAULTS = (
-    _fault("none", "none", "nothing is done", undisturbed),
-    _fault("killed", "F6b", f"killed up to {KILLS} times while it works", killed, "kill while it works"),
-    _fault("broker-killed", "F3", "the broker is killed while it works", broker_killed, "broker killed",
+    _fault("none", "none", "none", undisturbed),
+    _fault("killed", "F6b", f"killed up to {KILLS} times while it runs", killed, "kill while it works"),
+    _fault("broker-killed", "F3", "the broker is killed while it runs", broker_killed, "broker killed",
            needs=(BROKER,)),
 )  # fmt: skip
 
@@ -249,13 +249,13 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
     lines = [
         "# Compared with other products",
         "",
-        "Written by `make peers`: 1,200 records from one Kafka topic to another on one machine, the same kills and the",
-        "same judges as in `delivered verify`. *Held*: what the product states of itself was not contradicted in these",
-        "runs, which is no proof that it never is. Lost and doubled are what a read-committed reader found, whatever",
-        "was stated. Every product is set up as its documentation says for the guarantee it states; how, stands in",
-        "`benchmarks/peer_apps`.",
+        "Written by `make peers`: 1,200 records from one Kafka topic to another on one machine, with the same",
+        "kills and judges as in `delivered verify`. *Held*: these runs did not contradict the guarantee that the",
+        "product claims, which does not prove that it always holds. Lost and duplicated are what a read-committed",
+        "reader found, whatever the product claims. Each product is configured for that guarantee as its",
+        "documentation says, in `benchmarks/peer_apps`.",
         "",
-        "| product | states | what is done | runs | faults | held | lost | doubled |",
+        "| product | claims | fault | runs | faults | held | lost | duplicated |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for peer in there:
@@ -269,10 +269,10 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
                 )
     lines += [
         "",
-        "How soon a read-committed reader saw the first record, medians, in seconds. Other work shared the two",
-        "cores, not the same in every run: take these times for a rough order, not for a comparison.",
+        "Median time until a read-committed reader saw the first record, in seconds. Other work, varying from run to",
+        "run, shared the two cores: treat these times as orders of magnitude, not as a comparison.",
         "",
-        "| product | after a first start | after a kill | readers held up at the end, at most |",
+        "| product | first start | after a kill | readers blocked at the end, at most |",
         "|---|---|---|---|",
     ]
     for peer in there:
@@ -287,12 +287,12 @@ def page(results: Mapping[str, Result], blocked: Mapping[str, float]) -> str:
         lines += [f"Not run yet: {'; '.join(missing)}.", ""]
     reasons = [f"- `{k}`: {'; '.join(r.reasons)}" for k, r in sorted(results.items()) if r.reasons]
     if reasons:
-        lines += ["What did not hold, or is unknown:", "", *reasons, ""]
+        lines += ["Not held, or unknown:", "", *reasons, ""]
     lines += [
         f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())};",
         f"{', '.join((*PACKAGES, *FLINK_PACKAGES))}; Kafka {KAFKA_VERSION} as the broker.",
-        f"Seeds {', '.join(map(str, seeds))}. Again: `make peers`, or one with `python -m benchmarks.peers --peer",
-        "quix-eo`; what has a result in `docs/peers.json` is not run again without `--again`.",
+        f"Seeds {', '.join(map(str, seeds))}. Repeat with `make peers`, or one product with `python -m",
+        "benchmarks.peers --peer quix-eo`. Results in `docs/peers.json` are kept unless you add `--again`.",
         "",
     ]
     return "\n".join(lines)
@@ -318,10 +318,10 @@ def _others_better(results: Mapping[str, Result]) -> list[str]:
             if own and first and runs and statistics.median(first) < statistics.median(own):
                 held = "and held in every run" if all(r.verdict == "held" for r in runs) else "and did not always hold"
                 times = statistics.median(own) / statistics.median(first)
-                found.append(f"- {peer.text} shows its first record {times:.1f} times as soon as {ours.text}, {held}.")
+                found.append(f"- {peer.text} shows its first record {times:.1f} times sooner than {ours.text}, {held}.")
     if not compared:
-        return ["No times are compared: ours was not run along with them."]
-    return ["Where others are better:", "", *found] if found else ["None was faster than ours here."]
+        return ["Times are not compared: ours was not part of the run."]
+    return ["Where others are faster:", "", *found] if found else ["No other product was faster."]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The table of docs/connectors/kafka.md: what Spark's own Kafka suites pin down, from the rows that tests run."""
+"""The table of docs/connectors/kafka.md: what the tests of Spark's own Kafka connector assert, from our tests' rows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def table() -> str:
 
 
 def into(text: str) -> str:
-    """`text` with its marked block made anew; unchanged if it has none."""
+    """`text` with its marked block regenerated; unchanged if it has none."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n{table()}\n{END}{tail}" if begin and end else text

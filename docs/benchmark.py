@@ -17,34 +17,34 @@ HERE = Path(__file__).parent
 _HEAD = """# Benchmark
 
 Written by `make docs` from the last stored run of `make bench`: {records:,} records of 8 + 100 bytes from one topic of
-4 partitions into another, lz4, acks=all, one machine with {cores} cores that runs Spark, its workers and the broker.
-Each repetition runs all cases in turn, each in a session and a JVM of its own, from the start of the query to its
-end; what arrived is counted by a reader of its own before a rate counts. Batches are of 3 million records.
+4 partitions into another, lz4, acks=all, on one machine with {cores} cores that runs Spark, its workers and the broker.
+Each repetition runs all cases in turn, each in its own session and JVM, from the start of the query to its end. A
+separate reader counts what arrived before a rate is accepted. Batches have 3 million records.
 
-*Spark's own* is the Kafka connector that Spark ships (JARs, at least once). *Direct* is `delivered.Pipeline` with an
-Arrow transform or none: records do not pass through the JVM.
+*Spark's own* is the Kafka connector that ships with Spark (JARs, at least once). *Direct* is `delivered.Pipeline` with
+an Arrow transform or none: records do not pass through the JVM.
 """
 
 _TABLES = {
     "bench-postgres": """## PostgreSQL
 
 `make bench-postgres`: {rows:,} rows of ten columns from Parquet files, appended to one table of a server on the same
-machine with {cores} cores. *Plain COPY* is one Python process per core, each with one transaction and no ledger: by
-Arrow's own driver (ADBC), by psycopg from CSV that Arrow makes, and with the encoder of this sink, which is the hardest
-to come near. *Engine alone* is the same with ledger, marker and fingerprints, without Spark; *direct* is a whole query
-from its start to its end, or, where it says *running query*, one batch of a query that runs.
+machine with {cores} cores. *Plain COPY* is one Python process per core, each with one transaction and no ledger: with
+Arrow's own driver (ADBC), with psycopg from CSV that Arrow writes, and with this sink's encoder, the toughest baseline.
+*Engine alone* adds ledger, marker and fingerprints, without Spark. *Direct* is a whole query from start to end or, for
+*running query*, one batch of a running query.
 """,
     "bench-delta": """## Delta Lake
 
-`make bench-delta`: the same {rows:,} rows, appended to a local table. `write_deltalake` makes no fsync, and computes no
-fingerprint; both are in the time of this sink.
+`make bench-delta`: the same {rows:,} rows, appended to a local table. `write_deltalake` neither calls fsync nor
+computes fingerprints; this sink's time includes both.
 """,
 }
 """Stem of the report's name -> what stands above its figures."""
 
 
 def page() -> str:
-    """The page; it says so of what was not measured yet."""
+    """The page; benchmarks without a stored run are marked as not measured."""
     return "\n".join([_kafka(), *(_table(name, head) for name, head in _TABLES.items())])
 
 
@@ -92,8 +92,8 @@ def _kafka() -> str:
         cpu = statistics.median(case["cpu_us_per_record"])
         worker, jvm = (case[k] / 2**20 for k in ("peak_worker_bytes", "peak_jvm_bytes"))
         lines.append(f"| {case['name']} | {case['median']:,.0f} | {cpu:.2f} | {worker:,.0f} | {jvm:,.0f} |")
-    lines += ["", "CPU is that of Spark and its workers, not the broker's. The cases named *memory* ran once.", ""]
-    lines += ["| from the send of one record until a read-committed reader has it | median, ms | p95, ms |"]
+    lines += ["", "CPU is that of Spark and its workers, without the broker. The *memory* cases ran once.", ""]
+    lines += ["| latency of one record, send to read-committed reader | median, ms | p95, ms |"]
     lines += ["|---|---:|---:|"]
     for case in run["one_record"]:
         lines.append(

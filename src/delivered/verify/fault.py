@@ -9,17 +9,17 @@ from delivered.model.guarantee import Guarantee
 from delivered.verify.scripts import Script
 
 PLACES = {
-    "none": "nothing is done",
-    "F1": "the producer dies",
-    "F2": "the network between sink and server loses, delays, repeats",
-    "F3": "the server dies after it stored and before it answered",
-    "F4": "memory is gone, the disk is full",
-    "F5": "the network between server and reader loses and delays",
-    "F6a": "the consumer dies before processing",
-    "F6b": "the consumer dies after processing, before recording",
-    "F6c": "the consumer dies after recording, before acknowledging",
-    "F7": "zombies: paused past every time-out, two drivers",
-    "F8": "state is put back or changed",
+    "none": "an undisturbed run",
+    "F1": "the producer crashes",
+    "F2": "the network between sink and server drops, delays, repeats",
+    "F3": "the server crashes after it stored and before it answered",
+    "F4": "out of memory, disk full",
+    "F5": "the network between server and reader drops and delays",
+    "F6a": "the consumer crashes before processing",
+    "F6b": "the consumer crashes after processing, before recording",
+    "F6c": "the consumer crashes after recording, before acknowledging",
+    "F7": "zombies: paused beyond every time-out, two drivers",
+    "F8": "state is restored from a copy or modified",
 }
 EXACTLY, AT_LEAST, AT_MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 

@@ -32,5 +32,5 @@ class Files(FileTable):
         return sorted(str(p.relative_to(self.path)) for p in self.path.glob(_PATTERN))
 
 
-_ABSENT = {"F2": "a folder of this machine: there is no network, and nobody else writes"}
+_ABSENT = {"F2": "a local folder: no network, no other writers"}
 SYSTEM = System((SinkKind("files", "files", on_disk(Files), absent=_ABSENT, own=True),))

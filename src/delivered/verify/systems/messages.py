@@ -26,7 +26,7 @@ APPEND_MAX = 40
 END = "delivered-verify-end"
 """Names a message of the judge's own, behind everything that it has to read."""
 _RETRY_S = 0.2
-OWN_ADDRESS = {"F2": "its client goes to the address that the broker names, past a proxy"}
+OWN_ADDRESS = {"F2": "its client connects to the address that the broker advertises, bypassing a proxy"}
 
 
 class Messages(ABC):
@@ -151,7 +151,7 @@ def sent_by(made: type[Messages]) -> Callable[[SinkKind, SinkPlace], Messages]:
 def sending(made: type[Messages], absent: Mapping[str, str] | None = None, ordered: bool = True) -> SinkKind:
     """A broker that cannot hold a message back."""
     system = made.system
-    no_reader = {"F5": "its readers take messages one by one: they are not in the middle of anything"}
+    no_reader = {"F5": "its readers take messages one by one, so there is no read to interrupt"}
     weaker = (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
     absent = {**no_reader, **(absent or {})}
     return SinkKind(
