@@ -9,7 +9,7 @@ import pytest
 
 _ZOMBIE = "test_zombie_cannot_bring_an_old_state_back"
 _UPSERTS = "test_a_kill_at_every_point_leaves_a_state_that_was_decided"
-_GROUPS = "test_a_death_at_every_step_leaves_all_or_none_at_every_sink"
+_GROUPS = "test_a_kill_at_every_step_leaves_all_or_none_at_every_sink"
 _SWEEPS = {
     "broker/test_upsert_kill.py": {
         f"{_UPSERTS}[{world}]"
@@ -97,7 +97,7 @@ _WEAKER = {
     "crash/test_files_crash.py": {"test_killed_once_at_each_point", "test_zombie_driver_is_fenced"},
     "crash/test_iceberg_crash.py": {"test_killed_once_at_each_point", "test_zombie_driver_is_fenced"},
     "crash/test_group.py": {"test_one_crash_at_every_point", "test_two_crashes"},
-    "crash/test_letters.py": {"test_one_crash_at_every_point"},
+    "crash/test_dead_letters.py": {"test_one_crash_at_every_point"},
 }
 """Under the weaker guarantees these are swept over memory and SQLite."""
 
@@ -107,7 +107,7 @@ _OVER_S3 = {
     "test_batch_prepared_by_a_dead_driver_runs_again",
     "test_nothing_is_visible_before_the_decision",
     "test_recovery_finishes_a_decided_batch",
-    "test_sweep_leaves_others_and_the_decided_alone",
+    "test_abort_orphans_leaves_others_and_the_decided_alone",
 }
 
 

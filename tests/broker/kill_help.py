@@ -191,7 +191,7 @@ def test_zombie_driver_inside_its_decision_is_fenced(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", ["two_phase"], indirect=True)
-def test_zombie_that_prepares_after_the_sweep_changes_nothing(world: World) -> None:
+def test_zombie_that_prepares_after_orphans_were_aborted_changes_nothing(world: World) -> None:
     """F7, P9: its transaction is prepared late, under an id that no decision names; the next start rolls it back."""
     zombie = world.stop("write.prepare:before")
     assert world.run() == 0, world.errors[-1]

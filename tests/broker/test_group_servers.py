@@ -137,7 +137,7 @@ def world(request: pytest.FixtureRequest, kafka: Kafka, postgres: Postgres, zygo
     return World(kafka, postgres, tmp_path, zygote, GROUPS[request.param])
 
 
-def test_a_death_at_every_step_leaves_all_or_none_at_every_sink(world: World) -> None:
+def test_a_kill_at_every_step_leaves_all_or_none_at_every_sink(world: World) -> None:
     """F3, F6, P5, P6, P27: killed for real at each step of a batch, started again each time."""
     names = [s["name"] for s in world.sinks]
     crash = ",".join(f"{p}!kill" for p in points(world.group))

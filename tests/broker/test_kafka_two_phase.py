@@ -227,7 +227,7 @@ def test_overlapping_attempts_and_alternating_batches_never_share_an_id() -> Non
     assert len(used) == 4 == TRANSACTION_SLOTS
 
 
-def test_p11_hanging_transactions_of_the_dead_are_shown_and_swept(rig: Rig) -> None:
+def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) -> None:
     context = rig.context()
     plan = rig.plan(context, 0)
     with Child("write", rig.sink, plan, 0, [rows([b"orphan"])], SCHEMA) as task:
@@ -259,7 +259,7 @@ def test_p11_a_person_may_abort_or_apply_what_is_open_and_nothing_else(rig: Rig)
         context.committer.end_by_id("somebody.else.0.0", commit=False)
 
 
-def test_a_zombie_that_was_swept_cannot_write_on(rig: Rig) -> None:
+def test_a_zombie_that_was_aborted_cannot_write_on(rig: Rig) -> None:
     context = rig.context()
     rig.plan(context, 0)
     zombie = begun(rig, b"zombie")
@@ -273,7 +273,7 @@ def test_a_zombie_that_was_swept_cannot_write_on(rig: Rig) -> None:
     assert rig.visible() == []
 
 
-def test_sweep_keeps_what_was_decided(rig: Rig) -> None:
+def test_abort_orphans_keeps_what_was_decided(rig: Rig) -> None:
     context = rig.context()
     messages = rig.write(rig.plan(context, 0))
     assert context.committer.abort_orphans([prepared(messages[0])]) == Ok(1)

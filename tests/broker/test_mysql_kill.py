@@ -14,7 +14,7 @@ from tests.broker.kill_help import (  # noqa: F401
     test_task_killed_and_run_again,
     test_the_weaker_guarantees_keep_their_word,
     test_zombie_driver_inside_its_decision_is_fenced,
-    test_zombie_that_prepares_after_the_sweep_changes_nothing,
+    test_zombie_that_prepares_after_orphans_were_aborted_changes_nothing,
     world,
 )
 

@@ -132,7 +132,7 @@ def test_p5_rolled_back_by_hand_is_written_again_alone(mysql: Mysql, rig: Rig) -
     assert rig.visible() == rig.expected(0)
 
 
-def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
+def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     mysql: Mysql, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P20: prepared transactions never expire. P13: names that begin alike, or are no names at all, are left alone."""

@@ -435,7 +435,7 @@ def test_names_that_need_quotes(postgres: Postgres) -> None:
     assert postgres.execute('SELECT count(*) FROM "Or ders"."T""able"') == [(4,)]
 
 
-def test_p13_p20_sweep_touches_only_its_own_and_shows_their_age(
+def test_p13_p20_abort_orphans_touches_only_its_own_and_shows_their_age(
     postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P20: prepared transactions never expire. P13: names that begin alike, or are written alike, are told apart."""

@@ -80,7 +80,7 @@ def test_everything_is_read_in_order_and_again(system: str, request: pytest.Fixt
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("system", READERS)
-def test_a_reader_lives_through_the_death_of_the_server(
+def test_a_reader_lives_through_a_kill_of_the_server(
     system: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     own = request.getfixturevalue(f"new_{system}")()

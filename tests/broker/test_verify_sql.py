@@ -195,9 +195,7 @@ def test_a_rule_for_commit_leaves_that_of_prepared_ones_alone(
     assert [f.rule for f in fired] == [f"lose_reply:{system.rule.lower()}"]
 
 
-def test_a_reader_lives_through_the_death_of_the_server(
-    name: str, system: System, request: pytest.FixtureRequest
-) -> None:
+def test_a_reader_lives_through_a_kill_of_the_server(name: str, system: System, request: pytest.FixtureRequest) -> None:
     own = request.getfixturevalue(f"new_{name}")()
     drain = system.drain(own.broker, "killed")
     drain.create()

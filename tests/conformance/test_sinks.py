@@ -138,7 +138,7 @@ def test_batch_prepared_by_a_dead_driver_runs_again(rig: Rig) -> None:
     assert rig.visible() == rig.expected(0, 1)
 
 
-def test_sweep_leaves_others_and_the_decided_alone(rig: Rig) -> None:
+def test_abort_orphans_leaves_others_and_the_decided_alone(rig: Rig) -> None:
     other = Rig(rig.sink, pipeline=f"{rig.pipeline}.more")  # a name that starts with ours
     theirs = other.context()
     their_messages = other.write(other.plan(theirs, 0))
@@ -155,7 +155,7 @@ def test_sweep_leaves_others_and_the_decided_alone(rig: Rig) -> None:
     assert other.visible() == their_seed_total
 
 
-def test_sweep_reaches_earlier_incarnations(rig: Rig) -> None:
+def test_abort_orphans_reaches_earlier_incarnations(rig: Rig) -> None:
     rig.write(rig.plan(rig.context(), 0))
     later = Rig(rig.sink, pipeline=rig.pipeline, incarnation="i1")
     assert later.context().committer.abort_orphans(()) == Ok(SHARDS)

@@ -285,7 +285,7 @@ def test_new_checkpoint_finishes_what_the_earlier_one_decided(guarantee: Guarant
     assert set(sim.visible().values()) == {2}
 
 
-def test_p11_p13_sweep_leaves_others_alone() -> None:
+def test_p11_p13_abort_orphans_leaves_others_alone() -> None:
     """P11, P13: what a dead driver left is aborted; what belongs to another pipeline is not."""
     sim = Sim(EXACTLY, crashes=(Crash("write.prepare:after", 2),))
     foreign = Driver(sim, "other").planner

@@ -371,7 +371,7 @@ def test_a_decision_never_names_a_file_that_is_not_whole(tmp_path: Path, damage:
     assert read_back(sink).num_rows == 0
 
 
-def test_sweep_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None:
+def test_abort_orphans_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     claimed(sink)
     write_deltalake(str(tmp_path / "t"), ROWS, mode="append")

@@ -118,7 +118,7 @@ def in_commit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield at_next
 
 
-def test_what_a_dead_driver_wrote_of_an_upsert_is_swept(tmp_path: Path, in_commit: Any) -> None:
+def test_what_a_dead_driver_wrote_of_an_upsert_is_removed(tmp_path: Path, in_commit: Any) -> None:
     sink = sink_at(tmp_path, **UPSERT)
     first = items((1, 1, "a"), (2, 1, "a"))
     mine = claimed(sink, first)

@@ -228,7 +228,7 @@ def test_batches_that_a_user_deletes_are_still_decided(tmp_path: Path) -> None:
     assert state.last.batch == 1
 
 
-def test_sweep_and_abort_take_nothing_away_that_counts(tmp_path: Path) -> None:
+def test_abort_orphans_and_abort_take_nothing_away_that_counts(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     prepared = staged(sink, ROWS)

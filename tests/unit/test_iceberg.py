@@ -456,7 +456,7 @@ def test_a_decision_never_names_a_file_that_is_not_whole(tmp_path: Path, damage:
     assert read_back(sink).num_rows == 0
 
 
-def test_sweep_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None:
+def test_abort_orphans_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     claimed(sink)
     table = theirs(tmp_path)
@@ -474,7 +474,7 @@ def test_sweep_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None
     assert seen(tmp_path).num_rows == ROWS.num_rows
 
 
-def test_manifests_of_a_driver_that_died_in_its_commit_are_swept(tmp_path: Path, before_commit: Any) -> None:
+def test_manifests_of_a_driver_that_died_in_its_commit_are_removed(tmp_path: Path, before_commit: Any) -> None:
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     assert mine.decide(decision(0, staged_in(sink))) == Ok(None)
@@ -494,7 +494,7 @@ def test_manifests_of_a_driver_that_died_in_its_commit_are_swept(tmp_path: Path,
     assert mine.decide(decision(1, staged_in(sink, ROWS, 1))) == Ok(None)
 
 
-def test_f7_a_driver_that_lost_its_claim_sweeps_nothing(tmp_path: Path) -> None:
+def test_f7_a_driver_that_lost_its_claim_removes_nothing(tmp_path: Path) -> None:
     """F7: paused between its claim and aborting orphans; meanwhile another one claimed, and its tasks write."""
     sink = sink_at(tmp_path)
     claimed(sink)

@@ -62,7 +62,7 @@ def test_messages_with_nothing_but_an_id_are_written_as_any_others(log: Path, mo
     assert without.column("headers").to_pylist() == [headers[0], [], headers[2]]
 
 
-def test_a_bunch_splits_into_what_it_held() -> None:
+def test_a_message_batch_splits_into_what_it_held() -> None:
     whole = messages("a", "b", "c")
     for count in range(5):
         first, rest = messages("a", "b", "c").split(count)

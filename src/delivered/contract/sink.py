@@ -67,7 +67,7 @@ class Committer(Protocol):
     def was_committed(self, work: Work) -> bool:
         """Whether the shard of this batch is visible, by evidence that lies in the sink with the rows.
 
-        Sees every outcome of transactions that `abort_orphans` or `apply` ended before.
+        Sees every outcome of transactions that `abort_orphans` or `commit` ended before.
         """
 
     def abort(self, prepared: Prepared) -> Outcome[None]:

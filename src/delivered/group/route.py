@@ -46,7 +46,7 @@ class Columns:
         return place
 
 
-def letters_route(sink: Sink) -> Route | None:
+def dead_letters_route(sink: Sink) -> Route | None:
     """How dead letters go to a sink: as columns, or as one value of JSON where it only takes key and value."""
     try:
         sink.check_schema(DEAD_LETTERS)

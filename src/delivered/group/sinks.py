@@ -11,7 +11,7 @@ from delivered.contract.powers import ready_target
 from delivered.contract.sink import DEAD_LETTERS, Committer, Ledger, Member, Route, Sink
 from delivered.group.committer import GroupCommitter
 from delivered.group.ledger import GroupLedger
-from delivered.group.route import letters_route
+from delivered.group.route import dead_letters_route
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import deciding
 from delivered.model.errors import UsageError
@@ -38,7 +38,7 @@ class Group:
             UsageError: two sinks of one name: their ids at the servers would be the same.
         """
         if dead_letter is not None:
-            sinks = [*sinks, (*dead_letter, letters_route(dead_letter[1]))]
+            sinks = [*sinks, (*dead_letter, dead_letters_route(dead_letter[1]))]
         first = deciding([sink.capability() for _, sink, _ in sinks])
         names = [checked_name("sink", name or sink.name) for name, sink, _ in sinks]
         twice = sorted({n for n in names if names.count(n) > 1})

@@ -56,7 +56,7 @@ class IcebergCommitter:
                     return Ok(0)
                 undecided = self._undecided(store(table, data_path(table)))
                 count = undecided.abort_orphans({stage.writer_of(f"{p.handle['writer']}-") for p in keep if p.handle})
-                self._sweep_manifests(table, undecided)
+                self._remove_manifests(table, undecided)
                 return Ok(count)
         except DeliveredError as error:
             return Unknown(str(error))
@@ -95,7 +95,7 @@ class IcebergCommitter:
         held = None if table is None else Records(table, self._scope).claim()
         return None if held is None else held.epoch
 
-    def _sweep_manifests(self, table: Any, undecided: stage.Undecided) -> None:
+    def _remove_manifests(self, table: Any, undecided: stage.Undecided) -> None:
         """Of batches that nobody decided, of attempts at the newest decided one that failed, and of former claims."""
         files = store(table, metadata_path(table))
         found: list[str] = []

@@ -101,7 +101,7 @@ def test_one_crash_at_every_point(guarantee: Guarantee, how: str, last: Commit) 
     assert [(s.crashes, w) for s in sims for w in s.verdict()] == []
 
 
-def test_letters_alone_are_written_again() -> None:
+def test_dead_letters_alone_are_written_again() -> None:
     """The promise of the dead-letter sink is gone, that of the others was kept: its rows come from theirs."""
     for sim in crashed(EXACTLY, "tree", (Commit.TWO_PHASE, Commit.TWO_PHASE), expired=True):
         assert sim.verdict() == []
@@ -139,11 +139,11 @@ def test_dropped_rows_are_counted_as_given_up() -> None:
     assert sum(sim.visible().values()) == 16 - long
 
 
-def letters_forgotten(patch: pytest.MonkeyPatch) -> None:
+def dead_letters_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shard, "dead_letters", lambda *_: pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS))
 
 
-def letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
+def dead_letters_not_looked_for_when_alone(patch: pytest.MonkeyPatch) -> None:
     honest = shard._lines
     patch.setattr(shard, "_lines", lambda s, p, n: [x for x in honest(s, p, n) if x.wanted])
 
@@ -153,9 +153,11 @@ def bad_rows_written_too(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [letters_forgotten, letters_not_looked_for_when_alone, bad_rows_written_too], ids=lambda f: f.__name__
+    "broken",
+    [dead_letters_forgotten, dead_letters_not_looked_for_when_alone, bad_rows_written_too],
+    ids=lambda f: f.__name__,
 )
-def test_broken_letters_are_found(
+def test_broken_dead_letters_are_found(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
