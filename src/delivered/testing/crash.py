@@ -39,7 +39,7 @@ _RELEASED_SUFFIX = ".released"
 _POLL_S = 0.02
 
 _SPEC = re.compile(
-    r"(?P<step>[a-z.]+):(?P<moment>[a-z]+)(?:#(?P<nth>[1-9][0-9]*))?"
+    r"(?P<step>[a-z._]+):(?P<moment>[a-z]+)(?:#(?P<nth>[1-9][0-9]*))?"
     r"(?P<conditions>(?:@[a-z_]+=[A-Za-z0-9._-]+)*)(?:!(?P<action>[a-z]+))?"
 )
 
