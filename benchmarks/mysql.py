@@ -28,7 +28,9 @@ from benchmarks.tables import rows
 from delivered.connectors.mysql import CONNECTOR
 from delivered.connectors.mysql.client import connect
 from delivered.connectors.mysql.load import Loading
-from delivered.connectors.mysql.options import parse
+from delivered.connectors.mysql.options import MysqlOptions
+
+parse = MysqlOptions.parse
 
 console = Console()
 TASKS, BATCH_ROWS = 2, 32_768

@@ -18,7 +18,7 @@ DOCS = Path(__file__).parent
 
 def options_table(table: OptionTable) -> list[str]:
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    for option in table.options:
+    for option in sorted(table.options, key=lambda o: not o.required):
         default = "required" if option.required else (option.default or "")
         secret = " Secret: write `env:NAME` or `file:PATH`." if option.secret else ""
         lines.append(f"| `{option.name}` | {default} | {option.doc}{secret} |")

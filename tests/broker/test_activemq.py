@@ -19,13 +19,15 @@ import delivered
 from delivered import brokers
 from delivered.connectors.activemq.client import Session
 from delivered.connectors.activemq.manage import Management, held_by_nobody
-from delivered.connectors.activemq.options import parse
+from delivered.connectors.activemq.options import ActivemqOptions
 from delivered.connectors.activemq.queue import ActivemqQueue
 from delivered.connectors.activemq.receiver import ActivemqReceiver
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.model.errors import BadRecord, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
 from delivered.testing.crash import hits, release
+
+parse = ActivemqOptions.parse
 
 
 def made_file(folder: Path, activemq: Activemq, queue: str, **options: Any) -> Path:

@@ -15,12 +15,14 @@ import pytest
 from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.support.servers import Activemq
 
-from delivered.connectors.activemq.options import DUPLICATE_ID, parse
+from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqOptions
 from delivered.connectors.activemq.receiver import ActivemqReceiver
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
+
+parse = ActivemqOptions.parse
 
 QUICK = {("at_least_once", "write.flush:after")}
 

@@ -24,15 +24,17 @@ from delivered.brokers.java import java_home
 from delivered.brokers.tls import make_certificate
 from delivered.connectors.pulsar import CONNECTOR, client, trust
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.options import parse
+from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.publish import Publisher
 from delivered.connectors.pulsar.reader import check_connection
-from delivered.connectors.pulsar.sink_options import parse_sink
 from delivered.contract.powers import ready_target
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
+
+parse = SourceOptions.parse
+parse_sink = PulsarSinkOptions.parse
 
 SECRET = secrets.token_bytes(32)
 ROLES = {"reader": ["consume"], "writer": ["produce"], "both": ["produce", "consume"], "nobody": []}

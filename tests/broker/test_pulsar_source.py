@@ -20,10 +20,12 @@ from tests.support.servers import Pulsar
 
 from delivered.connectors.pulsar import CONNECTOR
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.options import parse
+from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import from_json
 from delivered.contract.source import Offsets, Source
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
+
+parse = SourceOptions.parse
 
 FULL = "persistent://public/default/"
 CHUNK = 5 << 20

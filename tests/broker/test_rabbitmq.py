@@ -31,13 +31,15 @@ from delivered import brokers
 from delivered.connectors.log import CONNECTOR as LOG
 from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.rabbitmq.client import connect
-from delivered.connectors.rabbitmq.options import parse
+from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.outcome import Ok
 from delivered.testing.crash import hits, release
 from delivered.verify.proxy import StreamProxy
+
+parse = RabbitmqOptions.parse
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p != "receive.take:before"])

@@ -13,12 +13,14 @@ import pytest
 from tests.broker.send_help import POINTS, ROWS, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.support.servers import Rabbitmq
 
-from delivered.connectors.rabbitmq.options import parse
+from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
+
+parse = RabbitmqOptions.parse
 
 
 def sink(folder: Path, url: str, queue: str, **options: str) -> Any:

@@ -24,12 +24,14 @@ import delivered
 from delivered import brokers
 from delivered.brokers import rocketmq as rocketmq_server
 from delivered.connectors.log import CONNECTOR as LOG
-from delivered.connectors.rocketmq.options import parse
+from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.outcome import Ok
 from delivered.testing.crash import hits
+
+parse = RocketmqOptions.parse
 
 COUNT = 600
 IDLE = "6"

@@ -12,7 +12,7 @@ import pytest
 
 from delivered import brokers
 from delivered.brokers import rocketmq as server
-from delivered.connectors.rocketmq.options import parse, parse_sink
+from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver
 from delivered.connectors.rocketmq.remoting import Answer, Peer
@@ -23,6 +23,9 @@ from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok
 from delivered.model.work import Prepared
 from delivered.pipeline.registry import find_sink
+
+parse = RocketmqOptions.parse
+parse_sink = RocketmqSinkOptions.parse
 
 SCHEMA = pa.schema([("value", pa.binary())])
 ROWS = pa.record_batch([[b"a", b"b"]], schema=SCHEMA)

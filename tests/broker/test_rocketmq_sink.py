@@ -16,12 +16,14 @@ import pytest
 from tests.broker.send_help import POINTS, exactly_once_is_refused, killed_and_started_again, rows, writer
 from tests.support.servers import Rocketmq
 
-from delivered.connectors.rocketmq.options import parse
+from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver
 from delivered.model.errors import OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink
+
+parse = RocketmqOptions.parse
 
 QUICK = {("at_least_once", "write.flush:after")}
 

@@ -23,7 +23,7 @@ from tests.broker.send_help import rows, writer
 from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.client import Session
-from delivered.connectors.rocketmq.options import parse
+from delivered.connectors.rocketmq.options import RocketmqOptions
 from delivered.connectors.rocketmq.queue import RocketmqQueue
 from delivered.connectors.rocketmq.receiver import RocketmqReceiver
 from delivered.model.errors import Unreachable, UsageError
@@ -31,6 +31,8 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
 from delivered.pipeline.registry import find_sink
+
+parse = RocketmqOptions.parse
 
 
 def certificate(folder: Path) -> dict[str, Path]:

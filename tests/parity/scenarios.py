@@ -13,7 +13,9 @@ from typing import Any
 
 from tests.parity.world import Facts, Query, World, attempt, offsets, told
 
-from delivered.connectors.kafka.options import parse
+from delivered.connectors.kafka.options import SourceOptions
+
+parse = SourceOptions.parse
 
 # ------------------------------------------------------------------------------------------------ batch reads
 

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 import pytest
 
 from delivered.connectors.activemq.client import Session
-from delivered.connectors.activemq.options import parse
+from delivered.connectors.activemq.options import ActivemqOptions
 from delivered.model.errors import Refused, Unreachable
+
+parse = ActivemqOptions.parse
 
 CONNECTED = b"CONNECTED\nversion:1.2\nserver:bytes/1\nheart-beat:0,0\n\n\0"
 

@@ -247,7 +247,7 @@ def test_missing_table_and_unsafe_store_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="DELIVERED_TABLE_MISSING"):
         sink.ready_target(ROWS.schema)
     with pytest.raises(Refused, match="DELIVERED_COMMIT_UNSAFE"):
-        options.parse({"path": "s3://b/t", "storage.AWS_S3_ALLOW_UNSAFE_RENAME": "true"})
+        options.DeltaOptions.parse({"path": "s3://b/t", "storage.AWS_S3_ALLOW_UNSAFE_RENAME": "true"})
     with pytest.raises(UsageError, match="partitionBy"):
         sink_at(tmp_path, partitionBy="a,a")
     sink_at(tmp_path).ready_target(ROWS.schema)

@@ -12,11 +12,13 @@ from deltalake import DeltaTable
 from tests.unit.test_delta import EXACT, SCOPE, claimed, decision, sink_at, staged
 
 from delivered.connectors.delta.committer import DeltaCommitter
-from delivered.connectors.delta.options import parse
+from delivered.connectors.delta.options import DeltaOptions
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Failed, Ok
 from delivered.model.work import Owner
+
+parse = DeltaOptions.parse
 
 UPSERT = {"mode": "upsert", "keyColumns": "id", "versionColumn": "v"}
 OVERWRITE = {"mode": "overwrite", "partitionBy": "day,city"}

@@ -129,7 +129,7 @@ def test_another_schema_and_an_object_store_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="DELIVERED_SCHEMA_CHANGED"):
         sink_at(tmp_path).ready_target(ROWS.select(["id"]).schema)
     with pytest.raises(Refused, match="DELIVERED_NO_RENAME"):
-        options.parse({"path": "s3://lake/t"})
+        options.FilesOptions.parse({"path": "s3://lake/t"})
     assert not sink_at(tmp_path).preflight(EXACT)
 
 

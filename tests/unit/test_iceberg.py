@@ -201,13 +201,13 @@ def test_what_is_named_wrong_is_refused_before_the_start(tmp_path: Path) -> None
         {"table": "a.b", "catalog.uri": "http://somewhere", "catalog.py-io-impl": "mine.FileIO"},
     ):
         with pytest.raises(UsageError, match="DELIVERED_OPTION_VALUE"):
-            options.parse(given)
+            options.IcebergOptions.parse(given)
     with pytest.raises(UsageError, match="DELIVERED_PARTITION_TYPE"):
         sink_at(tmp_path, partitionBy="days(id)").ready_target(ROWS.schema)
     sink_at(tmp_path).ready_target(ROWS.schema)
     with pytest.raises(UsageError, match="DELIVERED_PARTITIONS"):
         sink_at(tmp_path, partitionBy="id").ready_target(ROWS.schema)
-    assert "pass" not in repr(options.parse({"table": "a.b", "catalog.uri": "http://u:pass@somewhere"}))
+    assert "pass" not in repr(options.IcebergOptions.parse({"table": "a.b", "catalog.uri": "http://u:pass@somewhere"}))
 
 
 def test_a_catalog_that_does_not_answer_is_told(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from tests.unit.test_delta_modes import UPSERT, days, items
 from tests.unit.test_iceberg import before_commit, sink_at, staged_in, strays, theirs
 
 from delivered.connectors.iceberg.committer import IcebergCommitter
-from delivered.connectors.iceberg.options import parse
+from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Failed, Ok, Unknown
+
+parse = IcebergOptions.parse
 
 __all__ = ["before_commit"]
 OVERWRITE = {"mode": "overwrite", "partitionBy": "day,city"}

@@ -14,8 +14,10 @@ from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.client_options import client_options, resolved
 from delivered.connectors.kafka.consume import settings
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Positions, Timestamp
-from delivered.connectors.kafka.options import SourceOptions, parse
+from delivered.connectors.kafka.options import SourceOptions
 from delivered.model.errors import InvariantBroken, UsageError
+
+parse = SourceOptions.parse
 
 SERVERS = {"kafka.bootstrap.servers": "h:9092"}
 

@@ -22,10 +22,12 @@ from hypothesis import strategies as st
 
 from delivered.connectors.log import CONNECTOR, append
 from delivered.connectors.log import read as reading
-from delivered.connectors.log.options import parse
+from delivered.connectors.log.options import LogOptions
 from delivered.connectors.log.source import LogSource, admit
 from delivered.contract.source import Slice
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+
+parse = LogOptions.parse
 
 
 def records(first: int, count: int, **columns: Any) -> pa.Table:
@@ -443,5 +445,5 @@ def test_connector_imports_no_client_and_no_spark() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    with pytest.raises(UsageError, match="NO_SINK"):
+    with pytest.raises(UsageError, match="NOT_A_SINK"):
         CONNECTOR.sink({})

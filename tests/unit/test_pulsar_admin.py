@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from delivered.connectors.pulsar import admin
-from delivered.connectors.pulsar.options import parse
+from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import Position
 from delivered.model.errors import Unreachable
+
+parse = SourceOptions.parse
 
 TOPIC = "persistent://public/default/orders-partition-1"
 FULL = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from delivered.connectors.rabbitmq.client import parameters
-from delivered.connectors.rabbitmq.options import parse
+from delivered.connectors.rabbitmq.options import RabbitmqOptions
+
+parse = RabbitmqOptions.parse
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import delivered
 from delivered.model.errors import UsageError
 from delivered.pipeline.registry import find_source, received
 from delivered.planner import Plan, Refusal
-from delivered.source.received import parse
+from delivered.source.received import ReceiveOptions
 
 URL = "amqp://app@broker:5672/"
 
@@ -109,7 +109,7 @@ def test_options_of_the_log_reach_it() -> None:
 
 @pytest.mark.parametrize("value", ["quarantine", "set_aside"])  # the latter as earlier versions called it
 def test_bad_messages_are_quarantined_by_both_names(value: str) -> None:
-    assert parse("delivered.rabbitmq", {"log": "/data/log", "badMessages": value}).quarantine
+    assert ReceiveOptions.read("delivered.rabbitmq", {"log": "/data/log", "badMessages": value}).quarantine
 
 
 @pytest.mark.parametrize(

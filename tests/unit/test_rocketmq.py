@@ -18,7 +18,7 @@ from delivered.connectors.rocketmq.client import library
 from delivered.connectors.rocketmq.end_journal import EndJournal, State
 from delivered.connectors.rocketmq.half_messages import HalfMessage, Handle, packed, unpacked
 from delivered.connectors.rocketmq.message import content
-from delivered.connectors.rocketmq.options import RocketmqSinkOptions, parse, parse_sink
+from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import BATCH_BYTES_MAX, BATCH_MAX, Message, batches
 from delivered.connectors.rocketmq.receiver import forgetful, renewed
 from delivered.connectors.rocketmq.stored import joined, parsed
@@ -31,6 +31,9 @@ from delivered.model.outcome import Unknown
 from delivered.model.work import Prepared
 from delivered.pipeline.registry import find_sink
 from delivered.planner import Plan, Refusal
+
+parse = RocketmqOptions.parse
+parse_sink = RocketmqSinkOptions.parse
 
 
 def _plain(text: str) -> bool:

@@ -20,7 +20,7 @@ import pytest
 from delivered.connectors.sqlite import CONNECTOR, database
 from delivered.connectors.sqlite.committer import SqliteCommitter
 from delivered.connectors.sqlite.migrate import MIGRATIONS, migrate
-from delivered.connectors.sqlite.options import parse
+from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.stage import folder_of
 from delivered.ledger.ledger import Ledger
@@ -31,6 +31,8 @@ from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok
 from delivered.model.work import Decision, Owner, Prepared
+
+parse = SqliteOptions.parse
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCOPE = Scope("orders", "t", "i0")

@@ -5,12 +5,11 @@ Receivers take messages out of it, a journal keeps them, and the journal is what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from delivered.contract.finding import Finding
-from delivered.model.options import OptionTable
 from delivered.model.outcome import Outcome
 
 
@@ -149,13 +148,3 @@ class Journal(Protocol):
         """
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class QueueConnector(Protocol):
-    """What a connector of a queue has beside the rest: its source is a log that receivers fill."""
-
-    queue_options: OptionTable
-
-    def queue(self, options: Mapping[str, str]) -> Queue:
-        """Raise UsageError for an unknown or bad option, with a suggestion. Keys in any case."""

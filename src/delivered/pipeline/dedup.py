@@ -45,8 +45,12 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
                 "rest on it.",
                 next_step="name records, and their time, by what they hold",
             )
-    drops = choice("delivered.dedup", "late", late, ["refuse", "drop"]) == "drop"
-    kind = TABLE if choice("delivered.dedup", "memory", memory, ["state", "table"]) == "table" else KIND
+    drops = choice(("refuse", "drop")).parse("delivered.dedup", "late", late, 'write late="refuse"') == "drop"
+    kind = (
+        TABLE
+        if choice(("state", "table")).parse("delivered.dedup", "memory", memory, 'write memory="state"') == "table"
+        else KIND
+    )
     if drops and kind == TABLE:
         raise UsageError(
             "DEDUP_LATE_TABLE",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
-from delivered.model.options import resolve_secret
+from delivered.model.options import resolve_secrets
 from delivered.pipeline.patience import StoppedWaiting, patiently
 from delivered.pipeline.registry import received
 
@@ -83,7 +83,7 @@ def receiving(
 
     _await(source, patience_s, _never)
     made = received(source.system, source.options).options
-    open_journal(made.log, _storage(made.storage), 1).close()
+    open_journal(made.log, resolve_secrets("storage.", made.storage), 1).close()
     stop, failed = threading.Event(), list[Exception]()
 
     def run() -> None:
@@ -143,7 +143,7 @@ def receive_one(
 
     source = received(system, options)
     made = source.options
-    storage = _storage(made.storage)
+    storage = resolve_secrets("storage.", made.storage)
     from delivered.connectors.log import open_journal
 
     settings = {"readers": made.readers, "keep_s": made.keep_s, "upkeep": number == 0}
@@ -154,10 +154,6 @@ def receive_one(
     loop = ReceiveLoop(source.queue.receiver, journal, made.limits(), quarantine)
     idle = _Idle(loop, idle_s)
     return loop.run(lambda: stop() or idle.over(), None if report is None else lambda counts: report(number, counts))
-
-
-def _storage(given: Mapping[str, str]) -> dict[str, str]:
-    return {k.removeprefix("storage."): resolve_secret(k, v) for k, v in given.items()}
 
 
 @dataclass

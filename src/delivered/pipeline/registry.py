@@ -8,8 +8,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from delivered.contract.connector import Connector, ExternalLedgerConnector
-from delivered.contract.queue import QueueConnector
+from delivered.contract.connector import Connector
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.model.errors import UsageError
@@ -53,11 +52,7 @@ def find_source(system: str, options: Mapping[str, str]) -> Source:
         UsageError: no such connector, not a source, or a bad option.
     """
     found = connector(system)
-    if found.source_options is None:
-        raise UsageError("NOT_A_SOURCE", f"delivered_{system} cannot be read as a source.")
-    if isinstance(found, QueueConnector):
-        return received(system, options)
-    return found.source(options)
+    return received(system, options) if found.queues is not None else found.source(options)
 
 
 def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
@@ -66,19 +61,13 @@ def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
     Raises:
         UsageError: no such connector, not a queue, or a bad option.
     """
-    from delivered.source.received import ReceivedSource, parse, without_ids
+    from delivered.source.received import ReceivedSource, ReceiveOptions, without_ids
 
     found = connector(system)
-    if not isinstance(found, QueueConnector):
-        raise UsageError(
-            "NOT_A_QUEUE",
-            f"delivered_{found.name} needs no receiver: it can be read again by itself.",
-            next_step="start the pipeline with `delivered run`",
-        )
-    given = found.queue_options.restore(options)
-    receive = parse(found.queue_options.owner, given)
-    log = find_source("log", {"path": receive.log, **receive.log_options, **receive.storage})
-    queue = found.queue(given)
+    queue, table = found.queue(options), found.received().options.TABLE
+    receive = ReceiveOptions.read(table.owner, table.restore(options))
+    storage = {f"storage.{k}": v for k, v in receive.storage.items()}
+    log = find_source("log", {"path": receive.log, **receive.log_options, **storage})
     if without_ids(queue):
         receive = replace(receive, ids_required=False)
     return ReceivedSource(found.name, queue, receive, log)
@@ -87,10 +76,7 @@ def received(system: str, options: Mapping[str, str]) -> ReceivedSource:
 def find_sink(system: str, options: Mapping[str, str]) -> Sink:
     """A sink by the name of its system. Raises as `find_source`."""
     found = connector(system)
-    if found.sink_options is None:
-        raise UsageError("NOT_A_SINK", f"delivered_{system} cannot be written to.")
-    if isinstance(found, ExternalLedgerConnector) and found.sink_options is not None:
-        given = found.sink_options.restore(options)
-        ledger_sink = find_sink("sqlite", {"path": given["ledger"], "table": "delivered_unused"})
-        return found.sink_with_external_ledger(given, ledger_sink)
-    return found.sink(options)
+    if not found.external_ledger or found.sink_options is None:
+        return found.sink(options)
+    given = found.sink_options.restore(options)
+    return found.sink(given, find_sink("sqlite", {"path": given["ledger"], "table": "delivered_unused"}))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from delivered.model.options import OptionTable
+from delivered.model.options import Option, OptionTable
 from delivered.pipeline.endpoint import SPARK_OWN
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.spec import PipelineSpec
@@ -41,7 +41,7 @@ def _endpoint(model: dict[str, Any], tables: dict[str, OptionTable], *, own: boo
             "properties": {
                 "format": {"enum": [name, f"delivered_{name}"]},
                 **common,
-                **{o.name: {**_OPTION, "description": o.doc} for o in table.options},
+                **{spelling: _option(o) for o in table.options for spelling in (o.name, *o.aliases)},
             },
             "patternProperties": {f"^{re.escape(p)}": _OPTION for p in table.passthrough},
             "required": ["format", *(o.name for o in table.options if o.required)],
@@ -61,6 +61,12 @@ def _endpoint(model: dict[str, Any], tables: dict[str, OptionTable], *, own: boo
             }
         )
     return {"description": model["description"], "oneOf": shapes}
+
+
+def _option(option: Option) -> dict[str, Any]:
+    """Values may be text in any case, so what is allowed is told as examples; bounds hold for numbers alone."""
+    examples = {} if option.example is None else {"examples": [option.example]}
+    return {**_OPTION, "description": option.doc, **examples, **option.type.schema}
 
 
 def as_text() -> str:

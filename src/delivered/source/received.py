@@ -6,7 +6,7 @@ The options of every such source stand here: how the log is kept, how messages a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -15,78 +15,102 @@ from delivered.contract.queue import NamesIds, Queue
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.model import limits
 from delivered.model.capability import SourceCapability
-from delivered.model.options import Option, choice, whole_number
+from delivered.model.options import Option, Options, OptionType, choice, option, prefixed, several, whole
 from delivered.source.receive import ReceiveLimits
 
-IDS = ("required", "none")
-BAD = ("stop", "quarantine")
-FORMER_BAD = {"set_aside": "quarantine"}
-"""What a value was called before."""
 QUARANTINE_SUFFIX = ".bad"
-
-OPTIONS = (
-    Option("log", "Folder or URL of the durable log that receivers fill and the pipeline reads.", required=True),
-    Option(
-        "messageId", "required: senders set an id, by which a message is recognised; none: they do not.", "required"
-    ),
-    Option(
-        "dedupWindow",
-        "Newest messages of each partition of the log among which one that comes again is recognised.",
-        str(limits.DEDUP_WINDOW),
-    ),
-    Option("logPartitions", "Partitions of the log, by a hash of the key; with 1 the queue's order stays.", "1"),
-    Option("receiveMessagesMax", "Messages in one append to the log, at most.", str(limits.RECEIVE_MESSAGES_MAX)),
-    Option(
-        "receiveLingerMs",
-        "How long a message waits for others before it is appended: more latency, fewer commits.",
-        f"{limits.RECEIVE_LINGER_S * 1000:.0f}",
-    ),
-    Option("messageBytesMax", "A larger message is bad.", str(limits.MESSAGE_BYTES_MAX)),
-    Option("badMessages", "stop: a bad message ends the receiver; quarantine: it goes to the log <log>.bad.", "stop"),
-    Option(
-        "refusedTimes",
-        "With badMessages=quarantine: a message that the log refuses alone so many times is bad.",
-        str(limits.REFUSED_TIMES),
-    ),
-    Option("logBytesMax", "While the log is larger, nothing is received; none: no bound."),
-    Option(
-        "logReaders", "Names of pipelines, with commas: what all of them have read is taken away; none: nothing is."
-    ),
-    Option("logKeepSeconds", "What is younger is not taken away.", "3600"),
-    Option("reader", "Name under which this pipeline's progress is kept beside the log, for logReaders."),
-    Option("startingOffsets", 'Where a new checkpoint starts in the log: earliest, latest or {"0": 12}.', "earliest"),
-    Option("endingOffsets", 'Where a batch read of the log ends: latest or {"0": 12}.', "latest"),
-    Option("maxOffsetsPerTrigger", "At most about so many records in one batch; none: no bound."),
-    Option("includeHeaders", "Whether there is a column headers; delivered.id in it is the sender's id.", "false"),
-)
-"""Options that every source has whose records pass through a receiver."""
 
 _LOG_OPTIONS = ("startingOffsets", "endingOffsets", "maxOffsetsPerTrigger", "includeHeaders", "reader")
 
 
-@dataclass(frozen=True)
-class ReceiveOptions:
-    """
+def _read_milliseconds(text: str) -> float:
+    return whole(0, 60_000).read(text) / 1000
+
+
+def _log_options(_owner: str, values: Mapping[str, str]) -> dict[str, str]:
+    return {k: values[k] for k in _LOG_OPTIONS if k in values}
+
+
+class ReceiveOptions(Options):
+    """Options of every source whose records pass through a receiver.
+
     Attributes:
         log: path or URL, as given.
         log_options: for the log's source.
         storage: for the object store's client; may be references to secrets.
     """
 
-    log: str
-    ids_required: bool = True
-    window: int = limits.DEDUP_WINDOW
-    partitions: int = 1
-    messages_max: int = limits.RECEIVE_MESSAGES_MAX
-    linger_s: float = limits.RECEIVE_LINGER_S
-    message_bytes_max: int = limits.MESSAGE_BYTES_MAX
-    quarantine: bool = False
-    refused_times: int = limits.REFUSED_TIMES
-    log_bytes_max: int | None = None
-    readers: tuple[str, ...] = ()
-    keep_s: float = 3600.0
-    log_options: Mapping[str, str] = field(default_factory=dict)
-    storage: Mapping[str, str] = field(default_factory=dict, repr=False)
+    log: str = option("log", "Folder or URL of the durable log that receivers fill and the pipeline reads.")
+    ids_required: bool = option(
+        "messageId",
+        "required: senders set an id, by which a message is recognised; none: they do not.",
+        choice({"required": True, "none": False}),
+        default=True,
+    )
+    window: int = option(
+        "dedupWindow",
+        "Newest messages of each partition of the log among which one that comes again is recognised.",
+        whole(1, 100_000_000),
+        default=limits.DEDUP_WINDOW,
+    )
+    partitions: int = option(
+        "logPartitions",
+        "Partitions of the log, by a hash of the key; with 1 the queue's order stays.",
+        whole(1, 1_000),
+        default=1,
+    )
+    messages_max: int = option(
+        "receiveMessagesMax",
+        "Messages in one append to the log, at most.",
+        whole(1, 1_000_000),
+        default=limits.RECEIVE_MESSAGES_MAX,
+    )
+    linger_s: float = option(
+        "receiveLingerMs",
+        "How long a message waits for others before it is appended: more latency, fewer commits.",
+        OptionType(_read_milliseconds, lambda s: f"{s * 1000:.0f}", {"minimum": 0, "maximum": 60_000}),
+        default=limits.RECEIVE_LINGER_S,
+    )
+    message_bytes_max: int = option(
+        "messageBytesMax",
+        "A larger message is bad.",
+        whole(1, limits.RECEIVE_BYTES_MAX),
+        default=limits.MESSAGE_BYTES_MAX,
+    )
+    quarantine: bool = option(
+        "badMessages",
+        "stop: a bad message ends the receiver; quarantine: it goes to the log <log>.bad.",
+        choice({"stop": False, "quarantine": True}, former={"set_aside": "quarantine"}),
+        default=False,
+    )
+    refused_times: int = option(
+        "refusedTimes",
+        "With badMessages=quarantine: a message that the log refuses alone so many times is bad.",
+        whole(1, 100),
+        default=limits.REFUSED_TIMES,
+    )
+    log_bytes_max: int | None = option(
+        "logBytesMax", "While the log is larger, nothing is received; none: no bound.", whole(1), default=None
+    )
+    readers: tuple[str, ...] = option(
+        "logReaders",
+        "Names of pipelines, with commas: what all of them have read is taken away; none: nothing is.",
+        OptionType(lambda text: tuple(r.strip() for r in text.split(",") if r.strip())),
+        default=(),
+        shown="",
+    )
+    keep_s: float = option("logKeepSeconds", "What is younger is not taken away.", whole(0), default=3600)
+    log_options: Mapping[str, str] = several(
+        _log_options,
+        Option("reader", "Name under which this pipeline's progress is kept beside the log, for logReaders."),
+        Option(
+            "startingOffsets", 'Where a new checkpoint starts in the log: earliest, latest or {"0": 12}.', "earliest"
+        ),
+        Option("endingOffsets", 'Where a batch read of the log ends: latest or {"0": 12}.', "latest"),
+        Option("maxOffsetsPerTrigger", "At most about so many records in one batch; none: no bound."),
+        Option("includeHeaders", "Whether there is a column headers; delivered.id in it is the sender's id.", "false"),
+    )
+    storage: Mapping[str, str] = prefixed("storage.")
 
     def limits(self) -> ReceiveLimits:
         return ReceiveLimits(
@@ -99,31 +123,6 @@ class ReceiveOptions:
             refused_times=self.refused_times,
             maintain_s=limits.RECEIVE_UPKEEP_S,
         )
-
-
-def parse(owner: str, options: Mapping[str, str]) -> ReceiveOptions:
-    """From options whose case was restored. Raises UsageError for a bad value."""
-
-    def number(name: str, default: int, low: int, high: int | None = None) -> int:
-        return whole_number(owner, name, options.get(name, str(default)), low, high)
-
-    room, bad = options.get("logBytesMax"), options.get("badMessages", BAD[0])
-    return ReceiveOptions(
-        log=options["log"],
-        ids_required=choice(owner, "messageId", options.get("messageId", IDS[0]), IDS) == IDS[0],
-        window=number("dedupWindow", limits.DEDUP_WINDOW, 1, 100_000_000),
-        partitions=number("logPartitions", 1, 1, 1_000),
-        messages_max=number("receiveMessagesMax", limits.RECEIVE_MESSAGES_MAX, 1, 1_000_000),
-        linger_s=number("receiveLingerMs", round(limits.RECEIVE_LINGER_S * 1000), 0, 60_000) / 1000,
-        message_bytes_max=number("messageBytesMax", limits.MESSAGE_BYTES_MAX, 1, limits.RECEIVE_BYTES_MAX),
-        quarantine=choice(owner, "badMessages", FORMER_BAD.get(bad, bad), BAD) == BAD[1],
-        refused_times=number("refusedTimes", limits.REFUSED_TIMES, 1, 100),
-        log_bytes_max=None if room is None else whole_number(owner, "logBytesMax", room, 1),
-        readers=tuple(r.strip() for r in options.get("logReaders", "").split(",") if r.strip()),
-        keep_s=number("logKeepSeconds", 3600, 0),
-        log_options={k: options[k] for k in _LOG_OPTIONS if k in options},
-        storage={k: v for k, v in options.items() if k.startswith("storage.")},
-    )
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def _dedup(given: object) -> Dedup | None:
 
 
 def _on_bad_row(said: str, dead_letter: Endpoint | None) -> OnBadRow:
-    found = OnBadRow(choice("delivered.Pipeline", "on_bad_row", str(said), [o.value for o in OnBadRow]))
+    found = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(said), 'write on_bad_row="fail"')
     if (found is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
         raise UsageError(
             "DEAD_LETTER",

@@ -105,7 +105,7 @@ def split_options(options: Mapping[str, str]) -> tuple[PipelineSettings, dict[st
 
 
 def _accepts(values: Mapping[str, str], name: str) -> bool:
-    return choice("delivered", name, values.get(name, "refuse"), ["refuse", "accept"]) == "accept"
+    return choice(("refuse", "accept")).parse("delivered", name, values.get(name, "refuse")) == "accept"
 
 
 def _pipeline_name(values: Mapping[str, str]) -> str:

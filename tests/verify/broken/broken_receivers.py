@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from delivered.connectors.rabbitmq import CONNECTOR, RabbitmqConnector
-from delivered.connectors.rabbitmq.options import parse
+from delivered.connectors.rabbitmq import CONNECTOR
+from delivered.connectors.rabbitmq.options import RabbitmqOptions
 from delivered.connectors.rabbitmq.queue import RabbitmqQueue
 from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
-from delivered.contract.queue import MessageBatch, Queue
+from delivered.contract.connector import Made
+from delivered.contract.queue import MessageBatch
 from delivered.model.outcome import Ok, Outcome
 
 
@@ -29,9 +31,6 @@ class HastyQueue(RabbitmqQueue):
         return HastyReceiver(self.options)
 
 
-class HastyConnector(RabbitmqConnector):
-    def queue(self, options: Mapping[str, str]) -> Queue:
-        return HastyQueue(parse(options))
-
-
-ACKNOWLEDGES_FIRST = HastyConnector(**{**vars(CONNECTOR), "name": "acknowledges_first"})
+ACKNOWLEDGES_FIRST = replace(
+    CONNECTOR, name="acknowledges_first", queues=Made(RabbitmqOptions, "broken_receivers:HastyQueue")
+)

@@ -7,7 +7,6 @@ write to a table (key, value) of a SQLite file, or to what `broken_targets` know
 from __future__ import annotations
 
 import functools
-import json
 import operator
 import pickle
 import sqlite3
@@ -20,13 +19,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.sqlite.options import SINK_OPTIONS, parse
+from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
-from delivered.contract.source import Source
+from delivered.contract.connector import Connector, Made
+from delivered.contract.sink import Sink
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.options import OptionTable
 from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
@@ -211,24 +210,16 @@ class BrokenSink(SqliteSink):
         return Committer(self)
 
 
-@dataclass(frozen=True)
-class BrokenConnector:
-    name: str
-    extra: str = ""
-    source_options: OptionTable | None = None
-    sink_options: OptionTable | None = SINK_OPTIONS
-
-    def source(self, options: Mapping[str, str]) -> Source:
-        raise NotImplementedError(json.dumps(dict(options)))
-
-    def sink(self, options: Mapping[str, str]) -> BrokenSink:
-        return BrokenSink(parse(options), "" if self.name == "honest" else self.name)
+class BrokenConnector(Connector):
+    def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> BrokenSink:
+        return BrokenSink(SqliteOptions.parse(options), "" if self.name == "honest" else self.name)
 
 
-HONEST = BrokenConnector("honest")
-SENDS_AT_ONCE = BrokenConnector("sends_at_once")
-FORGETS_BATCHES = BrokenConnector("forgets_batches")
-BATCH_NUMBER_ALONE = BrokenConnector("batch_number_alone")
-APPLIES_UNDECIDED = BrokenConnector("applies_undecided")
-FENCES_NOBODY = BrokenConnector("fences_nobody")
-TRUSTS_XOR = BrokenConnector("trusts_xor")
+_SINKS = Made(SqliteOptions, "broken_sinks:BrokenSink")
+HONEST = BrokenConnector("honest", "", sinks=_SINKS)
+SENDS_AT_ONCE = BrokenConnector("sends_at_once", "", sinks=_SINKS)
+FORGETS_BATCHES = BrokenConnector("forgets_batches", "", sinks=_SINKS)
+BATCH_NUMBER_ALONE = BrokenConnector("batch_number_alone", "", sinks=_SINKS)
+APPLIES_UNDECIDED = BrokenConnector("applies_undecided", "", sinks=_SINKS)
+FENCES_NOBODY = BrokenConnector("fences_nobody", "", sinks=_SINKS)
+TRUSTS_XOR = BrokenConnector("trusts_xor", "", sinks=_SINKS)

@@ -8,24 +8,24 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 from broken_sinks import BrokenSink, Put, Row
 
-from delivered.connectors.sqlite.options import parse
-from delivered.contract.source import Source
-from delivered.model.options import Option, OptionTable
+from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.contract.connector import Connector, Made
+from delivered.contract.sink import Sink
+from delivered.model.options import Option, Options, option, several
 
-_OPTIONS = OptionTable(
-    "naive sink",
-    (
-        Option("state", "SQLite file of the ledger.", required=True),
+
+class NaiveOptions(Options, owner="naive sink"):
+    state: str = option("state", "SQLite file of the ledger.")
+    target: dict[str, str] = several(
+        lambda owner, values: {k: v for k, v in values.items() if k != "state"},
         *(Option(name, "As the sink that it stands for has it.") for name in ("url", "dbtable", "path", "fileFormat")),
-    ),
-)
+    )
 
 
 def to_postgres(url: str, table: str, rows: Sequence[Row]) -> None:
@@ -61,24 +61,19 @@ def put(system: str, given: Mapping[str, str]) -> Put:
     return partial({"delta": to_delta, "files": to_files}[system], given["path"])
 
 
-@dataclass(frozen=True)
-class NaiveConnector:
-    name: str
-    system: str
-    flaw: str
-    extra: str = ""
-    source_options: OptionTable | None = None
-    sink_options: OptionTable | None = _OPTIONS
+class NaiveConnector(Connector):
+    """Named for its flaw and for the system that it writes to: "forgets_delta"."""
 
-    def source(self, options: Mapping[str, str]) -> Source:
-        raise NotImplementedError(dict(options))
-
-    def sink(self, options: Mapping[str, str]) -> BrokenSink:
-        given = _OPTIONS.restore(options)
-        return BrokenSink(parse({"path": given["state"], "table": "effects"}), self.flaw, put(self.system, given))
+    def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> BrokenSink:
+        flaw, _, system = self.name.partition("_")
+        given = NaiveOptions.parse(options)
+        state = SqliteOptions.parse({"path": given.state, "table": "effects"})
+        return BrokenSink(state, "forgets_batches" if flaw == "forgets" else "", put(system, given.target))
 
 
-APPENDS = {s: NaiveConnector(f"appends_{s}", s, "") for s in ("postgres", "delta", "files")}
-FORGETS = {s: NaiveConnector(f"forgets_{s}", s, "forgets_batches") for s in ("postgres", "delta", "files")}
+_SINKS = Made(NaiveOptions, "broken_sinks:BrokenSink")
+SYSTEMS = ("postgres", "delta", "files")
+APPENDS = {s: NaiveConnector(f"appends_{s}", "", sinks=_SINKS) for s in SYSTEMS}
+FORGETS = {s: NaiveConnector(f"forgets_{s}", "", sinks=_SINKS) for s in SYSTEMS}
 APPENDS_POSTGRES, APPENDS_DELTA, APPENDS_FILES = APPENDS.values()
 FORGETS_POSTGRES, FORGETS_DELTA, FORGETS_FILES = FORGETS.values()

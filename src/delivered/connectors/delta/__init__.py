@@ -17,40 +17,12 @@ sink.py      all of these as the contract's sink
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from delivered.connectors.delta.options import DeltaOptions
+from delivered.contract.connector import Connector, Made
 
-from delivered.connectors.delta.options import SINK_OPTIONS, parse
-from delivered.model.errors import UsageError
-from delivered.model.options import OptionTable
-
-if TYPE_CHECKING:
-    from delivered.contract.sink import Sink
-    from delivered.contract.source import Source
-
-
-@dataclass(frozen=True)
-class DeltaConnector:
-    """Holds nothing but names: safe to import, to pickle, to list."""
-
-    name: str = "delta"
-    extra: str = "delta"
-    source_options: OptionTable | None = None
-    sink_options: OptionTable | None = SINK_OPTIONS
-
-    def source(self, options: Mapping[str, str]) -> Source:
-        del options
-        raise UsageError(
-            "NO_SOURCE",
-            "delivered_delta is a sink; a table's rows have no offsets that a stream could replay.",
-            next_step='read a Delta table with format("delta"), or a log with delivered_log',
-        )
-
-    def sink(self, options: Mapping[str, str]) -> Sink:
-        from delivered.connectors.delta.sink import DeltaSink
-
-        return DeltaSink(parse(options))
-
-
-CONNECTOR = DeltaConnector()
+CONNECTOR = Connector(
+    "delta",
+    "delta",
+    sinks=Made(DeltaOptions, "delivered.connectors.delta.sink:DeltaSink"),
+    instead='read a Delta table with format("delta"), or a log with delivered_log',
+)

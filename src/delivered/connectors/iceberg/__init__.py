@@ -21,40 +21,12 @@ sink.py      all of these as the contract's sink
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.contract.connector import Connector, Made
 
-from delivered.connectors.iceberg.options import SINK_OPTIONS, parse
-from delivered.model.errors import UsageError
-from delivered.model.options import OptionTable
-
-if TYPE_CHECKING:
-    from delivered.contract.sink import Sink
-    from delivered.contract.source import Source
-
-
-@dataclass(frozen=True)
-class IcebergConnector:
-    """Holds nothing but names: safe to import, to pickle, to list."""
-
-    name: str = "iceberg"
-    extra: str = "iceberg"
-    source_options: OptionTable | None = None
-    sink_options: OptionTable | None = SINK_OPTIONS
-
-    def source(self, options: Mapping[str, str]) -> Source:
-        del options
-        raise UsageError(
-            "NO_SOURCE",
-            "delivered_iceberg is a sink; a table's rows have no offsets that a stream could replay.",
-            next_step='read an Iceberg table with format("iceberg"), or a log with delivered_log',
-        )
-
-    def sink(self, options: Mapping[str, str]) -> Sink:
-        from delivered.connectors.iceberg.sink import IcebergSink
-
-        return IcebergSink(parse(options))
-
-
-CONNECTOR = IcebergConnector()
+CONNECTOR = Connector(
+    "iceberg",
+    "iceberg",
+    sinks=Made(IcebergOptions, "delivered.connectors.iceberg.sink:IcebergSink"),
+    instead='read an Iceberg table with format("iceberg"), or a log with delivered_log',
+)

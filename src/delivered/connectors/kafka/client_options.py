@@ -66,7 +66,11 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
                 next_step=f"take '{PREFIX}{name}' out",
             )
     if not given["bootstrap.servers"].strip():
-        raise UsageError("OPTION_VALUE", f"{owner}: option 'kafka.bootstrap.servers' is empty.")
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: option 'kafka.bootstrap.servers' is empty.",
+            next_step='write .option("kafka.bootstrap.servers", "localhost:9092")',
+        )
     _check_store(owner, given, "truststore", "write kafka.ssl.ca.location with a PEM file: keytool -exportcert -rfc")
     _check_store(
         owner, given, "keystore", "give a PKCS12 file with kafka.ssl.keystore.type=PKCS12: keytool -importkeystore"
@@ -84,6 +88,7 @@ def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, s
         raise UsageError(
             "OPTION_VALUE",
             f"{owner}: option 'kafka.isolation.level' is {level!r}; it must be read_committed or read_uncommitted.",
+            next_step='write .option("kafka.isolation.level", "read_committed")',
         )
 
 
@@ -129,7 +134,9 @@ def _bytes(value: str) -> int:
         return int(value)
     except ValueError:
         raise UsageError(
-            "OPTION_VALUE", f"Option 'kafka.buffer.memory' is {value!r}; it must be a whole number of bytes."
+            "OPTION_VALUE",
+            f"Option 'kafka.buffer.memory' is {value!r}; it must be a whole number of bytes.",
+            next_step='write .option("kafka.buffer.memory", "33554432")',
         ) from None
 
 

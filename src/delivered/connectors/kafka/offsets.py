@@ -124,6 +124,7 @@ def parse_offsets(owner: str, option: str, text: str) -> Where:
                 "OPTION_VALUE",
                 f"{owner}: option {option!r} has offset {offset} for {topic}-{number}; it must be at least 0, or -1 "
                 "for the latest, or -2 for the earliest.",
+                next_step="write the offset of the next record to read",
             )
     return Where(option, each=dict(each))
 
@@ -140,7 +141,9 @@ def parse_timestamp(owner: str, option: str, text: str) -> Where:
         return Where(option, Timestamp(_at_least_0(owner, option, int(text))))
     except ValueError:
         raise UsageError(
-            "OPTION_VALUE", f"{owner}: option {option!r} is {text!r}; it must be milliseconds since 1970."
+            "OPTION_VALUE",
+            f"{owner}: option {option!r} is {text!r}; it must be milliseconds since 1970.",
+            next_step=f'write .option("{option}", "1700000000000")',
         ) from None
 
 
@@ -184,12 +187,14 @@ def _json_object(owner: str, option: str, text: str, example: str) -> dict[str, 
 
 
 def _bad_json(owner: str, option: str, text: str, example: str) -> UsageError:
-    return UsageError("OPTION_VALUE", f"{owner}: option {option!r} is {text!r}; it must be {example}.")
+    said = f"{owner}: option {option!r} is {text!r}; it must be {example}."
+    return UsageError("OPTION_VALUE", said, f"write .option(\"{option}\", '{example[example.index('{') :]}')")
 
 
 def _at_least_0(owner: str, option: str, ms: int) -> int:
     if ms < 0:
-        raise UsageError("OPTION_VALUE", f"{owner}: option {option!r} has the time {ms}; it must be at least 0.")
+        said = f"{owner}: option {option!r} has the time {ms}; it must be at least 0."
+        raise UsageError("OPTION_VALUE", said, next_step="write milliseconds since 1970: 1700000000000")
     return ms
 
 

@@ -292,7 +292,7 @@ class KafkaDriver:
             problem = f"says nothing of {joined(silent)}" if silent else f"names {joined(foreign)}, not read here"
             raise UsageError(
                 "OPTION_VALUE",
-                f"{OWNER}: option {where.option!r} {problem}; it must name every partition that is read, and no other.",
+                f"{OWNER}: option {where.option!r} {problem}; it must name every partition that is read, no other.",
                 next_step="name them all; -2 stands for the earliest offset, -1 for the latest",
             )
         for partition, end in look.ends.items():

@@ -10,43 +10,17 @@ progress.py how far each reader is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from delivered.connectors.log.options import SOURCE_OPTIONS, parse
-from delivered.model.errors import UsageError
-from delivered.model.options import OptionTable
+from delivered.connectors.log.options import LogOptions
+from delivered.contract.connector import Connector, Made
 
-if TYPE_CHECKING:
-    from delivered.contract.sink import Sink
-    from delivered.contract.source import Source
-
-
-@dataclass(frozen=True)
-class LogConnector:
-    """Holds nothing but names: safe to import, to pickle, to list."""
-
-    name: str = "log"
-    extra: str = "log"
-    source_options: OptionTable | None = SOURCE_OPTIONS
-    sink_options: OptionTable | None = None
-
-    def source(self, options: Mapping[str, str]) -> Source:
-        from delivered.connectors.log.source import LogSource
-
-        return LogSource(parse(options))
-
-    def sink(self, options: Mapping[str, str]) -> Sink:
-        del options
-        raise UsageError(
-            "NO_SINK",
-            "delivered_log is a source; records get into a log through delivered.connectors.log.append.",
-            next_step="write to delivered_sqlite or delivered_kafka",
-        )
-
-
-CONNECTOR = LogConnector()
+CONNECTOR = Connector(
+    "log",
+    "log",
+    sources=Made(LogOptions, "delivered.connectors.log.source:LogSource"),
+    instead="write to delivered_sqlite or delivered_kafka; a log is filled by delivered.connectors.log.append",
+)
 
 
 def append(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +33,7 @@ def append(*args: Any, **kwargs: Any) -> Any:
 def open_journal(*args: Any, **kwargs: Any) -> Any:
     """See `delivered.connectors.log.journal.LogJournal`."""
     from delivered.connectors.log.journal import LogJournal
-    from delivered.connectors.log.options import absolute
+    from delivered.kits.options import absolute
 
     path, *rest = args
     return LogJournal(absolute(path), *rest, **kwargs)

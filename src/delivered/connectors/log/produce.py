@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from delivered.connectors.log import table as layout
-from delivered.connectors.log.options import absolute
+from delivered.kits.options import absolute
 from delivered.kits.table.delta_log import sync_checkpoint
 from delivered.kits.table.durable import sync
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError

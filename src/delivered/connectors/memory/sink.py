@@ -76,7 +76,7 @@ class MemorySink:
         return SendingWriter(self._world, work, self._taken)
 
     def read_back(self) -> Source:
-        return MemorySource(MemorySourceOptions(self.options.world, None), read_sink=True)
+        return MemorySource(MemorySourceOptions(world=self.options.world), read_sink=True)
 
     def ledger(self, scope: Scope) -> Ledger:
         from delivered.connectors.memory.store import MemoryStore

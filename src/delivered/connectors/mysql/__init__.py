@@ -26,21 +26,12 @@ a lock of rows and not of what lies between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from delivered.connectors.mysql.options import MysqlOptions
+from delivered.contract.connector import Connector, Made
 
-from delivered.connectors.mysql.options import SINK_OPTIONS, parse
-from delivered.kits.sql.connector import SinkConnector
-
-if TYPE_CHECKING:
-    from delivered.contract.sink import Sink
-
-
-class MysqlConnector(SinkConnector):
-    def sink(self, options: Mapping[str, str]) -> Sink:
-        from delivered.connectors.mysql.sink import MysqlSink
-
-        return MysqlSink(parse(options))
-
-
-CONNECTOR = MysqlConnector("mysql", "mysql", SINK_OPTIONS)
+CONNECTOR = Connector(
+    "mysql",
+    "mysql",
+    sinks=Made(MysqlOptions, "delivered.connectors.mysql.sink:MysqlSink"),
+    instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",
+)

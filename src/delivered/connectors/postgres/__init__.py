@@ -18,21 +18,12 @@ sink.py          all of these as the contract's sink
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from delivered.connectors.postgres.options import PostgresOptions
+from delivered.contract.connector import Connector, Made
 
-from delivered.connectors.postgres.options import SINK_OPTIONS, parse
-from delivered.kits.sql.connector import SinkConnector
-
-if TYPE_CHECKING:
-    from delivered.contract.sink import Sink
-
-
-class PostgresConnector(SinkConnector):
-    def sink(self, options: Mapping[str, str]) -> Sink:
-        from delivered.connectors.postgres.sink import PostgresSink
-
-        return PostgresSink(parse(options))
-
-
-CONNECTOR = PostgresConnector("postgres", "postgres", SINK_OPTIONS)
+CONNECTOR = Connector(
+    "postgres",
+    "postgres",
+    sinks=Made(PostgresOptions, "delivered.connectors.postgres.sink:PostgresSink"),
+    instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",
+)

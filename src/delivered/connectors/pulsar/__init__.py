@@ -10,39 +10,18 @@ entries.py    how many entries lie between two positions; where a batch ends
 source.py     the driver's side of the source
 reader.py     a task's side of the source
 columns.py    what a message becomes
-sink_options.py, writer.py, sink.py  the sink: at_least_once and at_most_once, with a ledger elsewhere
+writer.py, sink.py  the sink: at_least_once and at_most_once, with a ledger elsewhere
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from delivered.connectors.pulsar.options import PulsarSinkOptions, SourceOptions
+from delivered.contract.connector import Connector, Made
 
-from delivered.connectors.pulsar.options import SOURCE_OPTIONS, parse
-from delivered.connectors.pulsar.sink_options import SINK_OPTIONS, parse_sink
-from delivered.kits.queue.connector import SendingConnector
-
-if TYPE_CHECKING:
-    from delivered.contract.sink import Sink
-    from delivered.contract.source import Source
-
-
-class PulsarConnector(SendingConnector):
-    def source(self, options: Mapping[str, str]) -> Source:
-        from delivered.connectors.pulsar.source import PulsarSource
-
-        return PulsarSource(parse(options))
-
-    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
-        from delivered.connectors.pulsar.sink import PulsarSink
-
-        return PulsarSink(parse_sink(options), ledger_sink)
-
-
-CONNECTOR = PulsarConnector(
-    name="pulsar",
-    extra="pulsar",
-    system="Pulsar",
-    source_options=SOURCE_OPTIONS,
-    sink_options=SINK_OPTIONS,
+CONNECTOR = Connector(
+    "pulsar",
+    "pulsar",
+    sources=Made(SourceOptions, "delivered.connectors.pulsar.source:PulsarSource"),
+    sinks=Made(PulsarSinkOptions, "delivered.connectors.pulsar.sink:PulsarSink"),
+    external_ledger=True,
 )

@@ -1,36 +1,141 @@
-"""Options of `delivered_pulsar`, checked once and frozen."""
+"""Options of `delivered_pulsar`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, parse_offsets, parse_timestamp
+from delivered.kits.options import (
+    data_loss_option,
+    external_ledger,
+    headers_option,
+    not_blank,
+    queue_sink_name,
+    rows_max_option,
+)
 from delivered.model.errors import UsageError
-from delivered.model.options import Option, OptionTable, choice, flag, whole_number
+from delivered.model.options import FLAG, Option, Options, OptionType, Unfit, choice, option, several, whole
 
-OWNER = "delivered_pulsar source"
+SOURCE = "delivered_pulsar source"
+SINK = "delivered_pulsar sink"
 PREFIX = "persistent://public/default/"
 """Of topics with a short name."""
+BYTES_MAX = (5 << 20) - (10 << 10)
+"""The brokers' default for maxMessageSize, less what goes with a message."""
+_COUNT = whole(1)
+COMPRESSIONS = ("none", "lz4", "zlib", "zstd", "snappy")
 
-PLACE = (
-    Option("url", "pulsar://host:6650, or pulsar+ssl://; several hosts with commas.", required=True),
-    Option("adminUrl", "http://host:8080, or https://: the brokers' HTTP service.", required=True),
-    Option("token", "JSON Web Token for both; read anew for every connection.", secret=True),
-    Option(
+
+def _url(schemes: Sequence[str], example: str) -> OptionType[str]:
+    def read(url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in schemes and bool(parts.netloc) and "@" not in parts.netloc
+        except ValueError:
+            usable = False
+        if not usable:
+            said = f"ends with {url.rpartition('@')[2]!r}; it must be like {example}, without user and password"
+            raise Unfit(said)
+        return url.rstrip("/")
+
+    return OptionType(read)
+
+
+class Place(Options):
+    """
+    Attributes:
+        token: may be a reference; see `tokens`.
+        trusted: PEM file of certificates; None: the system's; see `trust`.
+    """
+
+    url: str = option(
+        "url",
+        "pulsar://host:6650, or pulsar+ssl://; several hosts with commas.",
+        _url(("pulsar", "pulsar+ssl"), "pulsar://host:6650"),
+        example="pulsar://localhost:6650",
+    )
+    admin_url: str = option(
+        "adminUrl",
+        "http://host:8080, or https://: the brokers' HTTP service.",
+        _url(("http", "https"), "http://host:8080"),
+        example="http://localhost:8080",
+    )
+    token: str | None = option(
+        "token", "JSON Web Token for both; read anew for every connection.", default=None, secret=True
+    )
+    trusted: str | None = option(
         "tlsTrustCertsFile",
         "PEM file with the certificates to trust, for pulsar+ssl and https.",
-        "those that the system trusts",
-    ),
-)
+        default=None,
+        shown="those that the system trusts",
+    )
 
-SOURCE_OPTIONS = OptionTable(
-    OWNER,
-    (
-        *PLACE,
-        Option("topics", "Topics, separated by commas; short names are of public/default.", required=True),
+    def check(self, owner: str) -> None:
+        if (
+            self.trusted is not None
+            and not self.url.startswith("pulsar+ssl")
+            and not self.admin_url.startswith("https")
+        ):
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{owner}: option 'tlsTrustCertsFile' is set, and neither url ({self.url}) nor adminUrl "
+                f"({self.admin_url}) is spoken to over TLS.",
+                next_step="write pulsar+ssl://host:6651 and https://host:8443, or take tlsTrustCertsFile out",
+            )
+
+
+def _topics(owner: str, values: Mapping[str, str]) -> tuple[str, ...]:
+    text = values["topics"]
+    topics = tuple(dict.fromkeys(full_name(owner, t.strip()) for t in text.split(",") if t.strip()))
+    if not topics:
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: option 'topics' is {text!r}; it names no topic.",
+            next_step='write .option("topics", "orders")',
+        )
+    return topics
+
+
+def _starting(owner: str, values: Mapping[str, str]) -> Where | None:
+    """A time comes before offsets, as in Spark; but positions that a stream began with once come before all."""
+    offsets = values.get("startingOffsets")
+    found = None if offsets is None else parse_offsets(owner, "startingOffsets", offsets)
+    if "startingTimestamp" in values and (found is None or not found.stored):
+        return parse_timestamp(owner, "startingTimestamp", values["startingTimestamp"])
+    return found
+
+
+def _ending(owner: str, values: Mapping[str, str]) -> Where | None:
+    found = parse_offsets(owner, "endingOffsets", values["endingOffsets"]) if "endingOffsets" in values else None
+    if found is not None and EARLIEST in (found.everywhere, *found.each.values()):
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: option 'endingOffsets' cannot be earliest.",
+            next_step='write .option("endingOffsets", "latest")',
+        )
+    return found
+
+
+class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
+    """
+    Attributes:
+        topics: full names.
+        starting, ending: None: the default, which differs between stream and batch.
+        typed: value is a struct by the topic's schema, of this `version`; None: the newest.
+        subscription: that is told the progress.
+        canonical: with `typed`, that struct as text, for the audit of a sink.
+    """
+
+    topics: tuple[str, ...] = several(
+        _topics,
+        Option(
+            "topics", "Topics, separated by commas; short names are of public/default.", required=True, example="orders"
+        ),
+    )
+    starting: Where | None = several(
+        _starting,
         Option(
             "startingOffsets",
             'earliest, latest, or {"topic": {"0": "12:34"}} with the message that was read last: ledger:entry, '
@@ -39,67 +144,47 @@ SOURCE_OPTIONS = OptionTable(
             "latest for a stream, earliest for a batch",
         ),
         Option("startingTimestamp", "Milliseconds since 1970: the first message published then or later."),
-        Option("endingOffsets", "Batch only: latest, or as startingOffsets.", "latest"),
-        Option("maxOffsetsPerTrigger", "About how many messages one batch takes at most.", "no bound"),
-        Option(
-            "failOnDataLoss", "Stop when messages are gone before they were read; false: go on, with a warning.", "true"
-        ),
-        Option("includeHeaders", "Add the column headers: the properties of a message.", "false"),
-        Option(
-            "schema",
-            "bytes, or topic: value is a struct by the JSON or Avro schema that is registered for the topic.",
-            "bytes",
-        ),
-        Option(
-            "schemaVersion",
-            "With schema=topic, and one topic: the version that gives the columns; older and newer messages are read "
-            "as that one.",
-            "the newest when the query starts",
-        ),
-        Option(
-            "subscription",
-            "Subscription that is moved after each batch, so that Pulsar keeps what the pipeline has not read, and "
-            "tools show its backlog. Nothing is ever read through it.",
-        ),
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Place:
-    """
-    Attributes:
-        token: may be a reference; see `tokens`.
-        trusted: PEM file of certificates; None: the system's; see `trust`.
-    """
-
-    url: str
-    admin_url: str
-    token: str | None = field(repr=False)
-    trusted: str | None
-
-
-@dataclass(frozen=True)
-class SourceOptions(Place):
-    """
-    Attributes:
-        topics: full names.
-        starting, ending: None: the default, which differs between stream and batch.
-        subscription: that is told the progress.
-        typed: value is a struct by the topic's schema, of this `version`; None: the newest.
-        canonical: then it is that struct as text, for the audit of a sink.
-    """
-
-    topics: tuple[str, ...]
-    starting: Where | None = None
-    ending: Where | None = None
-    rows_max: int | None = None
-    fail_on_data_loss: bool = True
-    headers: bool = False
-    subscription: str | None = None
-    typed: bool = False
-    version: int | None = None
+        default=None,
+    )
+    ending: Where | None = several(
+        _ending, Option("endingOffsets", "Batch only: latest, or as startingOffsets.", "latest"), default=None
+    )
+    rows_max: int | None = rows_max_option("messages")
+    fail_on_data_loss: bool = data_loss_option("messages")
+    headers: bool = headers_option("Add the column headers: the properties of a message.")
+    typed: bool = option(
+        "schema",
+        "bytes, or topic: value is a struct by the JSON or Avro schema that is registered for the topic.",
+        choice({"bytes": False, "topic": True}),
+        default=False,
+    )
+    version: int | None = option(
+        "schemaVersion",
+        "With schema=topic, and one topic: the version that gives the columns; older and newer messages are read "
+        "as that one.",
+        whole(0),
+        default=None,
+        shown="the newest when the query starts",
+        example="3",
+    )
+    subscription: str | None = option(
+        "subscription",
+        "Subscription that is moved after each batch, so that Pulsar keeps what the pipeline has not read, and "
+        "tools show its backlog. Nothing is ever read through it.",
+        OptionType(not_blank),
+        default=None,
+        example="delivered",
+    )
     canonical: bool = False
+
+    def check(self, owner: str) -> None:
+        if self.version is not None and (not self.typed or len(self.topics) > 1):
+            raise UsageError(
+                "OPTION_CONFLICT",
+                f"{owner}: option 'schemaVersion' is for one topic and schema=topic.",
+                next_step="take it out, or read one topic with .option('schema', 'topic')",
+            )
+        super().check(owner)
 
     @property
     def what(self) -> str:
@@ -107,62 +192,64 @@ class SourceOptions(Place):
         return ",".join(short_name(t) for t in self.topics)
 
 
-def parse(given: Mapping[str, str]) -> SourceOptions:
-    """Read a source's options, keys in any case.
+def _bytes_max(owner: str, values: Mapping[str, str]) -> int | None:
+    if FLAG.parse(owner, "chunking", values.get("chunking", "false")):
+        return None
+    return _COUNT.parse(owner, "messageBytesMax", values.get("messageBytesMax", str(BYTES_MAX)))
 
-    Raises:
-        UsageError: an option is unknown, missing, contradicts another, or has a value out of its bounds.
+
+class PulsarSinkOptions(Place, owner=SINK):
     """
-    values = SOURCE_OPTIONS.restore({k: v for k, v in given.items() if k.lower() != "path"})
-    topics = tuple(dict.fromkeys(full_name(OWNER, t.strip()) for t in values["topics"].split(",") if t.strip()))
-    if not topics:
-        raise UsageError("OPTION_VALUE", f"{OWNER}: option 'topics' is {values['topics']!r}; it names no topic.")
-    ending = parse_offsets(OWNER, "endingOffsets", values["endingOffsets"]) if "endingOffsets" in values else None
-    if ending is not None and EARLIEST in (ending.everywhere, *ending.each.values()):
-        raise UsageError("OPTION_VALUE", f"{OWNER}: option 'endingOffsets' cannot be earliest.")
-    subscription = values.get("subscription")
-    if subscription is not None and not subscription.strip():
-        raise UsageError("OPTION_VALUE", f"{OWNER}: option 'subscription' is empty.")
-    rows = values.get("maxOffsetsPerTrigger")
-    typed, version = _schema(values, topics)
-    at = place(OWNER, values)
-    return SourceOptions(
-        url=at.url,
-        admin_url=at.admin_url,
-        token=at.token,
-        trusted=at.trusted,
-        topics=topics,
-        starting=_starting(values),
-        ending=ending,
-        rows_max=None if rows is None else whole_number(OWNER, "maxOffsetsPerTrigger", rows, 1),
-        fail_on_data_loss=flag(OWNER, "failOnDataLoss", values.get("failOnDataLoss", "true")),
-        headers=flag(OWNER, "includeHeaders", values.get("includeHeaders", "false")),
-        subscription=subscription,
-        typed=typed,
-        version=version,
+    Attributes:
+        topic: full name.
+        bytes_max: of one message; None: it goes in chunks.
+        schema: kind by which the struct value is written, AVRO or JSON; None: value is bytes.
+        ledger: path of a SQLite file.
+    """
+
+    topic: str = several(
+        lambda owner, values: full_name(owner, values["topic"]),
+        Option(
+            "topic", "Where messages are published; a short name is of public/default.", required=True, example="orders"
+        ),
     )
+    compression: str = option(
+        "compression", f"One of: {', '.join(COMPRESSIONS)}.", choice(COMPRESSIONS), default="none"
+    )
+    bytes_max: int | None = several(
+        _bytes_max,
+        Option(
+            "chunking",
+            "true: cut messages above the broker's limit into chunks; then nothing is batched.",
+            "false",
+            type=FLAG,
+        ),
+        Option(
+            "messageBytesMax",
+            "Without chunking, a message of more bytes (key, value and properties) is refused; not above the brokers' "
+            "maxMessageSize.",
+            str(BYTES_MAX),
+            type=_COUNT,
+        ),
+        default=BYTES_MAX,
+    )
+    schema: str | None = option(
+        "schema",
+        "bytes, or avro or json: value is a struct, written by a schema that is registered for the topic.",
+        choice({"bytes": None, "avro": "AVRO", "json": "JSON"}),
+        default=None,
+        shown="bytes",
+    )
+    ledger: str = external_ledger()
 
+    @property
+    def label(self) -> str:
+        """For people."""
+        return short_name(self.topic)
 
-def _schema(values: Mapping[str, str], topics: tuple[str, ...]) -> tuple[bool, int | None]:
-    typed = choice(OWNER, "schema", values.get("schema", "bytes"), ("bytes", "topic")) == "topic"
-    if "schemaVersion" not in values:
-        return typed, None
-    if not typed or len(topics) > 1:
-        raise UsageError(
-            "OPTION_CONFLICT",
-            f"{OWNER}: option 'schemaVersion' is for one topic and schema=topic.",
-            next_step="take it out, or read one topic with .option('schema', 'topic')",
-        )
-    return typed, whole_number(OWNER, "schemaVersion", values["schemaVersion"], 0)
-
-
-def _starting(values: Mapping[str, str]) -> Where | None:
-    """A time comes before offsets, as in Spark; but positions that a stream began with once come before all."""
-    offsets = values.get("startingOffsets")
-    found = None if offsets is None else parse_offsets(OWNER, "startingOffsets", offsets)
-    if "startingTimestamp" in values and (found is None or not found.stored):
-        return parse_timestamp(OWNER, "startingTimestamp", values["startingTimestamp"])
-    return found
+    @property
+    def default_name(self) -> str:
+        return queue_sink_name(f"pulsar.{self.label}")
 
 
 def refuse_latest_start(where: Where) -> None:
@@ -170,27 +257,9 @@ def refuse_latest_start(where: Where) -> None:
     if LATEST in (where.everywhere, *where.each.values()):
         raise UsageError(
             "OPTION_VALUE",
-            f"{OWNER}: option {where.option!r} is latest for a batch read; only a stream can start there.",
+            f"{SOURCE}: option {where.option!r} is latest for a batch read; only a stream can start there.",
             next_step='write .option("startingOffsets", "earliest"), or use readStream',
         )
-
-
-def place(owner: str, values: Mapping[str, str]) -> Place:
-    """Raises UsageError for a URL that is none, or with a password in it, or certificates where there is no TLS."""
-    found = Place(
-        url=_checked_url(owner, "url", values["url"], ("pulsar", "pulsar+ssl"), "pulsar://host:6650"),
-        admin_url=_checked_url(owner, "adminUrl", values["adminUrl"], ("http", "https"), "http://host:8080"),
-        token=values.get("token"),
-        trusted=values.get("tlsTrustCertsFile"),
-    )
-    if found.trusted is not None and not found.url.startswith("pulsar+ssl") and not found.admin_url.startswith("https"):
-        raise UsageError(
-            "OPTION_CONFLICT",
-            f"{owner}: option 'tlsTrustCertsFile' is set, and neither url ({found.url}) nor adminUrl "
-            f"({found.admin_url}) is spoken to over TLS.",
-            next_step="write pulsar+ssl://host:6651 and https://host:8443, or take tlsTrustCertsFile out",
-        )
-    return found
 
 
 def full_name(owner: str, topic: str) -> str:
@@ -212,18 +281,3 @@ def full_name(owner: str, topic: str) -> str:
 
 def short_name(topic: str) -> str:
     return topic.removeprefix(PREFIX)
-
-
-def _checked_url(owner: str, option: str, url: str, schemes: tuple[str, ...], example: str) -> str:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in schemes and bool(parts.netloc) and "@" not in parts.netloc
-    except ValueError:
-        usable = False
-    if not usable:
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option {option!r} ends with {url.rpartition('@')[2]!r}; it must be like {example}, without user "
-            "and password.",
-        )
-    return url.rstrip("/")

@@ -164,7 +164,11 @@ def parse_offsets(owner: str, option: str, text: str) -> Where:
 def parse_timestamp(owner: str, option: str, text: str) -> Where:
     """Read milliseconds since 1970, for all partitions."""
     if not re.fullmatch(r"\d{1,16}", text.strip()):
-        raise UsageError("OPTION_VALUE", f"{owner}: option {option!r} is {text!r}; it must be milliseconds since 1970.")
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: option {option!r} is {text!r}; it must be milliseconds since 1970.",
+            next_step=f'write .option("{option}", "1700000000000")',
+        )
     return Where(option, Timestamp(int(text)))
 
 

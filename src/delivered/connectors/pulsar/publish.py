@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from delivered.connectors.pulsar.client import explained, pulsar, registers, warm_client
-from delivered.connectors.pulsar.sink_options import PulsarSinkOptions
+from delivered.connectors.pulsar.options import PulsarSinkOptions
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
 

@@ -21,7 +21,7 @@ from delivered.connectors.pulsar.client import explained, pulsar, tells_versions
 from delivered.connectors.pulsar.columns import Rows
 from delivered.connectors.pulsar.encode import canonical
 from delivered.connectors.pulsar.entries import gone, ranges
-from delivered.connectors.pulsar.options import OWNER, SourceOptions, short_name
+from delivered.connectors.pulsar.options import SOURCE, SourceOptions, short_name
 from delivered.connectors.pulsar.positions import Partition, Position, fields, physical
 from delivered.connectors.pulsar.schemas import Values
 from delivered.model.errors import InvariantBroken, Unreachable
@@ -99,7 +99,7 @@ class _Reading:
 
     def _values(self, topic: str, schema: Registered | None) -> Values | None:
         text = canonical if self._options.canonical else None
-        return None if schema is None else Values(OWNER, topic, schema, lambda n: self._admin.schema(topic, n), text)
+        return None if schema is None else Values(SOURCE, topic, schema, lambda n: self._admin.schema(topic, n), text)
 
     def _messages(self) -> Iterator[tuple[Any, Place]]:
         if not self._pieces:
@@ -188,7 +188,7 @@ class _Reading:
                     return  # it is there, and will come
                 raise InvariantBroken(
                     "SOURCE_SKIPPED",
-                    f"{OWNER}: the client handed out messages after entry {ledger}:{entry} of {self._name}, and not "
+                    f"{SOURCE}: the client handed out messages after entry {ledger}:{entry} of {self._name}, and not "
                     "that one.",
                     next_step="run the batch again; report it if it happens again",
                 )
@@ -233,7 +233,7 @@ class _Reading:
         if self._options.fail_on_data_loss:
             raise InvariantBroken(
                 "DATA_LOST",
-                f"{OWNER}: {what}: deleted by retention or by somebody, or the topic was deleted and made again.",
+                f"{SOURCE}: {what}: deleted by retention or by somebody, or the topic was deleted and made again.",
                 next_step='find out why; to go on without them, restart with .option("failOnDataLoss", "false")',
             )
         log.warning("%s, and failOnDataLoss is false", what, extra={"topic": self._topic})
@@ -242,7 +242,7 @@ class _Reading:
         owed = f"{self._pieces[self._at][0]}:{self._next}" if not self._done() else str(self._end)
         return Unreachable(
             "PULSAR_STALLED",
-            f"{OWNER}: nothing came from {self._name} at {self._options.url} for {SOURCE_PATIENCE_S:.0f} s; the slice "
+            f"{SOURCE}: nothing came from {self._name} at {self._options.url} for {SOURCE_PATIENCE_S:.0f} s; the slice "
             f"waits for entry {owed}, and ends with {self._end}.",
             next_step="look at the brokers; the batch will be read again",
         )

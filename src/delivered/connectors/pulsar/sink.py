@@ -10,9 +10,8 @@ import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.encode import canonical
-from delivered.connectors.pulsar.options import SourceOptions
+from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
-from delivered.connectors.pulsar.sink_options import OWNER, PulsarSinkOptions
 from delivered.connectors.pulsar.topic_schema import check_type, register
 from delivered.contract.finding import Finding
 from delivered.contract.sink import Sink, Writer
@@ -80,7 +79,7 @@ class PulsarSink(SendingSink):
         if not {"value"} <= names <= set(_COLUMNS):
             raise UsageError(
                 "COLUMNS",
-                f"{OWNER} writes the column value, and optionally {', '.join(c for c in _COLUMNS if c != 'value')}; "
+                f"{SINK} writes the column value, and optionally {', '.join(c for c in _COLUMNS if c != 'value')}; "
                 f"it was given {', '.join(schema.names) or 'none'}.",
                 next_step="select these columns, for instance selectExpr('key', 'to_json(struct(*)) AS value')",
             )
@@ -91,7 +90,7 @@ class PulsarSink(SendingSink):
                 continue
             wanted = _wanted(field)
             if wanted is not None:
-                raise UsageError("COLUMN_TYPE", f"{OWNER}: column {field.name!r} is {field.type}; it must be {wanted}.")
+                raise UsageError("COLUMN_TYPE", f"{SINK}: column {field.name!r} is {field.type}; it must be {wanted}.")
 
     def ready_target(self, schema: pa.Schema) -> None:
         """The topic gets the schema of the rows, or one that it has takes them."""

@@ -11,7 +11,7 @@ import pyarrow as pa
 from delivered.connectors.pulsar.admin import Admin, Bounds, Missing, Registered
 from delivered.connectors.pulsar.columns import columns_of
 from delivered.connectors.pulsar.entries import cut, gone, rest
-from delivered.connectors.pulsar.options import OWNER, SourceOptions, refuse_latest_start, short_name
+from delivered.connectors.pulsar.options import SOURCE, SourceOptions, refuse_latest_start, short_name
 from delivered.connectors.pulsar.positions import (
     EARLIEST,
     LATEST,
@@ -84,12 +84,12 @@ class PulsarSource:
         return []
 
     def schema(self) -> pa.Schema:
-        found = [(t, shape(OWNER, t, schema).arrow) for t, schema in self.planned().schemas]
+        found = [(t, shape(SOURCE, t, schema).arrow) for t, schema in self.planned().schemas]
         for topic, kind in found:
             if not kind.equals(found[0][1]):
                 raise UsageError(
                     "SCHEMAS_DIFFER",
-                    f"{OWNER}: {short_name(topic)!r} has values of {kind}, and {short_name(found[0][0])!r} of "
+                    f"{SOURCE}: {short_name(topic)!r} has values of {kind}, and {short_name(found[0][0])!r} of "
                     f"{found[0][1]}; one column cannot hold both.",
                     next_step="read each topic by a query of its own, or set schema to bytes",
                 )
@@ -101,7 +101,7 @@ class PulsarSource:
         if self.schemas or not options.typed:
             return self
         admin = Admin(options)
-        return replace(self, schemas=tuple((t, registered(admin, OWNER, t, options.version)) for t in options.topics))
+        return replace(self, schemas=tuple((t, registered(admin, SOURCE, t, options.version)) for t in options.topics))
 
     def driver(self) -> PulsarDriver:
         return PulsarDriver(self.options)
@@ -128,7 +128,7 @@ class PulsarDriver:
         if options.ending is not None:
             raise UsageError(
                 "OPTION_CONFLICT",
-                f"{OWNER}: option 'endingOffsets' is for a batch read; a stream has no end.",
+                f"{SOURCE}: option 'endingOffsets' is for a batch read; a stream has no end.",
                 next_step="take it out, or use spark.read",
             )
         where = options.starting or Where("startingOffsets", LATEST)
@@ -184,7 +184,7 @@ class PulsarDriver:
             if position.order > end[partition].order and end[partition].entry >= 0:
                 raise UsageError(
                     "OPTION_VALUE",
-                    f"{OWNER}: {short_name(physical(partition))} would be read from {position} to {end[partition]}, "
+                    f"{SOURCE}: {short_name(physical(partition))} would be read from {position} to {end[partition]}, "
                     "which is before its start.",
                     next_step="correct the starting and ending offsets",
                 )
@@ -230,7 +230,7 @@ class PulsarDriver:
             problem = f"says nothing of {found}" if silent else f"names {found}, not read here"
             raise UsageError(
                 "OPTION_VALUE",
-                f"{OWNER}: option {where.option!r} {problem}; it must name every partition that is read, and no other.",
+                f"{SOURCE}: option {where.option!r} {problem}; it must name every partition that is read, no other.",
                 next_step="name them all; earliest and latest can stand for a position",
             )
         found_at: dict[Partition, Position] = {}
@@ -251,7 +251,7 @@ class PulsarDriver:
             first = bounds.ledgers[0][0] if bounds.ledgers else "none"
             raise UsageError(
                 "OFFSET_OUT_OF_RANGE",
-                f"{OWNER}: option {where.option!r} names {position} of {short_name(physical(partition))}, which has "
+                f"{SOURCE}: option {where.option!r} names {position} of {short_name(physical(partition))}, which has "
                 f"ledgers from {first}, and ends at {bounds.last}.",
                 next_step='name a position that exists, or .option("failOnDataLoss", "false")',
             )
@@ -288,7 +288,7 @@ class PulsarDriver:
         if self._options.fail_on_data_loss:
             raise InvariantBroken(
                 "DATA_LOST",
-                f"{OWNER}: {what}; messages may be lost.",
+                f"{SOURCE}: {what}; messages may be lost.",
                 next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
             )
         log.warning("%s; messages may be lost, and failOnDataLoss is false", what)

@@ -7,7 +7,7 @@ import pyarrow as pa
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.avro import Unmappable
 from delivered.connectors.pulsar.encode import Settled, Unfit, derived, settled
-from delivered.connectors.pulsar.sink_options import OWNER, PulsarSinkOptions
+from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions
 from delivered.model.errors import UsageError
 
 
@@ -18,7 +18,7 @@ def check_type(options: PulsarSinkOptions, rows: pa.DataType) -> None:
     except Unmappable as error:
         raise UsageError(
             "COLUMN_TYPE",
-            f"{OWNER}: with schema={str(options.schema).lower()}, the column 'value' must be a struct with a "
+            f"{SINK}: with schema={str(options.schema).lower()}, the column 'value' must be a struct with a "
             f"schema: {error}.",
             next_step="select the fields into it, for instance selectExpr('key', 'struct(*) AS value'), cast or "
             "renamed where the schema needs it",
@@ -38,7 +38,7 @@ def settle(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> Set
         version = "" if known is None else f", version {known.version},"
         raise UsageError(
             "SCHEMA_INCOMPATIBLE",
-            f"{OWNER}: rows do not fit the schema that is registered for {options.label}{version}: {error}.",
+            f"{SINK}: rows do not fit the schema that is registered for {options.label}{version}: {error}.",
             next_step="cast or rename columns in the transform so that they fit, or write to another topic",
         ) from None
 
@@ -60,7 +60,7 @@ def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> N
         what = f"with the fields {', '.join(made.added)} more" if made.added else "of the rows"
         raise UsageError(
             "SCHEMA_INCOMPATIBLE",
-            f"{OWNER}: the brokers refuse the schema {what} for {options.label}: by the compatibility strategy of the "
+            f"{SINK}: the brokers refuse the schema {what} for {options.label}: by the compatibility strategy of the "
             "namespace, or because producers may not register schemas there.",
             next_step="pulsar-admin namespaces get-schema-compatibility-strategy, and get-is-allow-auto-update-schema; "
             "leave these columns out, or let an administrator upload the schema",

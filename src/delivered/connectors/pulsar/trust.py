@@ -7,9 +7,9 @@ import ssl
 from urllib.parse import urlsplit
 
 from delivered.connectors.pulsar.options import Place
+from delivered.kits.options import trust
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S
-from delivered.model.options import trust
 
 _PORT = 6651
 _NAMES = (62, 64)

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled
+from delivered.connectors.pulsar.options import PulsarSinkOptions
 from delivered.connectors.pulsar.publish import Message, Publisher
-from delivered.connectors.pulsar.sink_options import PulsarSinkOptions
 from delivered.connectors.pulsar.topic_schema import settle
 from delivered.kits.queue.columns import column
 from delivered.kits.queue.writer import SendingWriter

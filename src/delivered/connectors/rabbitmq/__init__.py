@@ -19,35 +19,13 @@ stream_reader.py   a task's side
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from delivered.connectors.rabbitmq.options import RabbitmqOptions, RabbitmqSinkOptions
+from delivered.contract.connector import Connector, Made
 
-from delivered.connectors.rabbitmq.options import SINK_OPTIONS, SOURCE_OPTIONS, parse, parse_sink
-from delivered.kits.queue.connector import QueueConnector
-
-if TYPE_CHECKING:
-    from delivered.contract.queue import Queue
-    from delivered.contract.sink import Sink
-
-
-class RabbitmqConnector(QueueConnector):
-    def queue(self, options: Mapping[str, str]) -> Queue:
-        from delivered.connectors.rabbitmq.queue import RabbitmqQueue
-
-        return RabbitmqQueue(parse(options))
-
-    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
-        from delivered.connectors.rabbitmq.sink import RabbitmqSink
-
-        return RabbitmqSink(parse_sink(options), ledger_sink)
-
-
-CONNECTOR = RabbitmqConnector(
-    name="rabbitmq",
-    extra="rabbitmq",
-    system="RabbitMQ",
-    source_options=SOURCE_OPTIONS,
-    sink_options=SINK_OPTIONS,
-    queue_options=SOURCE_OPTIONS,
-    forgets="A RabbitMQ queue forgets what is acknowledged, and cannot be read again",
+CONNECTOR = Connector(
+    "rabbitmq",
+    "rabbitmq",
+    queues=Made(RabbitmqOptions, "delivered.connectors.rabbitmq.queue:RabbitmqQueue"),
+    sinks=Made(RabbitmqSinkOptions, "delivered.connectors.rabbitmq.sink:RabbitmqSink"),
+    external_ledger=True,
 )

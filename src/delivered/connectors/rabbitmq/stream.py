@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -20,48 +19,26 @@ from delivered.connectors.rabbitmq.stream_options import (
     EARLIEST,
     LATEST,
     OWNER,
-    STREAM_OPTIONS,
     StreamOptions,
     Where,
-    parse_stream,
 )
+from delivered.contract.connector import Connector, Made
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
-from delivered.model.options import OptionTable
 from delivered.source.columns import columns
 from delivered.source.ranges import admit
-
-if TYPE_CHECKING:
-    from delivered.contract.sink import Sink
-    from delivered.contract.source import Source
 
 log = logging.getLogger("delivered.rabbitmq")
 
 
-@dataclass(frozen=True)
-class RabbitmqStreamConnector:
-    """Holds nothing but names: safe to import, to pickle, to list."""
-
-    name: str = "rabbitmq_stream"
-    extra: str = "rabbitmq"
-    source_options: OptionTable | None = STREAM_OPTIONS
-    sink_options: OptionTable | None = None
-
-    def source(self, options: Mapping[str, str]) -> Source:
-        return RabbitmqStreamSource(parse_stream(options))
-
-    def sink(self, options: Mapping[str, str]) -> Sink:
-        del options
-        raise UsageError(
-            "NO_SINK",
-            "delivered_rabbitmq_stream is a source.",
-            next_step="write with delivered_rabbitmq: to an exchange, or with the stream's name as routingKey",
-        )
-
-
-CONNECTOR = RabbitmqStreamConnector()
+CONNECTOR = Connector(
+    "rabbitmq_stream",
+    "rabbitmq",
+    sources=Made(StreamOptions, "delivered.connectors.rabbitmq.stream:RabbitmqStreamSource"),
+    instead="write with delivered_rabbitmq: to an exchange, or with the stream's name as routingKey",
+)
 
 
 @dataclass(frozen=True)

@@ -21,35 +21,13 @@ read.py      the topic as a whole, for the audit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
+from delivered.contract.connector import Connector, Made
 
-from delivered.connectors.rocketmq.options import SINK_OPTIONS, SOURCE_OPTIONS, parse, parse_sink
-from delivered.kits.queue.connector import QueueConnector
-
-if TYPE_CHECKING:
-    from delivered.contract.queue import Queue
-    from delivered.contract.sink import Sink
-
-
-class RocketmqConnector(QueueConnector):
-    def queue(self, options: Mapping[str, str]) -> Queue:
-        from delivered.connectors.rocketmq.queue import RocketmqQueue
-
-        return RocketmqQueue(parse(options))
-
-    def sink_with_external_ledger(self, options: Mapping[str, str], ledger_sink: Sink) -> Sink:
-        from delivered.connectors.rocketmq.sink import RocketmqSink
-
-        return RocketmqSink(parse_sink(options), ledger_sink)
-
-
-CONNECTOR = RocketmqConnector(
-    name="rocketmq",
-    extra="rocketmq",
-    system="RocketMQ",
-    source_options=SOURCE_OPTIONS,
-    sink_options=SINK_OPTIONS,
-    queue_options=SOURCE_OPTIONS,
-    forgets="A group of RocketMQ is handed no message again that it acknowledged, and its client reads by no offset",
+CONNECTOR = Connector(
+    "rocketmq",
+    "rocketmq",
+    queues=Made(RocketmqOptions, "delivered.connectors.rocketmq.queue:RocketmqQueue"),
+    sinks=Made(RocketmqSinkOptions, "delivered.connectors.rocketmq.sink:RocketmqSink"),
+    external_ledger=True,
 )

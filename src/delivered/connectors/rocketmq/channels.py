@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from delivered.connectors.rocketmq.options import Place
+from delivered.kits.options import trust
 from delivered.model.errors import UsageError
-from delivered.model.options import trust
 
 _OPTIONS = [
     ("grpc.enable_retries", 0),

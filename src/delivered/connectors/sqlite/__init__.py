@@ -17,21 +17,12 @@ sink.py      all of these as the contract's sink
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.contract.connector import Connector, Made
 
-from delivered.connectors.sqlite.options import SINK_OPTIONS, parse
-from delivered.kits.sql.connector import SinkConnector
-
-if TYPE_CHECKING:
-    from delivered.contract.sink import Sink
-
-
-class SqliteConnector(SinkConnector):
-    def sink(self, options: Mapping[str, str]) -> Sink:
-        from delivered.connectors.sqlite.sink import SqliteSink
-
-        return SqliteSink(parse(options))
-
-
-CONNECTOR = SqliteConnector("sqlite", "sqlite", SINK_OPTIONS)
+CONNECTOR = Connector(
+    "sqlite",
+    "sqlite",
+    sinks=Made(SqliteOptions, "delivered.connectors.sqlite.sink:SqliteSink"),
+    instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",
+)

@@ -1,41 +1,39 @@
-"""Options of `delivered_sqlite`, checked once and frozen."""
+"""Options of `delivered_sqlite`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from delivered.kits.sql.options import MODE_OPTIONS, TableOptions, parse_mode
-from delivered.model.capability import APPEND, WriteMode
-from delivered.model.errors import UsageError
-from delivered.model.options import Option, OptionTable, flag
+from delivered.kits.options import if_not_exists
+from delivered.kits.sql.options import TableOptions
+from delivered.model.options import OptionType, Unfit, option
 
 RESERVED_PREFIX = "_delivered_"
 
-SINK_OPTIONS = OptionTable(
-    "delivered_sqlite sink",
-    (
-        Option("path", "The database file; made if it is not there.", required=True),
-        Option("table", "The table that rows are written to.", required=True),
-        Option("ifNotExists", "Whether a missing table is created from the rows' schema.", "true"),
-        *MODE_OPTIONS,
-    ),
-)
+
+def _path(text: str) -> str:
+    if not text.strip() or text == ":memory:" or text.startswith("file:"):
+        raise Unfit(f"is {text!r}; it must be a file: tasks and driver are different processes")
+    return str(Path(text).expanduser().absolute())
 
 
-@dataclass(frozen=True)
-class SqliteOptions(TableOptions):
+def _table(text: str) -> str:
+    if not text.strip() or "\0" in text or text.lower().startswith(("sqlite_", RESERVED_PREFIX)):
+        raise Unfit(f"is {text!r}; it must be a name that starts with neither sqlite_ nor {RESERVED_PREFIX}")
+    return text
+
+
+class SqliteOptions(TableOptions, owner="delivered_sqlite sink"):
     """
     Attributes:
         path: absolute.
-        create: whether a missing table is created.
     """
 
-    path: str
-    table: str
-    create: bool = True
-    write: WriteMode = APPEND
+    path: str = option(
+        "path", "The database file; made if it is not there.", OptionType(_path), example="/data/orders.db"
+    )
+    table: str = option("table", "The table that rows are written to.", OptionType(_table), example="orders")
+    create: bool = if_not_exists(default=True)
 
     @property
     def staging(self) -> Path:
@@ -50,31 +48,3 @@ class SqliteOptions(TableOptions):
     def where(self) -> str:
         """For messages."""
         return f"in {self.path!r}"
-
-
-def parse(given: Mapping[str, str]) -> SqliteOptions:
-    """
-    Raises:
-        UsageError: unknown option, missing path or table, or a table's name that is taken.
-    """
-    owner = SINK_OPTIONS.owner
-    options = SINK_OPTIONS.restore(given)
-    path, table = options["path"], options["table"]
-    if not path.strip() or path == ":memory:" or path.startswith("file:"):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'path' is {path!r}; it must be a file: tasks and driver are different processes.",
-            next_step='write .option("path", "/data/orders.db")',
-        )
-    if not table.strip() or "\0" in table or table.lower().startswith(("sqlite_", RESERVED_PREFIX)):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: option 'table' is {table!r}; it must be a name that starts with neither sqlite_ nor "
-            f"{RESERVED_PREFIX}.",
-        )
-    return SqliteOptions(
-        path=str(Path(path).expanduser().absolute()),
-        table=table,
-        create=flag(owner, "ifNotExists", options.get("ifNotExists", "true")),
-        write=parse_mode(owner, options),
-    )

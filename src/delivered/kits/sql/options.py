@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from delivered.kits.sql.target import sink_name
-from delivered.model.capability import APPEND, WriteMode
-from delivered.model.errors import UsageError
-from delivered.model.options import Option, choice, flag, resolve_secret, whole_number
+from delivered.kits.options import if_not_exists, password_in_url, sink_name, write_mode
+from delivered.model.capability import WriteMode
+from delivered.model.options import Options, OptionType, Unfit, choice, option, resolve_secret, whole
 
 LEDGER_SCHEMA_DEFAULT = "delivered"
 LOCK_TIMEOUT_S_DEFAULT = 60
-
-MODE_OPTIONS = (
-    Option("mode", "append, or upsert: a row replaces the one with the same key.", "append"),
-    Option("keyColumns", "With upsert: columns of the key, with commas; the table has a unique index over them."),
-    Option("versionColumn", "With upsert: a row is written only if its version is greater than the stored one."),
-    Option(
-        "deleteColumn",
-        "With upsert: a boolean column; a row where it is true deletes its key. The column itself is not stored.",
-    ),
-)
 
 
 class Mechanism(StrEnum):
@@ -37,32 +26,11 @@ class Mechanism(StrEnum):
     """Tasks leave prepared transactions; the driver decides, then commits each."""
 
 
-def server_options(ledger: str) -> tuple[Option, ...]:
-    """Options of every sink into a database server, beside where it is.
-
-    Args:
-        ledger: the doc of `ledgerSchema`.
-    """
-    return (
-        Option("user", "Whom to log in as."),
-        Option("password", "Its password, better as env:NAME or file:PATH.", secret=True),
-        Option("mechanism", "one_transaction or two_phase: how exactly_once is had.", "one_transaction"),
-        Option("ifNotExists", "Whether a missing table is created from the rows' schema.", "false"),
-        Option("ledgerSchema", ledger, LEDGER_SCHEMA_DEFAULT),
-        Option(
-            "lockTimeout",
-            "Seconds that a task, or a decision, waits for a lock that another transaction holds.",
-            str(LOCK_TIMEOUT_S_DEFAULT),
-        ),
-        *MODE_OPTIONS,
-    )
-
-
-class TableOptions(ABC):
+class TableOptions(Options):
     """Base of a connector's options."""
 
     create: bool
-    write: WriteMode
+    write: WriteMode = write_mode()
 
     @property
     @abstractmethod
@@ -80,25 +48,54 @@ class TableOptions(ABC):
 
 
 @dataclass(frozen=True)
+class TableName:
+    """
+    Attributes:
+        schema, table: as the server knows them; schema None: the one that a session starts in.
+    """
+
+    schema: str | None
+    table: str
+
+
 class ServerOptions(TableOptions):
     """Base of the options of a sink into a database server.
 
+    A connector declares `url`, `named` and `ledger_schema` again, with what its system takes for one.
+
     Attributes:
         url: without a password.
-        schema, table: as the server knows them; schema None: the one that a session starts in.
         password: a reference, or the password itself; resolved where it is used.
     """
 
     url: str
-    schema: str | None
-    table: str
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    mechanism: Mechanism = Mechanism.ONE_TRANSACTION
-    create: bool = False
-    write: WriteMode = APPEND
-    ledger_schema: str = LEDGER_SCHEMA_DEFAULT
-    lock_timeout_s: int = LOCK_TIMEOUT_S_DEFAULT
+    named: TableName
+    user: str | None = option("user", "Whom to log in as.", default=None)
+    password: str | None = option(
+        "password", "Its password, better as env:NAME or file:PATH.", default=None, secret=True, example="env:PASSWORD"
+    )
+    mechanism: Mechanism = option(
+        "mechanism",
+        "one_transaction or two_phase: how exactly_once is had.",
+        choice(Mechanism),
+        default=Mechanism.ONE_TRANSACTION,
+    )
+    create: bool = if_not_exists(default=False)
+    ledger_schema: str
+    lock_timeout_s: int = option(
+        "lockTimeout",
+        "Seconds that a task, or a decision, waits for a lock that another transaction holds.",
+        whole(1, 3600),
+        default=LOCK_TIMEOUT_S_DEFAULT,
+    )
+
+    @property
+    def schema(self) -> str | None:
+        return self.named.schema
+
+    @property
+    def table(self) -> str:
+        return self.named.table
 
     @property
     def place(self) -> str:
@@ -120,54 +117,76 @@ class ServerOptions(TableOptions):
         return None if self.password is None else resolve_secret("password", self.password)
 
 
-def parse_server(owner: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of `ServerOptions` that mean the same everywhere.
+def database_url(
+    form: str,
+    schemes: Collection[str],
+    secret: Collection[str],
+    check: Callable[[SplitResult], bool] | None = None,
+) -> OptionType[str]:
+    """URL of a database: one of these schemes, perhaps after jdbc:, a database, no password.
 
-    Raises:
-        UsageError: a value out of bounds.
+    Args:
+        form: for people, as an example.
+        secret: parameters that hold passwords.
+        check: whether the system's own rules let it pass; may raise Unfit, or ValueError as urlsplit does.
     """
-    lock_timeout = options.get("lockTimeout", str(LOCK_TIMEOUT_S_DEFAULT))
-    return {
-        "user": options.get("user"),
-        "password": options.get("password"),
-        "mechanism": Mechanism(
-            choice(owner, "mechanism", options.get("mechanism", "one_transaction"), list(Mechanism))
-        ),
-        "write": parse_mode(owner, options),
-        "create": flag(owner, "ifNotExists", options.get("ifNotExists", "false")),
-        "lock_timeout_s": whole_number(owner, "lockTimeout", lock_timeout, 1, 3600),
-    }
+
+    def read(text: str) -> str:
+        url = text.strip().removeprefix("jdbc:")
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in schemes and bool(parts.path.strip("/")) and (check is None or check(parts))
+        except ValueError:
+            usable = False
+        if not usable:
+            # Not repeated here: what is not understood may hold a password.
+            raise Unfit(f"is not of the form {form}")
+        if parts.password is not None or not parse_qs(parts.query).keys().isdisjoint(secret):
+            raise password_in_url("env:DATABASE_PASSWORD")
+        return url
+
+    return OptionType(read)
 
 
-def parse_mode(owner: str, options: Mapping[str, str]) -> WriteMode:
+def identifier(fits: Callable[[str], bool], rule: str) -> OptionType[str]:
+    """A name in the server.
+
+    Args:
+        fits: whether the server takes it.
+        rule: what it takes, as a sentence.
     """
-    Raises:
-        UsageError: an unknown mode, an upsert without key, options of an upsert without it, one column in two roles.
+
+    def read(name: str) -> str:
+        if not name.strip() or "\0" in name or not fits(name):
+            raise Unfit(f"names {name!r}; {rule}")
+        return name
+
+    return OptionType(read)
+
+
+def table_name(
+    name: OptionType[str], quotes: str, fold: Callable[[str], str], outer: str, hint: str
+) -> OptionType[TableName]:
+    """A table, with its schema or without.
+
+    Args:
+        outer: what the system calls a schema.
+        quotes: characters that a name may stand between; twice: the character itself.
+        fold: what the server makes of a name without quotes.
+        hint: the next step for a text that is no table.
     """
-    mode = choice(owner, "mode", options.get("mode", "append"), ["append", "upsert"])
-    given = [n for n in ("keyColumns", "versionColumn", "deleteColumn") if n in options]
-    if mode == "append":
-        if given:
-            raise UsageError(
-                "OPTION_VALUE",
-                f"{owner}: option {given[0]!r} is for mode upsert; the mode is append.",
-                next_step='add .option("mode", "upsert"), or take the option out',
-            )
-        return APPEND
-    keys = tuple(k.strip() for k in options.get("keyColumns", "").split(",") if k.strip())
-    if not keys:
-        raise UsageError(
-            "OPTION_MISSING",
-            f"{owner} needs the option 'keyColumns' for mode upsert: the columns that tell rows apart.",
-            next_step='add .option("keyColumns", "id")',
-        )
-    version, delete = (options.get(n, "").strip() or None for n in ("versionColumn", "deleteColumn"))
-    named = [*keys, *(n for n in (version, delete) if n is not None)]
-    twice = next((n for n in named if named.count(n) > 1), None)
-    if twice is not None:
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: column {twice!r} is named twice in keyColumns, versionColumn and deleteColumn.",
-            next_step="a column has one of these roles",
-        )
-    return WriteMode(keys, version, delete)
+    part = "|".join([rf"{q}(?:[^{q}\0]|{q}{q})+{q}" for q in quotes] + [r"[^\W\d][\w$]*"])
+    whole_name = re.compile(rf"(?:({part})\s*\.\s*)?({part})")
+
+    def plain(text: str) -> str:
+        quote = text[0]
+        return name.read(text[1:-1].replace(quote * 2, quote) if quote in quotes else fold(text))
+
+    def read(text: str) -> TableName:
+        match = whole_name.fullmatch(text.strip())
+        if match is None:
+            raise Unfit(f"is {text!r}; it must be a table's name, with its {outer} or without", hint)
+        schema, table = match.groups()
+        return TableName(schema and plain(schema), plain(table))
+
+    return OptionType(read)

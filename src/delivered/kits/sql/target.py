@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 
@@ -10,16 +9,6 @@ import pyarrow as pa
 
 from delivered.kits.sql.types import shown
 from delivered.model.errors import UsageError
-from delivered.model.limits import NAME_LENGTH_MAX
-
-
-def sink_name(table: str) -> str:
-    """The table's name, made fit for a sink's name; two tables never share one."""
-    plain = re.sub(r"[^A-Za-z0-9._-]", "_", table)[: NAME_LENGTH_MAX - 9]
-    if plain == table:
-        return plain
-    return f"{plain}-{hashlib.blake2b(table.encode(), digest_size=4).hexdigest()}"
-
 
 _MARK = re.compile(r"delivered ([0-9a-f]{32})")
 

@@ -1,0 +1,142 @@
+"""What every declared option keeps: its example and its default are allowed, its bounds hold, secrets stay hidden."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from delivered.connectors.memory import CONNECTOR as MEMORY
+from delivered.contract.connector import Connector, Made
+from delivered.model.errors import UsageError
+from delivered.model.options import Options, OptionTable, option, redacted, whole
+from delivered.pipeline.registry import connectors
+from delivered.spark.settings import PIPELINE_OPTIONS
+
+ALL = {**connectors(), "memory": MEMORY}
+PARTS = [
+    pytest.param(made, id=f"{name} {kind}")
+    for name, connector in ALL.items()
+    for kind, made in (("source", connector.sources), ("queue", connector.queues), ("sink", connector.sinks))
+    if made is not None
+]
+TOLD = {
+    "delivered_kafka source": {"subscribe": "orders"},
+    "delivered_iceberg sink": {"warehouse": "/data/lake"},
+    "delivered_activemq source": {"log": "/data/log"},
+    "delivered_rabbitmq source": {"log": "/data/log"},
+    "delivered_rocketmq source": {"log": "/data/log"},
+}
+"""What the examples of required options leave out."""
+
+
+def least(table: OptionTable) -> dict[str, str]:
+    """The fewest options that are enough."""
+    required = {o.name: o.example for o in table.options if o.required and o.example is not None}
+    return {**required, **TOLD.get(table.owner, {})}
+
+
+@pytest.mark.parametrize("made", PARTS)
+def test_every_part_is_there_and_made_from_the_least_options(made: Made) -> None:
+    module, _, name = made.by.partition(":")
+    assert callable(getattr(import_module(module), name))
+    made.options.parse(least(made.options.TABLE))
+
+
+@pytest.mark.parametrize("made", PARTS)
+def test_a_default_means_the_same_as_no_option(made: Made) -> None:
+    table = made.options.TABLE
+    bare = made.options.parse(least(table))
+    for one in table.options:
+        if one.default and not one.required and one.name not in NOT_TEXTS:
+            assert made.options.parse({**least(table), one.name: one.default}) == bare, one.name
+
+
+NOT_TEXTS = {
+    # their default is told in words, or what they fill in tells what was given from what was not
+    *("maxOffsetsPerTrigger", "maxRecordsPerPartition", "minPartitions", "valueBytesMax", "schemaVersion"),
+    *("startingOffsets", "endingOffsets", "tlsTrustCertsFile", "ledgerTopic", "ledgerReplicationFactor"),
+    *("groupIdPrefix", "kafka.isolation.level", "compression", "includeHeaders"),
+}
+
+
+@pytest.mark.parametrize("made", PARTS)
+def test_examples_are_allowed(made: Made) -> None:
+    for one in made.options.TABLE.options:
+        if one.example is not None:
+            one.parse(made.options.TABLE.owner, one.example)
+
+
+@pytest.mark.parametrize("made", PARTS)
+def test_bounds_hold_and_an_error_says_what_to_write(made: Made) -> None:
+    for one in made.options.TABLE.options:
+        bounds = [one.type.schema[b] for b in ("minimum", "maximum") if b in one.type.schema]
+        for bound, beyond in zip(bounds, (-1, 1), strict=False):
+            one.parse("x", str(bound))
+            for wrong in (str(bound + beyond), "?"):
+                with pytest.raises(UsageError, match=f"{one.name}.*{bound}") as caught:
+                    one.parse("x", wrong)
+                assert caught.value.code == "DELIVERED_OPTION_VALUE"
+                assert one.name in (caught.value.next_step or "")
+
+
+@pytest.mark.parametrize("made", PARTS)
+def test_what_is_declared_secret_is_hidden_everywhere(made: Made) -> None:
+    given = {o.name: "hunter2" for o in made.options.TABLE.options}
+    assert {n for n, shown in redacted(given).items() if shown != "hunter2"} == {
+        o.name for o in made.options.TABLE.options if o.secret
+    }
+
+
+def test_a_secret_is_not_in_the_repr() -> None:
+    for param in PARTS:
+        made: Made = param.values[0]  # type: ignore[assignment]
+        secrets = {o.name: "hunter2" for o in made.options.TABLE.options if o.secret}
+        if "secretKey" in secrets:
+            secrets["accessKey"] = "me"
+        assert "hunter2" not in repr(made.options.parse({**least(made.options.TABLE), **secrets}))
+
+
+class Renamed(Options, owner="delivered_x sink"):
+    rows: int = option("rowsMax", "How many.", whole(1, 9), default=3, aliases=("maxRows",))
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"), [({}, 3), ({"ROWSMAX": "4"}, 4), ({"maxrows": "5"}, 5), ({"rowsMax": "6", "rowsmax": "7"}, 7)]
+)
+def test_an_earlier_spelling_is_read(given: dict[str, str], rows: int) -> None:
+    assert Renamed.parse(given).rows == rows
+
+
+def test_two_spellings_of_one_option_are_refused() -> None:
+    with pytest.raises(UsageError, match="OPTION_CONFLICT"):
+        Renamed.parse({"rowsMax": "4", "maxRows": "4"})
+
+
+def test_options_are_frozen_and_every_field_is_known_by_name() -> None:
+    made: Any = Renamed(rows=1)
+    with pytest.raises(AttributeError):
+        made.rows = 2
+    with pytest.raises(TypeError):
+        Renamed(row=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (lambda c: c.source({}), "NOT_A_SOURCE"),
+        (lambda c: c.sink({}), "NOT_A_SINK"),
+        (lambda c: c.queue({}), "NOT_A_QUEUE"),
+    ],
+)
+def test_what_a_system_is_not_says_what_to_do(call: Any, code: str) -> None:
+    with pytest.raises(UsageError, match=code) as caught:
+        call(Connector("x", "", instead="take y"))
+    assert caught.value.next_step
+
+
+def test_no_two_tables_spell_one_option_in_two_cases() -> None:
+    for table in [PIPELINE_OPTIONS, *(p.values[0].options.TABLE for p in PARTS)]:  # type: ignore[attr-defined]
+        spelt = [s.lower() for o in table.options for s in (o.name, *o.aliases)]
+        assert len(spelt) == len(set(spelt)), table.owner
