@@ -50,7 +50,7 @@ def test_pasted_from_top_to_bottom(installed: Callable[[str], Installed], tmp_pa
 
     try:
         said = paste("bash", shells[0].partition("\n")[2])
-        assert f"kafka answers: 127.0.0.1:{port}" in said
+        assert f"kafka is up: 127.0.0.1:{port}" in said
         assert "delivered brokers produce orders" in said, "the server says how records get in"
         said = paste("python", python)
         assert "orders: exactly_once by two-phase commit" in said

@@ -1,4 +1,4 @@
-"""What `delivered doctor` looks at. Each finding says what to do next."""
+"""The checks of `delivered doctor`. Every problem comes with its next step."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def _class_archive() -> Check:
     except (DeliveredError, ImportError):
         return Check("quick start", Health.MISSING, "needs Java, pyspark and a cache folder")
     if not file.is_file():
-        return Check("quick start", Health.MISSING, "sessions start about 3 s later than they could", make)
-    return Check("quick start", Health.GOOD, f"Spark's classes are kept in {file}")
+        return Check("quick start", Health.MISSING, "sessions start about 3 s slower than possible", make)
+    return Check("quick start", Health.GOOD, f"Spark's class archive is {file}")
 
 
 def _worker_python() -> Check:
@@ -149,9 +149,9 @@ def _disk(folder: str) -> Callable[[], Check]:
         free = shutil.disk_usage(folder).free
         says = f"{free / (1 << 30):.1f} GiB free"
         if free < _DISK_FREE_MIN:
-            return Check(name, Health.BAD, f"{says}; 1 GiB is needed", "make room, or set TMPDIR to another disk")
+            return Check(name, Health.BAD, f"{says}; 1 GiB is needed", "free some space, or set TMPDIR to another disk")
         if not os.access(folder, os.W_OK):
-            return Check(name, Health.MISSING, f"{says}, not writable", "run from a folder that can be written to")
+            return Check(name, Health.MISSING, f"{says}, not writable", "run from a writable folder")
         return Check(name, Health.GOOD, says)
 
     return look
@@ -167,7 +167,7 @@ def _ports() -> Check:
                 pass
     except OSError as error:
         return Check(
-            "127.0.0.1", Health.BAD, f"a local port cannot be used: {error}", "look at firewall and sandbox rules"
+            "127.0.0.1", Health.BAD, f"a local port cannot be used: {error}", "check firewall and sandbox rules"
         )
     return Check("127.0.0.1", Health.GOOD, "local ports can be opened and reached")
 

@@ -12,10 +12,10 @@ RECORDS = 1_000
 FILE = "orders.yaml"
 
 _TEXT = """\
-# A log of orders into a table of SQLite: runs as it is, with no server.
-#   delivered plan {file}     what it will do, and what its guarantee rests on
-#   delivered run {file}      kill it as you like, and start it again
-#   delivered audit {file}    whether every order is in the table, once
+# A log of orders into a SQLite table: ready to run, no server needed.
+#   delivered plan {file}     its steps, and the assumptions of its guarantee
+#   delivered run {file}      kill it at any time, and start it again
+#   delivered audit {file}    checks that every order is in the table exactly once
 # Paths are relative to this file.
 
 pipeline: orders
@@ -34,7 +34,7 @@ transform:
            get_json_object(CAST(value AS STRING), '$.id') AS id,
            CAST(get_json_object(CAST(value AS STRING), '$.amount') AS DOUBLE) AS amount
     FROM source
-  deterministic: true            # the same records in, the same rows out
+  deterministic: true            # the same input gives the same rows
 
 sinks:
   - format: sqlite
@@ -42,7 +42,7 @@ sinks:
     table: orders
 
 audit:
-  id: id                         # what tells records apart
+  id: id                         # identifies a record
 """
 
 
@@ -65,7 +65,7 @@ def write_example(folder: Path) -> tuple[Path, int]:
     if file.exists():
         raise UsageError(
             "EXAMPLE_EXISTS",
-            f"There is a file {str(file)!r} already; nothing was written.",
+            f"The file {str(file)!r} exists already; nothing was written.",
             next_step="delivered init another-folder",
         )
     folder.mkdir(parents=True, exist_ok=True)

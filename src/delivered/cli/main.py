@@ -18,7 +18,7 @@ from delivered.pipeline.load import parse_override
 from delivered.spark.pipeline import Pipeline
 
 app = typer.Typer(
-    help="Delivery guarantees for PySpark Structured Streaming: named, explained, proved afterwards.",
+    help="Delivery guarantees for PySpark Structured Streaming: choose, explain, run, audit.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -30,15 +30,15 @@ app.add_typer(servers.app, name="brokers")
 FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
 SetOption = Annotated[
     list[str],
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Put a value over the file's, as source.path=/in."),
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a value of the file, for example source.path=/in."),
 ]
 GuaranteeOption = Annotated[str | None, typer.Option(help="at_most_once, at_least_once or exactly_once.")]
-CheckpointOption = Annotated[str | None, typer.Option(help="Another checkpoint than the file's.")]
-MasterOption = Annotated[str | None, typer.Option(help="Spark master, for instance local[4].")]
+CheckpointOption = Annotated[str | None, typer.Option(help="Override the file's checkpoint.")]
+MasterOption = Annotated[str | None, typer.Option(help="Spark master, for example local[4].")]
 WaitOption = Annotated[
-    bool, typer.Option("--wait/--no-wait", help="Wait two minutes for a server that is away, or give up at once.")
+    bool, typer.Option("--wait/--no-wait", help="Wait two minutes for an unreachable server, or fail at once.")
 ]
-TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that runs this pipeline.")]
+TakeoverOption = Annotated[bool, typer.Option("--takeover", help="Fence another driver that is running this pipeline.")]
 
 
 def _version(wanted: bool) -> None:
@@ -62,7 +62,7 @@ def init(
     folder: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("delivered-example"),
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write an example that runs as it is: a log of orders into SQLite, no server needed."""
+    """Write a ready-to-run example: a log of orders into SQLite, no server needed."""
     from delivered.cli.example import write_example
 
     file, records = write_example(folder)
@@ -81,20 +81,22 @@ def plan(
     guarantee: GuaranteeOption = None,
     checkpoint: CheckpointOption = None,
     master: MasterOption = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Ask neither servers nor checkpoint nor Spark.")] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Contact neither servers nor checkpoint nor Spark.")
+    ] = False,
     takeover: TakeoverOption = False,
     output: OutputOption = Output.TEXT,
 ) -> int:
-    """Show what a pipeline will do and what its guarantee rests on; or why it is refused (exit 2)."""
+    """Show a pipeline's steps and the assumptions of its guarantee, or why it is refused (exit code 2)."""
     from delivered.cli.run import SparkLog, quiet_spark
     from delivered.planner import Refusal, to_json
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)
-    with working(f"asking source and sink of {pipeline.name}"):
+    with working(f"checking source and sink of {pipeline.name}"):
         answer = pipeline.plan(offline=offline, takeover=takeover)
     if not offline and pipeline.transform.kind == "sql" and not isinstance(answer, Refusal):
         with (
-            working("holding the SQL against the source's columns"),
+            working("checking the SQL against the source's columns"),
             quiet_spark(pipeline, SparkLog.of(pipeline, None)) as spark,
         ):
             answer = pipeline.plan(spark, takeover=takeover)
@@ -115,11 +117,11 @@ def run(
     checkpoint: CheckpointOption = None,
     master: MasterOption = None,
     available_now: Annotated[
-        bool, typer.Option("--available-now", help="End when all is delivered that is there at the start.")
+        bool, typer.Option("--available-now", help="Stop once everything available at the start is delivered.")
     ] = False,
     takeover: TakeoverOption = False,
     receivers: Annotated[
-        int, typer.Option(min=0, max=RECEIVERS_MAX, help="Also run so many receivers of the source's queue.")
+        int, typer.Option(min=0, max=RECEIVERS_MAX, help="Also run this many receivers of the source's queue.")
     ] = 0,
     wait: WaitOption = True,
     stop_timeout: Annotated[
@@ -150,14 +152,14 @@ def run(
 def receive(
     file: FileArgument,
     set_: SetOption = [],  # noqa: B006
-    processes: Annotated[int, typer.Option(min=1, max=RECEIVERS_MAX, help="Receivers, each a process.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, max=RECEIVERS_MAX, help="Number of receiver processes.")] = 1,
     idle_seconds: Annotated[
-        float | None, typer.Option(min=0, help="End when nothing arrived for so long. Default: go on.")
+        float | None, typer.Option(min=0, help="Stop after this long without a message. Default: never.")
     ] = None,
     wait: WaitOption = True,
     output: OutputOption = Output.TEXT,
 ) -> int:
-    """Receive a queue into the durable log of a pipeline's source: persist, then acknowledge; until it is stopped."""
+    """Receive a queue into the durable log of a pipeline's source until stopped: persist, then acknowledge."""
     from delivered.cli.receive import receive_file
 
     return receive_file(file, dict(parse_override(s) for s in set_), processes, idle_seconds, output, wait=wait)
@@ -171,17 +173,17 @@ def audit(
     guarantee: GuaranteeOption = None,
     checkpoint: CheckpointOption = None,
     master: MasterOption = None,
-    sink: Annotated[str | None, typer.Option(metavar="NAME", help="One of several sinks; else all of them.")] = None,
+    sink: Annotated[str | None, typer.Option(metavar="NAME", help="Audit this sink only. Default: all sinks.")] = None,
     samples: Annotated[int, typer.Option(min=0, max=10_000, help="Damaged records to list, per class.")] = 20,
     sink_from: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="Offsets of the sink to read it from, where it holds records of others."),
+        typer.Option(metavar="JSON", help="Sink offsets to start reading from, if the sink holds foreign records."),
     ] = None,
     spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
-    """Read source and sink back and list what was lost, doubled or altered; exit 1 if the guarantee was broken, 3 if it
-    cannot be told."""
+    """Read source and sink back and list lost, duplicated and altered records; exit code 1 if the guarantee was
+    violated, 3 if unknown."""
     from delivered.audit.table import render
     from delivered.cli.run import SparkLog, quiet_spark
 
@@ -189,7 +191,7 @@ def audit(
     start = _offsets("--sink-from", sink_from)
     if start is not None and sink is None and len(pipeline.sinks) > 1:
         raise UsageError(
-            "AUDIT_SINK", "--sink-from speaks of one sink, and the pipeline has several.", "add --sink NAME"
+            "AUDIT_SINK", "--sink-from applies to one sink, but the pipeline has several.", "add --sink NAME"
         )
     with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
         reports = [
@@ -212,13 +214,13 @@ def audit(
 @app.command()
 @command
 def doctor(
-    file: Annotated[Path | None, typer.Argument(help="Also ask this pipeline's source and sink.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Also check this pipeline's source and sink.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
-    """Check what a pipeline needs on this machine; every finding says what to do next."""
+    """Check this machine for what a pipeline needs; every problem comes with its next step."""
     from delivered.cli.doctor import Health, examine, show
 
-    with working("looking around"):
+    with working("checking this machine"):
         checks = examine(read(file, []) if file is not None else None)
     if output is Output.JSON:
         say_json([c.to_json() for c in checks])
@@ -232,45 +234,43 @@ def doctor(
 def verify(
     file: Annotated[
         Path | None,
-        typer.Argument(help="A pipeline of your own to break, on copies of 600 of its records. Default: every sink."),
+        typer.Argument(help="Verify your own pipeline, on copies of 600 of its records. Default: every sink."),
     ] = None,
     only: Annotated[
         list[str],
         typer.Option(
-            help="sink/guarantee/workload/fault with * for anything, or a failure point (F7), or one of the four."
+            help="sink/guarantee/workload/fault, with * as wildcard; or just one of the four, or a failure point (F7)."
         ),
     ] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="The same seed gives the same records and the same faults.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="A few cases that say most.")] = False,
-    service: Annotated[
-        str, typer.Option(help="spark: pipelines as they are run; engine: without Spark, much quicker to kill.")
-    ] = "spark",
-    audit_too: Annotated[bool, typer.Option("--audit", help="Ask `delivered audit` after every case, too.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out cases that have a verdict.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, max=16, help="Cases at a time; each job has a broker of its own.")] = 1,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no case after so long.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the most telling cases.")] = False,
+    service: Annotated[str, typer.Option(help="spark: real pipelines; engine: without Spark, much faster.")] = "spark",
+    audit_too: Annotated[bool, typer.Option("--audit", help="Also run `delivered audit` after every case.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip cases that already have a verdict.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=16, help="Cases in parallel; each job has its own broker.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Start no case after this long.")] = None,
     faults: Annotated[
-        int | None, typer.Option(min=1, help="A soak: seed after seed, until so many faults were injected.")
+        int | None, typer.Option(min=1, help="Soak test: seed after seed, until this many faults were injected.")
     ] = None,
     per_place: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each failure point, guarantee and sink only so many cases: the quickest."),
+        typer.Option(min=1, help="Only this many cases per failure point, guarantee and sink: the quickest."),
     ] = None,
     source: Annotated[
         list[str],
         typer.Option(
-            help="Feed every sink from this source (pulsar, rabbitmq_stream, rabbitmq, ...), and break that, too. May "
-            "be given more than once. Default: each sink has its own."
+            help="Feed every sink from this source (pulsar, rabbitmq_stream, rabbitmq, ...), and inject faults there, "
+            "too. Repeatable. Default: each sink's own source."
         ),
     ] = [],  # noqa: B006
-    out: Annotated[Path, typer.Option(help="Results as JSON; a page is written beside it.")] = Path(
+    out: Annotated[Path, typer.Option(help="Results as JSON; an HTML page is written next to it.")] = Path(
         "build/verify.json"
     ),
-    folder: Annotated[Path, typer.Option(help="Histories and output of every case.")] = Path("build/verify"),
-    listing: Annotated[bool, typer.Option("--list", help="Only show which cases there are.")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder for histories and output of every case.")] = Path("build/verify"),
+    listing: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
     output: OutputOption = Output.TEXT,
 ) -> int:
-    """Break pipelines on purpose at every failure point and judge, from outside, whether their guarantee held."""
+    """Inject faults at every failure point and judge from outside whether the guarantee held."""
     from delivered.cli.verify import verify as run_verify
     from delivered.verify.matrix import Choice
     from delivered.verify.services import SERVICES
@@ -280,7 +280,7 @@ def verify(
         if name not in SOURCE_KINDS:
             raise UsageError("SOURCE_UNKNOWN", f"--source is {name!r}; it must be one of {', '.join(SOURCE_KINDS)}.")
     if source and file is not None:
-        raise UsageError("VERIFY_SOURCE", f"--source is {source[0]!r}, and {file} has a source of its own.")
+        raise UsageError("VERIFY_SOURCE", f"--source is {source[0]!r}, but {file} has its own source.")
     if service not in SERVICES:
         raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {', '.join(SERVICES)}.")
     choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, tuple(source))

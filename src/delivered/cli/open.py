@@ -1,4 +1,4 @@
-"""`delivered transactions`: what a pipeline left open at its sink, and ending it by hand."""
+"""`delivered transactions`: list a pipeline's open transactions at its sink, and end them by hand."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from delivered.cli.output import Output, OutputOption, command, console, note, s
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.spark.pipeline import Pipeline
 
-app = typer.Typer(help="See and end what a pipeline left open at its sink.", no_args_is_help=True)
+app = typer.Typer(help="List and end a pipeline's open transactions at its sink.", no_args_is_help=True)
 
 FileArgument = Annotated[Path, typer.Argument(help="The pipeline file.", show_default=False)]
-IdArgument = Annotated[str, typer.Argument(help="As `list` shows it.", show_default=False)]
-ForceOption = Annotated[bool, typer.Option("--force", help="Also against what the ledger says.")]
+IdArgument = Annotated[str, typer.Argument(help="The id, as shown by `list`.", show_default=False)]
+ForceOption = Annotated[bool, typer.Option("--force", help="Even if it contradicts the ledger.")]
 
 
 @app.command("list")
 @command
 def list_(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
-    """Open transactions of this pipeline, oldest first, and whether the ledger decided them."""
+    """List this pipeline's open transactions, oldest first, and whether the ledger decided them."""
     from delivered.spark.transactions import open_transactions
 
-    with working("asking the sink"):
+    with working("querying the sink"):
         found = open_transactions(Pipeline.from_file(file))
     if output is Output.JSON:
         say_json([t.to_json() for t in found])
@@ -41,30 +41,30 @@ def list_(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
     old = [t for t in found if t.old]
     if old:
         note(
-            f"warning: {len(old)} open for more than {OPEN_TRANSACTION_OLD_S / 3600:.0f} h. Until they end they hold "
-            "back readers (Kafka), or locks (MySQL) and VACUUM (PostgreSQL). Start the pipeline, which applies what is "
-            "decided and gives back the rest, or end them: delivered transactions apply|abort"
+            f"warning: {len(old)} open for more than {OPEN_TRANSACTION_OLD_S / 3600:.0f} h. Until they end, they block "
+            "readers (Kafka), or hold locks (MySQL, PostgreSQL) and block VACUUM (PostgreSQL). Start the pipeline, "
+            "which applies decided transactions and aborts the rest, or end them: delivered transactions apply|abort"
         )
 
 
 @app.command()
 @command
 def abort(file: FileArgument, id: IdArgument, force: ForceOption = False, output: OutputOption = Output.TEXT) -> int:  # noqa: A002
-    """Give an undecided transaction back. Refused for one that the ledger decided: its rows would be lost."""
+    """Abort an undecided transaction. Refused if the ledger decided it: its rows would be lost."""
     return _end(file, id, False, force, output)
 
 
 @app.command()
 @command
 def apply(file: FileArgument, id: IdArgument, force: ForceOption = False, output: OutputOption = Output.TEXT) -> int:  # noqa: A002
-    """Make a decided transaction visible. Refused for one that nobody decided: its rows would come twice."""
+    """Commit a decided transaction. Refused if it is undecided: its rows would be duplicated."""
     return _end(file, id, True, force, output)
 
 
 def _end(file: Path, transaction: str, commit: bool, force: bool, output: Output) -> int:
     from delivered.spark.transactions import end_transaction
 
-    with working("asking the sink"):
+    with working("querying the sink"):
         end_transaction(Pipeline.from_file(file), transaction, commit=commit, force=force)
     did = "applied" if commit else "aborted"
     if output is Output.JSON:

@@ -88,4 +88,4 @@ class _Shown:
         quarantine = f", {now['quarantined']:,} quarantined" if now["quarantined"] else ""
         latency = now.get("latency_ms")
         took = f"; {latency['p50']:.0f} ms p50, {latency['p99']:.0f} ms p99" if latency else ""
-        return f"{now['entered']:,} messages entered, {now['repeated']:,} came again{quarantine}{took}"
+        return f"{now['entered']:,} messages logged, {now['repeated']:,} duplicates{quarantine}{took}"

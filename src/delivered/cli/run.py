@@ -66,7 +66,7 @@ def run_pipeline(
     asked = Asked(threading.Event(), threading.Event())
     _listen(asked)
     tell_warnings()
-    with working(f"asking source and sink of {pipeline.name}"):
+    with working(f"checking source and sink of {pipeline.name}"):
         try:
             plan = patiently(
                 f"a server of {pipeline.name}",
@@ -119,7 +119,7 @@ def _until_done(
     """Watch until the query ends, or until it was asked to stop and did. Returns whether a batch was cut off: False."""
     while query.isActive:
         if asked.stop.wait(_POLL_S):
-            log_line("stopping after the running batch; once more to stop now")
+            log_line("stopping after the current batch; signal again to stop now")
             deadline = time.monotonic() + stop_timeout
 
             def waiting() -> None:
@@ -215,7 +215,7 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
         return
     say(f"{pipeline.name}: {progress.totals} in {seconds:.1f} s")
     if not idle:
-        say("The running batch was cut off; the next start finishes or repeats it.")
+        say("The current batch was interrupted; the next start finishes or repeats it.")
 
 
 def _said(failure: Any, log: SparkLog) -> Exception:

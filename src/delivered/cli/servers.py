@@ -13,7 +13,7 @@ from delivered.cli.output import Output, OutputOption, command, say, say_json, w
 app = typer.Typer(help="Start and stop real servers for development, on 127.0.0.1.", no_args_is_help=True)
 
 KindArgument = Annotated[str, typer.Argument(help=f"One of: {', '.join(brokers.KINDS)}.")]
-FolderOption = Annotated[Path | None, typer.Option(help="Its data. Default: a folder in the user's cache.")]
+FolderOption = Annotated[Path | None, typer.Option(help="Data folder. Default: in the user's cache.")]
 
 
 @app.command()
@@ -21,16 +21,14 @@ FolderOption = Annotated[Path | None, typer.Option(help="Its data. Default: a fo
 def start(
     kind: KindArgument = "kafka",
     folder: FolderOption = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65_535, help="Where clients reach it. Default: a free port.")
-    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Port for clients. Default: a free port.")] = None,
     tls: Annotated[bool, typer.Option("--tls", help="Kafka and Pulsar: also listen with TLS.")] = False,
     given: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A line of the server's configuration.")
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the server's configuration.")
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Start a server and wait until it answers; fetches it the first time."""
+    """Start a server and wait until it is ready; downloads it the first time."""
     properties = _properties(given or [])
     with working(f"starting {kind}") as progress:
         broker = brokers.start(kind, folder, tls=tls, properties=properties, port=port, say=progress)
@@ -40,12 +38,12 @@ def start(
 @app.command()
 @command
 def topic(
-    names: Annotated[list[str], typer.Argument(help="Topics to make; one that exists stays as it is.")],
+    names: Annotated[list[str], typer.Argument(help="Topics to create; existing ones are left unchanged.")],
     partitions: Annotated[int, typer.Option(min=1, max=1_000)] = 4,
     folder: FolderOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Make topics on the Kafka that `brokers start kafka` started."""
+    """Create topics on the Kafka started by `brokers start kafka`."""
     from delivered.brokers.kafka_try import make_topics
 
     bootstrap = _kafka(folder)
@@ -54,14 +52,16 @@ def topic(
         say_json({"bootstrap": bootstrap, "made": made})
         return
     for name in names:
-        say(f"{name}: {f'made, {partitions} partitions' if name in made else 'is there already'}")
+        say(f"{name}: {f'created, {partitions} partitions' if name in made else 'exists already'}")
 
 
 @app.command()
 @command
 def produce(
     topic: Annotated[str, typer.Argument(help="An existing topic.")],
-    records: Annotated[int, typer.Option(min=1, max=10_000_000, help="Orders as JSON, with a key.")] = 1_000,
+    records: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="Number of records: orders as JSON, with a key.")
+    ] = 1_000,
     folder: FolderOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
@@ -79,11 +79,11 @@ def produce(
 @command
 def read_topic(
     topic: Annotated[str, typer.Argument(help="An existing topic.")],
-    show: Annotated[int, typer.Option(min=0, help="Records to show; all are counted.")] = 3,
+    show: Annotated[int, typer.Option(min=0, help="Records to print; all are counted.")] = 3,
     folder: FolderOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Read a topic of that Kafka as a read_committed reader sees it, from its start to its end."""
+    """Read a topic of that Kafka from start to end, with read_committed."""
     from delivered.brokers.kafka_try import consume
 
     count = 0
@@ -103,9 +103,9 @@ def fetch(
     kinds: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Fetch servers into the user's cache, for a start without the network."""
+    """Download servers into the user's cache, so that they start offline."""
     chosen = kinds or list(brokers.KINDS)
-    with working("fetching") as progress:
+    with working("downloading") as progress:
         brokers.prefetch(chosen, say=progress)
     if output is Output.JSON:
         say_json({"kinds": chosen, "folder": str(brokers.cache_folder())})
@@ -116,7 +116,7 @@ def fetch(
 @app.command()
 @command
 def stop(kind: KindArgument = "kafka", folder: FolderOption = None, output: OutputOption = Output.TEXT) -> None:
-    """Stop the server of a folder; its data stays."""
+    """Stop a server; its data is kept."""
     place = _place(kind, folder)
     with working(f"stopping {kind}"):
         stopped = brokers.stop(place)
@@ -129,8 +129,8 @@ def stop(kind: KindArgument = "kafka", folder: FolderOption = None, output: Outp
 @app.command()
 @command
 def status(kind: KindArgument = "kafka", folder: FolderOption = None, output: OutputOption = Output.TEXT) -> int:
-    """Whether a server runs and answers, and where (exit 1 if it does not)."""
-    with working(f"asking {kind}"):
+    """Show whether a server is up, and its address (exit code 1 if not)."""
+    with working(f"checking {kind}"):
         found = brokers.status(_place(kind, folder))
     _show(found, output)
     return 0 if found.answering else 1
@@ -165,7 +165,7 @@ def _show(status: Any, output: Output) -> None:
     if status.bootstrap is None:
         say(f"no server was ever started in {status.folder}")
         return
-    state = "answers" if status.answering else "runs and does not answer" if status.running else "is stopped"
+    state = "is up" if status.answering else "is running, but does not answer" if status.running else "is stopped"
     process = f" (process {status.pid})" if status.pid else ""
     say(f"{status.kind} {state}: {status.url}{process}, data in {status.folder}")
     for protocol, address in status.listeners.items():

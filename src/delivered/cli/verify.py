@@ -58,7 +58,7 @@ def verify(
         _show(everything)
         say(f"results: {out}" + (f"; page: {page}" if page.exists() else "") + (f"; runs: {listed}" if listed else ""))
     if not results and not everything:
-        note("no case matches")
+        note("no matching cases")
         return 2
     return worst(everything).exit_code
 
