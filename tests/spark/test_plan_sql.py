@@ -55,7 +55,7 @@ def test_the_columns_of_every_sink_are_held_against_it(spark: SparkSession, tmp_
     def plan(second: list[str]) -> Plan | Refusal:
         return delivered.Pipeline(
             name="orders",
-            guarantee="exactly_once",
+            guarantee="at_least_once",
             checkpoint=tmp_path / "checkpoint",
             source=delivered.log(tmp_path / "in"),
             transform="SELECT CAST(value AS STRING) AS id FROM source",
@@ -72,4 +72,4 @@ def test_the_columns_of_every_sink_are_held_against_it(spark: SparkSession, tmp_
     assert "sizes" in column.reason
     unknown = plan(["idd"])
     assert isinstance(unknown, Refusal)
-    assert (unknown.code, "idd" in unknown.reason) == ("SINK_EXPRESSION", True)
+    assert (unknown.code, "idd" in unknown.reason) == ("SELECT_COLUMN", True)
