@@ -95,7 +95,7 @@ SPELLINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "sqlite": ({"path": "{}/real/s.db", "table": "t"}, {"path": "{}/link/s.db", "table": "T"}),
     "files": ({"path": "{}/real/rows"}, {"path": "{}/link/rows"}),
     "delta": ({"path": "{}/real/rows"}, {"path": "{}/link/rows"}),
-    "postgres": ({"dbtable": "spelt"}, {"dbtable": "public.spelt"}),
+    "postgres": ({"dbtable": "public.spelt"}, {"dbtable": "spelt", "url": "{url}?options=-csearch_path%3Dpublic"}),
     "mysql": ({"dbtable": "spelt"}, {"dbtable": "dev.spelt"}),
 }
 
@@ -110,7 +110,9 @@ def test_another_spelling_is_the_same_target(request: pytest.FixtureRequest, sys
         server = {"url": request.getfixturevalue(system).url, "ifNotExists": "true"}
     connector = import_module(f"delivered.connectors.{system}").CONNECTOR
     one, other = (
-        connector.sink({**server, **{name: value.format(tmp_path) for name, value in options.items()}})
+        connector.sink(
+            {**server, **{name: value.format(tmp_path, url=server.get("url")) for name, value in options.items()}}
+        )
         for options in SPELLINGS[system]
     )
     rig = Rig(one)

@@ -17,7 +17,7 @@ from delivered.audit.reconcile import Seen
 from delivered.audit.reconcile import reconcile as definition
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.spark.frames import keeps_partitions
-from delivered.spark.reconcile import Result, _classified, _side, hashed, reconcile
+from delivered.spark.reconcile import Result, Slots, _classified, _side, hashed, reconcile
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -32,16 +32,18 @@ def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.select(["key", "value"])
 
 
-def frame(spark: SparkSession, records: Sequence[Record], id_sql: str | None, first: int = 0) -> DataFrame:
-    rows = [(key, value, 0, n) for n, (key, value) in enumerate(records, first)]
-    made = spark.createDataFrame(rows, "key string, value string, part int, place long")
-    return hashed(made, canonical, SEED, F.col("part").cast("string"), F.col("place"), id_sql=id_sql)
+def frame(spark: SparkSession, records: Sequence[Record], id_sql: str | None, slots: Slots) -> DataFrame:
+    """The records, in one partition "0" of the source or of the sink."""
+    made = spark.createDataFrame(list(records), "key string, value string").coalesce(1)
+    return hashed(made, canonical, SEED, slots.placed(["0"]), id_sql=id_sql)
 
 
 def audit(
     spark: SparkSession, found: Sequence[Record], sent: Sequence[Record] = SENT, id_sql: str | None = ID, **more: Any
 ) -> Result:
-    return reconcile(frame(spark, sent, id_sql), None, frame(spark, found, id_sql), **more)
+    origins, places = Slots(), Slots()
+    must, there = frame(spark, sent, id_sql, origins), frame(spark, found, id_sql, places)
+    return reconcile(must, None, there, origins, places, **more)
 
 
 def altered(record: Record) -> Record:
@@ -122,27 +124,36 @@ def test_empty_against_empty(spark: SparkSession) -> None:
 
 
 def test_batches_in_progress_may_be_there(spark: SparkSession) -> None:
-    must, ahead = frame(spark, SENT[:10], ID), frame(spark, SENT[10:], ID, first=10)
-    assert reconcile(must, ahead, frame(spark, SENT[:11], ID)).counts == Counts(10, 11, in_progress=1)
-    assert reconcile(must, ahead, frame(spark, SENT[:10], ID)).counts == Counts(10, 10)
-    twice = [*SENT[:11], SENT[10]]
-    assert reconcile(must, ahead, frame(spark, twice, ID)).counts == Counts(10, 12, duplicated=1, in_progress=1)
+    origins = Slots()
+    must, ahead = frame(spark, SENT[:10], ID, origins), frame(spark, SENT[10:], ID, origins)
+
+    def counts(found: list[Record]) -> Counts:
+        places = Slots()
+        return reconcile(must, ahead, frame(spark, found, ID, places), origins, places).counts
+
+    assert counts(SENT[:11]) == Counts(10, 11, in_progress=1)
+    assert counts(SENT[:10]) == Counts(10, 10)
+    assert counts([*SENT[:11], SENT[10]]) == Counts(10, 12, duplicated=1, in_progress=1)
 
 
 def test_one_id_and_one_key_for_everything(spark: SparkSession) -> None:
     """Skew: what would meet in one partition is summed before it travels."""
     rows = 50_000
-    same = spark.range(rows).select(
-        F.lit("hot").alias("key"), F.lit("same").alias("value"), F.lit("0").alias("part"), F.col("id").alias("place")
-    )
-    sent = hashed(same, canonical, SEED, F.col("part"), F.col("place"))
-    result = reconcile(sent, None, sent.limit(rows - 7))
-    assert result.counts == Counts(rows, rows - 7, lost=7)
-    ordered = same.withColumn("value", F.col("place").cast("string"))
-    hot = hashed(ordered, canonical, SEED, F.col("part"), F.col("place"))
-    back = hashed(ordered, canonical, SEED, F.col("part"), F.lit(rows) - F.col("place"))
-    assert reconcile(hot, None, hot).counts == Counts(rows, rows)
-    assert reconcile(hot, None, back).counts == Counts(rows, rows, reordered=rows - 1)
+    slots = Slots()
+    at = slots.placed(["0", "0"])
+
+    def hot(values: DataFrame) -> DataFrame:
+        same = values.select(F.lit("hot").alias("key"), F.col("id").cast("string").alias("value"))
+        return hashed(same, canonical, SEED, at)
+
+    def counts(sent: DataFrame, found: DataFrame) -> Counts:
+        return reconcile(sent, None, found, slots, slots).counts
+
+    one = hot(spark.range(0, rows, 1, 2).select(F.lit(0).alias("id")))
+    assert counts(one, one.limit(rows - 7)) == Counts(rows, rows - 7, lost=7)
+    sent = hot(spark.range(0, rows, 1, 2))
+    assert counts(sent, sent) == Counts(rows, rows)
+    assert counts(sent, hot(spark.range(rows - 1, -1, -1, 2))) == Counts(rows, rows, reordered=rows - 1)
 
 
 def test_fingerprints_are_those_of_the_model(spark: SparkSession) -> None:
@@ -157,23 +168,27 @@ def test_fingerprints_are_those_of_the_model(spark: SparkSession) -> None:
 
 
 def test_bytes_that_are_no_text_do_not_stop_the_report(spark: SparkSession) -> None:
-    rows = [(b"\xff\xfe\x00", b"\x80", "0", 0), (None, None, "0", 1)]
-    made = spark.createDataFrame(rows, "key binary, value binary, part string, place long")
-    sent = hashed(made, canonical, SEED, F.col("part"), F.col("place"))
-    result = reconcile(sent, None, sent.limit(0))
+    made = spark.createDataFrame([(b"\xff\xfe\x00", b"\x80"), (None, None)], "key binary, value binary")
+    slots = Slots()
+    sent = hashed(made.coalesce(1), canonical, SEED, slots.placed(["0"]))
+    result = reconcile(sent, None, sent.limit(0), slots, slots)
     assert result.counts == Counts(2, 0, lost=2)
     assert {s.key for s in result.samples} >= {None}
 
 
 def test_the_job_says_what_the_definition_says(spark: SparkSession) -> None:
     """Hundreds of random small histories in one job: every id is classified as `delivered.audit.reconcile` does."""
+    slots = Slots()
+    slots.placed(["0", "1"])
     for seed in (1, 2):
         sent, found = _histories(random.Random(seed), count=300)
         expected = definition(sent, found)
         rows = _classified(
             _side(_seen(spark, [s for s in sent if not s.in_progress]), "must")
             .unionByName(_side(_seen(spark, [s for s in sent if s.in_progress]), "may"))
-            .unionByName(_side(_seen(spark, found), "there"))
+            .unionByName(_side(_seen(spark, found), "there")),
+            slots,
+            slots,
         ).collect()
         actual = {
             r["id"]: Counts(
@@ -200,7 +215,7 @@ def _histories(rng: random.Random, count: int) -> tuple[list[Seen], list[Seen]]:
     found: list[Seen] = []
     for case in range(count):
         mine = [
-            Seen(f"{case}-{rng.randrange(5)}", rng.randrange(3), None, "0", n, in_progress=rng.random() < 0.1)
+            Seen(f"{case}-{rng.randrange(5)}", rng.randrange(3), None, _somewhere(rng), n, rng.random() < 0.1)
             for n in range(rng.randrange(7))
         ]
         # One key per id, null for some.
@@ -215,17 +230,19 @@ def _histories(rng: random.Random, count: int) -> tuple[list[Seen], list[Seen]]:
         if rng.random() < 0.3:
             rng.shuffle(there)
         sent += mine
-        found += [Seen(s.id, s.value, s.key, "0", n) for n, s in enumerate(there)]
+        found += [Seen(s.id, s.value, s.key, _somewhere(rng), n) for n, s in enumerate(there)]
     return sent, found
 
 
+def _somewhere(rng: random.Random) -> str:
+    return "0" if rng.random() < 0.9 else "1"
+
+
 def _seen(spark: SparkSession, records: list[Seen]) -> DataFrame:
-    rows = [(s.id, 0, s.value, s.value, s.key, None, (s.partition, s.position)) for s in records]
-    schema = (
-        "id string, null_id int, low long, high long, key_hash long, shown string, "
-        "at struct<partition: string, position: long>"
+    rows = [(s.id, 0, s.value, s.value, s.key, None, (int(str(s.partition)) << 33) + s.position) for s in records]
+    return spark.createDataFrame(
+        rows, "id string, null_id int, low long, high long, key_hash long, shown string, at long"
     )
-    return spark.createDataFrame(rows, schema)
 
 
 def test_a_transform_that_moves_rows_is_known(spark: SparkSession) -> None:

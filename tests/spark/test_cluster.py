@@ -62,10 +62,14 @@ def test_the_same_job_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
     source, sink = kafka.topic(2), kafka.topic(2)
     sent = _fill(kafka, source)
     done = subprocess.run(
-        [sys.executable, str(APP), *_arguments(kafka, source, sink, tmp_path / "c"), "--remote", "local[2]"],
+        [
+            *(sys.executable, "-m", "tests.spark.apps.copy_topic"),
+            *(*_arguments(kafka, source, sink, tmp_path / "c"), "--remote", "local[2]"),
+        ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
+        cwd=Path(__file__).parents[2],
         check=False,
         env=os.environ
         | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java_home())},

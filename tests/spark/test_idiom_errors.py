@@ -19,8 +19,6 @@ from delivered.brokers.java import java_home
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-APP = Path(__file__).parent / "apps" / "idiom.py"
-
 CODES = {
     "load: option": "OPTION_UNKNOWN",
     "load: format": "FORMAT_UNKNOWN",
@@ -87,10 +85,11 @@ def test_the_same_over_spark_connect(kafka: Any, tmp_path: Path) -> None:
         "folder": str(tmp_path),
     }
     done = subprocess.run(
-        [sys.executable, str(APP), *(part for k, v in given.items() for part in (f"--{k}", v))],
+        [sys.executable, "-m", "tests.spark.apps.idiom", *(part for k, v in given.items() for part in (f"--{k}", v))],
         capture_output=True,
         text=True,
         timeout=600,
+        cwd=Path(__file__).parents[2],
         check=False,
         env=os.environ
         | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java_home())},

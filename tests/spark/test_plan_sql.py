@@ -47,3 +47,29 @@ def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> 
     column = plan("SELECT map('a', 1) AS id FROM source")
     assert isinstance(column, Refusal), "a column that the sink cannot take"
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_the_columns_of_every_sink_are_held_against_it(spark: SparkSession, tmp_path: Path) -> None:
+    append(str(tmp_path / "in"), pa.table({"key": [b"k"], "value": [b"v"]}))
+
+    def plan(second: list[str]) -> Plan | Refusal:
+        return delivered.Pipeline(
+            name="orders",
+            guarantee="at_least_once",
+            checkpoint=tmp_path / "checkpoint",
+            source=delivered.log(tmp_path / "in"),
+            transform="SELECT CAST(value AS STRING) AS id FROM source",
+            sinks=[
+                delivered.files(tmp_path / "rows", name="rows"),
+                delivered.sqlite(tmp_path / "out.db", table="totals", name="totals", select=second),
+            ],
+        ).plan(spark)
+
+    fine = plan(["id", "length(id) AS size"])
+    assert isinstance(fine, Plan), fine
+    column = plan(["map('a', id) AS sizes"])
+    assert isinstance(column, Refusal), "a column that the second sink cannot take"
+    assert "sizes" in column.reason
+    unknown = plan(["idd"])
+    assert isinstance(unknown, Refusal)
+    assert (unknown.code, "idd" in unknown.reason) == ("SELECT_COLUMN", True)

@@ -50,6 +50,15 @@ class PartitionLine:
     sent_fingerprint: Fingerprint
     delivered_fingerprint: Fingerprint
 
+    def __add__(self, other: PartitionLine) -> PartitionLine:
+        """Both together, under this one's name."""
+        return PartitionLine(
+            self.partition,
+            self.counts + other.counts,
+            self.sent_fingerprint + other.sent_fingerprint,
+            self.delivered_fingerprint + other.delivered_fingerprint,
+        )
+
 
 @dataclass(frozen=True)
 class Fingerprints:

@@ -40,11 +40,11 @@ from delivered.spark.audit_sent import SentRange, sent_range
 from delivered.spark.audit_spec import AuditSpec, BadExpression, expressions
 from delivered.spark.checkpoint import read_view
 from delivered.spark.final_state import check, id_sql, of_state
-from delivered.spark.frames import batches_fit_for, kept_plain, shuffles_fit_for, slice_frame
-from delivered.spark.reconcile import Result, hashed, reconcile
+from delivered.spark.frames import SliceRows, batches_fit_for, kept_plain, shuffles_fit_for
+from delivered.spark.reconcile import Result, Slots, hashed, reconcile
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _ERROR_LENGTH_MAX = 2_000
 NOT_READABLE = "DELIVERED_NOT_READABLE"
@@ -110,7 +110,8 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
         kept = from_arrow_schema(spec.sink.read_back().schema())
         held.enter_context(batches_fit_for(spark, probe.schema, kept))
         held.enter_context(kept_plain(spark))
-        found = _found(spark, spec, scope, probe).persist(StorageLevel.DISK_ONLY)
+        places = Slots()
+        found = _found(spark, spec, scope, probe, places).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
             rows, foreign = _kept(found, spec)
@@ -138,16 +139,16 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
                 sent = read.as_rows(state.rows, scope)
                 sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, mine))
             elif once is not None:
-                coming = read.hashed(spark, scope, [(end or start, planned)], ahead=True)[0] if planned != end else None
+                coming = read.hashed(spark, scope, [(end or start, planned)])[0] if planned != end else None
                 sent, ahead, there = once.sides(mine, coming)
                 ordered = True
             else:
-                sent, ordered = read.hashed(spark, scope, _offsets_of(again, start), ahead=False)
+                sent, ordered = read.hashed(spark, scope, _offsets_of(again, start))
                 there = mine
                 if planned != end:
-                    ahead = read.hashed(spark, scope, [(end or start, planned)], ahead=True)[0]
+                    ahead = read.hashed(spark, scope, [(end or start, planned)])[0]
             with expressions(spec):
-                result = reconcile(sent, ahead, there, spec.samples_max)
+                result = reconcile(sent, ahead, there, read.slots, places, spec.samples_max)
                 if mode.upserts and result.counts.unexpected:
                     undeleted = there.join(state.gone, "id", "left_semi").count()
                 if spec.own is not None and result.counts.lost and "own" in sent.columns:
@@ -228,11 +229,12 @@ def _by_ledger(spec: AuditSpec, incarnation: str, ledger: LedgerAccount, why: st
     )
 
 
-def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) -> DataFrame:
+def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame, places: Slots) -> DataFrame:
     """Everything a reader of the sink sees, as rows for `reconcile`.
 
     Args:
         sent: a frame with the columns that the sink was given.
+        places: gets the slots of these rows.
     """
     source = spec.sink.read_back()
     driver = source.driver()
@@ -241,24 +243,33 @@ def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame) 
         slices = driver.slices(_over(start, spec.sink_from or {}), end)
     finally:
         driver.close()
-    frame = slice_frame(spark, source, slices)
+    frame = SliceRows(spark, source, slices)
     names = _record_columns(spec.sink, sent)
-    missing = [n for n in names if n not in frame.columns]
+    missing = [n for n in names if n not in frame.schema.names]
     if missing:
         raise DeliveredError(
             "AUDIT_COLUMNS",
-            f"The sink {spec.named_sink!r} gives back the columns {frame.columns}; {missing} of the pipeline are not "
-            "among them.",
+            f"The sink {spec.named_sink!r} gives back the columns {frame.schema.names}; {missing} of the pipeline are "
+            "not among them.",
             next_step="audit with the transform that the pipeline ran with",
         )
-    partition, position = _place([c for c in frame.columns if c not in names])
+    # What the system adds to a record says where it stands; elsewhere the order of reading does.
+    added = [c for c in ("offset", "rowid") if c in frame.schema.names and c not in names]
+    at = places.placed([s.partition if added == ["offset"] else "rows" for s in slices])
 
     def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.select(names)
 
     with expressions(spec):
         return hashed(
-            frame, canonical, fingerprint_seed(scope), partition, position, None, spec.id, spec.key, own_sql=spec.own
+            frame,
+            canonical,
+            fingerprint_seed(scope),
+            at,
+            spec.id,
+            spec.key,
+            own_sql=spec.own,
+            position=added[0] if added else None,
         )
 
 
@@ -277,16 +288,6 @@ def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:
     schema = to_arrow_schema(sent.schema, timezone="UTC")
     empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
     return list(sink.records(empty).schema.names)
-
-
-def _place(added: list[str]) -> tuple[Column, Column]:
-    """Partition and position of a record in the sink, from the columns that the system adds to it."""
-    if "offset" in added:
-        partitions = [F.col(c).cast("string") for c in ("topic", "partition") if c in added]
-        return F.concat_ws("-", *partitions), F.col("offset")
-    if "rowid" in added:
-        return F.lit("rows"), F.col("rowid")
-    return F.lit("rows"), F.monotonically_increasing_id()
 
 
 def _start(spec: AuditSpec, read: SentRange) -> tuple[Offsets, str]:

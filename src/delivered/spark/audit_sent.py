@@ -15,12 +15,12 @@ from delivered.model.identity import Scope
 from delivered.spark.audit_dedup import Judged, Once, cut, stretches
 from delivered.spark.audit_spec import AuditSpec, expressions
 from delivered.spark.final_state import FinalState, final_state, id_sql
-from delivered.spark.frames import keeps_partitions, slice_frame
+from delivered.spark.frames import SliceRows, keeps_partitions, slice_frame
 from delivered.spark.offset_metadata import stream_driver
-from delivered.spark.reconcile import hashed
+from delivered.spark.reconcile import Slots, hashed
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
 class SentRange:
@@ -29,6 +29,8 @@ class SentRange:
     def __init__(self, spec: AuditSpec) -> None:
         self._spec = spec
         self._driver = stream_driver(spec.source, spec.checkpoint, writes=False)
+
+        self.slots = Slots()
 
     def initial(self) -> Offsets:
         return self._driver.initial()
@@ -76,35 +78,32 @@ class SentRange:
         return frame.select(key, F.xxhash64(*[f"`{c}`" for c in frame.columns]).alias("low"))
 
     def hashed(
-        self, spark: SparkSession, scope: Scope, ranges: Sequence[tuple[Offsets, Offsets]], ahead: bool
+        self, spark: SparkSession, scope: Scope, ranges: Sequence[tuple[Offsets, Offsets]]
     ) -> tuple[DataFrame, bool]:
         """Rows for `reconcile`, and whether their partition and order are known.
 
         Args:
-            ranges: of the source, one after the other.
+            ranges: of the source, one after the other; in every partition after those of an earlier call.
         """
         spec = self._spec
         slices = [piece for start, end in ranges for piece in self._driver.slices(start, end)]
-        frame = self.frame(spark, slices)
-        ordered = keeps_partitions(frame) if slices else True
-        names = [s.partition or f"slice {i}" for i, s in enumerate(slices)] if ordered else None
-        partition: Column = F.spark_partition_id() if ordered else F.lit("all")
-        # What is ahead stands after what is decided, in every partition.
-        position = F.monotonically_increasing_id() + F.lit((1 << 62) if ahead else 0)
+        rows = SliceRows(spark, spec.source, slices)
+        frame = rows if spec.transform is None else self.frame(spark, slices)
+        ordered = not slices or isinstance(frame, SliceRows) or keeps_partitions(frame)
+        names = [s.partition or f"slice {i}" for i, s in enumerate(slices)]
+        at = self.slots.placed(names) if ordered else self.slots.unplaced("all")
         with expressions(spec):
-            rows = hashed(
+            hashes = hashed(
                 frame,
                 spec.sink.records,
                 fingerprint_seed(scope),
-                partition,
-                position,
-                names or None,
+                at,
                 spec.id,
                 spec.key,
                 own_sql=spec.own,
             )
         # Without a known order the key is dropped, so that none is judged.
-        return (rows if ordered else rows.withColumn("key_hash", F.lit(None).cast("long"))), ordered
+        return (hashes if ordered else hashes.withColumn("key_hash", F.lit(None).cast("long"))), ordered
 
     def final(
         self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets, once: Once | None
@@ -131,7 +130,7 @@ class SentRange:
         spec = self._spec
         seed = fingerprint_seed(scope)
         with expressions(spec):
-            rows = hashed(state, spec.sink.records, seed, F.lit(partition), F.lit(0), None, spec.id)
+            rows = hashed(state, spec.sink.records, seed, self.slots.unplaced(partition), spec.id)
         return rows.withColumn("key_hash", F.lit(None).cast("long"))
 
 

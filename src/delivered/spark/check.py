@@ -28,17 +28,13 @@ _CLASS = re.compile(r"^\[([A-Z_.]+)\]\s*")
 
 
 def checked_transform(pipeline: Pipeline, spark: SparkSession) -> tuple[Finding, ...]:
-    """What is wrong with SQL and columns. Reads no record; a transform in Python is not run.
-
-    Several sinks and dedup change what arrives: then only the SQL is checked.
-    """
+    """What is wrong with SQL and columns, of each sink. Reads no record; a transform in Python is not run."""
     if pipeline.source.is_spark_own or pipeline.transform.kind not in ("none", "sql"):
         return ()
     try:
         source = planned(pipeline.source.source()).schema()
-        columns = _result(pipeline, spark, source)
-        if len(pipeline.sinks) == 1 and pipeline.dead_letter is None:
-            without_async(pipeline.sinks[0]).sink().check_schema(columns)
+        for endpoint, columns in zip(pipeline.sinks, _results(pipeline, spark, source), strict=True):
+            without_async(endpoint).sink().check_schema(columns)
     except UsageError as error:
         return (Finding.refusal(error),)
     except DeliveredError:
@@ -46,8 +42,8 @@ def checked_transform(pipeline: Pipeline, spark: SparkSession) -> tuple[Finding,
     return ()
 
 
-def _result(pipeline: Pipeline, spark: SparkSession, source: pa.Schema) -> pa.Schema:
-    """Columns of the rows that reach the first sink.
+def _results(pipeline: Pipeline, spark: SparkSession, source: pa.Schema) -> list[pa.Schema]:
+    """Columns of the rows that reach each sink.
 
     Raises:
         UsageError: the SQL, or what the sink selects, does not fit the columns.
@@ -57,9 +53,8 @@ def _result(pipeline: Pipeline, spark: SparkSession, source: pa.Schema) -> pa.Sc
         if pipeline.transform.kind == "sql":
             with _view(spark, frame):
                 frame = spark.sql(pipeline.transform.sql)
-        if len(pipeline.sinks) == 1:
-            frame = projected(frame, pipeline.sinks[0].projection)
-        return to_arrow_schema(frame.schema, timezone="UTC")
+        frames = [projected(frame, s.projection) for s in pipeline.sinks]
+        return [to_arrow_schema(f.schema, timezone="UTC") for f in frames]
     except (AnalysisException, ParseException) as error:
         raise _invalid(error, pipeline.transform.sql, source) from None
 

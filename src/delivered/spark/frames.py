@@ -56,22 +56,37 @@ _SHUFFLE_ROWS = 200_000
 _SHUFFLE_PARTITIONS_MAX = 10_000
 _PACKED = "spark.sql.inMemoryColumnarStorage.compressed"
 
+Mapper = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]
+
 _OPERATOR = re.compile(r"^[\s:+*|-]*(?:\(\d+\)\s*)?([A-Za-z]+)")
 
 
+class SliceRows:
+    """Every record of `slices`, not read yet. Classic sessions and Spark Connect."""
+
+    def __init__(self, spark: SparkSession, source: Source, slices: Sequence[Slice]) -> None:
+        self._spark, self._source, self._slices = spark, planned(source), list(slices)
+        self.schema = from_arrow_schema(self._source.schema())
+
+    def mapInArrow(self, function: Mapper, schema: StructType) -> DataFrame:  # noqa: N802
+        """As that of a DataFrame, in the process that reads: the records do not become rows of the JVM in between."""
+        if not self._slices:
+            return self._spark.createDataFrame([], schema)
+        reading = _reader(self._source, self._slices, to_arrow_schema(self.schema, timezone="UTC"))
+
+        def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            return function(reading(numbers))
+
+        return self._spark.range(0, len(self._slices), 1, len(self._slices)).mapInArrow(read, schema)
+
+
 def slice_frame(spark: SparkSession, source: Source, slices: Sequence[Slice]) -> DataFrame:
-    """Every record of `slices`, read on the executors. Classic sessions and Spark Connect."""
-    source = planned(source)
-    schema = from_arrow_schema(source.schema())
-    if not slices:
-        return spark.createDataFrame([], schema)
-    reading = _reader(source, list(slices), to_arrow_schema(schema, timezone="UTC"))
-    return spark.range(0, len(slices), 1, len(slices)).mapInArrow(reading, schema)
+    """Every record of `slices`, read on the executors."""
+    rows = SliceRows(spark, source, slices)
+    return rows.mapInArrow(lambda batches: batches, rows.schema)
 
 
-def _reader(
-    source: Source, slices: list[Slice], schema: pa.Schema
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def _reader(source: Source, slices: list[Slice], schema: pa.Schema) -> Mapper:
     def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in numbers:
             for number in batch.column(0).to_pylist():

@@ -3,6 +3,10 @@
 Says the same as `delivered.audit.reconcile`, which defines the classes; a test holds the two together. One pass over
 each side; then three shuffles: by (id, value), by id, and by key for the order. Both sides are put under each other and
 counted instead of joined: an id that occurs a million times is summed before it is sent, and null ids need no care.
+
+All that is summed or compared is a 64-bit number: Spark aggregates numbers in a hash table, and sorts all rows for a
+text or a struct. So a record's place is one number, `at`: the slot of the slice that it was read in, then its row in
+there. What a person wants to see of the few damaged records is looked up for these afterwards.
 """
 
 from __future__ import annotations
@@ -15,26 +19,30 @@ import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
-from pyspark.sql.types import LongType, StringType, StructField, StructType
+from pyspark.sql.types import LongType, StructField, StructType
 from pyspark.sql.window import Window
 
 from delivered.audit.classes import Counts, Damage
 from delivered.audit.report import PartitionLine, Sample
 from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
+from delivered.spark.frames import Mapper, SliceRows
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column, DataFrame, Row
 
 PARTITIONS_MAX = 1_000
 """Source partitions that are reported one by one."""
 
 _OWN = "__delivered_"
-_LOW, _HIGH, _OTHER = f"{_OWN}low", f"{_OWN}high", f"{_OWN}other"
-_PARTITION, _POSITION = f"{_OWN}partition", f"{_OWN}position"
+_LOW, _HIGH, _OTHER, _POSITION = (f"{_OWN}{name}" for name in ("low", "high", "other", "position"))
 _SHOWN_LENGTH = 64
 _LIMBS = ((0, 24), (24, 24), (48, 16))
 """A 64-bit hash is summed in three parts of at most 24 bits: no overflow below 2**39 records."""
+
+_SUMS = [f"{side}_{name}_{start}" for side in ("must", "there") for name in ("low", "high") for start, _ in _LIMBS]
+_ROW_BITS = 33
+"""Of `at`, those of `monotonically_increasing_id` that count rows; above them stands the slot."""
 
 Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
 
@@ -57,42 +65,31 @@ class Result:
 
 
 def hashed(
-    frame: DataFrame,
+    frame: DataFrame | SliceRows,
     canonical: Canonical,
     seed: int,
-    partition: Column,
-    position: Column,
-    partition_names: Sequence[str] | None = None,
+    at: Column,
     id_sql: str | None = None,
     key_sql: str | None = None,
     *,
     own_sql: str | None = None,
+    position: str | None = None,
 ) -> DataFrame:
     """One small row per record: id, value's hash, key's hash, where it stood.
 
     Args:
         canonical: rows of `frame` as a reader of the sink finds them.
-        partition, position: where a record stands, over the columns of `frame`. The partition is a number into
-            `partition_names` if these are given, else any text.
+        at: where a record stands: from `Slots`.
         id_sql, key_sql: SQL over the canonical columns. No id: the whole record.
         own_sql: the same, true for records of this pipeline: a column `own` says for which.
+        position: column of `frame` by which a person finds the record: kept as `position`.
     """
     arrow = to_arrow_schema(frame.schema, timezone="UTC")
     empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in arrow], schema=arrow)
     records = from_arrow_schema(canonical(empty).schema)
-    own = [
-        StructField(_LOW, LongType()),
-        StructField(_HIGH, LongType()),
-        StructField(_OTHER, LongType()),
-        StructField(_PARTITION, StringType()),
-        StructField(_POSITION, LongType()),
-    ]
-    schema = StructType([*records.fields, *own])
-    placed = frame.select("*", partition.alias(_PARTITION), position.cast("long").alias(_POSITION))
-    hashing = _hasher(
-        canonical, seed, list(partition_names) if partition_names else None, to_arrow_schema(schema, timezone="UTC")
-    )
-    rows = placed.mapInArrow(hashing, schema)
+    own = [_LOW, _HIGH, _OTHER, *([_POSITION] if position is not None else [])]
+    schema = StructType([*records.fields, *(StructField(name, LongType()) for name in own)])
+    rows = frame.mapInArrow(_hasher(canonical, seed, position, to_arrow_schema(schema, timezone="UTC")), schema)
     whole = F.lower(F.concat(F.lpad(F.hex(_LOW), 16, "0"), F.lpad(F.hex(_OTHER), 16, "0")))
     named = F.expr(id_sql).cast("string") if id_sql else F.lit(None).cast("string")
     key_sql = key_sql or ("key" if "key" in records.names else None)
@@ -106,35 +103,26 @@ def hashed(
         F.substring(F.expr(f"make_valid_utf8(cast(({key_sql}) as string))"), 1, _SHOWN_LENGTH).alias("shown")
         if key_sql
         else key.alias("shown"),
-        F.struct(F.col(_PARTITION).alias("partition"), F.col(_POSITION).alias("position")).alias("at"),
+        at.cast("long").alias("at"),
+        *([F.col(_POSITION).alias("position")] if position is not None else []),
         *([F.coalesce(F.expr(own_sql).cast("boolean"), F.lit(False)).alias("own")] if own_sql is not None else []),
     )
 
 
-def _hasher(
-    canonical: Canonical, seed: int, partition_names: list[str] | None, schema: pa.Schema
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def _hasher(canonical: Canonical, seed: int, position: str | None, schema: pa.Schema) -> Mapper:
     import numpy as np
 
     def hash_all(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            place = batch.select([_PARTITION, _POSITION])
-            records = canonical(batch.drop_columns([_PARTITION, _POSITION]))
+            records = canonical(batch)
             hashes = record_hashes(records, seed)
             low, high = lanes(hashes)
-            partition = place.column(0)
-            if partition_names is not None:
-                partition = pa.array(
-                    [partition_names[i] if i < len(partition_names) else "?" for i in partition.to_pylist()],
-                    pa.string(),
-                )
             own = {
                 _LOW: pa.array(low.view(np.int64)),
                 _HIGH: pa.array(high.view(np.int64)),
                 # A second, independent hash: 128 bits tell records apart, 64 would meet themselves by chance.
                 _OTHER: pa.array(record_hashes(records, ~seed).view(np.int64)),
-                _PARTITION: partition.cast(pa.string()),
-                _POSITION: place.column(1),
+                **({_POSITION: batch.column(position).cast(pa.int64())} if position is not None else {}),
             }
             columns = [*records.columns, *own.values()]
             yield fitted(pa.RecordBatch.from_arrays(columns, names=[*records.schema.names, *own]), schema)
@@ -142,44 +130,84 @@ def _hasher(
     return hash_all
 
 
-def reconcile(sent: DataFrame, ahead: DataFrame | None, found: DataFrame, samples_max: int = 20) -> Result:
+class Slots:
+    """What the slots of `at` are: the partition, of the source or of the sink, that each slice was read of.
+
+    Rows of one slot stand in their order, slots of one partition in theirs.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def placed(self, names: Sequence[str]) -> Column:
+        """Where the rows of a frame stand whose partition i is a slice of `names[i]`. Slots of later calls follow."""
+        first = len(self._names)
+        self._names += names
+        return F.monotonically_increasing_id() + F.lit(first << _ROW_BITS)
+
+    def unplaced(self, name: str) -> Column:
+        """The same for all rows of a frame that moved them: one place in `name`."""
+        self._names.append(name)
+        return F.lit((len(self._names) - 1) << _ROW_BITS)
+
+    def name(self, slot: int | None) -> str:
+        """The partition of a slot; "-" for what was never sent."""
+        return "-" if slot is None else self._names[slot] if slot < len(self._names) else "?"
+
+    def shown(self, at: int | None, position: int | None = None) -> str | None:
+        if at is None:
+            return None
+        return f"{self.name(at >> _ROW_BITS)} @ {at & ((1 << _ROW_BITS) - 1) if position is None else position}"
+
+    def partition(self, at: Column) -> Column:
+        """A number for each partition."""
+        slot = F.shiftright(at, _ROW_BITS).cast("int")
+        if len(set(self._names)) == len(self._names):
+            return slot
+        first: dict[str, int] = {}
+        numbers = [first.setdefault(name, i) for i, name in enumerate(self._names)]
+        return F.get(F.lit(numbers), slot)
+
+
+def reconcile(
+    sent: DataFrame,
+    ahead: DataFrame | None,
+    found: DataFrame,
+    origins: Slots,
+    places: Slots,
+    samples_max: int = 20,
+) -> Result:
     """Classify every record.
 
     Args:
         sent: from `hashed`: what must be in the sink.
         ahead: what may be in the sink: of batches that began and are not decided yet.
         found: what is in the sink.
+        origins: slots of `sent` and `ahead`.
+        places: slots of `found`.
         samples_max: damaged records brought to the driver, per class.
     """
     both = _side(sent, "must").unionByName(_side(found, "there"))
     if ahead is not None:
         both = both.unionByName(_side(ahead, "may"))
-    classified = _classified(both).persist(StorageLevel.DISK_ONLY)
+    classified = _classified(both, origins, places).persist(StorageLevel.DISK_ONLY)
     try:
-        per_partition = _per_partition(classified)
-        rows = per_partition.orderBy("partition").limit(PARTITIONS_MAX + 1).collect()
-        left_off = 0
-        total_rows = rows
-        if len(rows) > PARTITIONS_MAX:
-            left_off = per_partition.count() - PARTITIONS_MAX
-            total_rows = (
-                per_partition.withColumn("partition", F.lit("all"))
-                .groupBy("partition")
-                .agg(*[F.sum(c).alias(c) for c in per_partition.columns if c != "partition"])
-                .collect()
-            )
-        lines = [_line(r.asDict()) for r in rows[:PARTITIONS_MAX]]
-        totals = [_line(r.asDict()) for r in total_rows]
-        counts = sum((t.counts for t in totals), Counts())
-        samples = [s for d in Damage if counts.of(d) for s in _samples(classified, d, samples_max)]
+        lines: dict[str, PartitionLine] = {}
+        null_ids = 0
+        for row in _per_slot(classified).collect():
+            line = _line(origins.name(row["slot"]), row.asDict())
+            lines[line.partition] = line + lines[line.partition] if line.partition in lines else line
+            null_ids += int(row["null_ids"] or 0)
+        counts = sum((line.counts for line in lines.values()), Counts())
+        damaged = [(d, r) for d in Damage if counts.of(d) for r in _damaged(classified, d, samples_max)]
         return Result(
             counts=counts,
-            partitions=tuple(lines),
-            samples=tuple(samples),
-            sent=sum((t.sent_fingerprint for t in totals), Fingerprint()),
-            delivered=sum((t.delivered_fingerprint for t in totals), Fingerprint()),
-            null_ids=sum(int(r["null_ids"] or 0) for r in total_rows),
-            partitions_left_off=left_off,
+            partitions=tuple(lines[name] for name in sorted(lines)[:PARTITIONS_MAX]),
+            samples=_samples(damaged, sent, found, origins, places),
+            sent=sum((line.sent_fingerprint for line in lines.values()), Fingerprint()),
+            delivered=sum((line.delivered_fingerprint for line in lines.values()), Fingerprint()),
+            null_ids=null_ids,
+            partitions_left_off=max(0, len(lines) - PARTITIONS_MAX),
         )
     finally:
         classified.unpersist()
@@ -187,36 +215,34 @@ def reconcile(sent: DataFrame, ahead: DataFrame | None, found: DataFrame, sample
 
 def _side(frame: DataFrame, side: str) -> DataFrame:
     """Rows of one side, with a 1 in its own column."""
-    origin = side != "there"
-    nowhere = F.lit(None).cast(frame.schema["at"].dataType)
+    is_sent = side != "there"
+    nothing = F.lit(None).cast("long")
     return frame.select(
         "id",
         "null_id",
         "low",
         "high",
-        "shown",
         # Order is judged by the key that was sent.
-        (F.col("key_hash") if origin else F.lit(None).cast("long")).alias("key_hash"),
+        (F.col("key_hash") if is_sent else nothing).alias("key_hash"),
         *[F.lit(int(side == name)).cast("long").alias(name) for name in ("must", "may", "there")],
-        (F.col("at") if origin else nowhere).alias("origin"),
-        (F.col("at") if not origin else nowhere).alias("place"),
+        (F.col("at") if is_sent else nothing).alias("origin"),
+        (F.col("at") if not is_sent else nothing).alias("place"),
     )
 
 
-def _classified(both: DataFrame) -> DataFrame:
-    # Numbers first: rows are sorted by what they are grouped by, and ids often begin alike.
+def _classified(both: DataFrame, origins: Slots, places: Slots) -> DataFrame:
     by_value = both.groupBy("low", "id").agg(
         F.min("high").alias("high"),
         *[F.sum(c).alias(c) for c in ("must", "may", "there", "null_id")],
-        *[F.min(c).alias(c) for c in ("shown", "key_hash", "origin", "place")],
+        *[F.min(c).alias(c) for c in ("key_hash", "origin", "place")],
     )
     must, may, there = F.col("must"), F.col("may"), F.col("there")
     zero = F.lit(0).cast("long")
     surplus = F.greatest(there - must - may, zero)
     was_sent = (must + may) > 0
-    by_id = by_value.groupBy(F.xxhash64("id").alias("id_hash"), "id").agg(
+    by_id = by_value.groupBy("id").agg(
         *[F.sum(c).alias(c) for c in ("must", "may", "there", "null_id")],
-        *[F.min(c).alias(c) for c in ("shown", "key_hash", "origin", "place")],
+        *[F.min(c).alias(c) for c in ("key_hash", "origin", "place")],
         F.sum(F.greatest(must - there, zero)).alias("missing"),
         F.sum(F.least(F.greatest(there - must, zero), may)).alias("in_progress"),
         F.sum(F.when(was_sent, surplus).otherwise(zero)).alias("known"),
@@ -233,19 +259,26 @@ def _classified(both: DataFrame) -> DataFrame:
     altered = F.least("missing", "foreign")
     rest = F.col("foreign") - altered
     known_id = (must + may) > 0
-    compared = F.col("origin").isNotNull() & F.col("place").isNotNull()
+    origin, place = F.col("origin"), F.col("place")
+    compared = origin.isNotNull() & place.isNotNull()
     # Records without a key have no order; spread over the cluster they must not meet in one partition.
     same_key = (
-        Window.partitionBy(
-            F.coalesce("key_hash", F.xxhash64("id")), F.col("origin.partition"), F.col("place.partition")
-        )
-        .orderBy("place.position", "origin.position")
+        Window.partitionBy(F.coalesce("key_hash", F.xxhash64("id")), origins.partition(origin), places.partition(place))
+        .orderBy("place", "origin")
         .rowsBetween(Window.unboundedPreceding, -1)
     )
-    newest = F.max(F.when(compared, F.col("origin.position"))).over(same_key)
-    late = compared & F.col("key_hash").isNotNull() & (newest > F.col("origin.position"))
+    newest = F.max(F.when(compared, origin)).over(same_key)
+    late = compared & F.col("key_hash").isNotNull() & (newest > origin)
     return by_id.select(
-        "*",
+        "id",
+        "must",
+        "may",
+        "there",
+        "null_id",
+        "origin",
+        "place",
+        "in_progress",
+        *_SUMS,
         altered.alias("altered"),
         (F.col("missing") - altered).alias("lost"),
         (F.col("known") + F.when(known_id, rest).otherwise(zero)).alias("duplicated"),
@@ -254,22 +287,21 @@ def _classified(both: DataFrame) -> DataFrame:
     )
 
 
-def _per_partition(classified: DataFrame) -> DataFrame:
-    limbs = [f"{s}_{n}_{start}" for s in ("must", "there") for n in ("low", "high") for start, _ in _LIMBS]
-    names = ["must", "there", "in_progress", *[d.value for d in Damage], *limbs]
-    return classified.groupBy(F.coalesce("origin.partition", F.lit("-")).alias("partition")).agg(
+def _per_slot(classified: DataFrame) -> DataFrame:
+    names = ["must", "there", "in_progress", *[d.value for d in Damage], *_SUMS]
+    return classified.groupBy(F.shiftright("origin", _ROW_BITS).cast("int").alias("slot")).agg(
         *[F.sum(n).alias(n) for n in names], F.sum("null_id").alias("null_ids")
     )
 
 
-def _line(row: dict[str, Any]) -> PartitionLine:
+def _line(partition: str, row: dict[str, Any]) -> PartitionLine:
     counts = Counts(
         sent=row["must"],
         delivered=row["there"],
         in_progress=row["in_progress"],
         **{d.value: row[d.value] for d in Damage},
     )
-    return PartitionLine(row["partition"], counts, _fingerprint(row, "must"), _fingerprint(row, "there"))
+    return PartitionLine(partition, counts, _fingerprint(row, "must"), _fingerprint(row, "there"))
 
 
 def _fingerprint(row: dict[str, Any], side: str) -> Fingerprint:
@@ -280,19 +312,42 @@ def _fingerprint(row: dict[str, Any], side: str) -> Fingerprint:
     return Fingerprint(int(row[side]), low, high)
 
 
-def _samples(classified: DataFrame, damage: Damage, samples_max: int) -> list[Sample]:
-    rows = (
+def _damaged(classified: DataFrame, damage: Damage, samples_max: int) -> list[Row]:
+    return (
         classified.filter(F.col(damage.value) > 0)
         .orderBy(F.col("origin").asc_nulls_last(), F.col("place").asc_nulls_last(), "id")
-        .select("id", "shown", "origin", "place", "must", "may", "there")
+        .select("id", "origin", "place", "must", "may", "there")
         .limit(samples_max)
         .collect()
     )
-    return [
-        Sample(damage, r["id"], r["shown"], _at(r["origin"]), _at(r["place"]), r["must"] + r["may"], r["there"])
-        for r in rows
-    ]
 
 
-def _at(place: Any) -> str | None:
-    return None if place is None else f"{place['partition']} @ {place['position']}"
+def _samples(
+    damaged: Sequence[tuple[Damage, Row]], sent: DataFrame, found: DataFrame, origins: Slots, places: Slots
+) -> tuple[Sample, ...]:
+    """Damaged records with the key that a person knows, and where the sink has them."""
+    there = _looked_up(found, [r["id"] for _, r in damaged if r["there"]])
+    gone = _looked_up(sent, [r["id"] for _, r in damaged if not r["there"]])
+    return tuple(
+        Sample(
+            damage,
+            r["id"],
+            (there if r["there"] else gone).get(r["id"], (None, None))[0],
+            origins.shown(r["origin"]),
+            places.shown(r["place"], there.get(r["id"], (None, None))[1]),
+            r["must"] + r["may"],
+            r["there"],
+        )
+        for damage, r in damaged
+    )
+
+
+def _looked_up(frame: DataFrame, ids: Sequence[str]) -> dict[str, tuple[str | None, int | None]]:
+    """Of a few ids the key, and the position of the first copy if rows of this side have one."""
+    if not ids:
+        return {}
+    wanted = frame.sparkSession.createDataFrame([(i,) for i in sorted(set(ids))], "id string")
+    position = F.min_by("position", "at") if "position" in frame.columns else F.lit(None).cast("long")
+    found = frame.join(F.broadcast(wanted), "id", "left_semi").groupBy("id")
+    rows = found.agg(F.min("shown").alias("shown"), position.alias("position")).collect()
+    return {r["id"]: (r["shown"], r["position"]) for r in rows}

@@ -17,8 +17,12 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--remote", help="Spark Connect, for instance local[2]")
     given = parser.parse_args()
-    builder = SparkSession.builder.appName("copy")
-    spark = (builder.remote(given.remote) if given.remote else builder).getOrCreate()
+    if given.remote:
+        from tests.spark.apps.connect import connected
+
+        spark = connected(given.remote)
+    else:
+        spark = SparkSession.builder.appName("copy").getOrCreate()
     delivered.register(spark)
     query = (
         spark.readStream.format("delivered_kafka")

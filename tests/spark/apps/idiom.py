@@ -106,13 +106,13 @@ def texts(spark: SparkSession, idiom: Idiom) -> dict[str, str]:
 
 
 def main() -> None:
-    from pyspark.sql import SparkSession
+    from tests.spark.apps.connect import connected
 
     parser = argparse.ArgumentParser()
     for name in ("remote", "bootstrap", "source", "sink", "folder"):
         parser.add_argument(f"--{name}", required=True)
     given = parser.parse_args()
-    spark = SparkSession.builder.remote(given.remote).getOrCreate()
+    spark = connected(given.remote)
     delivered.register(spark)
     idiom = Idiom(given.bootstrap, given.source, given.sink, given.folder)
     found = texts(spark, idiom)

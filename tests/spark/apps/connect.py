@@ -1,0 +1,31 @@
+"""Spark Connect in this process and a JVM of its own, on a port of its own."""
+
+from __future__ import annotations
+
+import faulthandler
+from typing import TYPE_CHECKING
+
+from pyspark.sql import SparkSession
+
+from delivered.brokers.process import free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_HANGS_AFTER_S = 540
+
+
+def connected(master: str) -> SparkSession:
+    """A session over Connect to a server that is started here; a process that hangs ends, and says where it stood.
+
+    PySpark starts the server at 15002, and no option tells its client of another port: a second one on
+    the machine, of another test run, fails with a BindException. It would also listen on every address.
+    """
+    from pyspark.sql.connect.client import DefaultChannelBuilder
+
+    faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True)
+    (port,) = free_ports(1)
+    at_port: Callable[[], int] = lambda: port  # noqa: E731
+    DefaultChannelBuilder.default_port = staticmethod(at_port)  # type: ignore[method-assign]
+    builder = SparkSession.builder.remote(master).config("spark.connect.grpc.binding.port", str(port))
+    return builder.config("spark.connect.grpc.binding.address", "127.0.0.1").getOrCreate()
