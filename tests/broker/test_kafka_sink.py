@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows, wait_for
-from tests.broker.source_help import read_all
 from tests.kafka_tools import read_committed
+from tests.support.scans import scanned_table
 
 from delivered.connectors.kafka import CONNECTOR, librdkafka, warm
 from delivered.engine.shard import write_shard
@@ -83,7 +83,7 @@ def test_every_kind_of_record_reads_back_with_the_same_fingerprint(rig: Rig, eit
     sink = rig.sink
     send(rig, guarantee, batch, batch.slice(2, 3), sliced)
     wanted = [sink.records(b) for b in (batch, batch.slice(2, 3), sliced)]
-    back = read_all(sink.read_back()).select(["key", "value", "headers"]).combine_chunks()
+    back = scanned_table(sink).select(["key", "value", "headers"]).combine_chunks()
     assert back.num_rows == 6 + 3 + 300
     total = sum((fingerprint(b, 7) for b in wanted), Fingerprint())
     assert sum((fingerprint(b, 7) for b in back.to_batches()), Fingerprint()) == total

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.scans import scanned_table
 from tests.support.sinks import SCHEMA, Rig, offsets, rows
 
 from delivered.connectors.postgres import CONNECTOR, encode
@@ -80,10 +81,7 @@ def write(sink: Any, batches: list[pa.RecordBatch], guarantee: Guarantee = Guara
 
 
 def read(sink: Any) -> pa.Table:
-    source = sink.read_back()
-    driver = source.driver()
-    found = [b for piece in driver.slices(*driver.batch()) for b in source.read(piece)]
-    return pa.Table.from_batches(found, schema=source.schema())
+    return scanned_table(sink)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -561,8 +559,7 @@ def test_reading_back_in_many_pages_and_partitions(postgres: Postgres, monkeypat
     sink = postgres.sink(table)
     batch = pa.record_batch({"n": pa.array(range(10_000)), "t": pa.array(['x,"\n' * (i % 9) for i in range(10_000)])})
     write(sink, [batch])
-    driver = sink.read_back().driver()
-    assert len(driver.slices(*driver.batch())) > 10
+    assert len(sink.scan().slices()) > 10
     assert read(sink).sort_by("n").to_pylist() == batch.to_pylist()
 
 

@@ -15,6 +15,7 @@ from tests.broker.send_help import killed_and_started_again, writer
 from tests.broker.test_pulsar_schemas import record, registers, told
 from tests.broker.test_pulsar_sink import ids, sink, taken
 from tests.broker.test_pulsar_source import read_all, source
+from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 
 from delivered.contract.powers import ready_target
@@ -63,11 +64,8 @@ def write(made: Any, rows: pa.RecordBatch) -> None:
 
 def read_back(made: Any) -> Fingerprint:
     """Of what the audit finds."""
-    kept = made.read_back()
-    assert kept.schema().field("value").type == pa.binary()
-    driver = kept.driver()
-    seen = [b.select(["key", "value"]) for piece in driver.slices(*driver.batch()) for b in kept.read(piece)]
-    return sum((fingerprint(b, 1) for b in seen), Fingerprint())
+    assert made.scan().schema().field("value").type == pa.binary()
+    return sum((fingerprint(b.select(["key", "value"]), 1) for b in scanned(made)), Fingerprint())
 
 
 def versions(pulsar: Pulsar, topic: str) -> list[Any]:

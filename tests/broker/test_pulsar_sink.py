@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import ROWS, SCHEMA, exactly_once_is_refused, killed_and_started_again, rows, writer
+from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
@@ -77,9 +78,7 @@ def test_columns_become_what_a_message_has(pulsar: Pulsar, tmp_path: Path) -> No
     assert found[b"a"]["partition"] == found[b"d"]["partition"] == 99162322 % 4, "not where Java's client puts the key"
     assert [h for h in found[b"a"]["headers"] if h["key"] == "h"] == [{"key": "h", "value": b"x"}]
     assert found[b"a"]["native"]["event_time"] == at
-    driver = made.read_back().driver()
-    back = [b for piece in driver.slices(*driver.batch()) for b in made.read_back().read(piece)]
-    table = pa.Table.from_batches(back).select(["key", "value"])
+    table = pa.Table.from_batches(scanned(made)).select(["key", "value"])
     seen, sent = (Counter(map(str, t.to_pylist())) for t in (table, made.records(batch)))
     assert seen == sent
     for wrong in (

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.support.scans import scanned
 
 from delivered import brokers
 from delivered.brokers import rocketmq as server
@@ -96,9 +97,7 @@ def test_good_credentials_work_and_others_are_refused(tmp_path: Path, monkeypatc
         sink = find_sink("rocketmq", {**transactions, **good})
         prepared = Prepared(0, 0, Fingerprint(2), written(sink, Guarantee.EXACTLY_ONCE))
         assert sink.committer(WORK.scope).commit(WORK, prepared) == Ok(None)
-        source = sink.read_back()
-        driver = source.driver()
-        rows = [r for piece in driver.slices(*driver.batch()) for b in source.read(piece) for r in b.to_pylist()]
+        rows = [r for b in scanned(sink) for r in b.to_pylist()]
         assert sorted(r["value"] for r in rows) == [b"a", b"b"]
         written(find_sink("rocketmq", {**plain, **good}), Guarantee.AT_LEAST_ONCE)
         receiver = RocketmqReceiver(parse({**received, **good}))

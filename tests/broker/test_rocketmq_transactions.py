@@ -23,6 +23,7 @@ import pytest
 from tests.broker.send_help import killed_and_started_again
 from tests.broker.test_rocketmq_sink import taken
 from tests.support.embedded_pipeline import PIPELINE
+from tests.support.scans import scanned
 from tests.support.servers import Rocketmq
 from tests.support.zygote import Zygote
 
@@ -66,10 +67,7 @@ class Rig:
         return Prepared(shard, 0, Fingerprint(rows), writer.prepare(Fingerprint(rows)))
 
     def shown(self) -> Counter[bytes]:
-        source = self.sink.read_back()
-        driver = source.driver()
-        batches = [b for piece in driver.slices(*driver.batch()) for b in source.read(piece)]
-        return Counter(v for b in batches for v in b.column("value").to_pylist())
+        return Counter(v for b in scanned(self.sink) for v in b.column("value").to_pylist())
 
     def once(self, rows: int = ROWS, batch: int = 0, shard: int = 0) -> Counter[bytes]:
         return Counter(b"%d/%d/%d" % (batch, shard, n) for n in range(rows))
@@ -288,12 +286,9 @@ def test_a_kill_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, zyg
 
     kills = 0
     made: Any = find_sink("rocketmq", options)
-    source = made.read_back()
 
     def shown() -> Counter[bytes]:
-        driver = source.driver()
-        batches = [b for piece in driver.slices(*driver.batch()) for b in source.read(piece)]
-        return Counter(v for b in batches for v in b.column("value").to_pylist())
+        return Counter(v for b in scanned(made) for v in b.column("value").to_pylist())
 
     while run(kills) != 0:
         kills += 1

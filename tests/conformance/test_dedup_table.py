@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.support.dedup import by_key, hashed, once, with_helpers
+from tests.support.scans import scanned
 from tests.support.sinks import SCHEMA, SINKS
 
 from delivered.engine.context import Context
@@ -80,16 +81,9 @@ class Once:
         return decision
 
     def there(self) -> Counter[str]:
-        source = self.sink.read_back()
-        driver = source.driver()
-        found = Counter(
-            v.decode()
-            for piece in driver.slices(*driver.batch())
-            for b in source.read(piece)
-            for v in b.column(b.schema.get_field_index("value")).to_pylist()
+        return Counter(
+            v.decode() for b in scanned(self.sink) for v in b.column(b.schema.get_field_index("value")).to_pylist()
         )
-        driver.close()
-        return found
 
     def known(self, batch: int, *keys: str) -> set[str]:
         memory = self.sink.key_memory(self.scope)

@@ -16,6 +16,7 @@ import pytest
 from deltalake import DeltaTable
 from tests.crash.test_sqlite_crash import BATCHES, PARTITIONS, RECORDS, World, log, points
 from tests.support.embedded_pipeline import PIPELINE
+from tests.support.scans import scanned
 from tests.support.zygote import Zygote
 
 from delivered.connectors.delta import CONNECTOR
@@ -61,10 +62,8 @@ class TableWorld(World):
         assert isinstance(self.sink.committer(Scope(PIPELINE, self.sink.name, "other")).abort_orphans(()), Ok)
 
     def read_back(self) -> Fingerprint:
-        source = self.sink.read_back()
-        driver = source.driver()
-        batches = (b for piece in driver.slices(*driver.batch()) for b in source.read(piece))
-        return sum((fingerprint(b, seed_of(PIPELINE, self.sink.name)) for b in batches), Fingerprint())
+        seed = seed_of(PIPELINE, self.sink.name)
+        return sum((fingerprint(b, seed) for b in scanned(self.sink)), Fingerprint())
 
 
 class DeltaWorld(TableWorld):

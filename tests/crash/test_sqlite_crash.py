@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.support.embedded_pipeline import PIPELINE, TABLE
+from tests.support.scans import scanned
 from tests.support.zygote import Child, Zygote
 
 from delivered.connectors.log import append
@@ -140,9 +141,7 @@ class World:
 
     def read_back(self) -> Fingerprint:
         sink = CONNECTOR.sink({"path": str(self.database), "table": TABLE})
-        source = sink.read_back()
-        driver = source.driver()
-        batches = (b for piece in driver.slices(*driver.batch()) for b in source.read(piece))
+        batches = scanned(sink)
         return sum((fingerprint(b, seed_of(PIPELINE, sink.name)) for b in batches), Fingerprint())
 
 

@@ -328,7 +328,7 @@ def test_of_a_sink_that_cannot_be_read_back_the_ledger_is_told_and_nothing_is_pr
     def refuse(_: object) -> None:
         raise Refused("NOT_READABLE", "The queue cannot be read back.")
 
-    monkeypatch.setattr(type(given.sink), "read_back", refuse)
+    monkeypatch.setattr(type(given.sink), "scan", refuse)
     report = audit(spark, given)
     assert report.verdict is Verdict.UNKNOWN
     assert "cannot be read back" in report.unknowns[0]

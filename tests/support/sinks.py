@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.support.scans import scanned
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
@@ -82,15 +83,8 @@ class Rig:
 
     def visible(self) -> Fingerprint:
         """Of all that a reader of the sink sees now."""
-        source = self.sink.read_back()
-        names = self.sink.records(rows(0, 0)).schema.names
-        driver = source.driver()
-        total = Fingerprint()
-        for piece in driver.slices(*driver.batch()):
-            for batch in source.read(piece):
-                total += fingerprint(batch, fingerprint_seed(self.scope), names)
-        driver.close()
-        return total
+        seed, names = fingerprint_seed(self.scope), self.sink.records(rows(0, 0)).schema.names
+        return sum((fingerprint(batch, seed, names) for batch in scanned(self.sink)), Fingerprint())
 
     def expected(self, *batches: int) -> Fingerprint:
         seed = fingerprint_seed(self.scope)

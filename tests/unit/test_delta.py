@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from tests.support.scans import scanned_table
 
 from delivered.connectors.delta import CONNECTOR, options, store
 from delivered.connectors.delta.client import open_table
@@ -82,15 +83,6 @@ def claimed(sink: DeltaSink, rows: pa.Table = ROWS) -> Ledger:
     return found
 
 
-def read_back(sink: DeltaSink) -> pa.Table:
-    source = sink.read_back()
-    driver = source.driver()
-    batches = [b for piece in driver.slices(*driver.batch()) for b in source.read(piece)]
-    return (
-        pa.Table.from_batches(batches, source.schema().remove_metadata()) if batches else source.schema().empty_table()
-    )
-
-
 def total(table: pa.Table, names: list[str]) -> Fingerprint:
     return sum((fingerprint(b, 0, names) for b in table.to_batches()), Fingerprint())
 
@@ -100,7 +92,7 @@ def test_every_type_comes_back_as_it_went_in(tmp_path: Path, compression: str) -
     sink = sink_at(tmp_path, compression=compression)
     prepared = staged(sink, EVERY_TYPE)
     assert claimed(sink, EVERY_TYPE).decide(decision(0, prepared)) == Ok(None)
-    assert total(read_back(sink), EVERY_TYPE.schema.names) == prepared.fingerprint
+    assert total(scanned_table(sink), EVERY_TYPE.schema.names) == prepared.fingerprint
     theirs = pa.table(DeltaTable(str(tmp_path / "t")).to_pyarrow_table())
     for name in ("text", "bytes", "price", "day", "at", "at_zone", "list", "struct", "map", "big"):
         assert theirs[name].to_pylist() == EVERY_TYPE[name].to_pylist(), name
@@ -129,7 +121,7 @@ def test_partitions_are_written_apart_and_read_by_any_client(tmp_path: Path) -> 
     assert claimed(sink, rows).decide(decision(0, prepared)) == Ok(None)
     theirs = pa.table(DeltaTable(str(tmp_path / "t")).to_pyarrow_table()).sort_by("id")
     assert theirs.select(rows.schema.names).to_pylist() == rows.to_pylist()
-    assert total(read_back(sink), rows.schema.names) == prepared.fingerprint
+    assert total(scanned_table(sink), rows.schema.names) == prepared.fingerprint
     some = DeltaTable(str(tmp_path / "t")).to_pyarrow_table(filters=[("city", "=", "c=d/é%")])
     assert pa.table(some)["id"].to_pylist() == [1]
 
@@ -140,7 +132,7 @@ def test_more_partitions_than_open_files(tmp_path: Path, monkeypatch: pytest.Mon
     sink = sink_at(tmp_path, partitionBy="k")
     prepared = staged(sink, rows)
     assert claimed(sink, rows).decide(decision(0, prepared)) == Ok(None)
-    assert read_back(sink).sort_by("id")["id"].to_pylist() == list(range(40))
+    assert scanned_table(sink).sort_by("id")["id"].to_pylist() == list(range(40))
 
 
 def test_an_empty_text_in_a_partition_is_refused_not_turned_into_null(tmp_path: Path) -> None:
@@ -192,7 +184,7 @@ def test_columns_are_added_on_request_alone(tmp_path: Path) -> None:
     sink.ready_target(wider.schema)
     sink.ready_target(wider.schema)
     assert claimed(sink, wider).decide(decision(1, staged(sink, wider, 1))) == Ok(None)
-    assert sorted(str(v) for v in read_back(sink)["note"].to_pylist()) == ["None"] * 4 + ["x", "y"]
+    assert sorted(str(v) for v in scanned_table(sink)["note"].to_pylist()) == ["None"] * 4 + ["x", "y"]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +211,7 @@ def test_a_column_that_needs_a_value_gets_no_null(tmp_path: Path) -> None:
     outcome = claimed(sink).decide(decision(0, staged(sink, ROWS)))
     assert isinstance(outcome, Failed)
     assert "COLUMN_REQUIRED" in outcome.reason
-    assert read_back(sink).num_rows == 0
+    assert scanned_table(sink).num_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -265,7 +257,7 @@ def test_others_may_append_and_compact_while_a_batch_is_decided(tmp_path: Path) 
     DeltaTable(str(tmp_path / "t")).optimize.compact()
     mine._store._refresh = lambda: stale
     assert mine.decide(decision(1, prepared)) == Ok(None)
-    assert read_back(sink).num_rows == 3 * ROWS.num_rows
+    assert scanned_table(sink).num_rows == 3 * ROWS.num_rows
 
 
 def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path) -> None:
@@ -279,7 +271,7 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path) -> None
     outcome = mine.decide(decision(0, prepared))
     assert isinstance(outcome, Failed)
     assert "Concurrent transaction" in outcome.reason
-    assert read_back(sink).num_rows == 0
+    assert scanned_table(sink).num_rows == 0
     assert sink.ledger(SCOPE).look().last is None
 
 
@@ -312,7 +304,7 @@ def test_p7_a_decision_whose_answer_was_lost_is_found_behind_later_ones(tmp_path
     mine._store._refresh = lambda: seen
     assert mine.decide(decision(0, prepared)) == Ok(None)
     assert [d.batch for d in other.history()] == [0, 1]
-    assert read_back(sink).num_rows == 2 * ROWS.num_rows
+    assert scanned_table(sink).num_rows == 2 * ROWS.num_rows
 
 
 def open_at(sink: DeltaSink, version: int) -> DeltaTable:
@@ -352,7 +344,7 @@ def test_abort_takes_nothing_away_that_counts(tmp_path: Path) -> None:
     assert committer.abort(prepared) == Ok(None)
     assert committer.abort_orphans(()) == Ok(1)
     assert committer.abort(stray) == Ok(None)
-    assert read_back(sink).num_rows == ROWS.num_rows
+    assert scanned_table(sink).num_rows == ROWS.num_rows
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut"])
@@ -368,7 +360,7 @@ def test_a_decision_never_names_a_file_that_is_not_whole(tmp_path: Path, damage:
     outcome = mine.decide(decision(0, one, other))
     assert isinstance(outcome, Failed)
     assert "STAGED_FILE_GONE" in outcome.reason
-    assert read_back(sink).num_rows == 0
+    assert scanned_table(sink).num_rows == 0
 
 
 def test_abort_orphans_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None:
@@ -381,7 +373,7 @@ def test_abort_orphans_leaves_files_of_others_in_the_table_alone(tmp_path: Path)
     assert DeltaCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
     assert foreign.exists()
     assert (tmp_path / "t" / theirs.handle["files"][0]["path"]).exists()
-    assert read_back(sink).num_rows == ROWS.num_rows
+    assert scanned_table(sink).num_rows == ROWS.num_rows
 
 
 def test_a_lost_record_of_the_ledger_is_told(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
+from tests.support.scans import scanned
 
 from delivered.connectors.files import CONNECTOR, options, store
 from delivered.connectors.files.committer import FilesCommitter
@@ -79,10 +80,7 @@ def claimed(sink: FilesSink, rows: pa.Table = ROWS) -> Ledger:
 
 
 def read_back(sink: FilesSink) -> Fingerprint:
-    source = sink.read_back()
-    driver = source.driver()
-    batches = (b for piece in driver.slices(*driver.batch()) for b in source.read(piece))
-    return sum((fingerprint(b, 0) for b in batches), Fingerprint())
+    return sum((fingerprint(b, 0) for b in scanned(sink)), Fingerprint())
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("parquet", NESTED), ("json", NESTED), ("csv", FLAT)])

@@ -15,7 +15,8 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField, StringType
-from tests.unit.test_delta import EVERY_TYPE, EXACT, ROWS, SCOPE, claimed, decision, read_back, staged, total
+from tests.support.scans import scanned_table
+from tests.unit.test_delta import EVERY_TYPE, EXACT, ROWS, SCOPE, claimed, decision, staged, total
 
 from delivered.connectors.iceberg import CONNECTOR, disk, options
 from delivered.connectors.iceberg.committer import IcebergCommitter
@@ -79,7 +80,7 @@ def test_every_type_comes_back_as_it_went_in(tmp_path: Path, compression: str) -
     sink = sink_at(tmp_path, compression=compression)
     prepared = staged_in(sink, EVERY_TYPE)
     assert claimed(sink, EVERY_TYPE).decide(decision(0, prepared)) == Ok(None)
-    assert total(read_back(sink), EVERY_TYPE.schema.names) == prepared.fingerprint
+    assert total(scanned_table(sink), EVERY_TYPE.schema.names) == prepared.fingerprint
     found = seen(tmp_path)
     assert [str(f.field_type) for f in theirs(tmp_path).schema().fields][:5] == ["boolean", "int", "int", "int", "long"]
     for name in ("tiny", "text", "bytes", "price", "day", "at", "at_zone", "list", "struct", "map", "big"):
@@ -118,7 +119,7 @@ def test_partitions_are_known_to_any_reader(tmp_path: Path) -> None:
         prepared = staged_in(sink, rows)
         assert claimed(sink, rows).decide(decision(0, prepared)) == Ok(None)
         assert seen(folder).sort_by("id").select(rows.schema.names).to_pylist() == rows.to_pylist()
-        assert total(read_back(sink), rows.schema.names) == prepared.fingerprint
+        assert total(scanned_table(sink), rows.schema.names) == prepared.fingerprint
         assert theirs(folder).scan(row_filter="id == 5").to_arrow()["id"].to_pylist() == [5]
     table = theirs(tmp_path / "0")
     assert [f.name for f in table.spec().fields] == ["day", "city", "paid"]
@@ -262,7 +263,7 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path, before_
     outcome = mine.decide(decision(0, prepared))
     assert isinstance(outcome, Failed)
     assert "DELIVERED_FENCED" in outcome.reason
-    assert read_back(sink).num_rows == 0
+    assert scanned_table(sink).num_rows == 0
     assert sink.ledger(SCOPE).look().last is None
     assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(1)
     assert strays(tmp_path) == set()
@@ -281,9 +282,9 @@ def test_p7_a_decision_whose_answer_was_lost_is_in(tmp_path: Path, before_commit
 
     before_commit(lose)
     assert mine.decide(decision(0, prepared)) == Ok(None)
-    assert read_back(sink).num_rows == ROWS.num_rows
+    assert scanned_table(sink).num_rows == ROWS.num_rows
     assert mine.decide(decision(0, prepared)) == Ok(None)
-    assert read_back(sink).num_rows == ROWS.num_rows
+    assert scanned_table(sink).num_rows == ROWS.num_rows
 
 
 def test_a_decision_that_may_still_get_in_is_unknown_and_fenced_by_a_claim(tmp_path: Path, before_commit: Any) -> None:
@@ -303,9 +304,9 @@ def test_a_decision_that_may_still_get_in_is_unknown_and_fenced_by_a_claim(tmp_p
     assert mine.claim(Owner("o")).last is None
     with pytest.raises(CommitFailedException):
         late[0]()
-    assert read_back(sink).num_rows == 0
+    assert scanned_table(sink).num_rows == 0
     assert mine.decide(decision(0, prepared)) == Ok(None)
-    assert read_back(sink).num_rows == ROWS.num_rows
+    assert scanned_table(sink).num_rows == ROWS.num_rows
 
 
 def test_p7_a_decision_is_found_behind_later_ones(tmp_path: Path, before_commit: Any) -> None:
@@ -324,7 +325,7 @@ def test_p7_a_decision_is_found_behind_later_ones(tmp_path: Path, before_commit:
     before_commit(lose)
     assert mine.decide(decision(0, prepared)) == Ok(None)
     assert [d.batch for d in other.history()] == [0, 1]
-    assert read_back(sink).num_rows == 2 * ROWS.num_rows
+    assert scanned_table(sink).num_rows == 2 * ROWS.num_rows
 
 
 @pytest.mark.parametrize("guarantee", [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE])
@@ -424,7 +425,7 @@ def test_columns_altered_while_a_batch_is_written(tmp_path: Path) -> None:
     outcome = mine.decide(decision(1, prepared))
     assert isinstance(outcome, Failed)
     assert "TABLE_ALTERED" in outcome.reason
-    assert read_back(sink).num_rows == ROWS.num_rows
+    assert scanned_table(sink).num_rows == ROWS.num_rows
 
 
 def test_abort_takes_nothing_away_that_counts(tmp_path: Path) -> None:
@@ -436,7 +437,7 @@ def test_abort_takes_nothing_away_that_counts(tmp_path: Path) -> None:
     assert committer.abort(prepared) == Ok(None)
     assert committer.abort_orphans(()) == Ok(1)
     assert committer.abort(stray) == Ok(None)
-    assert read_back(sink).num_rows == ROWS.num_rows
+    assert scanned_table(sink).num_rows == ROWS.num_rows
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "manifest gone"])
@@ -453,7 +454,7 @@ def test_a_decision_never_names_a_file_that_is_not_whole(tmp_path: Path, damage:
     outcome = mine.decide(decision(0, one, other))
     assert isinstance(outcome, Failed)
     assert "STAGED_FILE_GONE" in outcome.reason
-    assert read_back(sink).num_rows == 0
+    assert scanned_table(sink).num_rows == 0
 
 
 def test_abort_orphans_leaves_files_of_others_in_the_table_alone(tmp_path: Path) -> None:
@@ -568,6 +569,6 @@ def test_rest_catalog_whose_answer_is_lost(tmp_path: Path, rest_catalog: Any) ->
     rest_catalog.lose_answers, before = 1, rest_catalog.commits
     assert mine.decide(decision(0, prepared)) == Ok(None)
     assert rest_catalog.commits == before + 1
-    assert read_back(sink).num_rows == ROWS.num_rows
+    assert scanned_table(sink).num_rows == ROWS.num_rows
     sink.ledger(SCOPE).claim(Owner("other"))
     assert "DELIVERED_FENCED" in mine.decide(decision(1, staged_in(sink, ROWS, 1))).reason

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.support.scans import scanned_table
 
 from delivered.connectors.sqlite import CONNECTOR, database
 from delivered.connectors.sqlite.committer import SqliteCommitter
@@ -89,11 +90,7 @@ def write(sink: SqliteSink, table: pa.Table, batch: int = 0) -> object:
 
 
 def read(sink: SqliteSink) -> pa.Table:
-    source = sink.read_back()
-    driver = source.driver()
-    return pa.Table.from_batches(
-        [b for piece in driver.slices(*driver.batch()) for b in source.read(piece)], schema=source.schema()
-    )
+    return scanned_table(sink)
 
 
 def count(sink: SqliteSink, table: str = "t") -> int:
@@ -406,7 +403,7 @@ def test_look_and_history_write_nothing(tmp_path: Path) -> None:
     assert not sink.committer(SCOPE).was_committed(Work(SCOPE, 0, 0))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DeliveredError):
-        sink.read_back().schema()
+        sink.scan().schema()
 
 
 def test_migration_is_idempotent_and_a_newer_one_is_refused(tmp_path: Path) -> None:
@@ -550,10 +547,8 @@ def test_read_back_by_ranges_of_rowid(tmp_path: Path, monkeypatch: pytest.Monkey
     sink = sink_at(tmp_path)
     numbers = pa.table({"id": pa.array(range(1_000), pa.int64())})
     write(sink, numbers)
-    driver = sink.read_back().driver()
-    start, end = driver.batch()
-    assert len(driver.slices(start, end)) == 10
-    assert driver.slices(end, end) == []  # P17: an empty range reads nothing
+    assert len(sink.scan().slices()) == 10
+    assert sink.scan().slices({"rowid": 1_001}) == []  # P17: an empty range reads nothing
     assert sorted(read(sink).column("id").to_pylist()) == list(range(1_000))
 
 

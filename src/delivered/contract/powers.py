@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
 from delivered.contract.sink import Sink, SinkGroup
-from delivered.contract.source import Source
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Target
+
+S = TypeVar("S")
 
 
 @runtime_checkable
@@ -65,15 +66,15 @@ class ChecksGuarantee(Protocol):
 
 @runtime_checkable
 class Planned(Protocol):
-    def planned(self) -> Source:
+    def planned(self) -> Self:
         """The same source with the columns of now, whatever comes later; of one that has them already, itself.
 
         Runs on the driver, once for each query, before `schema`. Asks the system; raises UsageError if there are none.
         """
 
 
-def planned(source: Source) -> Source:
-    """What has to be called before a query is built on any source."""
+def planned(source: S) -> S:
+    """What has to be called before a query is built on any source or scan."""
     return source.planned() if isinstance(source, Planned) else source
 
 

@@ -7,14 +7,14 @@ change is not in and will not get in, and Unknown when it cannot tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.contract.source import Source
+from delivered.contract.source import Offsets, Slice
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import SinkCapability
 from delivered.model.fingerprint import Fingerprint
@@ -132,6 +132,26 @@ class Ledger(Protocol):
         """Give connections back. May be called again."""
 
 
+class BoundedScan(Protocol):
+    """What a sink holds now, once, and not as a stream. Picklable; holds no connection."""
+
+    def schema(self) -> pa.Schema:
+        """Same columns as `Sink.records` gives, and what the system adds (Kafka: partition and offset).
+
+        Raises a `DeliveredError` if there is nothing to read, or it cannot be read.
+        """
+
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Cut what the sink holds when this is called. Runs on the driver.
+
+        Args:
+            since: where to begin, in the system's own terms ({"rowid": 5001}), as far as it keeps an order.
+        """
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        """Runs on an executor. Bounded memory."""
+
+
 @runtime_checkable
 class Sink(Protocol):
     """A sink as the user named it: options, checked, no connection. Picklable."""
@@ -155,9 +175,8 @@ class Sink(Protocol):
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         """Runs on an executor. May reuse clients that earlier shards left warm in this process."""
 
-    def read_back(self) -> Source:
-        """A source of all records that a reader of this sink sees, for the audit: same columns as `records`, and
-        what the system adds (for Kafka: partition and offset)."""
+    def scan(self) -> BoundedScan:
+        """All records that a reader of this sink sees, for the audit. Raises Refused if nobody can read them back."""
 
     def ledger(self, scope: Scope) -> Ledger: ...
 

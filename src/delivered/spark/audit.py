@@ -24,7 +24,7 @@ from delivered.audit.classes import Counts
 from delivered.audit.judge import judged, with_earlier
 from delivered.audit.report import AuditReport, Fingerprints, unknown_report
 from delivered.audit.versions import Earlier, VersionRange, earlier, version_ranges
-from delivered.contract.sink import Sink
+from delivered.contract.sink import BoundedScan, Sink
 from delivered.contract.source import Offsets
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.errors import DeliveredError, Refused
@@ -99,7 +99,7 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     scope = Scope(spec.pipeline, spec.named_sink, incarnation)
     ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by, spec.dead_letters)
     try:
-        spec.sink.read_back()
+        scan = spec.sink.scan()
     except Refused as error:
         if error.code != NOT_READABLE:
             raise
@@ -107,11 +107,11 @@ def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
     say("reading the sink back")
     with sent_range(spec) as read, ExitStack() as held:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
-        kept = from_arrow_schema(spec.sink.read_back().schema())
+        kept = from_arrow_schema(scan.schema())
         held.enter_context(batches_fit_for(spark, probe.schema, kept))
         held.enter_context(kept_plain(spark))
         places = Slots()
-        found = _found(spark, spec, scope, probe, places).persist(StorageLevel.DISK_ONLY)
+        found = _found(spark, spec, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
             rows, foreign = _kept(found, spec)
@@ -229,21 +229,17 @@ def _by_ledger(spec: AuditSpec, incarnation: str, ledger: LedgerAccount, why: st
     )
 
 
-def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame, places: Slots) -> DataFrame:
+def _found(
+    spark: SparkSession, spec: AuditSpec, scan: BoundedScan, scope: Scope, sent: DataFrame, places: Slots
+) -> DataFrame:
     """Everything a reader of the sink sees, as rows for `reconcile`.
 
     Args:
         sent: a frame with the columns that the sink was given.
         places: gets the slots of these rows.
     """
-    source = spec.sink.read_back()
-    driver = source.driver()
-    try:
-        start, end = driver.batch()
-        slices = driver.slices(_over(start, spec.sink_from or {}), end)
-    finally:
-        driver.close()
-    frame = SliceRows(spark, source, slices)
+    slices = scan.slices(spec.sink_from)
+    frame = SliceRows(spark, scan, slices)
     names = _record_columns(spec.sink, sent)
     missing = [n for n in names if n not in frame.schema.names]
     if missing:
@@ -271,17 +267,6 @@ def _found(spark: SparkSession, spec: AuditSpec, scope: Scope, sent: DataFrame, 
             own_sql=spec.own,
             position=added[0] if added else None,
         )
-
-
-def _over(start: Offsets, given: Offsets) -> Offsets:
-    """The offsets given, and the earliest ones for partitions that were not named."""
-    return {
-        **start,
-        **{
-            k: _over(start[k], v) if isinstance(v, dict) and isinstance(start.get(k), dict) else v
-            for k, v in given.items()
-        },
-    }
 
 
 def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:

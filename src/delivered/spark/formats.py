@@ -68,7 +68,7 @@ class DeliveredDataSource(DataSource):
         if tables.is_sink(options):
             _, of_sink = split_options(options)
             sink = find_sink(self.system, of_sink)
-            rows = sink.records(pa.RecordBatch.from_pylist([], schema=sink.read_back().schema())).schema
+            rows = sink.records(pa.RecordBatch.from_pylist([], schema=sink.scan().schema())).schema
         else:
             rows = planned(find_source(self.system, options)).schema()
         return tables.with_options(from_arrow_schema(rows), options)

@@ -15,6 +15,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import ArrayType, MapType, StructType
 
 from delivered.contract.powers import planned
+from delivered.contract.sink import BoundedScan
 from delivered.contract.source import Slice, Source
 from delivered.model.columns import fitted
 
@@ -64,7 +65,7 @@ _OPERATOR = re.compile(r"^[\s:+*|-]*(?:\(\d+\)\s*)?([A-Za-z]+)")
 class SliceRows:
     """Every record of `slices`, not read yet. Classic sessions and Spark Connect."""
 
-    def __init__(self, spark: SparkSession, source: Source, slices: Sequence[Slice]) -> None:
+    def __init__(self, spark: SparkSession, source: Source | BoundedScan, slices: Sequence[Slice]) -> None:
         self._spark, self._source, self._slices = spark, planned(source), list(slices)
         self.schema = from_arrow_schema(self._source.schema())
 
@@ -80,13 +81,13 @@ class SliceRows:
         return self._spark.range(0, len(self._slices), 1, len(self._slices)).mapInArrow(read, schema)
 
 
-def slice_frame(spark: SparkSession, source: Source, slices: Sequence[Slice]) -> DataFrame:
+def slice_frame(spark: SparkSession, source: Source | BoundedScan, slices: Sequence[Slice]) -> DataFrame:
     """Every record of `slices`, read on the executors."""
     rows = SliceRows(spark, source, slices)
     return rows.mapInArrow(lambda batches: batches, rows.schema)
 
 
-def _reader(source: Source, slices: list[Slice], schema: pa.Schema) -> Mapper:
+def _reader(source: Source | BoundedScan, slices: list[Slice], schema: pa.Schema) -> Mapper:
     def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in numbers:
             for number in batch.column(0).to_pylist():

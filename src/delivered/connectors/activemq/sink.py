@@ -12,8 +12,7 @@ from delivered.connectors.activemq.manage import findings
 from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqSinkOptions
 from delivered.connectors.activemq.writer import ActivemqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Sink, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Sink, Writer
 from delivered.kits.queue.columns import COLUMNS, as_bytes, check_types
 from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
@@ -80,7 +79,7 @@ class ActivemqSink(SendingSink):
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return ActivemqWriter(self.options, work, gives_up)
 
-    def read_back(self) -> Source:
+    def scan(self) -> BoundedScan:
         raise Refused(
             "NOT_READABLE",
             f"activemq {self.options.queue} cannot be read back: to read a queue is to take from it.",

@@ -10,7 +10,7 @@ records.py   what the ledger knows, in files that the log points to
 store.py     the ledger in the table: owner, decisions. The line that decides is there.
 commit.py    one commit to the table's log, and what became of it
 committer.py  files of undecided shards
-read.py      the table as a source, for the audit
+read.py      a scan of the table, for the audit
 preflight.py whether this table can keep the promise
 sink.py      all of these as the contract's sink
 """

@@ -1,4 +1,4 @@
-"""The table as a source of all its rows, a slice for each few files, for the audit."""
+"""A scan of all rows of the table, a slice for each few files."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import table_schema
 from delivered.contract.source import Offsets, Slice
-from delivered.model.capability import SourceCapability
+from delivered.kits.table.scan import packed
 from delivered.model.errors import UsageError
-from delivered.source.bounded_scan import BoundedScan, BoundedScanDriver, packed
 
 BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True)
-class DeltaRows(BoundedScan):
-    """The rows of one version of a table."""
+class DeltaScan:
+    """See `delivered.contract.sink.BoundedScan`. The rows of the newest version, which nobody may vacuum meanwhile."""
 
     options: DeltaOptions
-
-    def capability(self) -> SourceCapability:
-        return SourceCapability(
-            "delta",
-            replayable=True,
-            local=self.options.local,
-            assumes=("a version that is being read is not vacuumed",),
-        )
 
     def schema(self) -> pa.Schema:
         return table_schema(require_table(self.options))
 
-    def driver(self) -> DeltaRowsDriver:
-        return DeltaRowsDriver(self)
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"version": v}: without the files that this version has; one compacted later counts as new.
+
+        Raises:
+            UsageError: somebody deleted rows inside files: what is left cannot be read by files.
+        """
+        table, before = require_table(self.options), int((since or {}).get("version", -1))
+        known: set[str] = set()
+        if before >= 0:
+            known = {file["path"] for file in active_files(self.options, require_table(self.options, before))}
+        fresh = [file for file in active_files(self.options, table) if file["path"] not in known]
+        schema = table_schema(table).serialize().to_pybytes()
+        return [Slice({"files": group, "schema": schema}) for group in packed(fresh, lambda file: int(file["size"]))]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         import pyarrow.parquet as pq
@@ -50,14 +52,6 @@ class DeltaRows(BoundedScan):
                 with store.fs.open_input_file(file["path"]) as source:
                     for batch in pq.ParquetFile(source, pre_buffer=False).iter_batches(BATCH_ROWS, use_threads=False):
                         yield whole(batch, schema, file["partition"])
-
-    def files(self, version: int) -> list[dict[str, Any]]:
-        """Path, size and partition of every file of a version.
-
-        Raises:
-            UsageError: somebody deleted rows inside files: what is left cannot be read by files.
-        """
-        return active_files(self.options, require_table(self.options, version))
 
 
 def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
@@ -85,27 +79,6 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
         }
         for row in sorted(found, key=lambda row: str(row["path"]))
     ]
-
-
-class DeltaRowsDriver(BoundedScanDriver):
-    """Offsets are `{"version": v}`: all rows of that version of the table; -1: none. A slice holds files that the end
-    has and the start has not; one that was compacted in between counts as new."""
-
-    def __init__(self, rows: DeltaRows) -> None:
-        super().__init__(f"the table at {rows.options.path!r}")
-        self._rows = rows
-
-    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        version, before = int(end["version"]), int(start["version"])
-        if version < 0:
-            return []
-        known = {file["path"] for file in self._rows.files(before)} if before >= 0 else set()
-        schema = table_schema(require_table(self._rows.options, version)).serialize().to_pybytes()
-        fresh = [file for file in self._rows.files(version) if file["path"] not in known]
-        return [Slice({"files": group, "schema": schema}) for group in packed(fresh, lambda file: int(file["size"]))]
-
-    def batch(self) -> tuple[Offsets, Offsets]:
-        return {"version": -1}, {"version": require_table(self._rows.options).version()}
 
 
 def whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:

@@ -10,8 +10,7 @@ import pyarrow as pa
 from delivered.connectors.delta import types
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.sql.merge import check_columns, stored
 from delivered.kits.sql.types import Types
 from delivered.ledger.ledger import Ledger
@@ -96,10 +95,10 @@ class DeltaSink:
             return StagingWriter(work, DeltaFiles(self.options, work, schema, direct=False))
         return DirectWriter(work, guarantee, DeltaFiles(self.options, work, schema, direct=True))
 
-    def read_back(self) -> Source:
-        from delivered.connectors.delta.read import DeltaRows
+    def scan(self) -> BoundedScan:
+        from delivered.connectors.delta.read import DeltaScan
 
-        return DeltaRows(self.options)
+        return DeltaScan(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
         from delivered.connectors.delta.store import DeltaStore

@@ -7,7 +7,7 @@ disk.py     names, and what makes them durable
 writer.py   a task's side
 store.py    the ledger beside the batches: owner, decisions. The line that decides is there.
 committer.py staged files of undecided shards
-read.py     the folder as a source, for the audit
+read.py     a scan of the folder, for the audit
 sink.py     all of these as the contract's sink
 """
 

@@ -1,4 +1,4 @@
-"""The folder as a source of all its rows, a slice for each few files, for the audit."""
+"""A scan of all rows of the folder, a slice for each few files."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from delivered.connectors.files import formats
 from delivered.connectors.files.disk import failed, schema_file
 from delivered.connectors.files.options import FilesOptions
 from delivered.contract.source import Offsets, Slice
-from delivered.model.capability import SourceCapability
+from delivered.kits.table.scan import packed
 from delivered.model.errors import UsageError
-from delivered.source.bounded_scan import BoundedScan, BoundedScanDriver, packed
 
 
 @dataclass(frozen=True)
-class FolderRows(BoundedScan):
-    """The rows of all files that a reader of the folder sees."""
+class FolderScan:
+    """See `delivered.contract.sink.BoundedScan`. The rows of all files that a reader of the folder sees."""
 
     options: FilesOptions
-
-    def capability(self) -> SourceCapability:
-        return SourceCapability("files", replayable=True, local=True, assumes=("files are only ever added",))
 
     def schema(self) -> pa.Schema:
         """
@@ -40,8 +36,10 @@ class FolderRows(BoundedScan):
             )
         return found
 
-    def driver(self) -> FolderDriver:
-        return FolderDriver(self)
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"files": [names]}: without these."""
+        known, sizes = set((since or {}).get("files", ())), self._files()
+        return [Slice(group) for group in packed([n for n in sizes if n not in known], lambda name: sizes[name])]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         schema = self.schema()
@@ -51,7 +49,7 @@ class FolderRows(BoundedScan):
         except OSError as error:
             raise failed(self.options, error) from error
 
-    def files(self) -> dict[str, int]:
+    def _files(self) -> dict[str, int]:
         """Name -> size of every file that a reader sees, whoever wrote it."""
         root = self.options.folder
         found = {}
@@ -60,22 +58,6 @@ class FolderRows(BoundedScan):
             if not any(part.startswith(("_", ".")) for part in name.parts):
                 found[str(name)] = path.stat().st_size
         return found
-
-
-class FolderDriver(BoundedScanDriver):
-    """Offsets are `{"files": [names]}`: those that are read."""
-
-    def __init__(self, rows: FolderRows) -> None:
-        super().__init__(f"the folder {rows.options.path!r}")
-        self._rows = rows
-
-    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        known, sizes = set(start["files"]), self._rows.files()
-        fresh = [name for name in end["files"] if name not in known]
-        return [Slice(group) for group in packed(fresh, lambda name: sizes.get(name, 0))]
-
-    def batch(self) -> tuple[Offsets, Offsets]:
-        return {"files": []}, {"files": list(self._rows.files())}
 
 
 def stored_schema(options: FilesOptions) -> pa.Schema | None:

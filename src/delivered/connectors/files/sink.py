@@ -12,7 +12,7 @@ from delivered.connectors.files import types
 from delivered.connectors.files.committer import FilesCommitter
 from delivered.connectors.files.disk import failed, identity_file, schema_file
 from delivered.connectors.files.options import FilesOptions
-from delivered.connectors.files.read import FolderRows, stored_schema
+from delivered.connectors.files.read import FolderScan, stored_schema
 from delivered.connectors.files.store import FilesStore
 from delivered.connectors.files.writer import DirectWriter, StagingWriter
 from delivered.contract.finding import Finding
@@ -98,8 +98,8 @@ class FilesSink:
         kind = StagingWriter if guarantee is Guarantee.EXACTLY_ONCE else DirectWriter
         return kind(self.options, work, schema)
 
-    def read_back(self) -> FolderRows:
-        return FolderRows(self.options)
+    def scan(self) -> FolderScan:
+        return FolderScan(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
         return Ledger(FilesStore(self.options, scope), scope)

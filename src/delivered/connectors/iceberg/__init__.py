@@ -14,7 +14,7 @@ merge.py     what a batch replaces
 staged.py    rows of an upsert, as tasks leave them
 commit.py    one commit to the table, and what became of it
 committer.py  files of undecided shards
-read.py      the table as a source, for the audit
+read.py      a scan of the table, for the audit
 preflight.py whether this table can keep the promise
 sink.py      all of these as the contract's sink
 """

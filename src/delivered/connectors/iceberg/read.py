@@ -1,4 +1,4 @@
-"""The table as a source of all its rows, a slice for each few files, for the audit."""
+"""A scan of all rows of the table, a slice for each few files."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import explained, require_table
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.contract.source import Offsets, Slice
-from delivered.model.capability import SourceCapability
+from delivered.kits.table.scan import packed
 from delivered.model.columns import fitted
-from delivered.source.bounded_scan import BoundedScan, BoundedScanDriver, packed
 
 NONE = -1
 """In place of a snapshot's id: no rows."""
 
 
 @dataclass(frozen=True)
-class IcebergRows(BoundedScan):
-    """The rows of one snapshot of a table, as a reader of the table finds them: deleted ones are not among them."""
+class IcebergScan:
+    """See `delivered.contract.sink.BoundedScan`. The rows of the newest snapshot, which must not expire meanwhile, as a
+    reader of the table finds them: deleted ones are not among them."""
 
     options: IcebergOptions
-
-    def capability(self) -> SourceCapability:
-        return SourceCapability(
-            "iceberg",
-            replayable=True,
-            local=self.options.local,
-            assumes=("a snapshot that is being read does not expire",),
-        )
 
     def schema(self) -> pa.Schema:
         return _plain(require_table(self.options).schema())
 
-    def driver(self) -> IcebergRowsDriver:
-        return IcebergRowsDriver(self)
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"snapshot": id}: without the files that it has; one compacted later counts as new."""
+        table = require_table(self.options)
+        before = self._tasks(table, (since or {}).get("snapshot", NONE))
+        known = {task.file.file_path for task in before}
+        newest = table.metadata.current_snapshot_id
+        fresh = [t for t in self._tasks(table, NONE if newest is None else newest) if t.file.file_path not in known]
+        groups = packed(fresh, lambda task: int(task.file.file_size_in_bytes))
+        return [Slice({"tasks": group, "schema": table.metadata.current_schema_id}) for group in groups]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         from pyiceberg.expressions import AlwaysTrue
@@ -54,34 +53,12 @@ class IcebergRows(BoundedScan):
                     if batch.num_rows:
                         yield fitted(batch, schema)
 
-    def tasks(self, snapshot: int) -> list[Any]:
+    def _tasks(self, table: Any, snapshot: int) -> list[Any]:
         """What has to be read for a snapshot's rows, a task for each data file."""
-        table = require_table(self.options)
+        if snapshot == NONE:
+            return []
         with explained(self.options):
             return sorted(table.scan(snapshot_id=snapshot).plan_files(), key=lambda task: task.file.file_path)
-
-
-class IcebergRowsDriver(BoundedScanDriver):
-    """Offsets are `{"snapshot": id, "schema": id}`: all rows of that snapshot; -1: none. A slice holds files that the
-    end has and the start has not; one that was compacted in between counts as new."""
-
-    def __init__(self, rows: IcebergRows) -> None:
-        super().__init__(f"the table {rows.options.table!r}")
-        self._rows = rows
-
-    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        if end["snapshot"] == NONE:
-            return []
-        before = self._rows.tasks(start["snapshot"]) if start["snapshot"] != NONE else []
-        known = {task.file.file_path for task in before}
-        fresh = [task for task in self._rows.tasks(end["snapshot"]) if task.file.file_path not in known]
-        groups = packed(fresh, lambda task: int(task.file.file_size_in_bytes))
-        return [Slice({"tasks": group, "schema": end["schema"]}) for group in groups]
-
-    def batch(self) -> tuple[Offsets, Offsets]:
-        metadata = require_table(self._rows.options).metadata
-        snapshot = NONE if metadata.current_snapshot_id is None else metadata.current_snapshot_id
-        return {"snapshot": NONE, "schema": 0}, {"snapshot": snapshot, "schema": metadata.current_schema_id}
 
 
 def _plain(schema: Any) -> pa.Schema:

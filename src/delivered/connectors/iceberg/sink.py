@@ -11,8 +11,7 @@ from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.sql.merge import check_columns, stored
 from delivered.kits.sql.types import Types
 from delivered.ledger.ledger import Ledger
@@ -100,10 +99,10 @@ class IcebergSink:
             return StagingWriter(work, IcebergFiles(self.options, work, schema, direct=False))
         return DirectWriter(work, guarantee, IcebergFiles(self.options, work, schema, direct=True))
 
-    def read_back(self) -> Source:
-        from delivered.connectors.iceberg.read import IcebergRows
+    def scan(self) -> BoundedScan:
+        from delivered.connectors.iceberg.read import IcebergScan
 
-        return IcebergRows(self.options)
+        return IcebergScan(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
         need()

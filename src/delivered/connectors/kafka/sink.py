@@ -11,12 +11,12 @@ from delivered.connectors.kafka import columns
 from delivered.connectors.kafka.client_settings import check_settings
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Ledger, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Committer, Ledger, Writer
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
+from delivered.source.scan import SourceScan
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class KafkaSink:
             case Guarantee.AT_MOST_ONCE:
                 return OnceOnlyWriter(self.options)
 
-    def read_back(self) -> Source:
+    def scan(self) -> BoundedScan:
         from delivered.connectors.kafka import CONNECTOR
 
         options = {f"kafka.{k}": v for k, v in self.options.client.items() if _for_readers(k)}
@@ -112,9 +112,8 @@ class KafkaSink:
             options["subscribe"] = self.options.topic
         else:
             options["subscribePattern"] = "^[^_].*"
-        return CONNECTOR.source(
-            {**options, "startingOffsets": "earliest", "endingOffsets": "latest", "includeHeaders": "true"}
-        )
+        options |= {"startingOffsets": "earliest", "endingOffsets": "latest", "includeHeaders": "true"}
+        return SourceScan(CONNECTOR.source(options))
 
     def ledger(self, scope: Scope) -> Ledger:
         from delivered.connectors.kafka.ledger import KafkaLedger

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.memory.committer import MemoryCommitter
-from delivered.connectors.memory.options import MemorySinkOptions, MemorySourceOptions
-from delivered.connectors.memory.source import MemorySource
+from delivered.connectors.memory.options import MemorySinkOptions
 from delivered.connectors.memory.world import ROWS, World, world
 from delivered.connectors.memory.writer import SendingWriter, StagingWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import Ledger, Writer
-from delivered.contract.source import Source
+from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
@@ -75,8 +74,8 @@ class MemorySink:
             return StagingWriter(self._world, work, self._taken)
         return SendingWriter(self._world, work, self._taken)
 
-    def read_back(self) -> Source:
-        return MemorySource(MemorySourceOptions(world=self.options.world), read_sink=True)
+    def scan(self) -> MemoryScan:
+        return MemoryScan(self.options.world)
 
     def ledger(self, scope: Scope) -> Ledger:
         from delivered.connectors.memory.store import MemoryStore
@@ -97,3 +96,22 @@ class MemorySink:
     @property
     def _world(self) -> World:
         return world(self.options.world)
+
+
+@dataclass(frozen=True)
+class MemoryScan:
+    """What readers of a world's sink see."""
+
+    world: str
+
+    def schema(self) -> pa.Schema:
+        return ROWS
+
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"0": n}: the first row."""
+        return [Slice(((since or {}).get("0", 0), sum(batch.num_rows for _, batch in world(self.world).visible)))]
+
+    def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
+        start, end = piece.data
+        rows = pa.Table.from_batches([batch for _, batch in world(self.world).visible], ROWS)
+        yield from rows.slice(start, end - start).to_batches()

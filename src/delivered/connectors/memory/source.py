@@ -19,13 +19,7 @@ _ROWS_PER_BATCH = 1024
 
 @dataclass(frozen=True)
 class MemorySource:
-    """
-    Attributes:
-        read_sink: read what the sink's readers see instead of the inputs, as partition 0.
-    """
-
     options: MemorySourceOptions
-    read_sink: bool = False
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -45,10 +39,7 @@ class MemorySource:
         return MemoryDriver(self)
 
     def partitions(self) -> list[list[tuple[bytes | None, bytes | None]]]:
-        found = world(self.options.world)
-        if not self.read_sink:
-            return found.inputs
-        return [[(r["key"], r["value"]) for _, batch in found.visible for r in batch.to_pylist()]]
+        return world(self.options.world).inputs
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         partition, start, end = piece.data

@@ -1,4 +1,4 @@
-"""The table as a source of all its rows, for the audit. The server writes each row as one line of CSV."""
+"""A scan of all rows of the table. The server writes each row as one line of CSV."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql import csv
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.table import TableSource, steps
+from delivered.kits.sql.table import TableScan, steps
 from delivered.kits.sql.target import never_written
-from delivered.model.capability import SourceCapability
 from delivered.model.errors import InvariantBroken, UsageError
-from delivered.source.bounded_scan import BoundedScanDriver
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
@@ -31,18 +29,10 @@ _WHOLE = {"start": None, "end": None}
 
 
 @dataclass(frozen=True)
-class MysqlTable(TableSource):
-    """The rows of one table, with the Arrow types that they were written with."""
+class MysqlScan(TableScan):
+    """See `delivered.kits.sql.table.TableScan`. Nobody may change, add or delete rows while it runs."""
 
     options: MysqlOptions
-
-    def capability(self) -> SourceCapability:
-        return SourceCapability(
-            "mysql",
-            replayable=False,
-            why_not="a table's rows may change",
-            assumes=("nobody changes, adds or deletes rows while the table is read",),
-        )
 
     @property
     def database(self) -> MysqlDatabase:
@@ -60,8 +50,14 @@ class MysqlTable(TableSource):
     def _never_written(self) -> UsageError:
         return never_written(self.options.table_text, self.options.where, "url, dbtable and ledgerSchema")
 
-    def driver(self) -> MysqlTableDriver:
-        return MysqlTableDriver(self)
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"at": n}: the first value of the primary key. A table without such a key is one slice."""
+        found = self._range()
+        if found is None:
+            return [Slice(_WHOLE)]
+        key, first, stop = found
+        pieces = steps(int((since or {}).get("at", first)), stop, SLICE_KEYS)
+        return [Slice({"key": key, "start": at, "end": until}) for at, until in pieces]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         schema = self.schema()
@@ -78,7 +74,7 @@ class MysqlTable(TableSource):
         finally:
             self.database.discard(session)
 
-    def range(self) -> tuple[str, int, int] | None:
+    def _range(self) -> tuple[str, int, int] | None:
         """The primary key if it is one whole number, with its least value and the one after its greatest."""
 
         def question(session: Session) -> tuple[str, int, int] | None:
@@ -98,28 +94,6 @@ class MysqlTable(TableSource):
             return None if low is None else (key, int(low), int(high) + 1)
 
         return self.database.ask(question)
-
-
-class MysqlTableDriver(BoundedScanDriver):
-    """Offsets are `{"key": column, "at": n}`, the next value of the primary key; or `{"rows": n}`, 0 and 1, for a table
-    that cannot be cut."""
-
-    def __init__(self, table: MysqlTable) -> None:
-        super().__init__(f"table {table.options.table_text!r}")
-        self._table = table
-
-    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        if "key" not in end:
-            return [Slice(_WHOLE)] if end != start else []
-        pieces = steps(int(start["at"]), int(end["at"]), SLICE_KEYS)
-        return [Slice({"key": end["key"], "start": at, "end": until}) for at, until in pieces]
-
-    def batch(self) -> tuple[Offsets, Offsets]:
-        found = self._table.range()
-        if found is None:
-            return {"rows": 0}, {"rows": 1}
-        key, first, stop = found
-        return {"key": key, "at": first}, {"key": key, "at": stop}
 
 
 def _joined(rows: Sequence[tuple[bytes | None]]) -> bytes:

@@ -13,8 +13,7 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import TYPES, invalid_rows
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
-from delivered.contract.sink import Committer, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.sql.merge import without_key
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.sink import HISTORY, TableSink
@@ -100,10 +99,10 @@ class MysqlSink(TableSink):
 
         return LoadWriter(self.options, work, guarantee, schema)
 
-    def read_back(self) -> Source:
-        from delivered.connectors.mysql.read import MysqlTable
+    def scan(self) -> BoundedScan:
+        from delivered.connectors.mysql.read import MysqlScan
 
-        return MysqlTable(self.options)
+        return MysqlScan(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
         from delivered.connectors.mysql.store import MysqlStore

@@ -12,7 +12,7 @@ writer.py        a task's side
 store.py         the driver's side: owner, decisions, over `delivered.kits.sql.store`, where the line that decides is
 committer.py      the driver's hand on what tasks prepared
 preflight.py     can this server keep the promise
-read.py          the table as a source, for the audit
+read.py          a scan of the table, for the audit
 sink.py          all of these as the contract's sink
 """
 

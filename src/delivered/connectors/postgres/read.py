@@ -1,4 +1,4 @@
-"""The table as a source of all its rows, in ranges of pages, for the audit."""
+"""A scan of all rows of the table, in ranges of pages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from delivered.connectors.postgres.options import PostgresOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql import csv
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.table import TableSource, steps
+from delivered.kits.sql.table import TableScan, steps
 from delivered.kits.sql.target import never_written
-from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
-from delivered.source.bounded_scan import BoundedScanDriver
 
 if TYPE_CHECKING:
     import psycopg
@@ -29,18 +27,10 @@ SLICE_PAGES = 8_192
 
 
 @dataclass(frozen=True)
-class PostgresTable(TableSource):
-    """The rows of one table, with the Arrow types that they were written with."""
+class PostgresScan(TableScan):
+    """See `delivered.kits.sql.table.TableScan`. Nobody may change, delete or move (VACUUM FULL) rows while it runs."""
 
     options: PostgresOptions
-
-    def capability(self) -> SourceCapability:
-        return SourceCapability(
-            "postgres",
-            replayable=False,
-            why_not="a table's rows may change, and move between its pages",
-            assumes=("nobody changes, deletes or moves (VACUUM FULL) rows while the table is read",),
-        )
 
     @property
     def database(self) -> PostgresDatabase:
@@ -58,8 +48,15 @@ class PostgresTable(TableSource):
     def _never_written(self) -> UsageError:
         return never_written(self.options.table_text, self.options.where, "url, dbtable and ledgerSchema")
 
-    def driver(self) -> PostgresTableDriver:
-        return PostgresTableDriver(self)
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"<partition>": n}: the first page."""
+        pages, first = self._pages(), since or {}
+        whole = sum(pages.values())
+        return [
+            Slice({"relation": relation, "start": at, "end": until}, partition=relation)
+            for relation, stop in pages.items()
+            for at, until in steps(int(first.get(relation, 0)), stop, SLICE_PAGES, whole)
+        ]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         """COPY as CSV, which Arrow parses: numbers, times and texts come back as they went in."""
@@ -76,42 +73,22 @@ class PostgresTable(TableSource):
         finally:
             connection.close()
 
-    def pages(self) -> list[tuple[str, int]]:
+    def _pages(self) -> dict[str, int]:
         """The table, or its partitions, quoted for SQL, with the number of their pages."""
 
-        def question(connection: psycopg.Connection[Any]) -> list[tuple[str, int]]:
+        def question(connection: psycopg.Connection[Any]) -> dict[str, int]:
             found = target.find(connection, self.options)
             if found is None:
-                return []
+                return {}
             rows = connection.execute(
                 "SELECT n.nspname, c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int "
                 "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %(oid)s AND relkind = 'r' "
                 "OR c.oid IN (SELECT relid FROM pg_partition_tree(%(oid)s::oid) WHERE isleaf) ORDER BY c.oid",
                 {"oid": found[0]},
             ).fetchall()
-            return [(f"{quoted(schema)}.{quoted(name)}", int(count)) for schema, name, count in rows]
+            return {f"{quoted(schema)}.{quoted(name)}": int(count) for schema, name, count in rows}
 
         return self.database.ask(question)
-
-
-class PostgresTableDriver(BoundedScanDriver):
-    """Offsets are `{"<partition>": n}`, the next page to read."""
-
-    def __init__(self, table: PostgresTable) -> None:
-        super().__init__(f"table {table.options.table_text!r}")
-        self._table = table
-
-    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        whole = sum(end.values())
-        return [
-            Slice({"relation": relation, "start": at, "end": until}, partition=relation)
-            for relation, stop in end.items()
-            for at, until in steps(int(start.get(relation, 0)), int(stop), SLICE_PAGES, whole)
-        ]
-
-    def batch(self) -> tuple[Offsets, Offsets]:
-        found = self._table.pages()
-        return {name: 0 for name, _ in found}, dict(found)
 
 
 def _selected(f: pa.Field) -> str:

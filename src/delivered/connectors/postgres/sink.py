@@ -13,8 +13,7 @@ from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.types import TYPES, invalid_rows
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
-from delivered.contract.sink import Committer, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.sql.merge import without_key
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.sink import HISTORY, TableSink
@@ -96,10 +95,10 @@ class PostgresSink(TableSink):
 
         return CopyWriter(self.options, work, guarantee, schema)
 
-    def read_back(self) -> Source:
-        from delivered.connectors.postgres.read import PostgresTable
+    def scan(self) -> BoundedScan:
+        from delivered.connectors.postgres.read import PostgresScan
 
-        return PostgresTable(self.options)
+        return PostgresScan(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
         from delivered.connectors.postgres.store import PostgresStore

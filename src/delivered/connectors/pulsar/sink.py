@@ -14,14 +14,14 @@ from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceO
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
 from delivered.connectors.pulsar.topic_schema import check_type, register
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Sink, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Sink, Writer
 from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.source.columns import HEADERS
+from delivered.source.scan import SourceScan
 
 _COLUMNS = ("key", "value", "headers", "event_time")
 
@@ -116,11 +116,11 @@ class PulsarSink(SendingSink):
 
         return PulsarWriter(self.options, work, gives_up)
 
-    def read_back(self) -> Source:
+    def scan(self) -> BoundedScan:
         from delivered.connectors.pulsar.source import PulsarSource
 
         options = self.options
-        return PulsarSource(
+        source = PulsarSource(
             SourceOptions(
                 url=options.url,
                 admin_url=options.admin_url,
@@ -133,6 +133,7 @@ class PulsarSink(SendingSink):
                 canonical=options.schema is not None,
             )
         )
+        return SourceScan(source)
 
 
 def _wanted(field: pa.Field) -> str | None:

@@ -11,8 +11,7 @@ from delivered.connectors.rabbitmq.client import connect, explained, pika
 from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.writer import RabbitmqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Sink, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Sink, Writer
 from delivered.kits.queue.columns import COLUMNS, as_bytes, check_types
 from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
@@ -83,7 +82,7 @@ class RabbitmqSink(SendingSink):
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return RabbitmqWriter(self.options, work, gives_up)
 
-    def read_back(self) -> Source:
+    def scan(self) -> BoundedScan:
         raise Refused(
             "NOT_READABLE",
             f"rabbitmq {self.options.label} cannot be read back: to read a queue is to take from it.",

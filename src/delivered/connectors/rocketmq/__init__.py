@@ -16,7 +16,7 @@ half_messages.py  half messages sent, and ended by their place in a broker's log
 end_journal.py     what the driver knows of their ends, and who may end them
 committer.py  the driver's hand on them
 topic.py     queues read by offset; stored.py: a message as it lies there
-read.py      the topic as a whole, for the audit
+read.py      a scan of the topic, for the audit
 """
 
 from __future__ import annotations

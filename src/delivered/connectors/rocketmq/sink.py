@@ -10,12 +10,11 @@ import pyarrow as pa
 from delivered.connectors.rocketmq.committer import SETTLE_S, RocketmqCommitter
 from delivered.connectors.rocketmq.options import TRANSACTION, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import Publisher
-from delivered.connectors.rocketmq.read import RocketmqTopic
+from delivered.connectors.rocketmq.read import RocketmqScan
 from delivered.connectors.rocketmq.remoting import Cluster
 from delivered.connectors.rocketmq.writer import HalfWriter, RocketmqWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Sink, Writer
-from delivered.contract.source import Source
+from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
 from delivered.kits.queue.columns import COLUMNS, TEXT, as_bytes, check_types
 from delivered.kits.queue.sink import Nothing, SendingSink, sends
 from delivered.model.capability import Commit, SinkCapability
@@ -154,9 +153,9 @@ class RocketmqSink(SendingSink):
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return RocketmqWriter(self.options, work, gives_up)
 
-    def read_back(self) -> Source:
+    def scan(self) -> BoundedScan:
         if self.options.kind == TRANSACTION:
-            return RocketmqTopic(self.options)
+            return RocketmqScan(self.options)
         raise Refused(
             "NOT_READABLE",
             f"rocketmq {self.options.topic} cannot be read back: its client reads by no offset, and brokers are only "

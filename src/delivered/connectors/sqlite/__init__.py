@@ -11,7 +11,7 @@ writer.py    a task's side
 keys.py      keys that a dedup remembers, over `delivered.kits.sql.keys`
 store.py     the driver's side: owner, decisions, over `delivered.kits.sql.store`, where the line that decides is
 committer.py  staged files of decided and undecided shards
-read.py      the table as a source, for the audit
+read.py      a scan of the table, for the audit
 sink.py      all of these as the contract's sink
 """
 

@@ -1,4 +1,4 @@
-"""The table as a source of all its rows, in ranges of rowid, for the audit."""
+"""A scan of all rows of the table, in ranges of rowid."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from delivered.connectors.sqlite.database import SqliteDatabase, explained
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.table import TableSource, steps
+from delivered.kits.sql.table import TableScan, steps
 from delivered.kits.sql.target import never_written
-from delivered.model.capability import SourceCapability
 from delivered.model.errors import UsageError
 
 SLICE_ROWS = 250_000
@@ -24,15 +23,10 @@ SLICE_ROWS = 250_000
 
 
 @dataclass(frozen=True)
-class SqliteTable(TableSource):
-    """The rows of one table, with the Arrow types that they were written with."""
+class SqliteScan(TableScan):
+    """See `delivered.kits.sql.table.TableScan`. Rows may only be added while it runs."""
 
     options: SqliteOptions
-
-    def capability(self) -> SourceCapability:
-        return SourceCapability(
-            "sqlite", replayable=True, local=True, assumes=("rows of the table are only ever added while it is read",)
-        )
 
     @property
     def database(self) -> SqliteDatabase:
@@ -44,8 +38,11 @@ class SqliteTable(TableSource):
     def _never_written(self) -> UsageError:
         return never_written(self.options.table, self.options.where, "path and table")
 
-    def driver(self) -> SqliteTableDriver:
-        return SqliteTableDriver(self)
+    def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
+        """Args: since: {"rowid": n}: the first one."""
+        first, stop = self._range()
+        first = int((since or {}).get("rowid", first))
+        return [Slice({"start": at, "end": until}) for at, until in steps(first, stop, SLICE_ROWS)]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         schema = self.schema()
@@ -65,7 +62,7 @@ class SqliteTable(TableSource):
         finally:
             connection.close()
 
-    def range(self) -> tuple[int, int]:
+    def _range(self) -> tuple[int, int]:
         """First rowid and the one after the last."""
 
         def ask(connection: sqlite3.Connection) -> tuple[int, int]:
@@ -78,44 +75,6 @@ class SqliteTable(TableSource):
             return (0, 0) if row[0] is None else (row[0], row[1])
 
         return self.database.ask(ask)
-
-
-class SqliteTableDriver:
-    """Offsets are `{"rowid": n}`, the next rowid to read."""
-
-    def __init__(self, table: SqliteTable) -> None:
-        self._table = table
-        self._frozen: Offsets | None = None
-
-    def initial(self) -> Offsets:
-        return {"rowid": self._table.range()[0]}
-
-    def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
-        end = (self._frozen or self._end())["rowid"]
-        return {"rowid": end if rows_max is None else min(end, start["rowid"] + rows_max)}
-
-    def newest(self) -> Offsets | None:
-        return self._end()
-
-    def freeze(self) -> None:
-        self._frozen = self._end()
-
-    def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        first, stop = int(start["rowid"]), int(end["rowid"])
-        return [Slice({"start": at, "end": until}) for at, until in steps(first, stop, SLICE_ROWS)]
-
-    def batch(self) -> tuple[Offsets, Offsets]:
-        first, stop = self._table.range()
-        return {"rowid": first}, {"rowid": stop}
-
-    def acknowledge(self, end: Offsets) -> None:
-        """A table needs no telling."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _end(self) -> Offsets:
-        return {"rowid": self._table.range()[1]}
 
 
 def rowid_name(connection: sqlite3.Connection, table: str) -> str | None:

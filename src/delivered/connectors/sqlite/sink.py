@@ -14,7 +14,7 @@ from delivered.connectors.sqlite.committer import SqliteCommitter
 from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, rollback, writing
 from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.connectors.sqlite.read import SqliteTable
+from delivered.connectors.sqlite.read import SqliteScan
 from delivered.connectors.sqlite.store import SqliteStore
 from delivered.connectors.sqlite.types import TYPES, invalid_rows
 from delivered.connectors.sqlite.writer import DirectWriter, StagingWriter
@@ -123,8 +123,8 @@ class SqliteSink(TableSink):
             return StagingWriter(self.options, work, schema)
         return DirectWriter(self.options, schema)
 
-    def read_back(self) -> SqliteTable:
-        return SqliteTable(self.options)
+    def scan(self) -> SqliteScan:
+        return SqliteScan(self.options)
 
     def ledger(self, scope: Scope) -> Ledger:
         return Ledger(SqliteStore(self.options, scope), scope)

@@ -19,7 +19,7 @@ store.py          owner and decisions in tables; one transaction decides
 server_store.py   the same in a server, with markers
 committer.py       the driver's hand on what tasks prepared in a server
 migrate.py        the version of these tables
-table.py          a table as a source, for the audit
+table.py          a scan of a table, for the audit
 csv.py            its rows, sent as CSV
 sink.py           what every such sink answers alike
 """

@@ -1,19 +1,18 @@
-"""A table as a source of all its rows, for the audit."""
+"""A scan of all rows of a table."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 import pyarrow as pa
 
 from delivered.model.errors import UsageError
-from delivered.source.bounded_scan import BoundedScan
 
 SLICES_MAX = 256
 
 
-class TableSource(BoundedScan):
-    """The rows of one table, with the Arrow types that they were written with."""
+class TableScan(ABC):
+    """See `delivered.contract.sink.BoundedScan`. The rows have the Arrow types that they were written with."""
 
     def schema(self) -> pa.Schema:
         """
