@@ -84,7 +84,7 @@ def test_in_a_file() -> None:
 
 def test_the_plan_says_what_is_forgotten_and_is_refused_where_nobody_knows() -> None:
     made = Pipeline.from_spec(load_text(TEXT), Path())
-    assert "2 hours past the first one's" in str(made.plan(offline=True))
+    assert "2 hours past that first record" in str(made.plan(offline=True))
     for guarantee in delivered.Guarantee:
         made = Pipeline.from_spec(load_text(TEXT.replace(", late: drop", "")), Path())
         made.guarantee = guarantee

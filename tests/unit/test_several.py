@@ -176,7 +176,7 @@ def test_dead_letters_in_a_file(tmp_path: Path) -> None:
     assert pipeline.sink_names == ("events", "large")
     plan = pipeline.plan(offline=True)
     assert isinstance(plan, Plan)
-    assert any("events or large refuses for itself goes to bad" in line for line in plan.limits)
+    assert any("a row that is invalid for events or large goes to bad" in line for line in plan.limits)
     assert "bad decides for all" in " ".join(plan.order)
     name, group_ = opened(pipeline)
     assert name == "bad"

@@ -172,7 +172,7 @@ def test_the_plan_says_that_the_transform_changed() -> None:
     assert isinstance(plan, Plan)
     said = " ".join(plan.warnings)
     assert "the transform changed: batches 3 to 7 ran with another version" in said
-    assert "from batch 8 on this one runs" in said
+    assert "from batch 8 on this version runs" in said
     assert "REPLAY_DIFFERS" in said  # a transaction of Kafka expires
     unchanged = make_plan(replace(kafka_twice, checkpoint=CheckpointFacts("/c", "i", 7, 7)))
     assert isinstance(unchanged, Plan)

@@ -75,12 +75,12 @@ def _plan_lines(plan: Plan, width: int) -> Iterable[str]:
     yield ""
     yield from _block("order", plan.order, width)
     yield from _block("dedup", plan.dedup, width)
-    yield from _wrapped("at a start", ", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery), width)
+    yield from _wrapped("on start", ", ".join(f"{s.id.value} ({s.does})" for s in plan.recovery), width)
     yield from _block("assumes", plan.assumptions, width)
     yield from _block("limits", plan.limits, width)
     yield from _block("warning", plan.warnings, width)
     yield ""
-    yield "  What a crash costs, right after"
+    yield "  What a crash right after each step costs"
     for name, cost in dict.fromkeys((s.id.value, s.on_crash) for s in plan.steps):
         yield from _wrapped(name, cost, width)
 
@@ -95,7 +95,7 @@ def _refusal_lines(refusal: Refusal, width: int) -> Iterable[str]:
     yield ""
     yield from _wrapped("why", refusal.reason, width)
     yield from _wrapped("way out", refusal.way_out, width)
-    yield from _wrapped("nearest", refusal.nearest.value if refusal.nearest else "no guarantee as it stands", width)
+    yield from _wrapped("nearest", refusal.nearest.value if refusal.nearest else "none, as configured", width)
 
 
 def _block(label: str, lines: Iterable[str], width: int) -> Iterable[str]:
@@ -104,7 +104,7 @@ def _block(label: str, lines: Iterable[str], width: int) -> Iterable[str]:
 
 
 def _wrapped(label: str, text: str, width: int) -> Iterable[str]:
-    # What is pasted, such as offsets as JSON, stays in one piece.
+    # Text to be pasted, such as offsets in JSON, must not be broken.
     lines = textwrap.wrap(text, max(width - _LABEL, 20), break_long_words=False, break_on_hyphens=False)
     for i, line in enumerate(lines or [""]):
         yield (f"  {label if i == 0 else '':{_LABEL - 2}}{line}").rstrip()

@@ -1,4 +1,4 @@
-"""Steps of a batch that goes to several sinks, in the order in which the engine meets them.
+"""Steps of a batch for several sinks, in the order in which the engine runs them.
 
 `tests/unit/test_plan_order.py` runs the engine and compares.
 """
@@ -24,55 +24,55 @@ def batch_steps(request: Request) -> tuple[Step, ...]:
 
 
 def mechanism(request: Request) -> str:
-    """By what exactly_once is kept, as a phrase."""
+    """How exactly_once is kept, as a phrase."""
     last = f", {request.decider.name} as the last resource" if _last_resource(request) else ""
     return f"one decision for {len(request.sinks)} sinks{last}"
 
 
 def order(request: Request) -> tuple[str, ...]:
-    """Which sink decides, in which order the others come, and why."""
+    """Which sink decides, the order of the others, and why."""
     decider = request.decider
     named = ", ".join(s.name for s in request.sinks)
     if request.guarantee is not Guarantee.EXACTLY_ONCE:
         return (
-            f"{named}: rows leave to each in this order",
-            f"the ledger of {decider.name} records a batch when every sink has it",
+            f"{named}: rows are sent to each in this order",
+            f"the ledger of {decider.name} records a batch once every sink has it",
         )
     if not _last_resource(request):
         return (
-            f"{named}: prepared in this order by each task, applied side by side by the driver",
-            f"the ledger of {decider.name} decides for all: every sink can prepare, and it is named first",
+            f"{named}: each task prepares them in this order; the driver applies them in parallel",
+            f"the ledger of {decider.name} decides for all: every sink can prepare, and it is listed first",
         )
     others = ", ".join(s.name for s in _others(request))
     return (
-        f"{named}: prepared in this order by each task",
-        f"{decider.name} decides for all: {decider.capability.system} cannot promise a batch before it commits, so its "
+        f"{named}: each task prepares them in this order",
+        f"{decider.name} decides for all: {decider.capability.system} cannot prepare a batch before it commits, so its "
         "own transaction carries the decision, as the last resource",
-        f"{others}: prepared before it, so it is too late for them to say no; applied after it, side by side",
+        f"{others}: prepared before it, so none can still vote no; applied after it, in parallel",
     )
 
 
 def limits(request: Request) -> tuple[str, ...]:
-    """What a reader of several sinks may see (P27)."""
+    """What readers of several sinks may see (P27)."""
     names = [s.name for s in request.sinks]
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
             others = ", ".join(s.name for s in _others(request))
             who = (
-                f"a reader of {request.decider.name} sees a batch before a reader of {others} does"
+                f"readers of {request.decider.name} see a batch before readers of {others}"
                 if _last_resource(request)
-                else f"readers of {', '.join(names)} see a batch at different moments"
+                else f"readers of {', '.join(names)} see a batch at different times"
             )
             return (
-                f"{who}: all show it after the last commit.apply, which the log times from commit.decide on (some "
-                "10 ms a transaction); after a crash between the two it is the next start that applies the rest",
+                f"{who}: it is visible in all after the last commit.apply (about 10 ms per transaction after "
+                "commit.decide; the log has the time); after a crash in between, the next start applies the rest",
             )
         case Guarantee.AT_LEAST_ONCE:
-            return ("the sinks are not atomic with each other: after a crash one may hold a batch twice, another once",)
+            return ("writes are not atomic across sinks: after a crash, one may hold a batch twice and another once",)
         case Guarantee.AT_MOST_ONCE:
             return (
-                "the sinks are not atomic with each other: of a batch that was cut off one may hold rows that another "
-                "lacks; what was given up is counted for each sink",
+                "writes are not atomic across sinks: of an interrupted batch, one may hold rows that another lacks; "
+                "given-up records are counted per sink",
             )
 
 
@@ -89,7 +89,7 @@ def _exactly_once(request: Request) -> tuple[Step, ...]:
     steps = [read_step(request, AGAIN)]
     steps += [Step(StepId.WRITE_STAGE, f"{s.name}: {s.capability.stage}", AGAIN) for s in request.sinks]
     steps += [
-        Step(StepId.WRITE_PREPARE, f"{s.name}: {s.capability.prepare}", f"{AGAIN}; what was prepared is aborted")
+        Step(StepId.WRITE_PREPARE, f"{s.name}: {s.capability.prepare}", f"{AGAIN}; prepared rows are aborted")
         for s in request.sinks
     ]
     if last:
@@ -100,12 +100,16 @@ def _exactly_once(request: Request) -> tuple[Step, ...]:
                 "the transaction rolls back; the batch runs again for every sink",
             )
         )
-    seen = f"{decider.name} shows it" if last else "no sink shows it yet"
+    seen = (
+        f"and is visible at {decider.name}; recovery makes the rest visible"
+        if last
+        else "but is not visible yet; recovery makes it visible"
+    )
     steps.append(
         Step(
             StepId.COMMIT_DECIDE,
             f"{decider.name}: {decider.capability.decide}; it names the participants of every sink",
-            f"the batch counts at every sink: {seen}, and recovery makes the rest visible",
+            f"the batch counts at every sink {seen}",
             decides=True,
         )
     )
@@ -114,7 +118,7 @@ def _exactly_once(request: Request) -> tuple[Step, ...]:
         Step(
             StepId.COMMIT_APPLY,
             f"{s.name}: {s.capability.apply}",
-            f"{after} every sink that was applied; recovery applies the rest, and Spark's re-run writes nothing",
+            f"{after} every sink that was applied; recovery applies the rest, and Spark's rerun writes nothing",
         )
         for s in (_others(request) if last else request.sinks)
     ]
@@ -133,12 +137,12 @@ def _at_least_once(request: Request) -> tuple[Step, ...]:
             Step(
                 StepId.WRITE_SEND,
                 f"{s.name}: {s.capability.send}",
-                "what was sent stays visible, and is sent to every sink once more",
+                "what was sent stays visible and is sent to every sink again",
             )
             for s in request.sinks
         ),
         *(
-            Step(StepId.WRITE_FLUSH, f"{s.name}: every row acknowledged", "the batch is sent to every sink once more")
+            Step(StepId.WRITE_FLUSH, f"{s.name}: every row acknowledged", "the batch is sent to every sink again")
             for s in request.sinks
         ),
         _record(request),
@@ -147,11 +151,11 @@ def _at_least_once(request: Request) -> tuple[Step, ...]:
 
 
 def _at_most_once(request: Request) -> tuple[Step, ...]:
-    given_up = "the batch is given up at every sink, and what is given up is counted"
+    given_up = "the batch is given up at every sink, and its records are counted"
     return (
         Step(
             StepId.BATCH_BEGIN,
-            "the batch is recorded as begun, before the first row leaves to any sink",
+            "the batch is recorded as begun, before the first row is sent to any sink",
             f"nothing was sent; {given_up}",
         ),
         read_step(request, given_up),
@@ -176,6 +180,6 @@ def _record(request: Request) -> Step:
     return Step(
         StepId.COMMIT_RECORD,
         f"counts and fingerprints of every sink into the ledger of {request.decider.name}",
-        "nothing; the batch is known to be in everywhere, and Spark's re-run writes nothing",
+        "nothing; the batch is recorded as delivered everywhere, and Spark's rerun writes nothing",
         decides=True,
     )

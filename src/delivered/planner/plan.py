@@ -18,17 +18,17 @@ from delivered.planner.steps import batch_steps, mechanism, recovery_steps
 
 @dataclass(frozen=True)
 class Plan:
-    """What a pipeline will do, and what its guarantee rests on.
+    """What a pipeline will do, and what its guarantee depends on.
 
     Attributes:
-        mechanism: by what the guarantee is kept, as a phrase.
+        mechanism: how the guarantee is kept, as a phrase.
         steps: of one batch, in order; exactly one decides.
-        recovery: of a start, before its first batch.
-        assumptions: what must hold outside of the pipeline.
+        recovery: what a start runs before its first batch.
+        assumptions: what must hold outside the pipeline.
         limits: bounds worth knowing before the start.
-        warnings: what preflight and the ledger showed and does not refuse.
-        dedup: what is known again of the source's repeats, what is forgotten, and what that costs. Empty: no dedup.
-        order: of several sinks: which one decides, in which order the others come, and why. Empty for one sink.
+        warnings: what preflight and the ledger found that is no reason to refuse.
+        dedup: which duplicates in the source are recognised, which keys expire, and what that costs. Empty: no dedup.
+        order: which of several sinks decides, the order of the others, and why. Empty for one sink.
     """
 
     pipeline: str
@@ -54,12 +54,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a pipeline cannot have its guarantee, and what can be had.
+    """Why a pipeline cannot have its guarantee, and which one it can have.
 
     Attributes:
-        nearest: the strongest other guarantee that can be had as everything stands; None: none.
+        nearest: the strongest other guarantee that the request could have unchanged; None: none.
         way_out: what to change to get the guarantee asked for.
-        transient: a server is away; asked later, the answer may be another.
+        transient: a server is unreachable; the answer may differ later.
     """
 
     pipeline: str
@@ -77,7 +77,7 @@ class Refusal:
 
     @property
     def next_step(self) -> str:
-        return self.way_out + (f"; or name the guarantee {self.nearest.value}" if self.nearest else "")
+        return self.way_out + (f"; or choose the guarantee {self.nearest.value}" if self.nearest else "")
 
     def __str__(self) -> str:
         from delivered.planner.explain import to_text
@@ -109,7 +109,7 @@ def make_plan(request: Request) -> Plan | Refusal:
 
 def _refusal(request: Request, reason: Reason) -> Refusal:
     weaker = [g for g in (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE) if g is not request.guarantee]
-    # What a server can do does not depend on whether it runs now; but that it is away stands against every guarantee.
+    # What a server supports does not depend on whether it runs now; but while it is away, no guarantee is possible.
     nearest = None if reason.transient else next((g for g in weaker if _can_be_had(request, g)), None)
     return Refusal(
         request.pipeline, request.guarantee, reason.code, reason.text, nearest, reason.way_out, reason.transient
@@ -121,24 +121,24 @@ def _can_be_had(request: Request, guarantee: Guarantee) -> bool:
 
 
 def _transform_changed(request: Request) -> Iterator[str]:
-    """What it means that the newest batches ran with another transform."""
+    """Warnings if the newest batches ran with another transform."""
     if request.checkpoint.transform_changed is None:
         return
     first, last = request.checkpoint.transform_changed
     ran = f"batch {last}" if first == last else f"batches {first} to {last}"
     yield (
-        f"the transform changed: {ran} ran with another version. What that wrote stays as it is; from batch {last + 1} "
-        "on this one runs. An audit recomputes the batches of this version and answers unknown for the others"
+        f"the transform changed: {ran} ran with another version. Its output stays as it is; from batch {last + 1} on "
+        "this version runs. An audit recomputes the batches of this version and reports unknown for the others"
     )
     if request.guarantee is Guarantee.EXACTLY_ONCE and _promises(request):
         yield (
-            f"if batch {last} is decided and a transaction of it expired, the query stops (REPLAY_DIFFERS): start once "
-            "with the former transform"
+            f"if batch {last} is decided but one of its transactions timed out, the query stops (REPLAY_DIFFERS): "
+            "start once with the previous transform"
         )
 
 
 def _promises(request: Request) -> list[float]:
-    """Seconds that the sinks' promises last, where they expire."""
+    """Prepared time-outs of the sinks that have one, in seconds."""
     return [
         s.capability.prepared_timeout_s
         for s in request.sinks
@@ -153,15 +153,17 @@ def _assumptions(request: Request) -> list[str]:
             found.extend(dict.fromkeys(a for s in request.sinks for a in s.capability.assumes))
             found.extend(_same_rows(request))
         case Guarantee.AT_LEAST_ONCE:
-            found.append(f"readers of {_each(request)} bear repeated records")
+            found.append(f"readers of {_each(request)} tolerate duplicates")
             if request.transform.deterministic is False:
-                found.append("a repeated record may differ from its first copy: the transform is not deterministic")
+                found.append("a duplicate may differ from the first copy: the transform is not deterministic")
         case Guarantee.AT_MOST_ONCE:
-            found.append(f"readers of {_each(request)} bear missing records; how many were given up is in the ledger")
+            found.append(
+                f"readers of {_each(request)} tolerate missing records; the ledger holds how many were given up"
+            )
             if request.transform.kind in ("sql", "python"):
                 found.append(
-                    "after lost shuffle files the query stops: spark.stage.maxConsecutiveAttempts=1 (sessions made "
-                    "here have it)"
+                    "the query stops if shuffle files are lost: spark.stage.maxConsecutiveAttempts=1 (set in sessions "
+                    "created here)"
                 )
     if request.transform.stateful or (request.dedup is not None and not request.dedup.in_table):
         found.append("the state lives in Spark's checkpoint and is restored together with the offsets")
@@ -169,13 +171,13 @@ def _assumptions(request: Request) -> list[str]:
 
 
 def _same_rows(request: Request) -> list[str]:
-    """What exactly_once takes for granted of the transform: only an expired promise ever needs its rows again."""
+    """What exactly_once assumes of the transform: only an expired transaction ever needs its rows again."""
     promises = _promises(request)
     if not promises:
         return []
     span = seconds(min(promises))
     if request.dedup is not None and not request.dedup.in_table:
-        found = [f"copies of one record in one batch are alike (only if a transaction expired: {span})"]
+        found = [f"copies of one record in one batch are identical (matters only if a transaction times out: {span})"]
         return found + _same_transform(request, span)
     return _same_transform(request, span)
 
@@ -185,18 +187,18 @@ def _same_transform(request: Request, span: str) -> list[str]:
         return []
     if request.transform.deterministic is False:
         return [
-            f"no decided transaction expires ({span}): the transform is not deterministic, so its rows could not be "
-            "written again; the query would stop and say so"
+            f"no decided transaction times out ({span}): the transform is not deterministic, so its rows could not be "
+            "rewritten, and the query would stop with an error"
         ]
-    return [f"a batch run again gives the same rows (only if a transaction expired: {span})"]
+    return [f"a rerun of a batch yields the same rows (matters only if a transaction times out: {span})"]
 
 
 def _bad_rows(request: Request) -> list[str]:
-    """What becomes of rows that a sink refuses for themselves, and which of them are not seen in time."""
+    """What happens to invalid rows, and which sinks cannot detect them before they write."""
     if request.on_bad_row is OnBadRow.FAIL:
         return []
     goes = (
-        "is left out and counted as given up"
+        "is dropped and counted as given up"
         if request.on_bad_row is OnBadRow.DROP
         else f"goes to {request.dead_letters} in the same batch, with the reason"
     )
@@ -205,9 +207,9 @@ def _bad_rows(request: Request) -> list[str]:
     blind = [n for n in written if n not in request.validating]
     found = []
     if validating:
-        found.append(f"a row that {' or '.join(validating)} refuses for itself {goes}")
-    stops = "what a server refuses by its own rules (constraints, limits of a topic) stops the query all the same"
-    tail = f"; {', '.join(blind)} cannot tell bad rows before it writes" if blind else ""
+        found.append(f"a row that is invalid for {' or '.join(validating)} {goes}")
+    stops = "server-side rejections (constraints, topic limits) always fail the query, regardless of on_bad_row"
+    tail = f"; {', '.join(blind)} cannot validate rows before it writes" if blind else ""
     return [*found, stops + tail]
 
 
@@ -222,16 +224,16 @@ def _limits(request: Request) -> list[str]:
     if exactly_once:
         if promises:
             declared = request.execution.batch_s_max
-            tail = f"; a batch may take {seconds(declared)} as declared" if declared is not None else ""
-            found.append(f"from its first row to its end a transaction lives {seconds(min(promises))}{tail}")
+            tail = f"; a batch may take {seconds(declared)}, as declared" if declared is not None else ""
+            found.append(f"a transaction times out {seconds(min(promises))} after its first row{tail}")
         if not all(s.capability.batch_atomic for s in request.sinks):
-            found.append("a reader may see the shards of a batch appear one after the other")
+            found.append("a reader may see the shards of a batch appear one after another")
     if request.is_group:
         found.extend(group.limits(request))
     found.extend(_bad_rows(request))
     if request.source.capability.sent_twice and request.dedup is None:
-        found.append("what a producer sent twice is two records: the pipeline names no dedup")
+        found.append("a record that a producer sent twice is delivered twice: the pipeline has no dedup")
     if request.source.capability.local:
-        found.append(f"the source {request.source.label} rests on files of this machine")
-    found.extend(f"the sink {s.label} rests on files of this machine" for s in request.sinks if s.capability.local)
+        found.append(f"the source {request.source.label} uses files on this machine")
+    found.extend(f"the sink {s.label} uses files on this machine" for s in request.sinks if s.capability.local)
     return found

@@ -1,4 +1,4 @@
-"""What was asked, and the facts gathered about it. Frozen; whoever gathers them asks servers, the planner does not."""
+"""The request, and the facts gathered about it. Frozen; callers query servers, the planner does not."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Trigger(StrEnum):
 class SourceFacts:
     """
     Attributes:
-        label: system and what is read of it, for people: "kafka orders".
-        findings: what preflight saw at the live source; empty if nobody looked.
+        label: system and what is read from it, for people: "kafka orders".
+        findings: what preflight found at the live source; empty if it did not run.
     """
 
     label: str
@@ -54,8 +54,8 @@ class TransformFacts:
         kind: "none", "sql", "python" (DataFrame -> DataFrame) or "arrow" (record batch -> record batch).
         text: the SQL, or the function's name.
         stateful: it keeps state between batches, as declared or seen.
-        deterministic: the same input gives the same rows; None: nobody said.
-        findings: what holding it against the source's columns showed, and its columns against the sinks.
+        deterministic: the same input gives the same rows; None: not declared.
+        findings: of checking it against the source's columns, and its columns against the sinks.
     """
 
     kind: str = "none"
@@ -71,7 +71,7 @@ class Execution:
     Attributes:
         async_progress: Spark logs a batch's offsets while or after it runs.
         cluster: executors run on other machines than the driver.
-        batch_s_max: how long a batch may take, as the user declared it; None: nobody said.
+        batch_s_max: how long a batch may take, as the user declared it; None: not declared.
     """
 
     trigger: Trigger = Trigger.AVAILABLE_NOW
@@ -82,7 +82,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class OwnerFacts:
-    """The driver that the ledger names as its owner, when it is another one and lives."""
+    """The driver that owns the ledger, if it is another one and alive."""
 
     host: str
     process: int
@@ -103,17 +103,17 @@ class CheckpointFacts:
     Attributes:
         incarnation: None: the checkpoint is new.
         newest: the newest batch whose offsets Spark logged; None: none.
-        ledger_newest: the newest batch that the ledger holds for this incarnation; None: none, or nobody looked.
-        owner: another driver that owns the ledger and lives; None: there is none.
+        ledger_newest: the newest batch that the ledger holds for this incarnation; None: none, or not read.
+        owner: another live driver that owns the ledger; None: there is none.
         takeover: the user wants that driver fenced.
-        earlier: the ledger knows nothing of this checkpoint, and this of another one; None: it does not.
-        accepts_new: the user knows that this checkpoint starts over.
-        transform_changed: first and newest batch that ran with another transform than the one that the pipeline names
-            now; None: the newest one ran with this one, or nobody knows.
-        unwritable: why Spark could not write it; None: it could, or nobody knows.
+        earlier: what the ledger holds of another checkpoint, if it holds nothing of this one; else None.
+        accepts_new: the user accepts that this checkpoint starts over.
+        transform_changed: first and newest batch that ran with a transform other than the pipeline's current one; None:
+            the newest one ran with the current one, or it is unknown.
+        unwritable: why Spark could not write it; None: it could, or it is unknown.
         ledger_behind: the ledger lacks batches that it once decided, and the user did not accept that.
-        ledger_missing: it holds batches, the ledger none of them, and the user did not accept that.
-        other_dedup: what the checkpoint began with, for people, if the pipeline names another dedup now; else None.
+        ledger_missing: the checkpoint holds batches, the ledger none of them, and the user did not accept that.
+        other_dedup: the checkpoint's dedup, for people, if the pipeline's differs; else None.
     """
 
     location: str
@@ -136,10 +136,10 @@ class Request:
     """A pipeline, and what is known about it.
 
     Attributes:
-        on_bad_row: what becomes of a row that a sink refuses for itself.
-        validating: names of the sinks that tell such rows before they write.
+        on_bad_row: what happens to a row that is invalid for a sink.
+        validating: names of the sinks that detect such rows before they write.
         dead_letters: name of the sink, the last one, that gets dead letters; None: there is none.
-        dedup: which repeats in the source are dropped; None: none.
+        dedup: which duplicates in the source are dropped; None: none.
     """
 
     pipeline: str

@@ -1,5 +1,5 @@
-"""Reasons to refuse. One function, one reason; the first that applies is the answer, so the order is from the request
-itself to the state of the live systems."""
+"""Reasons to refuse, one function each. The first that applies is the answer, so the order runs from the request itself
+to the state of the live systems."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from delivered.planner.request import Request, Trigger
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a request cannot be had.
+    """Why a request is refused.
 
     Attributes:
         code: as in an error, without the prefix.
         way_out: what the user can change to get the guarantee asked for.
-        transient: a server is away, which says nothing of what it can do.
+        transient: a server is unreachable, which says nothing about what it supports.
     """
 
     code: str
@@ -46,8 +46,8 @@ def names_differ(request: Request) -> Reason | None:
         return None
     return Reason(
         "SINK_NAME_TWICE",
-        f"Two sinks of the pipeline have the name {twice!r}: they would take each other's transactions.",
-        "give each sink a name of its own (name: ...)",
+        f"Two sinks of the pipeline are named {twice!r}: each would take the other's transactions for its own.",
+        "give each sink a unique name (name: ...)",
     )
 
 
@@ -58,10 +58,11 @@ def one_last_resource(request: Request) -> Reason | None:
     named = " and ".join(f"{s.name} ({s.capability.system})" for s in unable)
     return Reason(
         "SINKS_CANNOT_PREPARE",
-        f"The sinks {named} make a batch count in a transaction of their own and cannot promise it before. One such "
-        "sink can decide for all the others; two of them could end differently, and a batch would be in one alone.",
-        "let all but one of them prepare (mysql, postgres: mechanism two_phase), or give all but one a pipeline and a "
-        "checkpoint of its own",
+        f"The sinks {named} commit a batch in their own transaction and cannot prepare it first. One such sink can "
+        "decide for all the others; of two, one could commit while the other rolls back, and only one would hold the "
+        "batch.",
+        "let all but one of them prepare (mysql, postgres: mechanism two_phase), or move all but one to separate "
+        "pipelines with their own checkpoints",
     )
 
 
@@ -70,8 +71,8 @@ def drops_what_may_be_lost(request: Request) -> Reason | None:
         return None
     return Reason(
         "BAD_ROW_DROP",
-        f"on_bad_row is drop, which loses rows on purpose, and {request.guarantee.value} promises that none is lost.",
-        "send such rows to a dead-letter sink (on_bad_row: dead_letter)",
+        f"on_bad_row: drop loses rows on purpose, but {request.guarantee.value} promises that none is lost.",
+        "send bad rows to a dead-letter sink (on_bad_row: dead_letter)",
     )
 
 
@@ -82,9 +83,9 @@ def micro_batches(request: Request) -> Reason | None:
     mode = "Continuous processing" if trigger is Trigger.CONTINUOUS else "Real-time mode"
     return Reason(
         "TRIGGER_NOT_MICRO_BATCH",
-        f"{mode} logs a batch's offsets after its records left; a batch that runs again may hold other records, so "
-        f"{request.guarantee.value} cannot be kept by batch.",
-        "use the trigger available_now or processing_time",
+        f"{mode} logs a batch's offsets after its records are sent; a rerun may hold different records, so "
+        f"{request.guarantee.value} cannot be guaranteed per batch.",
+        "use the available_now or processing_time trigger",
     )
 
 
@@ -93,9 +94,9 @@ def offsets_logged_first(request: Request) -> Reason | None:
         return None
     return Reason(
         "ASYNC_PROGRESS",
-        "Asynchronous progress tracking logs offsets after the batch; a batch that runs again may read other records, "
-        f"and {request.guarantee.value} cannot hold.",
-        "take asyncProgressTrackingEnabled out",
+        "Asynchronous progress tracking logs offsets after the batch; a rerun may read different records, so "
+        f"{request.guarantee.value} cannot hold.",
+        "remove asyncProgressTrackingEnabled",
     )
 
 
@@ -103,12 +104,12 @@ def source_replays(request: Request) -> Reason | None:
     source = request.source
     if source.capability.replayable or request.guarantee is Guarantee.AT_MOST_ONCE:
         return None
-    why = source.capability.why_not or "it does not give the same records for the same offsets"
+    why = source.capability.why_not or "it does not return the same records for the same offsets"
     return Reason(
         "SOURCE_NOT_REPLAYABLE",
-        f"{request.guarantee.value} needs a source that can be read again after a crash, and {source.label} cannot: "
+        f"{request.guarantee.value} needs a source that can be replayed after a crash, and {source.label} cannot be: "
         f"{why}.",
-        "write the records to Kafka or to a durable log first, and read them from there",
+        "write the records to Kafka or another durable log first, and read them from there",
     )
 
 
@@ -118,9 +119,9 @@ def source_recognises(request: Request) -> Reason | None:
         return None
     return Reason(
         "SOURCE_REPEATS",
-        f"{request.guarantee.value} needs a source that holds every message once, and {source.label} cannot say so: "
-        f"{source.capability.repeats}.",
-        "let the senders set a message id, and take messageId=none out (or name its header: idHeader); or choose "
+        f"{request.guarantee.value} needs a source that holds every message once, and {source.label} cannot ensure "
+        f"that: {source.capability.repeats}.",
+        "have the producers set a message id, and remove messageId=none (or name its header: idHeader); or choose "
         "at_least_once",
     )
 
@@ -130,18 +131,18 @@ def late_records_known(request: Request) -> Reason | None:
     if dedup is None or dedup.drops_late or dedup.in_table:
         return None
     promise = {
-        Guarantee.AT_MOST_ONCE: "at_most_once counts what it gives up, and nothing counts these",
+        Guarantee.AT_MOST_ONCE: "at_most_once counts what it gives up, but nothing counts these",
         Guarantee.AT_LEAST_ONCE: "at_least_once promises that none is lost",
         Guarantee.EXACTLY_ONCE: "exactly_once promises that none is lost",
     }
     return Reason(
         "DEDUP_LATE",
-        f"dedup forgets by the time of the records: one that is more than {dedup.within} older ({dedup.time}) than the "
-        "newest record of the batches before it is dropped as late, also if it is the first of its key, and "
-        f"{promise[request.guarantee]}. A partition that lags behind the others, or one record with a time in the "
-        "future, is enough.",
-        "choose `within` longer than the source's partitions drift apart, and say that you know: late: drop "
-        '(delivered.dedup(..., late="drop"))',
+        f"dedup expires keys by record time: a record more than {dedup.within} older ({dedup.time}) than the newest "
+        "record of the previous batches is dropped as late, even if it is the first of its key, and "
+        f"{promise[request.guarantee]}. One lagging partition, or one record with a timestamp in the future, is "
+        "enough.",
+        "choose `within` longer than the skew between the source's partitions, and accept the loss of late records: "
+        'late: drop (delivered.dedup(..., late="drop"))',
     )
 
 
@@ -150,13 +151,13 @@ def keys_beside_the_ledger(request: Request) -> Reason | None:
     if dedup is None or not dedup.in_table or request.decider.capability.remembers:
         return None
     able = [s.name for s in request.sinks if s.capability.remembers]
-    among = f"; {' and '.join(able)} could, and {'does' if len(able) == 1 else 'do'} not decide" if able else ""
+    among = f"; {' and '.join(able)} could, but {'does' if len(able) == 1 else 'do'} not decide" if able else ""
     return Reason(
         "DEDUP_MEMORY",
-        f"dedup names memory: table. Keys must change in the transaction that decides a batch, and "
-        f"{request.decider.label}, which decides, keeps no table of keys{among}.",
-        "let a sink decide that is postgres, mysql or sqlite (with mechanism one_transaction it decides wherever it "
-        "stands, else as the first), or let Spark's state remember: memory: state",
+        f"dedup uses memory: table, so keys must change in the transaction that decides a batch, but the deciding "
+        f"sink, {request.decider.label}, cannot hold a key table{among}.",
+        "let a postgres, mysql or sqlite sink decide (with mechanism one_transaction it always decides, else list it "
+        "first), or keep the keys in Spark's state: memory: state",
     )
 
 
@@ -165,9 +166,9 @@ def dedup_in_batches(request: Request) -> Reason | None:
         return None
     return Reason(
         "ASYNC_PROGRESS",
-        "Asynchronous progress tracking logs offsets after the batch, and dedup keeps state by batch: after a crash "
-        "the two would not fit each other.",
-        "take asyncProgressTrackingEnabled out, or dedup",
+        "Asynchronous progress tracking logs offsets after the batch, but dedup keeps state per batch: after a crash "
+        "the two would not match.",
+        "remove asyncProgressTrackingEnabled, or dedup",
     )
 
 
@@ -178,10 +179,10 @@ def dedup_unchanged(request: Request) -> Reason | None:
     now = f"dedup {request.dedup.says}" if request.dedup is not None else "no dedup"
     return Reason(
         "DEDUP_CHANGED",
-        f"The checkpoint {facts.location!r} began with {facts.other_dedup}, and the pipeline names {now}: the state in "
-        "the checkpoint cannot be gone on with. Nothing was changed.",
-        "name the former one again; or start a new checkpoint at the offsets where this one ended, which remembers "
-        "nothing of what came before",
+        f"The checkpoint {facts.location!r} was started with {facts.other_dedup}, but the pipeline now has {now}: the "
+        "checkpoint's state cannot be reused. Nothing was changed.",
+        "restore the previous setting; or start a new checkpoint at the offsets where this one ended, which remembers "
+        "no earlier keys",
     )
 
 
@@ -191,8 +192,8 @@ def sink_commits(request: Request) -> Reason | None:
         return None
     return Reason(
         "SINK_CANNOT_COMMIT",
-        f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} shows what is "
-        "written at once.",
+        f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} makes writes "
+        "visible at once.",
         "write to a sink with transactions (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
     )
 
@@ -203,8 +204,8 @@ def sink_sends_once(request: Request) -> Reason | None:
         return None
     return Reason(
         "SINK_RESENDS",
-        f"at_most_once needs a sink that never sends a record twice by itself, and {sink.label} may.",
-        "write to a sink that can send without retries (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
+        f"at_most_once needs a sink whose client never resends a record on its own, and {sink.label}'s may.",
+        "write to a sink that can disable retries (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
     )
 
 
@@ -213,8 +214,8 @@ def local_source(request: Request) -> Reason | None:
         return None
     return Reason(
         "SOURCE_LOCAL",
-        f"The source {request.source.label} rests on files of one machine, and the executors run on others.",
-        "put the source on storage that every machine reaches, or run with a local master",
+        f"The source {request.source.label} uses files on one machine, but the executors run on others.",
+        "put the source on storage that every machine can reach, or run with a local master",
     )
 
 
@@ -224,7 +225,7 @@ def local_sink(request: Request) -> Reason | None:
         return None
     return Reason(
         "SINK_LOCAL",
-        f"The sink {sink.label} rests on files of one machine, and the executors run on others.",
+        f"The sink {sink.label} uses files on one machine, but the executors run on others.",
         "write to a server, or run with a local master",
     )
 
@@ -242,8 +243,8 @@ def promise_outlives_batch(request: Request) -> Reason | None:
     shorter = "make batches smaller (maxOffsetsPerTrigger) and declare a shorter batch_time_max"
     return Reason(
         "TRANSACTION_TIMEOUT_TOO_SHORT",
-        f"A batch may take {seconds(batch)} as declared, and a transaction lives {seconds(promise)}: it could expire "
-        "before the batch is decided, again and again.",
+        f"A batch may take {seconds(batch)} as declared, but a transaction times out after {seconds(promise)}: it "
+        "could expire before the batch is decided, on every attempt.",
         f"{longer}, or {shorter}" if batch < BROKER_TRANSACTION_TIMEOUT_S_DEFAULT else shorter,
     )
 
@@ -254,9 +255,9 @@ def owner_gone(request: Request) -> Reason | None:
         return None
     return Reason(
         "CHECKPOINT_OWNED",
-        f"The pipeline {request.pipeline!r} is run by a driver that lives: process {owner.process} on {owner.host}. A "
+        f"Another driver is running pipeline {request.pipeline!r}: process {owner.process} on host {owner.host}. A "
         "second driver would fence it in mid-batch.",
-        "stop that driver, or ask for takeover (--takeover, takeover=True) to fence it",
+        "stop that driver, or take over (--takeover, takeover=True), which fences it",
     )
 
 
@@ -264,13 +265,12 @@ def ledger_not_ahead(request: Request) -> Reason | None:
     facts = request.checkpoint
     if facts.ledger_newest is None or (facts.newest is not None and facts.ledger_newest <= facts.newest):
         return None
-    logged = "no batch" if facts.newest is None else f"batch {facts.newest}"
+    logged = "holds none" if facts.newest is None else f"ends at batch {facts.newest}"
     return Reason(
         "LEDGER_AHEAD",
-        f"The ledger holds batch {facts.ledger_newest} of incarnation {facts.incarnation}, and the newest in the "
-        f"checkpoint is {logged}: an older copy of the checkpoint was put back. Going on would skip or repeat records.",
-        "restore the newest checkpoint; or start a new one at the offsets that `delivered audit` prints as the last "
-        "decided",
+        f"The ledger holds batch {facts.ledger_newest} of incarnation {facts.incarnation}, but the checkpoint "
+        f"{logged}: it was restored from an older copy. Continuing would skip or repeat records.",
+        "restore the newest checkpoint; or start a new one at the last decided offsets, which `delivered audit` prints",
     )
 
 
@@ -281,7 +281,7 @@ def checkpoint_writable(request: Request) -> Reason | None:
     return Reason(
         "CHECKPOINT_UNWRITABLE",
         f"The checkpoint {facts.location!r} cannot be written: {facts.unwritable}.",
-        "name a folder that the driver's user may write to",
+        "use a folder that the driver's user can write to",
     )
 
 
@@ -291,11 +291,11 @@ def ledger_there(request: Request) -> Reason | None:
         return None
     return Reason(
         "LEDGER_MISSING",
-        f"The checkpoint {facts.location!r} holds batch {facts.newest} (incarnation {facts.incarnation}), and the "
-        f"ledger of sink {request.decider.name!r} knows no batch of it under the pipeline {request.pipeline!r}. "
-        "Whether the sink holds these batches already cannot be told.",
-        "name pipeline and sink as the checkpoint was written with, or point the sink at that ledger; or, if this is "
-        'the first start with a ledger, accept it once with .option("missingLedger", "accept")',
+        f"The checkpoint {facts.location!r} holds batch {facts.newest} (incarnation {facts.incarnation}), but the "
+        f"ledger of sink {request.decider.name!r} holds no batch of it for pipeline {request.pipeline!r}. "
+        "The sink may or may not hold these batches already.",
+        "use the pipeline and sink names that the checkpoint was written with, or point the sink at that ledger; or, "
+        'if this is the first start with a ledger, accept it once with .option("missingLedger", "accept")',
     )
 
 
@@ -305,9 +305,9 @@ def ledger_not_behind(request: Request) -> Reason | None:
         return None
     return Reason(
         "LEDGER_BEHIND",
-        f"The checkpoint {facts.location!r} holds batch {facts.newest}, and the newest that the ledger of sink "
-        f"{request.decider.name!r} knows of it is {facts.ledger_newest}: the batches between them are missing in the "
-        "sink. The sink, or its ledger, was put back to an older copy.",
+        f"The checkpoint {facts.location!r} holds batch {facts.newest}, but the newest one in the ledger of sink "
+        f"{request.decider.name!r} is {facts.ledger_newest}: the sink is missing the batches in between. The sink or "
+        "its ledger was restored from an older copy.",
         'restore the sink, or accept the gap once with .option("missingLedger", "accept")',
     )
 
@@ -319,12 +319,12 @@ def checkpoint_known(request: Request) -> Reason | None:
         return None
     return Reason(
         "CHECKPOINT_NEW",
-        f"The checkpoint {facts.location!r} holds nothing yet, and pipeline {request.pipeline!r} already wrote batch "
+        f"The checkpoint {facts.location!r} is empty, but pipeline {request.pipeline!r} already wrote batch "
         f"{earlier.batch} to sink {request.decider.name!r} from another checkpoint (incarnation "
-        f"{earlier.incarnation}). Reading the source again from the start would write records twice. The earlier one "
-        f"ended at the offsets {shown(earlier.offsets)}",
+        f"{earlier.incarnation}). Rereading the source from the start would write records twice. The earlier "
+        f"checkpoint ended at offsets {shown(earlier.offsets)}",
         f"restore the earlier checkpoint, or start where it ended with {starting_at(earlier.offsets)} and accept the "
-        'new checkpoint with .option("newCheckpoint", "accept"), or give the pipeline another name',
+        'new checkpoint with .option("newCheckpoint", "accept"), or rename the pipeline',
     )
 
 
@@ -333,7 +333,7 @@ def preflight_passed(request: Request) -> Reason | None:
     findings += request.transform.findings
     for finding in sorted(findings, key=lambda f: f.transient):
         if finding.refuses and finding.only in (None, request.guarantee):
-            way_out = finding.next_step or "mend what the message names"
+            way_out = finding.next_step or "fix what the message describes"
             return Reason(finding.code, finding.message, way_out, finding.transient)
     return None
 
@@ -367,7 +367,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def reasons(request: Request) -> Iterator[Reason]:
-    """Every reason to refuse, in the order of `RULES`. Nothing comes after a pipeline without a sink."""
+    """Every reason to refuse, in the order of `RULES`. A pipeline without a sink yields only that one."""
     for rule in RULES:
         found = rule(request)
         if found is not None:

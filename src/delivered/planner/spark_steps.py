@@ -1,4 +1,4 @@
-"""The steps of a batch that Spark itself does, the same in every mechanism."""
+"""The steps of a batch that Spark itself runs, the same for every mechanism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of each mechanism, in the order in which the engine meets them, with what a crash after each costs.
+"""The steps of each mechanism, in the order in which the engine runs them, with what a crash after each costs.
 
 `tests/unit/test_plan_order.py` runs the engine and compares.
 """
@@ -14,7 +14,7 @@ from delivered.planner.spark_steps import AGAIN, log_step, read_step
 
 
 def batch_steps(request: Request) -> tuple[Step, ...]:
-    """What a batch does when nothing goes wrong. Exactly one step decides."""
+    """What a batch does if nothing fails. Exactly one step decides."""
     if request.is_group:
         return group.batch_steps(request)
     sink = request.sinks[0].capability
@@ -30,18 +30,18 @@ def batch_steps(request: Request) -> tuple[Step, ...]:
 
 
 def recovery_steps(request: Request) -> tuple[Step, ...]:
-    """What a start does first, after a crash or not."""
-    claim = Step(StepId.RECOVER_CLAIM, "become the one owner of the ledger", "the next start claims again")
-    check = Step(StepId.RECOVER_CHECK, "ledger against checkpoint", "the next start checks again")
-    orphans = Step(StepId.RECOVER_ABORT_ORPHANS, "abort what nobody decided", "the next start aborts it")
+    """What a start does first, whether after a crash or not."""
+    claim = Step(StepId.RECOVER_CLAIM, "become the only owner of the ledger", "the next start claims again")
+    check = Step(StepId.RECOVER_CHECK, "compare ledger and checkpoint", "the next start checks again")
+    orphans = Step(StepId.RECOVER_ABORT_ORPHANS, "abort undecided writes", "the next start aborts them")
     if request.guarantee is not Guarantee.EXACTLY_ONCE:
         return (claim, check, orphans)
-    finish = Step(StepId.RECOVER_APPLY, "finish the batch that was decided", "the next start finishes it")
+    finish = Step(StepId.RECOVER_APPLY, "finish the decided batch", "the next start finishes it")
     return (claim, check, finish, orphans)
 
 
 def mechanism(request: Request) -> str:
-    """By what the guarantee is kept, as a phrase."""
+    """How the guarantee is kept, as a phrase."""
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
             return group.mechanism(request) if request.is_group else request.sinks[0].capability.mechanism
@@ -65,7 +65,7 @@ def _two_phase(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
         Step(
             StepId.COMMIT_APPLY,
             sink.apply,
-            "what is applied is visible; recovery applies the rest, and Spark's re-run writes nothing",
+            "what is applied is visible; recovery applies the rest, and Spark's rerun writes nothing",
         ),
         log_step(),
     )
@@ -84,7 +84,7 @@ def _one_transaction(request: Request, sink: SinkCapability) -> tuple[Step, ...]
         Step(
             StepId.COMMIT_DECIDE,
             sink.decide,
-            "the batch counts and is visible; Spark's re-run writes nothing",
+            "the batch counts and is visible; Spark's rerun writes nothing",
             decides=True,
         ),
         log_step(),
@@ -99,12 +99,12 @@ def _at_least_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
             "nothing was sent; the batch runs again",
         ),
         read_step(request, "the batch runs again; nothing of this shard was sent"),
-        Step(StepId.WRITE_SEND, sink.send, "what was sent stays visible, and is sent once more"),
-        Step(StepId.WRITE_FLUSH, "every row acknowledged", "all of the batch is visible, and is sent once more"),
+        Step(StepId.WRITE_SEND, sink.send, "what was sent stays visible and is sent again"),
+        Step(StepId.WRITE_FLUSH, "every row acknowledged", "the whole batch is visible and is sent again"),
         Step(
             StepId.COMMIT_RECORD,
             "counts and fingerprint into the ledger",
-            "nothing; the batch is known to be in, and Spark's re-run writes nothing",
+            "nothing; the batch is recorded as delivered, and Spark's rerun writes nothing",
             decides=True,
         ),
         log_step(),
@@ -112,7 +112,7 @@ def _at_least_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
 
 
 def _at_most_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
-    given_up = "the batch is given up, and what is given up is counted"
+    given_up = "the batch is given up, and its records are counted"
     return (
         Step(StepId.BATCH_BEGIN, "the batch is recorded as begun", f"nothing was sent; {given_up}"),
         read_step(request, given_up),
@@ -121,7 +121,7 @@ def _at_most_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
         Step(
             StepId.COMMIT_RECORD,
             "counts and fingerprint into the ledger",
-            "nothing; the batch is known to be in, and Spark's re-run writes nothing",
+            "nothing; the batch is recorded as delivered, and Spark's rerun writes nothing",
             decides=True,
         ),
         log_step(),
