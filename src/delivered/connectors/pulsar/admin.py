@@ -6,14 +6,13 @@ import json
 import re
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote, urlsplit
+
+import urllib3
 
 from delivered.connectors.pulsar.options import Place, short_name
 from delivered.connectors.pulsar.positions import Position
@@ -83,7 +82,7 @@ class NotPlaced(Unreachable):
 
 
 class Admin:
-    """Holds no connection. Used by one thread."""
+    """Keeps its connections open between questions. Used by one thread."""
 
     def __init__(self, options: Place, patient: bool = False) -> None:
         """
@@ -95,9 +94,8 @@ class Admin:
         """
         self._options = options
         self._patient = patient
-        tls = options.admin_url.startswith("https")
-        handlers = [urllib.request.HTTPSHandler(context=context(options))] if tls else []
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay(), *handlers)
+        checks = context(options) if options.admin_url.startswith("https") else None
+        self._pool = urllib3.PoolManager(timeout=CONNECT_TIMEOUT_S, retries=False, ssl_context=checks)
 
     def partitions(self, topic: str) -> int:
         """How many the topic has; 0: it is one without partitions, or none."""
@@ -213,24 +211,22 @@ class Admin:
         headers = {"Content-Type": "application/json"}
         if (token := secret(self._options)) is not None:
             headers["Authorization"] = f"Bearer {token}"
-        data = None if body is None else json.dumps(body).encode()
         for _ in range(_REDIRECTS_MAX):
-            request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310 - checked: http
             try:
-                with self._opener.open(request, timeout=CONNECT_TIMEOUT_S) as reply:
-                    return reply.headers, reply.read()
-            except urllib.error.HTTPError as error:
-                with error:
-                    if error.code in (307, 308) and _is_http(error.headers.get("Location", "")):
-                        url = self._followed(url, error.headers["Location"])
-                        continue
-                    raise self._explained(error.code, url, error.read()) from None
-            except (OSError, HTTPException) as error:
-                reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                # Redirections are followed here: the library would send the token anywhere, or nowhere.
+                reply = self._pool.request(method, url, json=body, headers=headers, redirect=False)
+            except urllib3.exceptions.HTTPError as error:
+                reason = error.args[-1] if error.args else error
                 if isinstance(reason, ssl.SSLCertVerificationError):
                     parts = urlsplit(url)
                     raise untrusted(self._options, f"{parts.scheme}://{parts.netloc}", reason) from None
-                raise self._unreachable(str(reason) or type(error).__name__) from None
+                raise self._unreachable(str(error) or type(error).__name__) from None
+            if reply.status in (307, 308) and _is_http(reply.headers.get("Location", "")):
+                url = self._followed(url, reply.headers["Location"])
+            elif reply.status >= 300:
+                raise self._explained(reply.status, url, reply.data)
+            else:
+                return reply.headers, reply.data
         raise self._unreachable(f"it sent {_REDIRECTS_MAX} redirections for {url}")
 
     def _followed(self, url: str, location: str) -> str:
@@ -270,13 +266,6 @@ class Admin:
             f"The HTTP service of Pulsar at {self._options.admin_url} did not answer: {said}",
             next_step="check adminUrl, and that the brokers run and can be reached from here",
         )
-
-
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """Redirections are followed by hand: the library would not for all methods."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 def _words(answer: bytes) -> str:
