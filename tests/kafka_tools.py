@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -53,3 +54,17 @@ def read_committed(bootstrap: str, topic: str, isolation: str = "read_committed"
         return found
     finally:
         consumer.close()
+
+
+def make_topic_anew(kafka: Any, topic: str, partitions: int) -> None:
+    """Delete it and make it again, as soon as the brokers let its name go."""
+    admin = kafka.admin()
+    admin.delete_topics([topic])[topic].result(30)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            kafka.topic(partitions, name=topic)
+            return
+        except Exception:
+            if time.monotonic() > deadline:
+                raise

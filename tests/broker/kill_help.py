@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from tests.support.databases import COLUMNS, POINTS, RECORDS, TASK
 from tests.support.embedded_pipeline import PIPELINE
 from tests.support.sinks import SCHEMA, SHARDS, Rig, offsets, rows
 from tests.support.zygote import Child, Zygote
@@ -38,19 +39,7 @@ if TYPE_CHECKING:
 
     Server = Mysql | Postgres
 
-RECORDS = 1_000
-COLUMNS = {
-    "postgres": "id text, payload bytea, position bigint, at timestamptz",
-    "mysql": "id longtext, payload longblob, position bigint, at datetime(6)",
-}
 MECHANISMS = ["one_transaction", "two_phase"]
-POINTS = [
-    "recover.claim:before", "recover.claim:after", "recover.abort_orphans:before", "write.stage:after#3@batch=0",
-    "write.prepare:before@batch=0", "write.prepare:after@batch=0@shard=0", "write.prepare:after@batch=0@shard=1",
-    "commit.decide:before@batch=1", "commit.decide:after@batch=1", "recover.apply:before", "recover.apply:after",
-    "commit.apply:before@batch=0", "commit.apply:after@batch=2@shard=0", "log:before@batch=2",
-]  # fmt: skip
-"""One kill at each, in one life of a pipeline."""
 
 
 @pytest.fixture(scope="module")
@@ -205,16 +194,6 @@ def test_zombie_that_prepares_after_orphans_were_aborted_changes_nothing(world: 
     assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "next")).abort_orphans(()), Ok)
     assert world.left() == []
     assert world.seen() == done
-
-
-TASK = """
-import pickle, sys
-from delivered.testing.crash import install_from_environment
-from delivered.engine.shard import write_shard
-install_from_environment()
-sink, plan, shard, batch, schema = pickle.load(open(sys.argv[1], "rb"))
-write_shard(sink, plan, shard, 0, iter([batch]), schema)
-"""
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

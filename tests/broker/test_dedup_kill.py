@@ -18,8 +18,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.broker.kill_help import COLUMNS
-from tests.broker.kill_help import POINTS as OF_EVERY_SINK
+from tests.support.databases import COLUMNS
+from tests.support.databases import POINTS as OF_EVERY_SINK
 from tests.support.embedded_pipeline import TABLE
 from tests.support.zygote import Zygote
 

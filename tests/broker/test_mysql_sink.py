@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.broker.test_postgres_sink import EVERY_TYPE, MECHANISMS, VALUES, read, write
+from tests.support.databases import EVERY_TYPE, MECHANISMS, VALUES, read, write
 from tests.support.sinks import Rig, offsets, rows
 
 from delivered.connectors.mysql import CONNECTOR, encode

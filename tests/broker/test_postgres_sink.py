@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from decimal import Context, Decimal
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.scans import scanned_table
+from tests.support.databases import EVERY_TYPE, MECHANISMS, VALUES, read, write
 from tests.support.sinks import SCHEMA, Rig, offsets, rows
 
 from delivered.connectors.postgres import CONNECTOR, encode
@@ -34,54 +34,9 @@ if TYPE_CHECKING:
     from tests.support.servers import Postgres
 
 EXACT = Guarantee.EXACTLY_ONCE
-MECHANISMS = ["one_transaction", "two_phase"]
-UTC = dt.UTC
-
-EVERY_TYPE = pa.schema(
-    [
-        ("yes", pa.bool_()), ("tiny", pa.int8()), ("small", pa.int16()), ("whole", pa.int32()), ("big", pa.int64()),
-        ("real", pa.float32()), ("wide", pa.float64()), ("money", pa.decimal128(12, 2)),
-        ("huge", pa.decimal128(38, 18)), ("integral", pa.decimal128(38, 0)),
-        ("text", pa.string()), ("bytes", pa.binary()), ("day", pa.date32()),
-        ("at", pa.timestamp("us", "UTC")), ("local", pa.timestamp("us")), ("clock", pa.time64("us")),
-    ]
-)  # fmt: skip
 
 
-def decimals(precision: int, scale: int) -> st.SearchStrategy[Decimal]:
-    top = 10**precision - 1
-    exact = Context(prec=60)
-    return st.integers(-top, top).map(lambda n: Decimal(n).scaleb(-scale, exact))
-
-
-_EPOCH_DAY = {"min_value": dt.date(1, 1, 1), "max_value": dt.date(9999, 12, 31)}
-_MOMENTS = (dt.datetime(1, 1, 2), dt.datetime(9999, 12, 30))  # noqa: DTZ001
-VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "yes": st.booleans(), "tiny": st.integers(-128, 127), "small": st.integers(-(2**15), 2**15 - 1),
-    "whole": st.integers(-(2**31), 2**31 - 1), "big": st.integers(-(2**63), 2**63 - 1),
-    "real": st.floats(width=32, allow_nan=True), "wide": st.floats(allow_nan=True),
-    "money": decimals(12, 2), "huge": decimals(38, 18), "integral": decimals(38, 0),
-    "text": st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"])), "bytes": st.binary(),
-    "day": st.dates(**_EPOCH_DAY), "at": st.datetimes(*_MOMENTS, timezones=st.just(UTC)),
-    "local": st.datetimes(*_MOMENTS), "clock": st.times(),
-}  # fmt: skip
 ROW = st.fixed_dictionaries({name: st.none() | values for name, values in VALUES.items()})
-
-
-def write(sink: Any, batches: list[pa.RecordBatch], guarantee: Guarantee = Guarantee.AT_LEAST_ONCE) -> dict[str, Any]:
-    """One shard, outside of any pipeline."""
-    writer = sink.writer(Work(Scope("p", sink.name, "i"), 0, 0), guarantee, batches[0].schema)
-    try:
-        for batch in batches:
-            writer.stage(batch)
-        handle: dict[str, Any] = writer.prepare(Fingerprint(sum(b.num_rows for b in batches)))
-        return handle
-    finally:
-        writer.abort()
-
-
-def read(sink: Any) -> pa.Table:
-    return scanned_table(sink)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -8,10 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.broker.test_pulsar_schema_sink import batch, read_back, versions, write
-from tests.broker.test_pulsar_schemas import V0, V1, avro, registers, told
-from tests.broker.test_pulsar_sink import sink
-from tests.broker.test_pulsar_source import CHUNK, batches, read, read_all, source
+from tests.support.pulsar import CHUNK, batches, read, read_all, sink, source
+from tests.support.pulsar_schemas import V0, V1, avro, batch, read_back, registers, told, versions, write
 from tests.support.servers import Pulsar
 
 from delivered.model.errors import BadRecord

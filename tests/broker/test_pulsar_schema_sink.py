@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -11,16 +10,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.broker.send_help import killed_and_started_again, writer
-from tests.broker.test_pulsar_schemas import record, registers, told
-from tests.broker.test_pulsar_sink import ids, sink, taken
-from tests.broker.test_pulsar_source import read_all, source
-from tests.support.scans import scanned
+from tests.broker.send_help import killed_and_started_again
+from tests.support.pulsar import ids, read_all, sink, source, taken
+from tests.support.pulsar_schemas import batch, read_back, record, registers, told, versions, write
 from tests.support.servers import Pulsar
 
 from delivered.contract.powers import ready_target
 from delivered.model.errors import BadRecord, UsageError
-from delivered.model.fingerprint import Fingerprint, fingerprint
+from delivered.model.fingerprint import fingerprint
 from delivered.model.guarantee import Guarantee
 
 AT = datetime(2024, 2, 29, 12, 0, 0, 123000, UTC)
@@ -44,33 +41,6 @@ VALUE = {
 BINARY = [pa.field("raw", pa.binary()), pa.field("price", pa.decimal128(9, 2))]
 OF_BINARY = {"raw": b"\x00\xff", "price": Decimal("-12.34")}
 NAMED = pa.struct([("id", pa.int64()), ("name", pa.string())])
-
-
-def batch(kind: pa.DataType, *values: dict[str, Any] | None) -> pa.RecordBatch:
-    keys = pa.array([f"k{n}" for n in range(len(values))])
-    return pa.record_batch([keys, pa.array(list(values), kind)], names=["key", "value"])
-
-
-def write(made: Any, rows: pa.RecordBatch) -> None:
-    made.check_schema(rows.schema)
-    ready_target(made, rows.schema)
-    task = writer(made)
-    try:
-        task.stage(rows)
-        assert task.prepare(Fingerprint()) == {}
-    finally:
-        task.abort()
-
-
-def read_back(made: Any) -> Fingerprint:
-    """Of what the audit finds."""
-    assert made.scan().schema().field("value").type == pa.binary()
-    return sum((fingerprint(b.select(["key", "value"]), 1) for b in scanned(made)), Fingerprint())
-
-
-def versions(pulsar: Pulsar, topic: str) -> list[Any]:
-    found = pulsar.admin("GET", f"schemas/public/default/{topic}/schemas")["getSchemaResponses"]
-    return [(v["type"], json.loads(v["data"])) for v in found]
 
 
 @pytest.mark.parametrize("kind", ["avro", "json"])

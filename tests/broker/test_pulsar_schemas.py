@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any
 
-import fastavro
 import pyarrow as pa
 import pytest
-from tests.broker.test_pulsar_source import read, read_all, rows, source
+from tests.support.pulsar import read, read_all, rows, source
+from tests.support.pulsar_schemas import V0, V1, avro, record, registers, send, told
 from tests.support.servers import Pulsar
 
 from delivered.contract.powers import planned
 from delivered.model.errors import BadRecord, UsageError
-
-
-def record(*fields: tuple[str, Any], name: str = "Order") -> dict[str, Any]:
-    """A schema; each field may be null."""
-    return {
-        "type": "record",
-        "name": name,
-        "namespace": "com.example",
-        "fields": [{"name": n, "type": ["null", t], "default": None} for n, t in fields],
-    }
-
-
-V0 = record(("id", "long"), ("name", "string"))
-V1 = record(("id", "long"), ("name", "string"), ("paid", "boolean"))
-
-
-def registers(schema: dict[str, Any], kind: str = "AVRO") -> Any:
-    """What the client's `create_producer` takes as schema; values are bytes that somebody encoded."""
-    import _pulsar
-    import pulsar
-
-    class Encoded(pulsar.schema.BytesSchema):
-        def __init__(self) -> None:
-            super().__init__()
-            self._schema_info = _pulsar.SchemaInfo(getattr(_pulsar.SchemaType, kind), "Order", json.dumps(schema))
-
-    return Encoded()
-
-
-def avro(schema: dict[str, Any], value: dict[str, Any]) -> bytes:
-    stream = io.BytesIO()
-    fastavro.schemaless_writer(stream, schema, value)
-    return stream.getvalue()
-
-
-def send(pulsar: Pulsar, topic: str, schema: dict[str, Any], values: list[dict[str, Any]], kind: str = "AVRO") -> None:
-    encoded = [avro(schema, v) if kind == "AVRO" else json.dumps(v, indent=1).encode() for v in values]
-    pulsar.send(topic, encoded, schema=registers(schema, kind))
-
-
-def told(table: pa.Table) -> list[Any]:
-    return table.column("value").to_pylist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", ["AVRO", "JSON"])

@@ -15,7 +15,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import SCHEMA, rows, writer
-from tests.broker.test_pulsar_source import batches, read, read_all, values
+from tests.support.pulsar import batches, read, read_all, values
 from tests.support.scans import scanned_table
 from tests.support.servers import Pulsar
 

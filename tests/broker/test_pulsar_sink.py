@@ -9,34 +9,18 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import ROWS, SCHEMA, exactly_once_is_refused, killed_and_started_again, rows, writer
+from tests.support.pulsar import ids, sink, taken
 from tests.support.scans import scanned
 from tests.support.servers import Pulsar
 
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.pipeline.registry import find_sink, find_source
 from delivered.source.columns import HEADERS
-
-
-def sink(folder: Path, pulsar: Pulsar, topic: str, **options: str) -> Any:
-    return find_sink("pulsar", {**pulsar.options, "topic": topic, "ledger": str(folder / "ledger.db"), **options})
-
-
-def taken(pulsar: Pulsar, topic: str) -> list[dict[str, Any]]:
-    """All that is in the topic."""
-    source = find_source("pulsar", {**pulsar.options, "topics": topic, "includeHeaders": "true"})
-    driver = source.driver()
-    return [r for piece in driver.slices(*driver.batch()) for b in source.read(piece) for r in b.to_pylist()]
-
-
-def ids(found: list[dict[str, Any]]) -> list[str]:
-    return [h["value"].decode() for r in found for h in r["headers"] if h["key"] == "delivered.id"]
 
 
 @pytest.mark.parametrize("partitions", [0, 3])

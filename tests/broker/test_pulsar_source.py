@@ -16,54 +16,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.replayed_help import values_over_a_kill
+from tests.support.pulsar import CHUNK, FULL, batches, read, read_all, rows, source, values
 from tests.support.servers import Pulsar
 
-from delivered.connectors.pulsar import CONNECTOR
 from delivered.connectors.pulsar.admin import Admin
 from delivered.connectors.pulsar.options import SourceOptions
 from delivered.connectors.pulsar.positions import from_json
-from delivered.contract.source import Offsets, Source
 from delivered.model.errors import InvariantBroken, Unreachable, UsageError
 
 parse = SourceOptions.parse
-
-FULL = "persistent://public/default/"
-CHUNK = 5 << 20
-"""The broker's default for maxMessageSize: what is above it goes in chunks."""
-
-
-def source(pulsar: Pulsar, topic: str, **options: Any) -> Source:
-    given = {**pulsar.options, "topics": topic, **options}
-    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark hands them over
-
-
-def rows(count: int, first: int = 0) -> list[bytes]:
-    return [b"row %d" % n for n in range(first, first + count)]
-
-
-def read(src: Source, start: Offsets, end: Offsets) -> pa.Table:
-    batches = [b for piece in src.driver().slices(start, end) for b in src.read(piece)]
-    return pa.Table.from_batches(batches, schema=src.schema())
-
-
-def read_all(src: Source) -> pa.Table:
-    return read(src, *src.driver().batch())
-
-
-def values(table: pa.Table) -> list[bytes | None]:
-    found: list[bytes | None] = table.column("value").to_pylist()
-    return found
-
-
-def batches(src: Source, limit: int | None, start: Offsets | None = None) -> list[tuple[Offsets, Offsets]]:
-    """As a stream would cut what is there."""
-    driver = src.driver()
-    at = driver.initial() if start is None else start
-    found = []
-    while (end := driver.latest(at, limit)) != at:
-        found.append((at, end))
-        at = end
-    return found
 
 
 def test_columns_are_kafkas_and_native(pulsar: Pulsar) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import POINTS, exactly_once_is_refused, killed_and_started_again, rows, writer
+from tests.support.rocketmq import taken
 from tests.support.servers import Rocketmq
 
 from delivered.connectors.rocketmq.options import RocketmqOptions
@@ -31,18 +32,6 @@ QUICK = {("at_least_once", "write.flush:after")}
 def sink(folder: Path, rocketmq: Rocketmq, topic: str, **options: str) -> Any:
     ledger = str(folder / "ledger.db")
     return find_sink("rocketmq", {"endpoints": rocketmq.url, "topic": topic, "ledger": ledger, **options})
-
-
-def taken(rocketmq: Rocketmq, topic: str, ordered: bool = False, wait_s: float = 1.0) -> list[tuple[Any, ...]]:
-    """All that is in the topic: id, key, value, in the order of arrival."""
-    group = rocketmq.group(ordered)
-    receiver = RocketmqReceiver(parse({"endpoints": rocketmq.url, "topic": topic, "group": group, "log": "/x"}))
-    found: list[tuple[Any, ...]] = []
-    while len(batch := receiver.receive(10_000, wait_s)):
-        found += zip(batch.ids, batch.keys, batch.values, strict=True)
-        receiver.acknowledge(batch.handles)
-    receiver.close()
-    return found
 
 
 def test_all_rows_arrive_with_ids_that_a_replay_repeats(rocketmq: Rocketmq, tmp_path: Path) -> None:

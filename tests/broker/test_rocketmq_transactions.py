@@ -21,8 +21,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.broker.send_help import killed_and_started_again
-from tests.broker.test_rocketmq_sink import taken
 from tests.support.embedded_pipeline import PIPELINE
+from tests.support.rocketmq import taken
 from tests.support.scans import scanned
 from tests.support.servers import Rocketmq
 from tests.support.zygote import Zygote

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kafka_tools import make_topic_anew
 from tests.support.sinks import Rig
 
 from delivered.connectors.kafka import CONNECTOR as KAFKA
@@ -29,20 +30,6 @@ def _kafka(request: pytest.FixtureRequest) -> tuple[Sink, Anew]:
     return KAFKA.sink({"kafka.bootstrap.servers": kafka.bootstrap, "topic": topic}), lambda: make_topic_anew(
         kafka, topic, 2
     )
-
-
-def make_topic_anew(kafka: Any, topic: str, partitions: int) -> None:
-    """Delete it and make it again, as soon as the brokers let its name go."""
-    admin = kafka.admin()
-    admin.delete_topics([topic])[topic].result(30)
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            kafka.topic(partitions, name=topic)
-            return
-        except Exception:
-            if time.monotonic() > deadline:
-                raise
 
 
 def _sqlite(request: pytest.FixtureRequest) -> tuple[Sink, Anew]:

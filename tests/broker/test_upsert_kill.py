@@ -23,10 +23,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.broker.kill_help import POINTS, TASK
-from tests.conformance.test_upserts import rows
+from tests.support.databases import POINTS, TASK
 from tests.support.embedded_pipeline import TABLE
 from tests.support.sinks import Rig, offsets
+from tests.support.upserts import rows
 from tests.support.zygote import Child, Zygote
 
 from delivered.connectors.log import CONNECTOR as LOG

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from tests.conformance.test_sinks import SCHEMA, SINKS
+from tests.support.sinks import SCHEMA, SINKS
 
 from delivered.contract.powers import ready_target
 from delivered.contract.sink import Sink

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from tests.support.sinks import EXACT, Rig, offsets
+from tests.support.upserts import SCHEMA, Row, rows
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
@@ -28,16 +29,9 @@ from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
 
-SCHEMA = pa.schema(
-    [
-        pa.field("region", pa.string()), pa.field("id", pa.int64()), pa.field("version", pa.int64()),
-        pa.field("text", pa.string()), pa.field("gone", pa.bool_()),
-    ]
-)  # fmt: skip
 COLUMNS = "region text, id bigint, version bigint, text text NOT NULL, note text DEFAULT 'kept'"
 KEYED = COLUMNS.replace("region text", "region varchar(64) COLLATE utf8mb4_nopad_bin")
 """MySQL: no index takes a text without a bound, and its texts are equal that differ in case."""
-Row = tuple[str, int, int, str | None, bool | None]
 State = dict[tuple[str, int], tuple[int, str | None]]
 
 
@@ -184,13 +178,6 @@ def table(store: Store, key: str = "region, id") -> str:
 def options(name: str, version: bool = False, delete: bool = False) -> dict[str, str]:
     given = {"table": name, "mode": "upsert", "keyColumns": "region, id"}
     return given | ({"versionColumn": "version"} if version else {}) | ({"deleteColumn": "gone"} if delete else {})
-
-
-def rows(given: list[Row], delete: bool = True) -> pa.RecordBatch:
-    batch = pa.RecordBatch.from_arrays(
-        [pa.array([r[i] for r in given], f.type) for i, f in enumerate(SCHEMA)], schema=SCHEMA
-    )
-    return batch if delete else batch.drop_columns(["gone"])
 
 
 def run(rig: Rig, batch: int, shards: list[list[Row]], delete: bool, guarantee: Guarantee = EXACT) -> None:

@@ -134,3 +134,19 @@ def pairs(
         expired = commit is Commit.TWO_PHASE and dice.random() < 0.3
         scenario = Scenario(guarantee, commit, stops, dice.random() < 0.3, expired, several)
         yield scenario, scenario.run()
+
+
+def expected_points(guarantee: Guarantee, how: str) -> set[str]:
+    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+    foreign = (
+        ("write.send", "write.flush", "commit.record", "batch.begin")
+        if exactly_once
+        else ("write.stage", "write.prepare", "commit.decide", "commit.apply", "recover.apply")
+    )
+    found = {p for p in points() if not p.startswith(foreign)}
+    return {p for p in found if role(p) is Role.TASK} if how == "zombie_task" else found
+
+
+def judge(run: tuple[Scenario, Sim]) -> list[str]:
+    scenario, sim = run
+    return [f"{scenario}: {problem}; errors {sim.errors!r}" for problem in sim.verdict()]

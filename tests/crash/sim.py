@@ -32,6 +32,7 @@ from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model import step
 from delivered.model.capability import Commit
+from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -497,3 +498,19 @@ def points() -> list[str]:
 
 
 __all__ = ["END", "HOWS", "Answer", "Checkpoint", "Crash", "Driver", "Failure", "Sim", "points", "role"]
+
+
+def codes(sim: Sim) -> list[str]:
+    return [e.code.removeprefix("DELIVERED_") for e in sim.errors if isinstance(e, DeliveredError)]
+
+
+def again(sim: Sim, **changes: object) -> Sim:
+    """Start the pipeline anew over the same world and checkpoint."""
+    for name, value in {"crashes": (), "problems": [], "errors": [], **changes}.items():
+        setattr(sim, name, value)
+    return sim.run()
+
+
+def other_rows(batch: pa.RecordBatch, run: int) -> pa.RecordBatch:
+    values = [b"%s in run %d" % (v, run) for v in batch.column("value").to_pylist()]
+    return pa.record_batch([batch.column("key"), pa.array(values, pa.binary())], schema=batch.schema)

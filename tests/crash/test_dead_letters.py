@@ -11,8 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.crash.group_sim import GroupSim
-from tests.crash.sim import Crash, points
-from tests.crash.test_history import codes
+from tests.crash.sim import Crash, codes, points
 
 from delivered.connectors.memory import CONNECTOR
 from delivered.contract.sink import DEAD_LETTERS, SinkGroup

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 from tests.crash.group_sim import BOTH_PREPARE, LAST_RESOURCE, GroupSim
-from tests.crash.scenarios import pairs, single
-from tests.crash.sim import HOWS, Checkpoint, Crash, Driver
-from tests.crash.test_history import again, codes, other_rows
-from tests.crash.test_points import expected_points, judge
+from tests.crash.scenarios import expected_points, judge, pairs, single
+from tests.crash.sim import HOWS, Checkpoint, Crash, Driver, again, codes, other_rows
 
 from delivered.engine import shard
 from delivered.group import Group

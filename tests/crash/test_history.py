@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 
-import pyarrow as pa
 import pytest
-from tests.crash.sim import Checkpoint, Crash, Driver, Sim
+from tests.crash.sim import Checkpoint, Crash, Driver, Sim, again, codes, other_rows
 
 from delivered.connectors.memory.world import Answer
 from delivered.engine import decide
 from delivered.model.capability import Commit
-from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import Tolerance
 
 EXACTLY, LEAST, MOST = Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE
 COMMITS = [Commit.TWO_PHASE, Commit.ONE_TRANSACTION]
-
-
-def codes(sim: Sim) -> list[str]:
-    return [e.code.removeprefix("DELIVERED_") for e in sim.errors if isinstance(e, DeliveredError)]
-
-
-def again(sim: Sim, **changes: object) -> Sim:
-    """Start the pipeline anew over the same world and checkpoint."""
-    for name, value in {"crashes": (), "problems": [], "errors": [], **changes}.items():
-        setattr(sim, name, value)
-    return sim.run()
 
 
 @pytest.mark.parametrize("commit", COMMITS)
@@ -108,11 +95,6 @@ def test_begun_batch_whose_decision_is_gone_is_ledger_behind() -> None:
     sim.world.inputs[0].append((b"k", b"more"))
     again(sim)
     assert set(codes(sim)) == {"LEDGER_BEHIND"}
-
-
-def other_rows(batch: pa.RecordBatch, run: int) -> pa.RecordBatch:
-    values = [b"%s in run %d" % (v, run) for v in batch.column("value").to_pylist()]
-    return pa.record_batch([batch.column("key"), pa.array(values, pa.binary())], schema=batch.schema)
 
 
 def test_p5_expired_promise_and_other_rows_stops() -> None:

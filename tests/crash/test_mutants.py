@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from tests.crash.scenarios import single
-from tests.crash.sim import Checkpoint, Crash, Sim
-from tests.crash.test_history import other_rows
+from tests.crash.sim import Checkpoint, Crash, Sim, other_rows
 
 from delivered.connectors.memory import store
 from delivered.connectors.memory.committer import MemoryCommitter

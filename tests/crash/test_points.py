@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.crash.scenarios import CASES, Scenario, pairs, single
-from tests.crash.sim import HOWS, Sim, points, role
+from tests.crash.scenarios import CASES, Scenario, expected_points, judge, pairs, single
+from tests.crash.sim import HOWS, points
 
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
-from delivered.model.step import Role
-
-
-def expected_points(guarantee: Guarantee, how: str) -> set[str]:
-    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
-    foreign = (
-        ("write.send", "write.flush", "commit.record", "batch.begin")
-        if exactly_once
-        else ("write.stage", "write.prepare", "commit.decide", "commit.apply", "recover.apply")
-    )
-    found = {p for p in points() if not p.startswith(foreign)}
-    return {p for p in found if role(p) is Role.TASK} if how == "zombie_task" else found
-
-
-def judge(run: tuple[Scenario, Sim]) -> list[str]:
-    scenario, sim = run
-    return [f"{scenario}: {problem}; errors {sim.errors!r}" for problem in sim.verdict()]
 
 
 @pytest.mark.parametrize("how", HOWS)

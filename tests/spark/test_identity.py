@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.broker.test_target_made_anew import make_topic_anew
-from tests.kafka_tools import produce, read_committed
+from tests.kafka_tools import make_topic_anew, produce, read_committed
 
 import delivered
 from delivered.testing import supervisor

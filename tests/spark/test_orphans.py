@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from tests.spark.test_pipeline_api import produce, rows, until
+from tests.spark.log_to_sqlite import produce, rows, until
 
 import delivered
 from delivered.model.identity import Scope

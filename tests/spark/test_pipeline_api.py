@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
+from tests.spark.log_to_sqlite import WAIT_S, produce, rows, until
 
 import delivered
-from delivered.connectors.log.produce import append
 from delivered.spark import first_offsets
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-WAIT_S = 120.0
-
-
-def produce(path: Path, start: int, count: int) -> None:
-    ids = range(start, start + count)
-    rows = pa.table(
-        {"key": [f"k{i % 7}".encode() for i in ids], "value": [json.dumps({"id": i}).encode() for i in ids]}
-    )
-    append(str(path), rows, partition_by=2, idempotence=("test", start + count))
 
 
 def pipeline(folder: Path, guarantee: str = "exactly_once", **settings: object) -> delivered.Pipeline:
@@ -46,23 +34,6 @@ def pipeline(folder: Path, guarantee: str = "exactly_once", **settings: object) 
         sinks=[delivered.sqlite(str(folder / "out.db"), "orders")],
         **{**defaults, **settings},  # type: ignore[arg-type]
     )
-
-
-def rows(folder: Path) -> int:
-    connection = sqlite3.connect(f"file:{folder / 'out.db'}?mode=ro", uri=True)
-    try:
-        return int(connection.execute("SELECT count(*) FROM orders").fetchone()[0])
-    except sqlite3.OperationalError:
-        return 0  # the table is made by the first batch
-    finally:
-        connection.close()
-
-
-def until(fact: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not fact():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def upper(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.broker.test_pulsar_schemas import V0, V1, send
+from tests.support.pulsar_schemas import V0, V1, send
 
 import delivered
 

@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from tests.unit.test_delta import EXACT, SCOPE, claimed, decision, sink_at, staged
+from tests.support.delta import sink_at
+from tests.support.tables import EXACT, SCOPE, UPSERT, claimed, days, decision, items, staged
 
 from delivered.connectors.delta.committer import DeltaCommitter
 from delivered.connectors.delta.options import DeltaOptions
@@ -20,18 +21,7 @@ from delivered.model.work import Owner
 
 parse = DeltaOptions.parse
 
-UPSERT = {"mode": "upsert", "keyColumns": "id", "versionColumn": "v"}
 OVERWRITE = {"mode": "overwrite", "partitionBy": "day,city"}
-
-
-def days(*rows: tuple[str, str | None, int]) -> pa.Table:
-    kinds = pa.schema([("day", pa.string()), ("city", pa.string()), ("id", pa.int64())])
-    return pa.Table.from_pylist([dict(zip(kinds.names, row, strict=True)) for row in rows], schema=kinds)
-
-
-def items(*rows: tuple[int, int, str]) -> pa.Table:
-    kinds = pa.schema([("id", pa.int64()), ("v", pa.int64()), ("part", pa.string())])
-    return pa.Table.from_pylist([dict(zip(kinds.names, row, strict=True)) for row in rows], schema=kinds)
 
 
 def found(path: Path) -> list[tuple[Any, ...]]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField, StringType
+from tests.support.iceberg import NAME, before_commit, others, seen, sink_at, staged_in, strays, theirs
 from tests.support.scans import scanned_table
-from tests.unit.test_delta import EVERY_TYPE, EXACT, ROWS, SCOPE, claimed, decision, staged, total
+from tests.support.tables import EVERY_TYPE, EXACT, ROWS, SCOPE, claimed, decision, staged, total
 
 from delivered.connectors.iceberg import CONNECTOR, disk, options
 from delivered.connectors.iceberg.committer import IcebergCommitter
@@ -29,50 +29,7 @@ from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.work import Owner
 
-NAME = "shop.t"
-
-
-def sink_at(path: Path, **given: str) -> IcebergSink:
-    sink = CONNECTOR.sink({"warehouse": str(path), "table": NAME, **given})
-    assert isinstance(sink, IcebergSink)
-    return sink
-
-
-def others(path: Path) -> SqlCatalog:
-    """The catalog as somebody else uses it."""
-    return SqlCatalog("default", uri=f"sqlite:///{path}/catalog.db", warehouse=f"file://{path}")
-
-
-def theirs(path: Path) -> Any:
-    return others(path).load_table(NAME)
-
-
-def seen(path: Path) -> pa.Table:
-    return theirs(path).scan().to_arrow()
-
-
-def strays(path: Path) -> set[str]:
-    """Manifests of ours that no snapshot names."""
-    table = theirs(path)
-    there = {f"file://{p}" for p in (path / "shop").rglob("metadata/delivered/**/*.avro")}
-    lists = {s.manifest_list for s in table.snapshots()}
-    return there - lists - {m.manifest_path for s in table.snapshots() for m in s.manifests(table.io)}
-
-
-@pytest.fixture
-def before_commit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`before_commit(do)`: what happens at the moment when the next commit is asked for; `do(ask)` may ask itself."""
-    real = SqlCatalog.commit_table
-
-    def at_next(do: Callable[[Callable[[], Any]], Any]) -> None:
-        def instead(self: SqlCatalog, *given: Any) -> Any:
-            monkeypatch.setattr(SqlCatalog, "commit_table", real)
-            return do(lambda: real(self, *given))
-
-        monkeypatch.setattr(SqlCatalog, "commit_table", instead)
-
-    yield at_next
-    assert SqlCatalog.commit_table is real
+__all__ = ["before_commit"]
 
 
 @pytest.mark.parametrize("compression", ["zstd", "none"])
@@ -85,12 +42,6 @@ def test_every_type_comes_back_as_it_went_in(tmp_path: Path, compression: str) -
     assert [str(f.field_type) for f in theirs(tmp_path).schema().fields][:5] == ["boolean", "int", "int", "int", "long"]
     for name in ("tiny", "text", "bytes", "price", "day", "at", "at_zone", "list", "struct", "map", "big"):
         assert found[name].to_pylist() == EVERY_TYPE[name].to_pylist(), name
-
-
-def staged_in(sink: IcebergSink, rows: pa.Table = ROWS, *given: Any, **more: Any) -> Any:
-    """Tasks read the table: it has to be there first."""
-    sink.ready_target(rows.schema)
-    return staged(sink, rows, *given, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyiceberg.exceptions import CommitStateUnknownException
-from tests.unit.test_delta import SCOPE, claimed, decision
-from tests.unit.test_delta_modes import UPSERT, days, items
-from tests.unit.test_iceberg import before_commit, sink_at, staged_in, strays, theirs
+from tests.support.iceberg import before_commit, sink_at, staged_in, strays, theirs
+from tests.support.tables import SCOPE, UPSERT, claimed, days, decision, items
 
 from delivered.connectors.iceberg.committer import IcebergCommitter
 from delivered.connectors.iceberg.options import IcebergOptions

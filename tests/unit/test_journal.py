@@ -10,23 +10,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.support.journal import messages, open_log
 
 from delivered.connectors.log import CONNECTOR, append, produce
 from delivered.connectors.log import journal as journals
 from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.log.progress import write_progress
-from delivered.contract.queue import Entered, MessageBatch
+from delivered.contract.queue import Entered
 from delivered.model.outcome import Failed, Ok, Unknown
-
-
-def messages(*ids: str | None, key: bytes = b"k") -> MessageBatch:
-    values = [f"value of {i}".encode() for i in ids]
-    count = len(ids)
-    return MessageBatch(list(ids), [key] * count, values, [[("h", b"1")]] * count, [None] * count, list(range(count)))
-
-
-def open_log(path: Path, window: int = 100, **options: Any) -> LogJournal:
-    return LogJournal(str(path), {}, window, **options)
 
 
 def values(path: Path) -> list[bytes]:
@@ -152,7 +143,7 @@ def test_receivers_of_one_log_share_what_enters(log: Path) -> None:
     """Three processes, each with the same 300 messages in batches of another size."""
     code = """
 import sys
-from tests.unit.test_journal import messages, open_log
+from tests.support.journal import messages, open_log
 from pathlib import Path
 journal, step = open_log(Path(sys.argv[1]), 1000), int(sys.argv[2])
 for at in range(0, 300, step):

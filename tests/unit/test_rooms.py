@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
-import os
 import pickle
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.interpreter import SOURCE, fresh
 
-import delivered
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Action, BatchPlan
 
-SOURCE = Path(delivered.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 LINES_MAX = 400
 KNOWN_LONG: dict[str, int] = {}
 """Modules above the limit, with the length they must not exceed. This list only gets shorter."""
 KNOWN_ASSERTS: set[str] = set()
 PRINTS = ("cli/", "demo/")
-
-
-def fresh(code: str, *inputs: bytes) -> set[str]:
-    """Names of ours and of heavy libraries that a fresh interpreter holds after `code`."""
-    tail = "\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
-    ran = subprocess.run(
-        [sys.executable, "-c", code + tail, *(i.hex() for i in inputs)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE.parent)},
-    )
-    return set(json.loads(ran.stdout.splitlines()[-1]))
 
 
 def test_executor_loads_model_contract_its_part_of_the_engine_and_one_connector() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.unit.test_rooms import fresh
+from tests.support.interpreter import fresh
 
 import delivered
 from delivered.connectors.memory import CONNECTOR as MEMORY

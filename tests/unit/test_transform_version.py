@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.test_plan import ASKED
+from tests.support.requests import ASKED
 
 from delivered.audit.versions import earlier, version_ranges
 from delivered.model.account import Account, TransformVersion

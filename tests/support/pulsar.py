@@ -1,0 +1,66 @@
+"""Pulsar's source and sink as a pipeline uses them, and messages as a client that is not ours sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from tests.support.servers import Pulsar
+
+from delivered.connectors.pulsar import CONNECTOR
+from delivered.contract.source import Offsets, Source
+from delivered.pipeline.registry import find_sink, find_source
+
+FULL = "persistent://public/default/"
+CHUNK = 5 << 20
+"""The broker's default for maxMessageSize: what is above it goes in chunks."""
+
+
+def source(pulsar: Pulsar, topic: str, **options: Any) -> Source:
+    given = {**pulsar.options, "topics": topic, **options}
+    return CONNECTOR.source({k.lower(): str(v) for k, v in given.items()})  # lower case, as PySpark hands them over
+
+
+def rows(count: int, first: int = 0) -> list[bytes]:
+    return [b"row %d" % n for n in range(first, first + count)]
+
+
+def read(src: Source, start: Offsets, end: Offsets) -> pa.Table:
+    batches = [b for piece in src.driver().slices(start, end) for b in src.read(piece)]
+    return pa.Table.from_batches(batches, schema=src.schema())
+
+
+def read_all(src: Source) -> pa.Table:
+    return read(src, *src.driver().batch())
+
+
+def values(table: pa.Table) -> list[bytes | None]:
+    found: list[bytes | None] = table.column("value").to_pylist()
+    return found
+
+
+def batches(src: Source, limit: int | None, start: Offsets | None = None) -> list[tuple[Offsets, Offsets]]:
+    """As a stream would cut what is there."""
+    driver = src.driver()
+    at = driver.initial() if start is None else start
+    found = []
+    while (end := driver.latest(at, limit)) != at:
+        found.append((at, end))
+        at = end
+    return found
+
+
+def sink(folder: Path, pulsar: Pulsar, topic: str, **options: str) -> Any:
+    return find_sink("pulsar", {**pulsar.options, "topic": topic, "ledger": str(folder / "ledger.db"), **options})
+
+
+def taken(pulsar: Pulsar, topic: str) -> list[dict[str, Any]]:
+    """All that is in the topic."""
+    source = find_source("pulsar", {**pulsar.options, "topics": topic, "includeHeaders": "true"})
+    driver = source.driver()
+    return [r for piece in driver.slices(*driver.batch()) for b in source.read(piece) for r in b.to_pylist()]
+
+
+def ids(found: list[dict[str, Any]]) -> list[str]:
+    return [h["value"].decode() for r in found for h in r["headers"] if h["key"] == "delivered.id"]
