@@ -2,8 +2,7 @@
 
 options.py   what the user named
 client.py    the client library, the files beside the table, errors in plain words
-types.py     Arrow types as Delta keeps them
-target.py    the table: create, compare, add columns
+target.py    the table: create, compare, add columns; whether it can keep the promise
 statistics.py  what the log says about a file
 writer.py    a task's side
 records.py   what the ledger knows, in files that the log points to
@@ -11,7 +10,6 @@ store.py     the ledger in the table: owner, decisions. The line that decides is
 commit.py    one commit to the table's log, and what became of it
 committer.py  files of undecided shards
 read.py      a scan of the table, for the audit
-preflight.py whether this table can keep the promise
 sink.py      all of these as the contract's sink
 """
 

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.kits.table import delta_log
+from delivered.kits.table import delta_log, target
 from delivered.kits.table import store as storage
-from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import MissingExtra
 
 
 def delta() -> Any:
@@ -50,11 +50,7 @@ def require_table(options: DeltaOptions, version: int | None = None) -> Any:
     """
     table = open_table(options, version)
     if table is None:
-        raise UsageError(
-            "TABLE_MISSING",
-            f"There is no Delta table at {options.path!r}.",
-            next_step='check the path; or let it be created with .option("ifNotExists", "true")',
-        )
+        raise target.missing_table(options, "Delta", "the path")
     return table
 
 
@@ -64,21 +60,7 @@ def explained(options: DeltaOptions) -> Iterator[None]:
     try:
         yield
     except (delta().exceptions.DeltaError, OSError) as error:
-        raise unreachable(options, error) from error
-
-
-def unreachable(options: DeltaOptions, error: Exception) -> DeliveredError:
-    if isinstance(error, OSError) and options.local:
-        return DeliveredError(
-            "TABLE_STORAGE",
-            f"The files of the table at {options.path!r} cannot be read or written: {str(error)[:500]}",
-            next_step="make room on the disk, or give the user the right to write there; the batch runs again",
-        )
-    return Unreachable(
-        "TABLE_UNREACHABLE",
-        f"The table at {options.path!r} cannot be read or written: {str(error)[:500]}",
-        next_step="check the path, the rights and the storage.* options",
-    )
+        raise target.unreachable(options, error, "the path, the rights and the storage.* options") from error
 
 
 class Store(storage.Store):

@@ -61,6 +61,10 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
         return "://" not in self.path
 
     @property
+    def where(self) -> str:
+        return f"at {self.path!r}"
+
+    @property
     def sink_name(self) -> str:
         """From the last part of the path. Each table has its own ledger, whatever the name."""
         return sink_name(self.path.rstrip("/").rsplit("/", 1)[-1])

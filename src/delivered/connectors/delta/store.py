@@ -13,7 +13,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.delta import types
 from delivered.connectors.delta.client import Store, explained, open_table, require_table, sync_versions
 from delivered.connectors.delta.commit import (
     CHECKPOINT_VERSIONS,
@@ -24,12 +23,13 @@ from delivered.connectors.delta.commit import (
     commit,
     tidy,
 )
-from delivered.connectors.delta.merge import NOTHING, Effect, effect
+from delivered.connectors.delta.merge import effect
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Names, Record, Records, claim_of, digest, ledger_key, next_claim
-from delivered.connectors.delta.target import required, same_columns, table_schema
+from delivered.connectors.delta.target import TYPES, required, same_columns, table_schema
 from delivered.kits.sql.merge import stored as kept
 from delivered.kits.table import stage
+from delivered.kits.table.merge import Effect
 from delivered.ledger.history import outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
@@ -192,10 +192,11 @@ class DeltaStore:
         table: Any,
         claim: int,
         transactions: Mapping[str, int],
-        made: Effect = NOTHING,
+        made: Effect | None = None,
         there: Callable[[Any], bool] | None = None,
     ) -> Outcome[None]:
         """One commit under a claim: in before any later claim, or not at all."""
+        made = made or Effect()
         change = TableChange(made.adds, {**transactions, self._names.owner: claim}, made.removes, made.exact)
 
         def newest(now: Any) -> bool:
@@ -230,7 +231,7 @@ class DeltaStore:
         import pyarrow.parquet as pq
 
         with self._records.store.fs.open_input_file(file.path) as source:
-            stored = kept(self._options.write, types.canonical_schema(pq.read_schema(source)))
+            stored = kept(self._options.write, TYPES.canonical_schema(pq.read_schema(source)))
         known = table_schema(table)
         return pa.schema([*stored, *(known.field(name) for name in file.partition if name in known.names)])
 

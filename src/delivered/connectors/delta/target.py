@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.delta import types
-from delivered.connectors.delta.client import delta, explained, open_table, require_table, sync_versions
+from delivered.connectors.delta.client import Store, delta, explained, open_table, require_table, sync_versions
 from delivered.connectors.delta.commit import RETRIES_MAX, DataFile
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.kits.table import columns
+from delivered.kits.table import target
+from delivered.kits.table.columns import TableTypes, canonical
 from delivered.model.capability import APPEND
 from delivered.model.errors import Refused, UsageError
 
@@ -25,31 +25,48 @@ _FEATURES = frozenset(
 """Of a table's writer protocol: what an append of files honours. Constraints are looked at one by one."""
 
 
+class DeltaTypes(TableTypes):
+    system = "Delta"
+    table = "a Delta table"
+
+
+TYPES = DeltaTypes()
+
+
 def ready(options: DeltaOptions, schema: pa.Schema) -> None:
     """
     Raises:
         UsageError: no table, and none is to be created; or rows of this schema do not fit.
         Refused: the table asks more of a writer than this sink does.
     """
-    types.check(schema)
-    schema = types.canonical_schema(schema)
+    TYPES.check(schema)
+    schema = TYPES.canonical_schema(schema)
     table = open_table(options)
     if table is None:
         table = _create(options, schema)
     check_features(options, table)
     check_removes(options, table)
-    missing = compare(options, table, schema)
+    missing = compare(options, table, schema, adds=True)
     if missing:
         _add_columns(options, table, missing)
+
+
+def check(options: DeltaOptions) -> None:
+    """Raises what speaks against this table. Writes one small file beside it, and takes it away again."""
+    table = open_table(options)
+    if table is None and not options.create:
+        require_table(options)
+    if table is not None:
+        check_features(options, table)
+        check_removes(options, table)
+    with explained(options):
+        target.probe(Store(options), "_delivered")
 
 
 def table_schema(table: Any) -> pa.Schema:
     """Columns of the table in our Arrow types; a column that may hold no null says so."""
     found: pa.Schema = pa.schema(table.schema().to_arrow())
-    fields = []
-    for field in found:
-        fields.append(pa.field(field.name, columns.canonical(field.type) or field.type, field.nullable))
-    return pa.schema(fields)
+    return pa.schema([pa.field(f.name, canonical(f.type) or f.type, f.nullable) for f in found])
 
 
 def check_removes(options: DeltaOptions, table: Any) -> None:
@@ -77,12 +94,7 @@ def check_features(options: DeltaOptions, table: Any) -> None:
         asked.append("delta.columnMapping.mode")
     for field in json.loads(table.schema().to_json())["fields"]:
         asked += [f"{key} of column {field['name']}" for key in field.get("metadata", {}) if key in _COLUMN_RULES]
-    if asked:
-        raise Refused(
-            "TABLE_FEATURES",
-            f"The table at {options.path!r} asks of its writers: {', '.join(asked)}. This sink does not do that.",
-            next_step="write to a table without it, and take the rows over from there",
-        )
+    target.check_asked(options, asked)
     if "delta.setTransactionRetentionDuration" in configuration:
         raise Refused(
             "TABLE_FORGETS",
@@ -96,12 +108,8 @@ def check_features(options: DeltaOptions, table: Any) -> None:
 _COLUMN_RULES = ("delta.invariants", "delta.generationExpression", "delta.identity.start", "delta.identity.step")
 
 
-def compare(options: DeltaOptions, table: Any, schema: pa.Schema) -> list[pa.Field]:
-    """Columns that the table lacks and that are to be added.
-
-    Raises:
-        UsageError: partitions, names or types do not fit, or a column is missing on one of the sides.
-    """
+def compare(options: DeltaOptions, table: Any, schema: pa.Schema, *, adds: bool = False) -> list[pa.Field]:
+    """See `delivered.kits.table.target.compare`. Raises UsageError also for other partitions than the options name."""
     partitions = list(table.metadata().partition_columns)
     if list(options.partition_by or ()) != partitions:
         raise UsageError(
@@ -110,41 +118,7 @@ def compare(options: DeltaOptions, table: Any, schema: pa.Schema) -> list[pa.Fie
             f"{list(options.partition_by or ()) or 'none'}.",
             next_step=f'write .option("partitionBy", "{",".join(partitions)}")' if partitions else "take it out",
         )
-    there = {f.name: f for f in table_schema(table)}
-    lower = {name.lower(): name for name in there}
-    missing = []
-    for field in schema:
-        known = there.get(field.name)
-        if known is None:
-            if field.name.lower() in lower:
-                raise UsageError(
-                    "COLUMN_CASE",
-                    f"Column {field.name!r} is {lower[field.name.lower()]!r} in the table at {options.path!r}.",
-                    next_step=f"rename it to {lower[field.name.lower()]!r}",
-                )
-            missing.append(field)
-        elif not known.type.equals(field.type):
-            raise UsageError(
-                "COLUMN_TYPE",
-                f"Column {field.name!r} is {known.type} in the table at {options.path!r}, and {field.type} in the "
-                "rows.",
-                next_step="cast it in the pipeline",
-            )
-    if missing and not options.merge_schema:
-        raise UsageError(
-            "COLUMN_MISSING",
-            f"The table at {options.path!r} has no column {', '.join(repr(f.name) for f in missing)}; it has "
-            f"{list(there)}.",
-            next_step='have it added with .option("mergeSchema", "true"), or leave it out of the rows',
-        )
-    absent = [f.name for f in there.values() if f.name not in schema.names and (not f.nullable or f.name in partitions)]
-    if absent:
-        raise UsageError(
-            "COLUMN_REQUIRED",
-            f"The table at {options.path!r} needs a value in {absent}, and the rows have no such column.",
-            next_step="add it to the rows",
-        )
-    return missing
+    return target.compare(options, table_schema(table), schema, partitions, adds=adds)
 
 
 def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
@@ -154,13 +128,7 @@ def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
         UsageError: rows of this schema do not fit the table any more.
     """
     check_features(options, table)
-    missing = compare(options, table, schema)
-    if missing:
-        raise UsageError(
-            "COLUMN_MISSING",
-            f"The table at {options.path!r} lost the columns {[f.name for f in missing]} since the start.",
-            next_step="start the pipeline again",
-        )
+    compare(options, table, schema)
 
 
 def required(options: DeltaOptions, table: Any, files: Sequence[DataFile]) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
 
-from delivered.connectors.delta import statistics, types
+from delivered.connectors.delta import statistics
 from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.commit import DataFile, TableChange, commit
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.connectors.delta.target import required, same_columns
+from delivered.connectors.delta.target import TYPES, required, same_columns
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.table import stage
 from delivered.kits.table.parquet import PartFiles, split
+from delivered.kits.table.target import but_gone
 from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Work
@@ -35,7 +34,7 @@ class DeltaFiles:
 
     def __init__(self, options: DeltaOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
         self._options = options
-        self._schema = types.canonical_schema(schema)
+        self._schema = TYPES.canonical_schema(schema)
         # Rows of an upsert are staged as they are: the driver makes files of the table of them.
         partitions = () if options.write.upserts else options.partition_by or ()
         self._partitions = [name for name in partitions if name in self._schema.names]
@@ -51,7 +50,7 @@ class DeltaFiles:
     def write(self, batch: pa.RecordBatch) -> None:
         batch = fitted(batch, self._schema)
         check_rows(self._options.write, batch)
-        with _explained(self._options):
+        with but_gone(explained(self._options)):
             if not self._partitions:
                 self._files.write((), batch)
                 return
@@ -61,7 +60,7 @@ class DeltaFiles:
 
     def finish(self) -> int:
         now = time.time_ns() // 1_000_000
-        with _explained(self._options):
+        with but_gone(explained(self._options)):
             self._done = [
                 DataFile(f.name, f.size, f.rows, dict(f.part), statistics.of_file(f.footer, f.not_a_number), now)
                 for f in self._files.finish()
@@ -91,19 +90,6 @@ class DeltaFiles:
 
     def discard(self) -> None:
         self._files.discard()
-
-
-@contextlib.contextmanager
-def _explained(options: DeltaOptions) -> Iterator[None]:
-    """A file that is gone is told apart from a store that does not work."""
-    with explained(options):
-        try:
-            yield
-        except FileNotFoundError as error:
-            gone = error
-        else:
-            return
-    raise gone
 
 
 def _folder(part: _Part) -> str:

@@ -73,7 +73,7 @@ class FilesSink:
         types.check(self.options, schema)
 
     def ready_target(self, schema: pa.Schema) -> None:
-        schema = types.canonical_schema(schema)
+        schema = types.TYPES.canonical_schema(schema)
         try:
             known = stored_schema(self.options)
             if known is None:
@@ -92,7 +92,7 @@ class FilesSink:
             )
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return fitted(batch, types.canonical_schema(batch.schema))
+        return fitted(batch, types.TYPES.canonical_schema(batch.schema))
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:
         kind = StagingWriter if guarantee is Guarantee.EXACTLY_ONCE else DirectWriter

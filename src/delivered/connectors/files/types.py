@@ -14,12 +14,12 @@ from delivered.kits.table import columns
 from delivered.model.errors import UsageError
 
 
-def canonical_schema(schema: pa.Schema) -> pa.Schema:
-    """
-    Raises:
-        UsageError: a column's type cannot be kept.
-    """
-    return columns.canonical_schema(schema, "a file")
+class FilesTypes(columns.TableTypes):
+    system = "files"
+    table = "a file"
+
+
+TYPES = FilesTypes()
 
 
 def check(options: FilesOptions, schema: pa.Schema) -> None:
@@ -41,7 +41,7 @@ def check(options: FilesOptions, schema: pa.Schema) -> None:
             "readers skip.",
             next_step='add a column, or write .option("fileFormat", "json")',
         )
-    for field in canonical_schema(schema):
+    for field in TYPES.canonical_schema(schema):
         fits = options.format == "parquet" or (_json(field.type) if options.format == "json" else _csv(field.type))
         columns.kept(field, field.type if fits else None, f"a {options.format} file")
 

@@ -27,7 +27,7 @@ class StagingWriter:
     def __init__(self, options: FilesOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options
         self._work = work
-        self._schema = types.canonical_schema(schema)
+        self._schema = types.TYPES.canonical_schema(schema)
         self._places = Places(options, work.scope)
         self._nonce = uuid.uuid4().hex
         self._path: Path | None = None

@@ -4,7 +4,7 @@ options.py   what the user named
 client.py    the client library, catalogs, the files of a table, errors in plain words
 disk.py      what the client writes to a local disk, made durable
 types.py     Arrow types as Iceberg keeps them, and back
-target.py    the table: create, compare
+target.py    the table: create, compare; whether it can keep the promise
 partition.py rows by the table's partitions
 manifest.py  what a task tells the driver of its data files
 writer.py    a task's side
@@ -15,7 +15,6 @@ staged.py    rows of an upsert, as tasks leave them
 commit.py    one commit to the table, and what became of it
 committer.py  files of undecided shards
 read.py      a scan of the table, for the audit
-preflight.py whether this table can keep the promise
 sink.py      all of these as the contract's sink
 """
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.kits.table import target
 from delivered.kits.table.durable import make_folder, sync
 from delivered.kits.table.store import Store
-from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
+from delivered.model.errors import DeliveredError, MissingExtra
 
 FILE_IO = "delivered.connectors.iceberg.disk.DurableFileIO"
 
@@ -84,11 +85,7 @@ def require_table(options: IcebergOptions) -> Any:
     """
     table = open_table(options)
     if table is None:
-        raise UsageError(
-            "TABLE_MISSING",
-            f"There is no Iceberg table {options.where}.",
-            next_step='check table and catalog; or let it be created with .option("ifNotExists", "true")',
-        )
+        raise target.missing_table(options, "Iceberg", "table and catalog")
     return table
 
 
@@ -100,7 +97,8 @@ def explained(options: IcebergOptions) -> Iterator[None]:
     except DeliveredError:
         raise
     except client_errors() as error:
-        raise unreachable(options, error) from error
+        check = "the catalog.* options, the rights, and whether the catalog runs"
+        raise target.unreachable(options, error, check) from error
 
 
 def client_errors() -> tuple[type[Exception], ...]:
@@ -110,20 +108,6 @@ def client_errors() -> tuple[type[Exception], ...]:
 
     own = [e for e in vars(pyiceberg.exceptions).values() if isinstance(e, type) and issubclass(e, Exception)]
     return (*own, sqlalchemy.exc.SQLAlchemyError, OSError, ValueError)
-
-
-def unreachable(options: IcebergOptions, error: Exception) -> DeliveredError:
-    if isinstance(error, OSError) and options.local:
-        return DeliveredError(
-            "TABLE_STORAGE",
-            f"The files of the table {options.where} cannot be read or written: {str(error)[:500]}",
-            next_step="make room on the disk, or give the user the right to write there; the batch runs again",
-        )
-    return Unreachable(
-        "TABLE_UNREACHABLE",
-        f"The table {options.where} cannot be read or written: {type(error).__name__}: {str(error)[:500]}",
-        next_step="check the catalog.* options, the rights, and whether the catalog runs",
-    )
 
 
 def data_path(table: Any) -> str:

@@ -151,7 +151,6 @@ class IcebergOptions(FileTableOptions, owner="delivered_iceberg sink"):
 
     @property
     def where(self) -> str:
-        """For errors: the table and its catalog."""
         return f"{self.table!r} of the catalog {self.warehouse or self.catalog.get('uri', '')!r}"
 
     @property

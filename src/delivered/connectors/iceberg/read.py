@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import explained, require_table
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.types import plain
 from delivered.contract.source import Offsets, Slice
 from delivered.kits.table.scan import packed
 from delivered.model.columns import fitted
@@ -27,7 +27,7 @@ class IcebergScan:
     options: IcebergOptions
 
     def schema(self) -> pa.Schema:
-        return _plain(require_table(self.options).schema())
+        return plain(require_table(self.options).schema())
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
         """Args: since: {"snapshot": id}: without the files that it has; one compacted later counts as new."""
@@ -46,7 +46,7 @@ class IcebergScan:
         with explained(self.options):
             table = require_table(self.options)
             columns = table.schemas()[piece.data["schema"]]
-            schema = _plain(columns)
+            schema = plain(columns)
             scan = ArrowScan(table.metadata, table.io, columns, AlwaysTrue())
             for task in piece.data["tasks"]:
                 for batch in scan.to_record_batches([task]):
@@ -59,8 +59,3 @@ class IcebergScan:
             return []
         with explained(self.options):
             return sorted(table.scan(snapshot_id=snapshot).plan_files(), key=lambda task: task.file.file_path)
-
-
-def _plain(schema: Any) -> pa.Schema:
-    """Without field ids."""
-    return pa.schema([(f.name, types.canonical(f.type) or f.type) for f in types.to_arrow(schema)])

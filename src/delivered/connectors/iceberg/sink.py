@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import need
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.types import TYPES
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
 from delivered.kits.sql.merge import check_columns, stored
-from delivered.kits.sql.types import Types
+from delivered.kits.table.target import preflight
 from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
@@ -23,19 +23,6 @@ from delivered.model.limits import LEDGER_HISTORY_BATCHES
 
 _BACKUP = "catalog and table are backed up and restored as one"
 _CATALOG = "the catalog commits by comparing and swapping, and answers with what was committed last"
-
-
-class _Ordered(Types):
-    """Which columns tell versions apart."""
-
-    system = "Iceberg"
-    columns_max = 1_000_000
-
-    def declared(self, kind: pa.DataType) -> str | None:
-        return str(kind)
-
-
-_ORDERED = _Ordered()
 
 
 @dataclass(frozen=True)
@@ -70,14 +57,14 @@ class IcebergSink:
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        from delivered.connectors.iceberg.preflight import preflight
+        from delivered.connectors.iceberg.target import check
 
-        return preflight(self.options, guarantee)
+        return preflight(self.options, guarantee, lambda: check(self.options))
 
     def check_schema(self, schema: pa.Schema) -> None:
-        types.check(schema)
+        TYPES.check(schema)
         if self.options.write.upserts:
-            check_columns(self.options.write, schema, _ORDERED)
+            check_columns(self.options.write, schema, TYPES)
 
     def ready_target(self, schema: pa.Schema) -> None:
         from delivered.connectors.iceberg.target import ready
@@ -85,7 +72,7 @@ class IcebergSink:
         ready(self.options, stored(self.options.write, schema))
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return fitted(batch, types.canonical_schema(batch.schema))
+        return fitted(batch, TYPES.canonical_schema(batch.schema))
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         need()

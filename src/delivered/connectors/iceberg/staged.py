@@ -6,10 +6,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.iceberg import types
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.target import check_features, compare
+from delivered.connectors.iceberg.types import TYPES
 from delivered.kits.sql.merge import check_rows, stored
 from delivered.kits.table import stage
 from delivered.kits.table.parquet import PartFiles, Written
@@ -27,7 +27,7 @@ class StagedRows:
 
     def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options
-        self._schema = types.canonical_schema(schema)
+        self._schema = TYPES.canonical_schema(schema)
         self._place = stage.new_place(work, direct=False)
         self._table: Any = None
         self._files: PartFiles[tuple[()]] | None = None
@@ -68,7 +68,7 @@ class StagedRows:
         if self._files is None:
             table = self._table = require_table(self._options)
             check_features(self._options, table)
-            compare(self._options, table, types.canonical_schema(stored(self._options.write, self._schema)))
+            compare(self._options, table, TYPES.canonical_schema(stored(self._options.write, self._schema)))
             options = {"compression": self._options.compression}
             self._files = PartFiles(lambda: store(table, data_path(table)), self._place, self._schema, options)
         return self._files

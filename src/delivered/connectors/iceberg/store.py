@@ -17,12 +17,13 @@ from delivered.connectors.iceberg import manifest
 from delivered.connectors.iceberg.client import data_path, explained, open_table, require_table, store
 from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.committer import claims_folder
-from delivered.connectors.iceberg.merge import Effect, overwritten, upserted
+from delivered.connectors.iceberg.merge import overwritten, upserted
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.records import Names, Records, decided_text, ledger_key
 from delivered.connectors.iceberg.staged import ROWS
 from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.kits.table import stage
+from delivered.kits.table.merge import Effect
 from delivered.ledger.history import outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError

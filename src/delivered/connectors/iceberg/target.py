@@ -9,9 +9,19 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.iceberg import types
-from delivered.connectors.iceberg.client import catalog, explained, local_store_folders, open_table, require_table
+from delivered.connectors.iceberg.client import (
+    catalog,
+    data_path,
+    explained,
+    local_store_folders,
+    open_table,
+    require_table,
+    store,
+)
 from delivered.connectors.iceberg.options import IcebergOptions, Part
-from delivered.model.errors import Refused, UsageError
+from delivered.connectors.iceberg.types import TYPES
+from delivered.kits.table import target
+from delivered.model.errors import UsageError
 
 FORMAT_VERSION = 2
 _CREATED_WITH = {
@@ -32,16 +42,27 @@ def ready(options: IcebergOptions, schema: pa.Schema) -> None:
         UsageError: no table, and none is to be created; or rows of this schema do not fit.
         Refused: the table asks more of a writer than this sink does.
     """
-    types.check(schema)
-    schema = types.canonical_schema(schema)
+    TYPES.check(schema)
+    schema = TYPES.canonical_schema(schema)
     table = open_table(options)
     if table is None:
         table = _create(options, schema)
     check_features(options, table)
-    if options.merge_schema:
+    if compare(options, table, schema, adds=True):
         _add_columns(options, table, schema)
-        table = require_table(options)
-    compare(options, table, schema)
+        compare(options, require_table(options), schema)
+
+
+def check(options: IcebergOptions) -> None:
+    """Raises what speaks against this table. Writes one small file beside its data, and takes it away again."""
+    catalog(options)
+    table = open_table(options)
+    if table is None and not options.create:
+        require_table(options)
+    if table is not None:
+        check_features(options, table)
+        with explained(options):
+            target.probe(store(table, data_path(table)), "delivered")
 
 
 def _add_columns(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
@@ -77,19 +98,11 @@ def check_features(options: IcebergOptions, table: Any) -> None:
     if table.properties.get("write.wap.enabled", "false").lower() == "true":
         asked.append("write.wap.enabled: snapshots that are published by hand")
     asked += sorted(key for key in table.properties if key.startswith("encryption."))
-    if asked:
-        raise Refused(
-            "TABLE_FEATURES",
-            f"The table {options.where} asks of its writers: {', '.join(asked)}. This sink does not do that.",
-            next_step="write to a table without it, and take the rows over from there",
-        )
+    target.check_asked(options, asked)
 
 
-def compare(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
-    """
-    Raises:
-        UsageError: partitions, names or types do not fit, or a column is missing on one of the sides.
-    """
+def compare(options: IcebergOptions, table: Any, schema: pa.Schema, *, adds: bool = False) -> list[pa.Field]:
+    """See `delivered.kits.table.target.compare`. Raises UsageError also for other partitions than the options name."""
     spec = [(table.schema().find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields]
     wanted = None if options.partition_by is None else [(p.column, p.transform) for p in options.partition_by]
     if wanted not in (None, spec):
@@ -99,36 +112,7 @@ def compare(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
             f"{_told(wanted or [])}.",
             next_step="take the option out: the sink writes by the table's own partitions",
         )
-    there = {f.name: f for f in types.to_arrow(table.schema())}
-    lower = {name.lower(): name for name in there}
-    for field in schema:
-        known = there.get(field.name)
-        if known is None and field.name.lower() in lower:
-            raise UsageError(
-                "COLUMN_CASE",
-                f"Column {field.name!r} is {lower[field.name.lower()]!r} in the table {options.where}.",
-                next_step=f"rename it to {lower[field.name.lower()]!r}",
-            )
-        if known is None:
-            raise UsageError(
-                "COLUMN_MISSING",
-                f"The table {options.where} has no column {field.name!r}; it has {list(there)}.",
-                next_step='have it added with .option("mergeSchema", "true"), or leave it out of the rows',
-            )
-        if not known.type.equals(field.type):
-            raise UsageError(
-                "COLUMN_TYPE",
-                f"Column {field.name!r} is {known.type} in the table {options.where}, and {field.type} in the rows.",
-                next_step="cast it in the pipeline",
-            )
-    needed = {name for name, _ in spec} | {f.name for f in there.values() if not f.nullable}
-    absent = sorted(needed - set(schema.names))
-    if absent:
-        raise UsageError(
-            "COLUMN_REQUIRED",
-            f"The table {options.where} needs a value in {absent}, and the rows have no such column.",
-            next_step="add it to the rows; partitions over a field inside a struct cannot be written",
-        )
+    return target.compare(options, types.to_arrow(table.schema()), schema, [name for name, _ in spec], adds=adds)
 
 
 def same_columns(options: IcebergOptions, table: Any, schema_id: int, spec_id: int, columns: Iterable[int]) -> None:

@@ -23,39 +23,20 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.kits.table import columns
-from delivered.model.errors import UsageError
 
-TABLE = "an Iceberg table"
 FIELD_ID = b"PARQUET:field_id"
 
 
-def canonical(kind: pa.DataType) -> pa.DataType | None:
-    """The one Arrow type that stands for all with the same values; None if a table cannot keep it."""
-    found = columns.canonical(kind)
-    return None if found is None else _wide(found)
+class IcebergTypes(columns.TableTypes):
+    system = "Iceberg"
+    table = "an Iceberg table"
+
+    def canonical(self, kind: pa.DataType) -> pa.DataType | None:
+        found = columns.canonical(kind)
+        return None if found is None else _wide(found)
 
 
-def canonical_schema(schema: pa.Schema) -> pa.Schema:
-    """
-    Raises:
-        UsageError: a column's type cannot be kept.
-    """
-    return pa.schema([pa.field(f.name, columns.kept(f, canonical(f.type), TABLE)) for f in schema])
-
-
-def check(schema: pa.Schema) -> None:
-    """
-    Raises:
-        UsageError: no column, two of one name (readers do not tell capital letters), or a type that cannot be kept.
-    """
-    if not columns.named_once(schema):
-        raise UsageError(
-            "COLUMNS",
-            f"Rows have the columns {schema.names}; {TABLE} needs at least one, each of its own name, capital letters "
-            "apart.",
-            next_step="rename columns",
-        )
-    canonical_schema(schema)
+TYPES = IcebergTypes()
 
 
 def _wide(kind: pa.DataType) -> pa.DataType:
@@ -114,6 +95,11 @@ def _to_iceberg(kind: pa.DataType, ids: Any) -> Any:
         pa.binary(): ice.BinaryType(), pa.date32(): ice.DateType(),
     }  # fmt: skip
     return plain[kind]
+
+
+def plain(schema: Any) -> pa.Schema:
+    """A table's columns in our Arrow types, without field ids."""
+    return pa.schema([(f.name, TYPES.canonical(f.type) or f.type) for f in to_arrow(schema)])
 
 
 def to_arrow(schema: Any) -> pa.Schema:

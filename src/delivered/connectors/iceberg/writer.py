@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.iceberg import manifest, types
+from delivered.connectors.iceberg import manifest
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
 from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.partition import Part, parts
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
+from delivered.connectors.iceberg.types import TYPES, to_arrow
 from delivered.kits.table import stage
 from delivered.kits.table.parquet import PartFiles
+from delivered.kits.table.target import but_gone
 from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord
 from delivered.model.identity import Work
@@ -28,16 +29,15 @@ class IcebergFiles:
     def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
         self._options = options
         self._work = work
-        self._schema = types.canonical_schema(schema)
+        self._schema = TYPES.canonical_schema(schema)
         self._place = stage.new_place(work, direct)
         self._table: Any = None
         self._stored: pa.Schema | None = None
         self._files: PartFiles[Part] | None = None
         self._done: list[Any] = []
-        self._manifest = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        with _explained(self._options):
+        with but_gone(explained(self._options)):
             files, stored = self._begun()
             plain = fitted(batch, self._schema)
             for field in stored:
@@ -63,7 +63,7 @@ class IcebergFiles:
     def finish(self) -> int:
         if self._files is None:
             return 0
-        with _explained(self._options):
+        with but_gone(explained(self._options)):
             path = data_path(self._table)
             self._done = manifest.data_files(self._table, path, self._files.finish())
         return sum(int(f.record_count) for f in self._done)
@@ -71,7 +71,7 @@ class IcebergFiles:
     def handle(self) -> dict[str, Any]:
         if not self._done:
             return {}
-        with _explained(self._options):
+        with but_gone(explained(self._options)):
             name = self._place.beside("manifest.avro")
             size = manifest.put(self._table, f"{data_path(self._table)}/{name}", self._done)
         return {
@@ -114,7 +114,7 @@ class IcebergFiles:
             table = self._table = require_table(self._options)
             check_features(self._options, table)
             compare(self._options, table, self._schema)
-            columns = {f.name: f for f in types.to_arrow(table.schema())}
+            columns = {f.name: f for f in to_arrow(table.schema())}
             self._stored = pa.schema([columns[name] for name in self._schema.names])
             options = {"compression": self._options.compression, "store_decimal_as_integer": True}
             self._files = PartFiles(lambda: store(table, data_path(table)), self._place, self._stored, options)
@@ -127,16 +127,3 @@ class IcebergFiles:
     def _columns(self) -> list[int]:
         """Field ids that are in the files."""
         return [f.field_id for f in self._table.schema().fields if f.name in self._schema.names]
-
-
-@contextlib.contextmanager
-def _explained(options: IcebergOptions) -> Iterator[None]:
-    """A file that is gone is told apart from a store that does not work."""
-    gone = None
-    with explained(options):
-        try:
-            yield
-        except FileNotFoundError as error:
-            gone = error
-    if gone is not None:
-        raise gone

@@ -15,8 +15,11 @@ others                          refused
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pyarrow as pa
 
+from delivered.kits.sql.types import Types
 from delivered.model.errors import UsageError
 
 
@@ -47,19 +50,11 @@ def canonical(kind: pa.DataType) -> pa.DataType | None:
     return None
 
 
-def canonical_schema(schema: pa.Schema, system: str) -> pa.Schema:
-    """
-    Args:
-        system: what keeps the columns, for the error: "a Delta table".
-
-    Raises:
-        UsageError: a column's type cannot be kept.
-    """
-    return pa.schema([pa.field(f.name, kept(f, canonical(f.type), system)) for f in schema])
-
-
 def kept(field: pa.Field, kind: pa.DataType | None, system: str) -> pa.DataType:
     """
+    Args:
+        system: what keeps the column, for the error: "a Delta table".
+
     Raises:
         UsageError: `kind` is None: the column's type cannot be kept.
     """
@@ -76,3 +71,39 @@ def named_once(schema: pa.Schema) -> bool:
     """Whether there is a column, and no two of one name, capital letters apart: readers do not tell those."""
     lower = [name.lower() for name in schema.names]
     return bool(lower) and len(set(lower)) == len(lower)
+
+
+class TableTypes(Types):
+    """Columns of a table of files, in the order of the rows."""
+
+    columns_max = 1_000_000
+    table: ClassVar[str]
+    """For errors: "a Delta table"."""
+
+    def canonical(self, kind: pa.DataType) -> pa.DataType | None:
+        return canonical(kind)
+
+    def declared(self, kind: pa.DataType) -> str | None:
+        found = self.canonical(kind)
+        return None if found is None else str(found)
+
+    def canonical_schema(self, schema: pa.Schema) -> pa.Schema:
+        """
+        Raises:
+            UsageError: a column's type cannot be kept.
+        """
+        return pa.schema([pa.field(f.name, kept(f, self.canonical(f.type), self.table)) for f in schema])
+
+    def check(self, schema: pa.Schema) -> None:
+        """
+        Raises:
+            UsageError: no column, two of one name, or a type that cannot be kept.
+        """
+        if not named_once(schema):
+            raise UsageError(
+                "COLUMNS",
+                f"Rows have the columns {schema.names}; {self.table} needs at least one, each of its own name, capital "
+                "letters apart.",
+                next_step="rename columns",
+            )
+        self.canonical_schema(schema)

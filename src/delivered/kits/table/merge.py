@@ -1,22 +1,123 @@
-"""Upserts into a table of files: which staged row of a key counts, which rows of a file it replaces.
+"""What a batch makes of a table of files: files that come, and files that go, in the one commit of its decision.
 
-Rows of a batch bear `SHARD` and `ORDER`, their order of arrival. What counts is said in `delivered.kits.sql.merge`.
+append     the staged files come
+overwrite  they come, and what the table has in the same partitions goes
+upsert     the staged rows are reduced to one of each key; files that hold one of these keys go, and come again without
+           the rows that are replaced; rows of new keys come
+
+An upsert runs on the driver: it holds the batch's rows, one of each key, and one file's worth of keys, in memory. Rows
+of a batch bear `SHARD` and `ORDER`, their order of arrival. What counts is said in `delivered.kits.sql.merge`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from delivered.kits.sql.merge import key_in_two_shards, stored
+from delivered.kits.table.shard import ShardFiles
+from delivered.kits.table.store import Store
 from delivered.model.capability import WriteMode
 
 ORDER, SHARD, _ROW = "\0order", "\0shard", "\0row"
+BATCH_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class Effect:
+    """
+    Attributes:
+        adds, removes: data files, as the table's connector names them.
+        writer: of the files that come, if they are not the staged ones; as the ledger's record names it.
+        exact: worked out of what the table holds: as soon as that changes, anew.
+        discard: gives back what was written for this effect.
+    """
+
+    adds: Sequence[Any] = ()
+    removes: Sequence[Any] = ()
+    writer: str = ""
+    exact: bool = False
+    discard: Callable[[], None] = lambda: None
+
+
+class TableFile(Protocol):
+    """A data file that the table has."""
+
+    def bounds(self, key: str) -> tuple[Any, Any] | None:
+        """No value of the column lies outside; None: not known."""
+
+    def rows(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
+        """All rows in their order, in these columns, of which some may be new to the file."""
+
+
+F = TypeVar("F", bound=TableFile)
+
+
+def upsert(mode: WriteMode, rows: pa.Table, columns: pa.Schema, there: Iterable[F], files: ShardFiles) -> list[F]:
+    """Write the files that come; returns those that go.
+
+    Args:
+        rows: from `one_of_each`.
+        columns: of the table.
+        there: its files.
+        files: take what comes. Discarded if this raises.
+    """
+    removes: list[F] = []
+    met = np.zeros(rows.num_rows, dtype=bool)
+    wanted = pa.schema([columns.field(name) for name in _key_columns(mode)])
+    try:
+        for file in there:
+            if not _may_hold(mode, file, rows):
+                continue
+            found = _matches(mode, pa.Table.from_batches(list(file.rows(wanted)), wanted), rows)
+            met[found.source] = True
+            if not len(found.row):
+                continue
+            removes.append(file)
+            _write(files, _rewritten(mode, file.rows(columns), columns, rows, found))
+        _write(files, _new_rows(mode, rows, met, columns).to_batches(BATCH_ROWS))
+        files.finish()
+    except BaseException:
+        files.discard()
+        raise
+    return removes
+
+
+def _write(files: ShardFiles, batches: Iterable[pa.RecordBatch]) -> None:
+    for batch in batches:
+        if batch.num_rows:
+            files.write(batch)
+
+
+def _may_hold(mode: WriteMode, file: TableFile, rows: pa.Table) -> bool:
+    """Whether a file may hold one of the keys, by the bounds that are known of it."""
+    for key in mode.keys:
+        bounds = file.bounds(key)
+        if bounds is None:
+            continue
+        batch = pc.min_max(rows[key]).as_py()
+        try:
+            if batch["max"] < bounds[0] or batch["min"] > bounds[1]:
+                return False
+        except TypeError:  # not of one kind
+            continue
+    return True
+
+
+def staged_rows(store: Store, shards: Sequence[Sequence[str]]) -> pa.Table:
+    """All rows that the tasks staged, in Parquet files of these names, with their shard and their order of arrival."""
+
+    def one(name: str) -> pa.Table:
+        with store.fs.open_input_file(name) as source:
+            return pq.read_table(source, use_threads=False)
+
+    return batch_of((one(name) for name in shard) for shard in shards)
 
 
 def batch_of(shards: Iterable[Iterable[pa.Table]]) -> pa.Table:
@@ -45,7 +146,7 @@ def one_of_each(mode: WriteMode, rows: pa.Table, where: str) -> pa.Table:
 
 
 @dataclass(frozen=True)
-class Matches:
+class _Matches:
     """
     Attributes:
         source: rows of the batch whose key the file holds.
@@ -58,32 +159,32 @@ class Matches:
     by: Any
 
 
-def key_columns(mode: WriteMode) -> list[str]:
-    """What `matches` needs of a file."""
+def _key_columns(mode: WriteMode) -> list[str]:
+    """What `_matches` needs of a file."""
     return [*mode.keys, *([mode.version] if mode.version is not None else [])]
 
 
-def matches(mode: WriteMode, there: pa.Table, rows: pa.Table) -> Matches:
+def _matches(mode: WriteMode, there: pa.Table, rows: pa.Table) -> _Matches:
     """
     Args:
-        there: `key_columns` of a file, all its rows in their order.
+        there: `_key_columns` of a file, all its rows in their order.
         rows: from `one_of_each`.
     """
     keys, version = list(mode.keys), [mode.version] if mode.version is not None else []
     there = there.rename_columns([*keys, *("\0stored" for _ in version)])
     there = there.append_column(_ROW, pa.array(np.arange(there.num_rows)))
-    mine = rows.select(key_columns(mode)).append_column(ORDER, pa.array(np.arange(rows.num_rows)))
+    mine = rows.select(_key_columns(mode)).append_column(ORDER, pa.array(np.arange(rows.num_rows)))
     both = there.join(mine, keys, join_type="inner", use_threads=False)
     source = both[ORDER].to_numpy()
     if version:
         newer = pc.or_kleene(pc.is_null(both["\0stored"]), pc.greater(both[version[0]], both["\0stored"]))
         both = both.filter(newer)
     both = both.sort_by(_ROW)
-    return Matches(source, both[_ROW].to_numpy(), both[ORDER].to_numpy())
+    return _Matches(source, both[_ROW].to_numpy(), both[ORDER].to_numpy())
 
 
-def rewritten(
-    mode: WriteMode, batches: Iterable[pa.RecordBatch], columns: pa.Schema, rows: pa.Table, found: Matches
+def _rewritten(
+    mode: WriteMode, batches: Iterable[pa.RecordBatch], columns: pa.Schema, rows: pa.Table, found: _Matches
 ) -> Iterator[pa.RecordBatch]:
     """A file's rows, those that are replaced as the batch has them; columns that it lacks keep their values."""
     given = set(stored(mode, rows.schema).names)
@@ -107,7 +208,7 @@ def rewritten(
         yield from table.combine_chunks().to_batches()
 
 
-def new_rows(mode: WriteMode, rows: pa.Table, met: Any, columns: pa.Schema) -> pa.Table:
+def _new_rows(mode: WriteMode, rows: pa.Table, met: Any, columns: pa.Schema) -> pa.Table:
     """Rows of keys that the table does not hold; columns that they lack are null.
 
     Args:

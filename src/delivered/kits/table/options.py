@@ -41,6 +41,16 @@ class FileTableOptions(Options):
     )
 
     @property
+    def where(self) -> str:
+        """For errors, behind "the table"."""
+        raise NotImplementedError
+
+    @property
+    def local(self) -> bool:
+        """Whether its files lie on a local disk."""
+        raise NotImplementedError
+
+    @property
     def appending(self) -> Self:
         """The same table, as files of it are written."""
         return replace(self, write=APPEND)
