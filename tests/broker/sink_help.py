@@ -18,12 +18,12 @@ from tests.kafka_tools import read_committed
 
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.committer import KafkaCommitter
-from delivered.connectors.kafka.ledger import KafkaLedger
 from delivered.connectors.kafka.sink import KafkaSink
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
+from delivered.ledger.ledger import Ledger
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage
@@ -61,8 +61,8 @@ class Rig:
     def work(self, batch: int, shard: int = 0, attempt: int = 0) -> Work:
         return Work(self.scope, batch, shard, attempt)
 
-    def ledger(self) -> KafkaLedger:
-        return KafkaLedger(self.sink.options, self.scope)
+    def ledger(self) -> Ledger:
+        return self.sink.ledger(self.scope)
 
     def committer(self) -> KafkaCommitter:
         return KafkaCommitter(self.sink.options, self.scope)

@@ -15,15 +15,18 @@ from kafka.protocol.producer.transaction import EndTxnRequest
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows
 from tests.kafka_tools import read_committed
 
-from delivered.connectors.kafka import ledger as ledger_module
-from delivered.connectors.kafka import ledger_write, transactions
-from delivered.connectors.kafka.ledger import KafkaLedger
-from delivered.connectors.kafka.markers import ledger_topic
+from delivered.connectors.kafka import store as store_module
+from delivered.connectors.kafka import transactions
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
+from delivered.connectors.kafka.store import KafkaStore
+from delivered.connectors.kafka.topics import ledger_topic
+from delivered.ledger import history
+from delivered.ledger.ledger import Ledger
 from delivered.model.errors import Fenced, LedgerBehind
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
-from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.limits import OWNERS_REMEMBERED
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
 FIRST, SECOND = Owner("first", "host-a", 1, 10), Owner("second", "host-b", 2, 20)
@@ -35,17 +38,23 @@ def rig(kafka: Any) -> Rig:
 
 
 @pytest.fixture
-def opened(rig: Rig) -> Iterator[Callable[[], KafkaLedger]]:
+def opened(rig: Rig) -> Iterator[Callable[[], Ledger]]:
     """Makes ledgers as other processes would: nothing shared but the broker."""
-    made: list[KafkaLedger] = []
+    made: list[Ledger] = []
 
-    def make() -> KafkaLedger:
+    def make() -> Ledger:
         made.append(rig.ledger())
         return made[-1]
 
     yield make
     for one in made:
         one.close()
+
+
+def store_of(ledger: Ledger) -> KafkaStore:
+    store = ledger._store
+    assert isinstance(store, KafkaStore)
+    return store
 
 
 def decision(scope: Scope, batch: int, owner: str = "first", participants: int = 1) -> Decision:
@@ -63,7 +72,7 @@ def decision(scope: Scope, batch: int, owner: str = "first", participants: int =
     )
 
 
-def test_what_was_decided_is_found_by_another_process(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_what_was_decided_is_found_by_another_process(rig: Rig, opened: Callable[[], Ledger]) -> None:
     one = opened()
     assert one.claim(FIRST) == LedgerState(owner=FIRST, epoch=1)
     for batch in range(3):
@@ -78,7 +87,7 @@ def test_what_was_decided_is_found_by_another_process(rig: Rig, opened: Callable
     assert [led.resume("first").last.batch for led in (one, other)] == [3, 3]  # type: ignore[union-attr]
 
 
-def test_claim_may_be_repeated_and_a_newer_owner_fences(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_claim_may_be_repeated_and_a_newer_owner_fences(rig: Rig, opened: Callable[[], Ledger]) -> None:
     one, two = opened(), opened()
     one.claim(FIRST)
     assert one.claim(FIRST).owner == FIRST
@@ -99,54 +108,102 @@ def test_claim_may_be_repeated_and_a_newer_owner_fences(rig: Rig, opened: Callab
     assert [d.owner for d in two.history()] == ["first", "second"]
 
 
-def test_a_decision_under_way_cannot_get_in_after_a_claim(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_a_superseded_driver_takes_no_id(
+    rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking one would fence the present owner, who would have to take his back."""
+    one, two = opened(), opened()
+    one.claim(FIRST)
+    two.claim(SECOND)
+    taken: list[str] = []
+    monkeypatch.setattr(KafkaStore, "_take", lambda self, role: taken.append(role))
+    with pytest.raises(Fenced):
+        one.claim(FIRST)
+    with pytest.raises(Fenced):
+        opened().claim(FIRST)
+    assert taken == []
+
+
+def test_what_is_recorded_already_is_looked_up_before_it_is_believed(
+    rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written for the same batch or decision again, so no broker would refuse a driver that was fenced."""
+    one, two = opened(), opened()
+    one.claim(FIRST)
+    decided = decision(rig.scope, 0)
+    for _ in range(2):
+        assert one.begin(Begun(1, "o")) == Ok(None)
+        assert one.decide(decided) == Ok(None)
+    other = one.decide(replace(decided, offsets="others"))
+    assert isinstance(other, Failed) and "DECIDED_OTHERWISE" in other.reason
+    two.claim(SECOND)
+    assert isinstance(one.begin(Begun(1, "o")), Failed)
+    assert one.decide(decided) == Ok(None), "it is in, whoever asks"
+    assert [d.offsets for d in two.history()] == [decided.offsets]
+
+
+def test_a_claim_of_the_same_owner_voids_the_one_before(rig: Rig, opened: Callable[[], Ledger]) -> None:
+    """A query stopped and started again in one session: what its former self had under way must not get in."""
+    former, later = opened(), opened()
+    former.claim(FIRST)
+    later.claim(FIRST)
+    assert isinstance(former.begin(Begun(0, "o")), Failed)
+    assert isinstance(former.decide(decision(rig.scope, 0)), Failed)
+    assert later.look().last is None
+    assert later.decide(decision(rig.scope, 0)) == Ok(None)
+    assert former.resume("first").last is not None
+    assert former.decide(decision(rig.scope, 1)) == Ok(None)
+
+
+def test_a_decision_under_way_cannot_get_in_after_a_claim(rig: Rig, opened: Callable[[], Ledger]) -> None:
     """The older driver has sent its record, and sleeps before the commit. It wakes up when another owns the ledger."""
     one, two = opened(), opened()
     one.claim(FIRST)
-    producer, name = one._producers["decide"], one._id("decide")
-    key = one._key("last", rig.incarnation)
+    store = store_of(one)
+    producer, key = store._producers["decide"], store._key("last", rig.incarnation)
     writes = {0: [(key, decision(rig.scope, 0).to_json().encode())]}
     deadline = time.monotonic() + 30
-    assert ledger_write._add(one._wire, name, producer, one._topic, writes, deadline) == 0
-    assert ledger_write._produce(one._wire, name, producer, one._topic, writes) == 0
+    assert producer.add(writes, deadline) == 0
+    assert producer.produce(writes) == 0
     assert two.claim(SECOND).last is None
-    assert isinstance(ledger_write._commit(one._wire, name, producer)[0], Failed)
+    assert isinstance(producer.commit()[0], Failed)
     assert two.resume("second").last is None
 
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_former_owner_that_takes_his_id_back_while_another_claims(
-    rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch, committed: bool
+    rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
     """Fenced once, and still the owner by the record, he decides again: the claim must see it, or end it."""
     one, two = opened(), opened()
     one.claim(FIRST)
-    record, name = two._record, one._id("decide")
-    writes = {0: [(one._key("last", rig.incarnation), decision(rig.scope, 0).to_json().encode())]}
+    store, record = store_of(one), store_of(two)._record
+    key = store._key("last", rig.incarnation)
+    writes = {0: [(key, decision(rig.scope, 0).to_json().encode())]}
 
-    def meanwhile(owner: Owner) -> None:
+    def meanwhile(owner: Owner, epoch: int) -> Outcome[None]:
         if committed:
             assert one.decide(decision(rig.scope, 0)) == Ok(None)
         else:
-            one._take("decide")
-            mine = one._producers["decide"]
-            assert ledger_write._add(one._wire, name, mine, one._topic, writes, time.monotonic() + 30) == 0
-            assert ledger_write._produce(one._wire, name, mine, one._topic, writes) == 0
-        record(owner)
+            store._take("decide")
+            mine = store._producers["decide"]
+            assert mine.add(writes, time.monotonic() + 30) == 0
+            assert mine.produce(writes) == 0
+        return record(owner, epoch)
 
-    monkeypatch.setattr(two, "_record", meanwhile)
+    monkeypatch.setattr(store_of(two), "_record", meanwhile)
     state = two.claim(SECOND)
     if committed:
         assert state.last is not None and state.last.batch == 0
     else:
         assert state.last is None
-        assert isinstance(ledger_write._commit(one._wire, name, one._producers["decide"])[0], Failed)
+        assert isinstance(store._producers["decide"].commit()[0], Failed)
     assert isinstance(one.decide(decision(rig.scope, 1)), Failed)
     assert two.resume("second").last == state.last
 
 
 def test_an_unknown_outcome_is_settled_by_claim(
-    rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch
+    rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit's answer is lost, once with the commit in and once without: `claim` tells, and nothing comes later."""
     one = opened()
@@ -175,7 +232,7 @@ def test_an_unknown_outcome_is_settled_by_claim(
     assert one.decide(decision(rig.scope, 1)) == Ok(None)
 
 
-def test_two_processes_of_one_owner_do_not_fence_each_other(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_two_processes_of_one_owner_do_not_fence_each_other(rig: Rig, opened: Callable[[], Ledger]) -> None:
     planning, deciding = opened(), opened()
     planning.claim(FIRST)
     for batch in range(3):
@@ -190,7 +247,7 @@ def test_two_processes_of_one_owner_do_not_fence_each_other(rig: Rig, opened: Ca
     assert deciding.decide(decision(rig.scope, 3)) == Ok(None)
 
 
-def test_two_drivers_on_one_checkpoint_decide_every_batch_once(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_two_drivers_on_one_checkpoint_decide_every_batch_once(rig: Rig, opened: Callable[[], Ledger]) -> None:
     """Two real processes: the second takes over while the first decides as fast as it can."""
     arguments = (rig.sink, rig.scope)
     with Child("decide_for_ever", *arguments, FIRST, decision(rig.scope, 0)) as older:
@@ -210,7 +267,7 @@ def test_two_drivers_on_one_checkpoint_decide_every_batch_once(rig: Rig, opened:
     }
 
 
-def test_look_takes_nothing_and_needs_no_topic(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_look_takes_nothing_and_needs_no_topic(rig: Rig, opened: Callable[[], Ledger]) -> None:
     assert opened().look() == LedgerState()
     one = opened()
     one.claim(FIRST)
@@ -218,7 +275,7 @@ def test_look_takes_nothing_and_needs_no_topic(rig: Rig, opened: Callable[[], Ka
     assert one.decide(decision(rig.scope, 0)) == Ok(None)
 
 
-def test_p2_each_incarnation_has_a_history_of_its_own(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_p2_each_incarnation_has_a_history_of_its_own(rig: Rig, opened: Callable[[], Ledger]) -> None:
     one = opened()
     one.claim(FIRST)
     assert one.decide(decision(rig.scope, 7)) == Ok(None)
@@ -239,7 +296,7 @@ def test_two_sinks_of_a_pipeline_share_the_topic_and_nothing_else(rig: Rig) -> N
         led.close()
 
 
-def test_an_open_shard_hides_no_decision(rig: Rig, opened: Callable[[], KafkaLedger], kafka: Any) -> None:
+def test_an_open_shard_hides_no_decision(rig: Rig, opened: Callable[[], Ledger], kafka: Any) -> None:
     """A marker in an open transaction holds back readers of its partition: decisions lie in another."""
     rig.topic = kafka.topic(1)
     one = rig.ledger()
@@ -256,7 +313,7 @@ def test_an_open_shard_hides_no_decision(rig: Rig, opened: Callable[[], KafkaLed
 
 
 @pytest.mark.parametrize("participants", [200, 4000])
-def test_a_decision_may_name_many_shards(rig: Rig, opened: Callable[[], KafkaLedger], participants: int) -> None:
+def test_a_decision_may_name_many_shards(rig: Rig, opened: Callable[[], Ledger], participants: int) -> None:
     one = opened()
     one.claim(FIRST)
     big = decision(rig.scope, 0, participants=participants)
@@ -265,9 +322,9 @@ def test_a_decision_may_name_many_shards(rig: Rig, opened: Callable[[], KafkaLed
 
 
 def test_p4_the_topic_stays_as_small_as_its_keys_are_few(
-    rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch, kafka: Any
+    rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch, kafka: Any
 ) -> None:
-    monkeypatch.setattr(ledger_module, "LEDGER_HISTORY_BATCHES", 10)
+    monkeypatch.setattr(store_module, "LEDGER_HISTORY_BATCHES", 10)
     one = opened()
     for run in range(3):
         rig.incarnation = f"i{run}"
@@ -277,35 +334,64 @@ def test_p4_the_topic_stays_as_small_as_its_keys_are_few(
             assert one.decide(decision(rig.scope, batch)) == Ok(None)
             if batch % 10 == 0:
                 assert one.begin(Begun(batch, "o")) == Ok(None)
-    records = read_committed(kafka.bootstrap, one._topic)
+    records = read_committed(kafka.bootstrap, ledger_topic(rig.scope, None))
     keys = {(m.partition(), m.key()) for m in records}
     assert len(records) > 240
     assert len(keys) == 1 + 3 * (1 + 1 + 10), "owner; last, begun and ten kept of each incarnation"
     assert [d.batch for d in one.history()] == list(range(30, 40))
-    config = kafka.admin().describe_configs([ConfigResource(ResourceType.TOPIC, one._topic)])
+    config = kafka.admin().describe_configs([ConfigResource(ResourceType.TOPIC, ledger_topic(rig.scope, None))])
     (found,) = [f.result(30) for f in config.values()]
     assert (found["cleanup.policy"].value, int(found["segment.bytes"].value)) == ("compact", 1 << 20)
 
 
 def test_p4_the_oldest_incarnations_are_forgotten(
-    rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch
+    rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch job that runs daily is a new incarnation every day."""
-    monkeypatch.setattr(ledger_module, "LEDGER_HISTORY_BATCHES", 3)
+    monkeypatch.setattr(history, "LEDGER_INCARNATIONS", 3)
     for run in range(8):
         rig.incarnation = f"run{run}"
         one = opened()
         one.claim(Owner(f"driver{run}"))
         assert one.decide(decision(rig.scope, 0, f"driver{run}")) == Ok(None)
     assert len(opened().look().earlier) <= 4
+    rig.incarnation = "run0"
+    archived = opened().look().archived
+    assert archived is not None and (archived.decided, archived.rows) == (True, 1)
 
 
-def test_the_owner_is_remembered_with_those_before_it(rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_what_is_forgotten_at_once_is_bounded(
+    rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger may have kept more incarnations before than fit into one record batch of tombstones."""
+    for run in range(6):
+        rig.incarnation = f"run{run}"
+        one = opened()
+        one.claim(Owner("driver"))
+        assert one.begin(Begun(0, "o")) == Ok(None)
+        if run % 2:
+            assert one.decide(decision(rig.scope, 0, "driver")) == Ok(None)
+    monkeypatch.setattr(history, "LEDGER_INCARNATIONS", 0)
+    monkeypatch.setattr(store_module, "_TOMBSTONES_MAX", 0)
+    rig.incarnation = "newest"
+    left = []
+    for _ in range(7):
+        state = opened().claim(Owner("driver"))
+        left.append([d.scope.incarnation for d in state.earlier] + [i for i, _ in state.earlier_begun])
+    assert [len(names) for names in left] == [5, 4, 3, 2, 1, 0, 0]
+    assert left[2] == ["run5", "run3", "run1"], "begun alone first, then the oldest decided"
+    for run in range(6):
+        rig.incarnation = f"run{run}"
+        archived = opened().look().archived
+        assert archived is not None and archived.decided == bool(run % 2)
+
+
+def test_the_owner_is_remembered_with_those_before_it(rig: Rig, opened: Callable[[], Ledger]) -> None:
     for n in range(20):
         opened().claim(Owner(f"o{n}"))
     owner = opened().look().owner
     assert owner is not None
-    assert (owner.id, len(owner.superseded), owner.superseded[0]) == ("o19", 15, "o18")
+    assert (owner.id, len(owner.superseded), owner.superseded[0]) == ("o19", OWNERS_REMEMBERED, "o18")
 
 
 def test_a_decision_waits_for_a_broker_that_restarts(new_kafka: Callable[..., Any]) -> None:
@@ -327,7 +413,7 @@ def test_a_decision_waits_for_a_broker_that_restarts(new_kafka: Callable[..., An
     one.close()
 
 
-def test_a_topic_that_was_deleted_is_called_so(kafka: Any, rig: Rig, opened: Callable[[], KafkaLedger]) -> None:
+def test_a_topic_that_was_deleted_is_called_so(kafka: Any, rig: Rig, opened: Callable[[], Ledger]) -> None:
     """The brokers answer all the while. The next claim makes the topic anew, and knows of nothing."""
     one = opened()
     one.claim(FIRST)
@@ -343,18 +429,19 @@ def test_a_topic_that_was_deleted_is_called_so(kafka: Any, rig: Rig, opened: Cal
     assert one.decide(decision(rig.scope, 1)) == Ok(None)
 
 
-def test_resume_costs_one_request(rig: Rig, opened: Callable[[], KafkaLedger], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_costs_one_request(rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
     one = opened()
     one.claim(FIRST)
     one.resume("first")
     asked: list[Any] = []
-    ask = one._wire.ask
-    monkeypatch.setattr(one._wire, "ask", lambda *a, **k: (asked.append(a), ask(*a, **k))[1])
+    wire = store_of(one)._wire
+    ask = wire.ask
+    monkeypatch.setattr(wire, "ask", lambda *a, **k: (asked.append(a), ask(*a, **k))[1])
     one.resume("first")
     assert len(asked) == 1
 
 
 def test_producers_of_the_ledger_are_no_shards(rig: Rig) -> None:
     """Aborting orphans must never fence the ledger's own ids."""
-    assert not transactions.is_ours(rig.scope, rig.ledger()._id("plan"))
+    assert not transactions.is_ours(rig.scope, store_of(rig.ledger())._id("plan"))
     assert transactions.is_ours(rig.scope, transactions.transactional_id(rig.work(0)))

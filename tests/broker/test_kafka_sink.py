@@ -16,7 +16,7 @@ from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows, wait_for
 from tests.kafka_tools import read_committed
 from tests.support.scans import scanned_table
 
-from delivered.connectors.kafka import CONNECTOR, librdkafka, warm
+from delivered.connectors.kafka import CONNECTOR
 from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -26,15 +26,6 @@ from delivered.model.work import Owner, Prepared
 from delivered.source.columns import HEADERS
 
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]
-
-
-@pytest.fixture(params=["native", "confluent"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run over librdkafka itself, and over confluent-kafka's own calls."""
-    assert librdkafka.producer_library() is not None, "the wheel of confluent-kafka has librdkafka's symbols"
-    warm.close_all()
-    monkeypatch.setenv("DELIVERED_KAFKA_CLIENT", str(request.param))
-    return str(request.param)
 
 
 @pytest.fixture
@@ -61,7 +52,7 @@ def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 
 
 
 @pytest.mark.parametrize("guarantee", list(Guarantee))
-def test_every_kind_of_record_reads_back_with_the_same_fingerprint(rig: Rig, either: str, guarantee: Guarantee) -> None:
+def test_every_kind_of_record_reads_back_with_the_same_fingerprint(rig: Rig, guarantee: Guarantee) -> None:
     header = [
         [{"key": "a", "value": b"1"}, {"key": "a", "value": None}],
         [],
@@ -90,7 +81,7 @@ def test_every_kind_of_record_reads_back_with_the_same_fingerprint(rig: Rig, eit
     assert Counter(back.column("value").to_pylist())[None] == 4
 
 
-def test_keys_lie_where_the_java_client_puts_them(kafka: Any, either: str) -> None:
+def test_keys_lie_where_the_java_client_puts_them(kafka: Any) -> None:
     """Hashes from the tests of Kafka's own Utils.murmur2."""
     java = {
         b"21": -973932308,
@@ -112,7 +103,7 @@ def test_null_keys_are_spread(rig: Rig) -> None:
     assert len({m.partition() for m in read_committed(rig.kafka.bootstrap, rig.topic)}) > 1
 
 
-def test_rows_may_name_topic_and_partition(kafka: Any, either: str) -> None:
+def test_rows_may_name_topic_and_partition(kafka: Any) -> None:
     one, two = kafka.topic(2), kafka.topic(3)
     rig = Rig(kafka, one)
     sink = CONNECTOR.sink({"kafka.bootstrap.servers": kafka.bootstrap})
@@ -152,7 +143,7 @@ def test_a_row_without_topic_is_a_bad_record(kafka: Any) -> None:
         writer.stage(batch)
 
 
-def test_a_topic_that_is_missing_is_one_clear_error_soon(rig: Rig, either: str) -> None:
+def test_a_topic_that_is_missing_is_one_clear_error_soon(rig: Rig) -> None:
     rig.topic = "not-there"
     started = time.monotonic()
     with pytest.raises(UsageError, match=r"TOPIC_UNKNOWN.*'not-there'.*create it"):
@@ -163,7 +154,7 @@ def test_a_topic_that_is_missing_is_one_clear_error_soon(rig: Rig, either: str) 
 
 
 @pytest.mark.parametrize("guarantee", [EXACT, Guarantee.AT_LEAST_ONCE])
-def test_a_record_too_large_is_a_bad_record_with_size_and_limit(rig: Rig, either: str, guarantee: Guarantee) -> None:
+def test_a_record_too_large_is_a_bad_record_with_size_and_limit(rig: Rig, guarantee: Guarantee) -> None:
     with pytest.raises(BadRecord, match=r"RECORD_TOO_LARGE.*3000000 bytes.*1048588"):
         send(rig, guarantee, rows([b"fine", b"x" * 3_000_000, b"fine"]))
     # The broker's own limit, below the client's.
@@ -202,9 +193,9 @@ def test_bad_options_are_refused_with_the_way_out(options: dict[str, str], error
         CONNECTOR.sink({"kafka.bootstrap.servers": "localhost:9092", **{k.lower(): v for k, v in options.items()}})
 
 
-def test_a_client_setting_that_does_not_exist_is_refused(rig: Rig, either: str) -> None:
+def test_a_client_setting_that_does_not_exist_is_refused(rig: Rig) -> None:
     rig.options["kafka.lingr.ms"] = "5"
-    with pytest.raises(UsageError, match=r"CLIENT_SETTING.*lingr"):
+    with pytest.raises(UsageError, match=r"OPTION_UNKNOWN.*kafka sink.*lingr"):
         send(rig, Guarantee.AT_LEAST_ONCE, rows([b"v"]))
 
 

@@ -22,17 +22,10 @@ from confluent_kafka.admin import (
 )
 from tests.broker.source_help import positions, produce, read_all, read_range, source, values
 
-from delivered.connectors.kafka import client, librdkafka, native_consume, reader
+from delivered.connectors.kafka import admin as kafka_admin
+from delivered.connectors.kafka import consumer, librdkafka, reader
 from delivered.contract.source import Slice
 from delivered.model.errors import Unreachable, UsageError
-
-CONSUMERS = ["native", "plain"]
-
-
-@pytest.fixture(params=CONSUMERS)
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DELIVERED_KAFKA_CONSUMER", str(request.param))
-    return str(request.param)
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ def test_a_broker_that_is_down_is_one_clear_error_within_15_s(nobody: SimpleName
     assert source(nobody, subscribe="t").preflight()[0].code == "KAFKA_UNREACHABLE"
 
 
-def test_a_broker_killed_and_restarted_in_mid_read(new_kafka: Callable[..., Any], either: str) -> None:
+def test_a_broker_killed_and_restarted_in_mid_read(new_kafka: Callable[..., Any]) -> None:
     kafka = new_kafka()
     topic = kafka.topic(1)
     produce(kafka, topic, (b"%08d" % i + bytes(992) for i in range(60_000)))
@@ -82,7 +75,7 @@ def test_a_broker_killed_and_restarted_in_mid_read(new_kafka: Callable[..., Any]
 
 
 def test_a_broker_that_stays_away_in_mid_read_is_an_error_and_no_hang(
-    new_kafka: Callable[..., Any], either: str, monkeypatch: pytest.MonkeyPatch
+    new_kafka: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "SOURCE_PATIENCE_S", 3.0)
     monkeypatch.setattr(reader, "_STALL_LOOK_S", 1.0)
@@ -135,16 +128,14 @@ def test_tls_and_scram_and_permissions(
     quoted = password.replace('"', '\\"')
     (tmp_path / "jaas").write_text(f'{login} username="alice" password="{quoted}";')
     scram = {"sasl_mechanism": "SCRAM-SHA-512"}
-    for consumer in CONSUMERS:
-        monkeypatch.setenv("DELIVERED_KAFKA_CONSUMER", consumer)
-        assert _read_tls(kafka, "SASL_SSL", topic, **scram, ssl_ca_location=ca, sasl_username="alice",
-                         sasl_password="env:ALICE_PASSWORD") == [b"secret"]  # fmt: skip
-        # As users of Spark's own source have it.
-        assert _read_tls(kafka, "SASL_SSL", topic, **scram, ssl_truststore_type="PEM", ssl_truststore_location=ca,
-                         sasl_jaas_config=f"file:{tmp_path / 'jaas'}") == [b"secret"]  # fmt: skip
-        assert _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="alice",
-                         sasl_password=f"file:{tmp_path / 'password'}") == [b"secret"]  # fmt: skip
-        assert _read_tls(kafka, "SSL", topic, ssl_ca_location=ca) == [b"secret"]
+    assert _read_tls(kafka, "SASL_SSL", topic, **scram, ssl_ca_location=ca, sasl_username="alice",
+                     sasl_password="env:ALICE_PASSWORD") == [b"secret"]  # fmt: skip
+    # As users of Spark's own source have it.
+    assert _read_tls(kafka, "SASL_SSL", topic, **scram, ssl_truststore_type="PEM", ssl_truststore_location=ca,
+                     sasl_jaas_config=f"file:{tmp_path / 'jaas'}") == [b"secret"]  # fmt: skip
+    assert _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="alice",
+                     sasl_password=f"file:{tmp_path / 'password'}") == [b"secret"]  # fmt: skip
+    assert _read_tls(kafka, "SSL", topic, ssl_ca_location=ca) == [b"secret"]
     started = time.monotonic()
     with pytest.raises(Unreachable, match=r"CREDENTIALS_REFUSED.*kafka\.sasl"):
         _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="alice", sasl_password="wrong-one")
@@ -165,10 +156,8 @@ def test_tls_and_scram_and_permissions(
         ]
     ).values():  # fmt: skip
         made.result(20)
-    for consumer in CONSUMERS:
-        monkeypatch.setenv("DELIVERED_KAFKA_CONSUMER", consumer)
-        with pytest.raises(UsageError, match=rf"NOT_PERMITTED.*{topic}"):
-            _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="bob", sasl_password="bobs")
+    with pytest.raises(UsageError, match=rf"NOT_PERMITTED.*{topic}"):
+        _read_tls(kafka, "SASL_PLAINTEXT", topic, **scram, sasl_username="bob", sasl_password="bobs")
     # Secrets are nowhere to be seen.
     place = SimpleNamespace(bootstrap=kafka.broker.listeners["SASL_PLAINTEXT"])
     src = source(
@@ -191,33 +180,30 @@ def test_tls_and_scram_and_permissions(
 
 
 def test_without_the_place_of_the_time_and_without_symbols(kafka: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another librdkafka may keep times elsewhere, or hide its symbols: slower, and the same."""
+    """Another librdkafka may keep times elsewhere: slower, and the same. One that hides its functions is told of."""
     topic = kafka.topic(1)
     produce(kafka, topic, [{"value": b"%d" % i, "timestamp": 1000 + i} for i in range(500)])
     src = source(kafka, subscribe=topic)
     quick = read_all(src)
-    assert native_consume._Clock.place is not None
-    monkeypatch.setattr(native_consume._Clock, "place", (72, 80))  # a wrong one is noticed
-    monkeypatch.setattr(native_consume._Clock, "hopeless", False)
+    assert consumer._Clock.place is not None
+    monkeypatch.setattr(consumer._Clock, "place", (72, 80))  # a wrong one is noticed
+    monkeypatch.setattr(consumer._Clock, "hopeless", False)
     assert read_all(src).equals(quick)
-    assert native_consume._Clock.hopeless
+    assert consumer._Clock.hopeless
     assert read_all(src).equals(quick)
     monkeypatch.setattr(librdkafka, "_candidates", list)
-    librdkafka.consumer_library.cache_clear()
-    reader._idle.clear()
+    librdkafka.library.cache_clear()
     try:
-        assert not native_consume.available()
-        assert read_all(src).equals(quick)
-        assert type(reader._idle[-1][1]).__name__ == "PlainConsumer"
+        with pytest.raises(UsageError, match=r"KAFKA_LIBRARY.*pip install.*confluent-kafka"):
+            src.planned()  # type: ignore[attr-defined]
     finally:
-        librdkafka.consumer_library.cache_clear()
-        reader._idle.clear()
+        librdkafka.library.cache_clear()
 
 
 def test_the_clients_own_words_go_to_logging(
     nobody: SimpleNamespace, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    driver_client = client.KafkaDriverClient(source(nobody, subscribe="t").options)  # type: ignore[attr-defined]
+    driver_client = kafka_admin.KafkaDriverClient(source(nobody, subscribe="t").options)  # type: ignore[attr-defined]
     with caplog.at_level(logging.DEBUG, "delivered.kafka.client"), pytest.raises(Unreachable):
         driver_client.partitions()
     assert "refused" in caplog.text

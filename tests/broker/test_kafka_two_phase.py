@@ -320,8 +320,7 @@ def test_a_ready_producer_that_lost_its_id_is_not_used(rig: Rig) -> None:
     context = rig.context()
     rig.run(context, 0, first=True)
     ready = warm._ready[warm._key(rig.sink.options, rig.work(1))]
-    assert ready.done.wait(30)
-    assert ready.taken is not None
+    assert ready.taken.result(30).id
     wire = Wire(rig.sink.options.resolved())
     name = transactions.transactional_id(rig.work(1))
     assert isinstance(transactions.initialise(wire, name, 60_000, time.monotonic() + 30), Ok)

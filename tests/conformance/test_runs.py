@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 from tests.support.sinks import EXACT, SCHEMA, SHARDS, SINKS, Rig
 
-from delivered.connectors.kafka import ledger as kafka_ledger
 from delivered.contract.powers import ready_target
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -36,7 +35,6 @@ _drivers = itertools.count()
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
     for module in (sql_store, history):
         monkeypatch.setattr(module, "LEDGER_INCARNATIONS", KEPT)
-    monkeypatch.setattr(kafka_ledger, "LEDGER_HISTORY_BATCHES", KEPT)
     return Rig(SINKS[request.param](request))
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivered.connectors.kafka import CONNECTOR
-from delivered.connectors.kafka.client_options import client_options, resolved
-from delivered.connectors.kafka.consume import settings
+from delivered.connectors.kafka.consumer import settings
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Positions, Timestamp
 from delivered.connectors.kafka.options import SourceOptions
+from delivered.connectors.kafka.settings import client_options, resolved
 from delivered.model.errors import InvariantBroken, UsageError
 
 parse = SourceOptions.parse

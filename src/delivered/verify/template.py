@@ -150,7 +150,7 @@ def _kafka_rows(source: Mapping[str, Any]) -> Iterable[tuple[str | None, str]]:
     """The first records of the topics, read by a consumer of the verifier's own that commits nothing."""
     from confluent_kafka import Consumer
 
-    from delivered.connectors.kafka.client_options import client_options, resolved
+    from delivered.connectors.kafka.settings import client_options, resolved
 
     topics = (_option(source, "subscribe") or "").split(",")
     if topics == [""]:

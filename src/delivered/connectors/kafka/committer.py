@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delivered.connectors.kafka import transactions
-from delivered.connectors.kafka.ledger_topic import ensure_topic
-from delivered.connectors.kafka.markers import find_marker, ledger_topic
+from delivered.connectors.kafka.markers import find_marker
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
-from delivered.connectors.kafka.topics import topic_id
+from delivered.connectors.kafka.topics import ensure_topic, ledger_topic, topic_id
 from delivered.connectors.kafka.transactions import Handle, OpenTransaction
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.identity import Scope, Target, Work

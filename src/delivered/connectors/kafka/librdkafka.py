@@ -1,15 +1,17 @@
-"""librdkafka's functions and structs, as the wheel of confluent-kafka brings them along: what ctypes must know of them.
-
-One table says what each function takes and gives; what is in the table of a role is what that role needs to work.
-"""
+"""librdkafka called directly, as the wheel of confluent-kafka brings it along: its functions, structs, and a client."""
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import itertools
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from delivered.connectors.kafka.errors import config_error
+from delivered.model.errors import MissingExtra, UsageError
 
 _POINTER, _TEXT, _INT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
 _I32, _I64, _SSIZE = ctypes.c_int32, ctypes.c_int64, ctypes.c_ssize_t
@@ -79,7 +81,7 @@ STATISTICS_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_v
 _Signature = tuple[Any, ...]
 """What a function gives, then what it takes."""
 
-_BOTH: dict[str, _Signature] = {
+_FUNCTIONS: dict[str, _Signature] = {
     "rd_kafka_new": (_POINTER, _INT, _POINTER, _TEXT, _SIZE),
     "rd_kafka_conf_new": (_POINTER,),
     "rd_kafka_conf_set": (_INT, _POINTER, _TEXT, _TEXT, _TEXT, _SIZE),
@@ -89,9 +91,6 @@ _BOTH: dict[str, _Signature] = {
     "rd_kafka_conf_set_opaque": (None, _POINTER, _POINTER),
     "rd_kafka_err2name": (_TEXT, _INT),
     "rd_kafka_err2str": (_TEXT, _INT),
-}
-PRODUCER: dict[str, _Signature] = {
-    **_BOTH,
     "rd_kafka_destroy_flags": (None, _POINTER, _INT),
     "rd_kafka_conf_set_dr_msg_cb": (None, _POINTER, DELIVERY_CALLBACK),
     "rd_kafka_topic_new": (_POINTER, _POINTER, _TEXT, _POINTER),
@@ -105,10 +104,8 @@ PRODUCER: dict[str, _Signature] = {
     "rd_kafka_init_transactions": (_POINTER, _POINTER, _INT),
     "rd_kafka_begin_transaction": (_POINTER, _POINTER),
     "rd_kafka_abort_transaction": (_POINTER, _POINTER, _INT),
-    "rd_kafka_commit_transaction": (_POINTER, _POINTER, _INT),
     "rd_kafka_error_code": (_INT, _POINTER),
     "rd_kafka_error_string": (_TEXT, _POINTER),
-    "rd_kafka_error_is_retriable": (_INT, _POINTER),
     "rd_kafka_error_destroy": (None, _POINTER),
     "rd_kafka_fatal_error": (_INT, _POINTER, _TEXT, _SIZE),
     "rd_kafka_last_error": (_INT,),
@@ -117,9 +114,6 @@ PRODUCER: dict[str, _Signature] = {
     "rd_kafka_header_add": (_INT, _POINTER, _TEXT, _SSIZE, _POINTER, _SSIZE),
     "rd_kafka_metadata": (_INT, _POINTER, _INT, _POINTER, ctypes.POINTER(ctypes.POINTER(Metadata)), _INT),
     "rd_kafka_metadata_destroy": (None, ctypes.POINTER(Metadata)),
-}
-CONSUMER: dict[str, _Signature] = {
-    **_BOTH,
     "rd_kafka_destroy": (None, _POINTER),
     "rd_kafka_conf_set_stats_cb": (None, _POINTER, STATISTICS_CALLBACK),
     "rd_kafka_poll_set_consumer": (_INT, _POINTER),
@@ -144,39 +138,127 @@ CONSUMER: dict[str, _Signature] = {
 
 
 @lru_cache(maxsize=1)
-def producer_library() -> Any | None:
-    """librdkafka with all that a producer needs, or None: then confluent-kafka itself must do."""
-    return _load(PRODUCER)
+def library() -> Any:
+    """librdkafka.
 
-
-@lru_cache(maxsize=1)
-def consumer_library() -> Any | None:
-    """librdkafka with all that a consumer needs, or None. Structs are read as a 64-bit machine lays them out."""
-    return _load(CONSUMER) if ctypes.sizeof(ctypes.c_void_p) == 8 else None
-
-
-def _load(functions: dict[str, _Signature]) -> Any | None:
+    Raises:
+        MissingExtra: confluent-kafka is not installed. UsageError: its librdkafka cannot be called.
+    """
     for path in _candidates():
         try:
             lib = ctypes.CDLL(path)
         except OSError:
             continue
-        if all(hasattr(lib, name) for name in functions):
-            for name, (gives, *takes) in functions.items():
+        if all(hasattr(lib, name) for name in _FUNCTIONS):
+            for name, (gives, *takes) in _FUNCTIONS.items():
                 function = getattr(lib, name)
                 function.restype, function.argtypes = gives, takes
             return lib
-    return None
+    raise UsageError(
+        "KAFKA_LIBRARY",
+        "confluent-kafka is installed, and the librdkafka that it uses shows no functions to this process.",
+        next_step="pip install --force-reinstall --only-binary :all: confluent-kafka, whose wheels bring librdkafka",
+    )
 
 
 def _candidates() -> list[str]:
     try:
         import confluent_kafka
     except ImportError:
-        return []
+        raise MissingExtra("kafka") from None
     beside = Path(confluent_kafka.__file__).parent
     found = [str(p) for p in sorted((beside.parent / "confluent_kafka.libs").glob("librdkafka*"))]
     found += [str(p) for p in sorted((beside / ".dylibs").glob("librdkafka*"))]
     found += [str(p) for p in sorted(beside.glob("cimpl*"))]
     system = ctypes.util.find_library("rdkafka")
     return [*found, *([system] if system else [])]
+
+
+def name_of(code: int) -> str:
+    """An error code as librdkafka calls it, without the prefix: "_TRANSPORT"."""
+    return str(library().rd_kafka_err2name(code).decode())
+
+
+def text_of(code: int) -> str:
+    return str(library().rd_kafka_err2str(code).decode())
+
+
+def configuration(settings: Mapping[str, str], owner: str) -> int:
+    """A rd_kafka_conf_t; the caller's to destroy. Raises UsageError: no such setting, or not this value."""
+    lib, said = library(), ctypes.create_string_buffer(512)
+    conf = lib.rd_kafka_conf_new()
+    for name, value in settings.items():
+        if lib.rd_kafka_conf_set(conf, name.encode(), value.encode(), said, len(said)) != 0:
+            lib.rd_kafka_conf_destroy(conf)
+            raise config_error(said.value.decode(errors="replace"), owner, name)
+    return int(conf)
+
+
+# librdkafka calls back with a number instead of a Python object: an object could be gone by then.
+_clients: dict[int, Client] = {}
+_numbers = itertools.count(1)
+
+
+class Client:
+    """One client of librdkafka. Used by one thread at a time; it calls back while it is polled.
+
+    Args:
+        settings: as librdkafka names them, secrets followed.
+        owner: of the options, for errors.
+
+    Raises:
+        UsageError: there is no such setting, or not with this value.
+    """
+
+    PRODUCER, CONSUMER = 0, 1
+
+    def __init__(self, kind: int, settings: Mapping[str, str], owner: str) -> None:
+        self._lib = lib = library()
+        self._number = next(_numbers)
+        conf, said = configuration(settings, owner), ctypes.create_string_buffer(512)
+        lib.rd_kafka_conf_set_error_cb(conf, _on_error)
+        lib.rd_kafka_conf_set_log_cb(conf, None)  # what matters comes back as errors
+        lib.rd_kafka_conf_set_opaque(conf, self._number)
+        if kind == self.PRODUCER:
+            lib.rd_kafka_conf_set_dr_msg_cb(conf, _on_failed)
+        else:
+            lib.rd_kafka_conf_set_stats_cb(conf, _on_statistics)
+        rk = lib.rd_kafka_new(kind, conf, said, len(said))
+        if not rk:
+            lib.rd_kafka_conf_destroy(conf)
+            raise config_error(said.value.decode(errors="replace"), owner)
+        self._rk: int | None = int(rk)
+        _clients[self._number] = self
+
+    def on_error(self, name: str, said: str) -> None:
+        """What it says about its connections."""
+
+    def on_failed(self, code: int, size: int) -> None:
+        """A record of so many bytes could not be delivered."""
+
+    def on_statistics(self, text: str) -> None: ...
+
+    def _let_go(self) -> int | None:
+        """The handle, once: what frees it takes it."""
+        rk, self._rk = self._rk, None
+        _clients.pop(self._number, None)
+        return rk
+
+
+@ERROR_CALLBACK  # type: ignore[untyped-decorator]
+def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
+    if (client := _clients.get(opaque)) is not None:
+        client.on_error(name_of(code), reason.decode(errors="replace"))
+
+
+@DELIVERY_CALLBACK  # type: ignore[untyped-decorator]
+def _on_failed(_rk: int, message: Any, opaque: int) -> None:
+    if (client := _clients.get(opaque)) is not None:
+        client.on_failed(message.contents.err, message.contents.len + message.contents.key_len)
+
+
+@STATISTICS_CALLBACK  # type: ignore[untyped-decorator]
+def _on_statistics(_rk: int, text: int, length: int, opaque: int) -> int:
+    if (client := _clients.get(opaque)) is not None:
+        client.on_statistics(ctypes.string_at(text, length).decode())
+    return 0

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
-from delivered.connectors.kafka.client_options import check_client, client_options
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
     LATEST,
@@ -17,6 +16,7 @@ from delivered.connectors.kafka.offsets import (
     parse_timestamp,
     parse_timestamps,
 )
+from delivered.connectors.kafka.settings import check_client, client_options
 from delivered.kits.options import data_loss_option, headers_option, names, not_blank
 from delivered.model.errors import UsageError
 from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole

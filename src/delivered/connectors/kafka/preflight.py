@@ -42,13 +42,8 @@ def preflight(options: SinkOptions, guarantee: Guarantee) -> Sequence[Finding]:
 def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
     if options.topic is None:
         return []
-    from kafka.protocol.metadata import MetadataRequest
-
-    Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806
-    answer = wire.ask_any(
-        MetadataRequest(topics=[Topic(name=options.topic)], allow_auto_topic_creation=False, max_version=9)
-    )
-    found = answer.topics[0]
+    topic = options.topic
+    found = wire.patiently(lambda: wire.topic(topic))
     if found.error_code == protocol.UNKNOWN_TOPIC_OR_PARTITION:
         return [
             Finding(

@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeVar
 
 from delivered.model.errors import MissingExtra, Unreachable, UsageError
@@ -31,8 +31,8 @@ TOPIC_ALREADY_EXISTS = 36
 INVALID_PRODUCER_EPOCH = 47
 INVALID_TXN_STATE = 48
 INVALID_PRODUCER_ID_MAPPING = 49
-INVALID_TRANSACTION_TIMEOUT = 50
 CONCURRENT_TRANSACTIONS = 51
+OPERATION_NOT_ATTEMPTED = 55
 TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
 PRODUCER_FENCED = 90
 TRANSACTIONAL_ID_NOT_FOUND = 105
@@ -210,7 +210,10 @@ class Wire:
             return known
         from kafka.protocol.metadata import FindCoordinatorRequest
 
-        answer = self._find(FindCoordinatorRequest(key=transactional_id, key_type=1, max_version=3))
+        try:
+            answer = self.ask(FindCoordinatorRequest(key=transactional_id, key_type=1, max_version=3))
+        except NoAnswer as error:  # so the request itself was not sent
+            raise NotSent(str(error)) from None
         if answer.error_code != NONE:
             raise NotSent(f"no coordinator for {transactional_id!r}: {name_of(answer.error_code)}")
         if self.admin()._manager.cluster.broker_metadata(answer.node_id) is None:
@@ -234,30 +237,36 @@ class Wire:
 
         return self.patiently(ask, again)
 
-    def _find(self, request: Any) -> Any:
-        """Ask who is to be asked. Without an answer the request itself was not sent."""
-        try:
-            return self.ask(request)
-        except NoAnswer as error:
-            raise NotSent(str(error)) from None
+    def topic(self, name: str) -> Any:
+        """What a broker says of a topic, its error code included."""
+        from kafka.protocol.metadata import MetadataRequest
+
+        Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
+        [found] = self.ask(MetadataRequest(topics=[Topic(name=name)], allow_auto_topic_creation=False)).topics
+        return found
+
+    def topics(self) -> list[str]:
+        """Names of all topics that this user may see."""
+        from kafka.protocol.metadata import MetadataRequest
+
+        return [t.name for t in self.ask(MetadataRequest(topics=None, allow_auto_topic_creation=False)).topics]
 
     def leader(self, topic: str, partition: int) -> int:
         """Node that leads a partition. Raises NotSent if there is none now, NoTopic."""
         known = self._leaders.get((topic, partition))
         if known is not None:
             return known
-        from kafka.protocol.metadata import MetadataRequest
-
-        Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
-        answer = self._find(MetadataRequest(topics=[Topic(name=topic)], allow_auto_topic_creation=False, max_version=9))
-        for found in answer.topics:
-            if found.error_code == UNKNOWN_TOPIC_OR_PARTITION:
-                raise NoTopic(f"there is no topic {topic!r}")
-            if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
-                raise NotSent(f"topic {topic!r}: {name_of(found.error_code)}")
-            for part in found.partitions:
-                if part.leader_id >= 0:
-                    self._leaders[(topic, part.partition_index)] = part.leader_id
+        try:
+            found = self.topic(topic)
+        except NoAnswer as error:  # so the request itself was not sent
+            raise NotSent(str(error)) from None
+        if found.error_code == UNKNOWN_TOPIC_OR_PARTITION:
+            raise NoTopic(f"there is no topic {topic!r}")
+        if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
+            raise NotSent(f"topic {topic!r}: {name_of(found.error_code)}")
+        for part in found.partitions:
+            if part.leader_id >= 0:
+                self._leaders[(topic, part.partition_index)] = part.leader_id
         if (topic, partition) not in self._leaders:
             raise NotSent(f"partition {partition} of {topic!r} has no leader now")
         if self.admin()._manager.cluster.broker_metadata(self._leaders[(topic, partition)]) is None:
@@ -292,7 +301,7 @@ class Wire:
             admin.close()
 
 
-def retried(ask: Callable[[], Any], again: frozenset[int], deadline: float, pause_s: float = 0.005) -> Any:
+def retried(ask: Callable[[], Any], again: Set[int], deadline: float, pause_s: float = 0.005) -> Any:
     """Repeat a request that may be repeated, while its answer's `error_code` is in `again`.
 
     Args:

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 
 import pyarrow as pa
 
-from delivered.connectors.kafka.client import KafkaDriverClient
-from delivered.connectors.kafka.consume import Fetched, PartitionConsumer, new_consumer
+from delivered.connectors.kafka.admin import KafkaDriverClient
+from delivered.connectors.kafka.consumer import Fetched, PartitionConsumer
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import OWNER, SourceOptions
 from delivered.model.errors import InvariantBroken, Unreachable
@@ -35,12 +35,9 @@ _idle: list[tuple[tuple[int, str], PartitionConsumer]] = []
 @contextmanager
 def warm_consumer(options: SourceOptions) -> Iterator[PartitionConsumer]:
     """A consumer that is connected already, if one with the same options is idle here."""
-    name = (
-        os.getpid(),
-        repr((sorted(options.client.items()), options.headers, os.environ.get("DELIVERED_KAFKA_CONSUMER"))),
-    )
+    name = (os.getpid(), repr((sorted(options.client.items()), options.headers)))
     found = next((i for i, (n, _) in enumerate(_idle) if n == name), None)
-    consumer = new_consumer(options) if found is None else _idle.pop(found)[1]
+    consumer = PartitionConsumer(options) if found is None else _idle.pop(found)[1]
     try:
         yield consumer
         consumer.release()

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.client_settings import check_settings
+from delivered.connectors.kafka.settings import check_settings
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Committer, Ledger, Writer
+from delivered.contract.sink import BoundedScan, Committer, Writer
+from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -94,15 +95,11 @@ class KafkaSink:
         guarantee: Guarantee,
         schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
     ) -> Writer:
-        from delivered.connectors.kafka.writer import OnceOnlyWriter, PlainWriter, TransactionalWriter
+        from delivered.connectors.kafka.writer import DirectWriter, TransactionalWriter
 
-        match guarantee:
-            case Guarantee.EXACTLY_ONCE:
-                return TransactionalWriter(self.options, work)
-            case Guarantee.AT_LEAST_ONCE:
-                return PlainWriter(self.options)
-            case Guarantee.AT_MOST_ONCE:
-                return OnceOnlyWriter(self.options)
+        if guarantee is Guarantee.EXACTLY_ONCE:
+            return TransactionalWriter(self.options, work)
+        return DirectWriter(self.options, guarantee)
 
     def scan(self) -> BoundedScan:
         from delivered.connectors.kafka import CONNECTOR
@@ -116,9 +113,9 @@ class KafkaSink:
         return SourceScan(CONNECTOR.source(options))
 
     def ledger(self, scope: Scope) -> Ledger:
-        from delivered.connectors.kafka.ledger import KafkaLedger
+        from delivered.connectors.kafka.store import KafkaStore
 
-        return KafkaLedger(self.options, scope)
+        return Ledger(KafkaStore(self.options, scope), scope)
 
     def committer(self, scope: Scope) -> Committer:
         from delivered.connectors.kafka.committer import KafkaCommitter

@@ -6,8 +6,8 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from delivered.connectors.kafka.client_options import check_client, client_options, resolved
 from delivered.connectors.kafka.options import SERVERS
+from delivered.connectors.kafka.settings import check_client, client_options, resolved
 from delivered.model.errors import UsageError
 from delivered.model.limits import NAME_LENGTH_MAX, TRANSACTION_TIMEOUT_S
 from delivered.model.options import Option, Options, OptionType, Unfit, choice, option, several, whole

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import tenacity
 
-from delivered.connectors.kafka.client import KafkaDriverClient, joined
-from delivered.connectors.kafka.client_settings import check_settings
+from delivered.connectors.kafka.admin import KafkaDriverClient, joined
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
     IDENTITIES,
@@ -25,6 +24,7 @@ from delivered.connectors.kafka.offsets import (
     Where,
 )
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
+from delivered.connectors.kafka.settings import check_settings
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability

@@ -1,24 +1,113 @@
-"""What brokers tell of topics: their ids, and which of them hold ledgers."""
+"""The pipeline's internal topic: how it is laid out, made when it is missing, and read."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
-from difflib import SequenceMatcher
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from delivered.connectors.kafka.markers import LEDGER_TOPICS, STATE_PARTITION, CommittedReader
-from delivered.connectors.kafka.protocol import (
-    LEADER_NOT_AVAILABLE,
-    NONE,
-    UNKNOWN_TOPIC_OR_PARTITION,
-    NoAnswer,
-    Wire,
-    name_of,
-)
-from delivered.model.identity import OTHERS_MAX, OtherLedger, Scope, named_first
-from delivered.model.limits import CONNECT_TIMEOUT_S
+from delivered.connectors.kafka import protocol
+from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of
+from delivered.model.errors import Refused, Unreachable
+from delivered.model.identity import Scope
+from delivered.model.limits import OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
+
+STATE_PARTITION = 0
+"""Owners, newest decisions, begun batches: small, read at every start."""
+HISTORY_PARTITION = 1
+"""Decisions kept for the audit."""
+MARKERS_FROM = 2
+MARKER_PARTITIONS = 6
+"""Sinks of one pipeline share these: an open transaction of one rarely hides a marker of another."""
+PARTITIONS = MARKERS_FROM + MARKER_PARTITIONS
+
+_FETCH_BYTES = 4 << 20
+_READ_COMMITTED = 1
+
+LEDGER_TOPICS = "__delivered_"
+"""Start of the names of internal topics that nobody named."""
+
+_CONFIG = {
+    "cleanup.policy": "compact",
+    # Reading back costs what compaction has not yet taken: a segment or two a partition.
+    "segment.bytes": str(1 << 20),
+    "segment.ms": "600000",
+    "min.cleanable.dirty.ratio": "0.1",
+    "max.compaction.lag.ms": "600000",
+    "delete.retention.ms": "600000",
+    "max.message.bytes": str(2 << 20),
+}
+
+
+def ledger_topic(scope: Scope, named: str | None) -> str:
+    """Name of the pipeline's internal topic."""
+    return named or f"{LEDGER_TOPICS}{scope.pipeline}"
+
+
+def ensure_topic(wire: Wire, topic: str, replication: int | None) -> None:
+    """Make the topic unless it is there, and wait until its partitions have leaders.
+
+    Args:
+        replication: None: the broker's default.
+
+    Raises:
+        Refused: no permission, or the name is not allowed. Unreachable: no answer.
+    """
+    wire.forget()  # it may have been deleted since this process last saw it
+    deadline = time.monotonic() + OUTAGE_PATIENCE_S
+    if not _ready(wire, topic):
+        _create(wire, topic, replication)
+    while not _ready(wire, topic):
+        if time.monotonic() > deadline:
+            raise Unreachable(
+                "LEDGER_UNAVAILABLE",
+                f"The ledger's topic {topic!r} has no leader for some partition after {OUTAGE_PATIENCE_S:.0f} s.",
+                next_step="check the brokers",
+            )
+        time.sleep(0.02)
+
+
+def _ready(wire: Wire, topic: str) -> bool:
+    try:
+        for partition in range(PARTITIONS):
+            wire.leader(topic, partition)
+    except NoAnswer:
+        return False
+    return True
+
+
+def _create(wire: Wire, topic: str, replication: int | None) -> None:
+    from kafka.protocol.admin.topics import CreateTopicsRequest
+
+    Topic = CreateTopicsRequest.CreatableTopic  # noqa: N806
+    Config = Topic.CreatableTopicConfig  # noqa: N806
+    request = CreateTopicsRequest(
+        topics=[
+            Topic(
+                name=topic,
+                num_partitions=PARTITIONS,
+                replication_factor=-1 if replication is None else replication,
+                assignments=[],
+                configs=[Config(name=k, value=v) for k, v in _CONFIG.items()],
+            )
+        ],
+        timeout_ms=int(REQUEST_TIMEOUT_S * 1000),
+        validate_only=False,
+        max_version=5,
+    )
+    try:
+        answer = wire.ask_any(request)
+    except NoAnswer as error:
+        raise Unreachable("LEDGER_UNAVAILABLE", f"The ledger's topic {topic!r} could not be made: {error}.") from None
+    found = answer.topics[0]
+    if found.error_code in (protocol.NONE, protocol.TOPIC_ALREADY_EXISTS):
+        return
+    raise Refused(
+        "LEDGER_TOPIC",
+        f"The ledger's topic {topic!r} could not be made: {name_of(found.error_code)} {found.error_message or ''}.",
+        next_step=f"create it by hand, compacted, with {PARTITIONS} partitions; or name another with ledgerTopic",
+    )
 
 
 def topic_id(wire: Wire, topic: str) -> str | None:
@@ -27,43 +116,118 @@ def topic_id(wire: Wire, topic: str) -> str | None:
     Raises:
         NoAnswer: nobody tells at the moment.
     """
-    from kafka.protocol.metadata import MetadataRequest
-
-    Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
-    answer = wire.ask(MetadataRequest(topics=[Topic(name=topic)], allow_auto_topic_creation=False))
-    [found] = answer.topics
-    if found.error_code == UNKNOWN_TOPIC_OR_PARTITION:
+    found = wire.topic(topic)
+    if found.error_code == protocol.UNKNOWN_TOPIC_OR_PARTITION:
         return None
-    if found.error_code not in (NONE, LEADER_NOT_AVAILABLE):
+    if found.error_code not in (protocol.NONE, protocol.LEADER_NOT_AVAILABLE):
         raise NoAnswer(f"topic {topic!r}: {name_of(found.error_code)}")
     known: Any = found.topic_id
     return str(known) if known is not None and known.int else None
 
 
-def other_ledgers(wire: Wire, own: str, scope: Scope) -> list[OtherLedger]:
-    """As `delivered.contract.powers.KnowsOthers.others`. Of topics that this user may not read nothing is told.
+@dataclass(frozen=True)
+class Record:
+    offset: int
+    key: bytes
+    value: bytes | None
 
-    Raises:
-        NoAnswer: nobody tells at the moment.
+
+class CommittedReader:
+    """Reads one partition as a read_committed consumer does, from where it stopped, up to what was there when asked.
+
+    Not safe for several threads.
     """
-    from kafka.protocol.metadata import MetadataRequest
 
-    answer = wire.ask(MetadataRequest(topics=None, allow_auto_topic_creation=False, max_version=9))
-    names = [t.name for t in answer.topics if t.name.startswith(LEDGER_TOPICS) and t.name != own]
-    # Not all are read. A new name is mostly like the former one.
-    topics = sorted(names, key=lambda name: (-SequenceMatcher(None, own, name).ratio(), name))
-    found: dict[tuple[str, str], bool] = {}
-    for topic in [own, *topics[:OTHERS_MAX]]:
-        pipeline = scope.pipeline if topic == own else topic.removeprefix(LEDGER_TOPICS)
-        reader = CommittedReader(wire, topic, STATE_PARTITION)
-        with contextlib.suppress(NoAnswer):
-            for record in reader.read(time.monotonic() + CONNECT_TIMEOUT_S, wait=False):
-                match json.loads(record.key):
-                    case ["owner", str(sink)]:
-                        found.setdefault((pipeline, sink), False)
-                    case ["last" | "begun", str(sink), scope.incarnation] if record.value is not None:
-                        found[pipeline, sink] = True
-                    case _:
-                        pass
-    found.pop((scope.pipeline, scope.sink), None)
-    return named_first(OtherLedger(*name, same_incarnation=holds) for name, holds in found.items())
+    def __init__(self, wire: Wire, topic: str, partition: int) -> None:
+        self._wire = wire
+        self._topic = topic
+        self._partition = partition
+        self.position = 0
+
+    def read(self, deadline: float, wait: bool = True) -> Iterator[Record]:
+        """Records of committed transactions, oldest first, up to the end as it is now.
+
+        Args:
+            deadline: of time.monotonic().
+            wait: for transactions that are open before that end: without their outcome the answer would be a guess.
+                Else only up to the first of them.
+
+        Raises:
+            NoAnswer: no answer, or such a transaction is still open at the deadline. NoTopic: there is no such topic.
+        """
+        end: int | None = None
+        pause = 0.002
+        while end is None or self.position < end:
+            part = self._wire.patiently(self._fetch)
+            if end is None:
+                # The first answer's end is at least what was there when this was called.
+                end = part.high_watermark if wait else part.last_stable_offset
+            before = self.position
+            yield from self._records(part)
+            if not part.records:
+                # Nothing is left there, committed or not: compaction took it.
+                self.position = max(self.position, min(end, part.last_stable_offset))
+            if self.position == before and self.position < end:
+                if time.monotonic() > deadline:
+                    raise NoAnswer(
+                        f"a transaction that is still open hides partition {self._partition} of {self._topic!r} from "
+                        f"offset {part.last_stable_offset} to {end}"
+                    )
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.25)
+
+    def _fetch(self) -> Any:
+        from kafka.protocol.consumer.fetch import FetchRequest
+
+        Topic = FetchRequest.FetchTopic  # noqa: N806
+        part = Topic.FetchPartition(
+            partition=self._partition,
+            current_leader_epoch=-1,
+            fetch_offset=self.position,
+            last_fetched_epoch=-1,
+            log_start_offset=-1,
+            partition_max_bytes=_FETCH_BYTES,
+        )
+        request = FetchRequest(
+            replica_id=-1,
+            max_wait_ms=0,
+            min_bytes=0,
+            max_bytes=_FETCH_BYTES,
+            isolation_level=_READ_COMMITTED,
+            session_id=0,
+            session_epoch=-1,
+            topics=[Topic(topic=self._topic, partitions=[part])],
+            forgotten_topics_data=[],
+            rack_id="",
+            max_version=11,
+        )
+        answer = self._wire.ask(request, self._wire.leader(self._topic, self._partition))
+        if answer.error_code != protocol.NONE:
+            raise NoAnswer(name_of(answer.error_code))
+        found = answer.responses[0].partitions[0]
+        if found.error_code == protocol.OFFSET_OUT_OF_RANGE and self.position == 0:
+            raise NoAnswer("the start of the partition moved")
+        if found.error_code != protocol.NONE:
+            raise NoAnswer(f"{self._topic}-{self._partition}: {name_of(found.error_code)}")
+        return found
+
+    def _records(self, part: Any) -> Iterator[Record]:
+        from kafka.record import MemoryRecords
+
+        if not part.records:
+            return
+        aborted = sorted(((t.first_offset, t.producer_id) for t in part.aborted_transactions or ()), reverse=True)
+        dead: set[int] = set()
+        batches = MemoryRecords(bytes(part.records))
+        while batches.has_next():
+            batch = batches.next_batch()
+            last = batch.base_offset + batch.last_offset_delta
+            while aborted and aborted[-1][0] <= last:
+                dead.add(aborted.pop()[1])
+            if batch.is_control_batch:
+                dead.discard(batch.producer_id)
+            elif not (batch.is_transactional and batch.producer_id in dead):
+                for record in batch:
+                    if record.offset >= self.position and record.key is not None:
+                        yield Record(record.offset, bytes(record.key), None if record.value is None else record.value)
+            self.position = max(self.position, last + 1)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from delivered.connectors.kafka import protocol
-from delivered.connectors.kafka.produce import ProducerId
 from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of, retried
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S, TRANSACTION_SLOTS
@@ -59,6 +58,14 @@ def is_ours(scope: Scope, candidate: str) -> bool:
     """Whether a transactional id names a shard of this sink of this pipeline."""
     prefix = id_prefix(scope)
     return candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d", candidate[len(prefix) :]) is not None
+
+
+@dataclass(frozen=True)
+class ProducerId:
+    """What a transactional producer is known by, besides its transactional id."""
+
+    id: int
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -119,28 +126,33 @@ class OpenTransaction:
         return self.partitions
 
 
-def end(wire: Wire, handle: Handle, commit: bool) -> Outcome[None]:
-    """Commit or abort a prepared transaction from any process; may be repeated.
-
-    The epoch belongs to this one transaction alone, so a request that arrives late finds either this transaction, or a
-    newer epoch that refuses it. Version 4 and older leave the epoch as it is, which makes the repetition harmless.
-    """
+def end_request(handle: Handle, commit: bool) -> Any:
+    """EndTxn. Version 4 and older leave the epoch as it is, which makes a repetition harmless."""
     from kafka.protocol.producer.transaction import EndTxnRequest
 
-    request = EndTxnRequest(
+    return EndTxnRequest(
         transactional_id=handle.transactional_id,
         producer_id=handle.producer.id,
         producer_epoch=handle.producer.epoch,
         committed=commit,
         max_version=4,
     )
+
+
+def end(wire: Wire, handle: Handle, commit: bool) -> Outcome[None]:
+    """Commit or abort a prepared transaction from any process; may be repeated.
+
+    The epoch belongs to this one transaction alone, so a request that arrives late finds either this transaction, or a
+    newer epoch that refuses it.
+    """
+    request, name = end_request(handle, commit), handle.transactional_id
     deadline = time.monotonic() + _ENDING_WAIT_S
     try:
-        answer = wire.ask_coordinator(handle.transactional_id, request, again=False)
+        answer = wire.ask_coordinator(name, request, again=False)
         while answer.error_code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
             # An end that was asked for before is on its way into the partitions.
             time.sleep(0.005)
-            answer = wire.ask_coordinator(handle.transactional_id, request, again=False)
+            answer = wire.ask_coordinator(name, request, again=False)
     except NoAnswer as error:
         return Unknown(str(error))
     what = f"{handle.transactional_id}, epoch {handle.producer.epoch}: {name_of(answer.error_code)}"
@@ -172,7 +184,7 @@ def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: flo
     # To repeat it is harmless: each time takes a newer epoch.
     again = protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS}
     try:
-        answer = retried(ask, frozenset(again), deadline)
+        answer = retried(ask, again, deadline)
     except NoAnswer as error:
         return Unknown(str(error))
     if answer.error_code == protocol.NONE:

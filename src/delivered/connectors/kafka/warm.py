@@ -15,14 +15,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
-from delivered.connectors.kafka.clients import make_producer, producer_config
-from delivered.connectors.kafka.produce import Producer, ProducerError, ProducerId
+from delivered.connectors.kafka.errors import ProducerError
+from delivered.connectors.kafka.producer import Producer, producer_config
 from delivered.connectors.kafka.protocol import NoAnswer, Wire, server_name
 from delivered.connectors.kafka.sink_options import SinkOptions
-from delivered.connectors.kafka.transactions import OpenTransaction, describe, transactional_id
-from delivered.model.errors import DeliveredError
+from delivered.connectors.kafka.transactions import OpenTransaction, ProducerId, describe, transactional_id
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import OUTAGE_PATIENCE_S
@@ -60,14 +61,12 @@ class Taken:
     id: ProducerId
 
 
+@dataclass(frozen=True)
 class Ready:
     """A transactional producer, or the promise of one."""
 
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.taken: Taken | None = None
-        self.made_at = time.monotonic()
-        self.thrown_away = False
+    taken: Future[Taken]
+    made_at: float
 
 
 def key_of(config: Mapping[str, str], *more: str) -> tuple[str, ...]:
@@ -84,15 +83,12 @@ def take(options: SinkOptions, work: Work) -> Taken:
     with _lock:
         ready = _ready.pop(_key(options, work), None)
     if ready is not None:
-        ready.done.wait(START_TIMEOUT_S)
-        with _lock:
-            taken = ready.taken
-            ready.thrown_away = taken is None
-        if taken is not None:
+        with suppress(Exception):  # it is made here then
+            taken = ready.taken.result(START_TIMEOUT_S)
             # The same batch may have run elsewhere since: then the id is not ours any more.
             if _holder(options, name) == taken.id:
                 return taken
-            taken.producer.close()
+        _drop(ready)
     return _start(options, name)
 
 
@@ -104,11 +100,11 @@ def is_ready(options: SinkOptions, work: Work) -> bool:
     if ready is None:
         make_ready(options, work)
         return False
-    return ready.done.is_set()
+    return ready.taken.done()
 
 
 def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) -> Taken:
-    producer = make_producer(producer_config(options, Guarantee.EXACTLY_ONCE, name))
+    producer = Producer(producer_config(options, Guarantee.EXACTLY_ONCE, name))
     try:
         with unanswered(server_name(options.client["bootstrap.servers"])):
             producer.start(timeout_s)
@@ -127,7 +123,7 @@ def state_of(options: SinkOptions, name: str) -> OpenTransaction:
     """What the coordinator knows of a transactional id. Raises ProducerError if it does not tell."""
     client = options.resolved()
     with _lock:
-        wire = _wires.setdefault(key_of(client), Wire(client))
+        wire = _wires.get(key_of(client)) or _wires.setdefault(key_of(client), Wire(client))
     try:
         found = describe(wire, name)
     except NoAnswer as error:
@@ -153,33 +149,23 @@ def make_ready(options: SinkOptions, work: Work) -> None:
             old.append(_ready.pop(k))
         while len(_ready) >= READY_MAX:
             old.append(_ready.popitem(last=False)[1])
-        ready = _ready[key] = Ready()
-    threading.Thread(target=_make, args=(options, work, ready, old), daemon=True, name="delivered-ready").start()
+        ready = _ready[key] = Ready(Future(), time.monotonic())
 
+    def make() -> None:
+        try:
+            for entry in old:
+                _drop(entry)
+            ready.taken.set_result(_start(options, transactional_id(work), READY_TIMEOUT_S))
+        except BaseException as error:
+            log.debug("a producer could not be made ready: %s", error)
+            ready.taken.set_exception(error)
 
-def _make(options: SinkOptions, work: Work, ready: Ready, old: list[Ready]) -> None:
-    try:
-        for entry in old:
-            _drop(entry)
-        taken = _start(options, transactional_id(work), READY_TIMEOUT_S)
-    except (ProducerError, DeliveredError) as error:
-        log.debug("a producer could not be made ready: %s", error)
-    else:
-        with _lock:
-            if not ready.thrown_away:
-                ready.taken = taken
-        if ready.taken is None:
-            taken.producer.close()
-    finally:
-        ready.done.set()
+    threading.Thread(target=make, daemon=True, name="delivered-ready").start()
 
 
 def _drop(ready: Ready) -> None:
-    with _lock:
-        ready.thrown_away = True
-        taken, ready.taken = ready.taken, None
-    if taken is not None:
-        taken.producer.close()
+    """Free a producer that nobody takes, as soon as it is there."""
+    ready.taken.add_done_callback(lambda made: None if made.exception() else made.result().producer.close())
 
 
 def retire(producer: Producer) -> None:
@@ -193,7 +179,7 @@ def borrow(config: Mapping[str, str]) -> Producer:
         idle = _idle.get(key_of(config))
         producer = idle.pop() if idle else None
     if producer is None:
-        return make_producer(config)
+        return Producer(config)
     producer.failures.clear()
     return producer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.kafka import columns, transactions, warm
-from delivered.connectors.kafka.clients import producer_config
-from delivered.connectors.kafka.delivery import delivery_error, producer_error
-from delivered.connectors.kafka.markers import ledger_topic, marker_key, marker_partition, marker_value
-from delivered.connectors.kafka.produce import Producer, ProducerError, Rows
+from delivered.connectors.kafka.errors import ProducerError, delivery_error, producer_error
+from delivered.connectors.kafka.markers import marker_key, marker_partition, marker_value
+from delivered.connectors.kafka.producer import Producer, Rows, producer_config
 from delivered.connectors.kafka.protocol import server_name
 from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.topics import ledger_topic
 from delivered.connectors.kafka.transactions import Handle
 from delivered.connectors.kafka.warm import Taken
 from delivered.model.errors import BadRecord, DeliveredError
@@ -108,6 +108,19 @@ def _away(error: BaseException) -> bool:
     return isinstance(error, ProducerError) and error.away
 
 
+@contextmanager
+def _explained(options: SinkOptions) -> Iterator[None]:
+    try:
+        yield
+    except ProducerError as error:
+        raise producer_error(error, options.topic, options) from None
+
+
+def _refuse_failures(producer: Producer, options: SinkOptions) -> None:
+    if producer.failures.count:
+        raise delivery_error(producer.failures, options)
+
+
 class TransactionalWriter:
     """exactly_once: the rows and a marker in one transaction, which is left open for the driver to end."""
 
@@ -141,13 +154,10 @@ class TransactionalWriter:
             self._send(self._begun(), early)
 
     def _send(self, producer: Producer, batches: Sequence[pa.RecordBatch]) -> None:
-        try:
+        with _explained(self._options):
             for batch in batches:
                 self._sender.send(producer, batch)
-        except ProducerError as error:
-            raise producer_error(error, self._options.topic, self._options) from None
-        if producer.failures.count:
-            raise delivery_error(producer.failures, self._options)
+        _refuse_failures(producer, self._options)
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Every row and the marker are acknowledged; the transaction stays open. No rows: no transaction."""
@@ -156,7 +166,7 @@ class TransactionalWriter:
         if taken is None:
             return {}
         producer, scope = taken.producer, self._work.scope
-        try:
+        with _explained(self._options):
             producer.send_one(
                 ledger_topic(scope, self._options.ledger_topic),
                 marker_partition(scope),
@@ -164,11 +174,8 @@ class TransactionalWriter:
                 marker_value(self._work, fingerprint),
             )
             producer.flush(min(FLUSH_TIMEOUT_S, self._options.transaction_timeout_s))
-            if producer.failures.count:
-                raise delivery_error(producer.failures, self._options)
+            _refuse_failures(producer, self._options)
             self._confirm(taken)
-        except ProducerError as error:
-            raise producer_error(error, self._options.topic, self._options) from None
         # From here on the transaction belongs to the driver; the client that opened it has no more say.
         self._taken = None
         warm.retire(producer)
@@ -201,24 +208,27 @@ class TransactionalWriter:
 
     def _begun(self) -> Producer:
         if self._taken is None:
-            try:
+            with _explained(self._options):
                 self._taken = warm.take(self._options, self._work)
                 self._taken.producer.begin()
-            except ProducerError as error:
-                raise producer_error(error, self._options.topic, self._options) from None
             # The other slot belonged to the batch before this one, which is over.
             warm.make_ready(self._options, replace(self._work, batch=self._work.batch + 1, attempt=0))
         return self._taken.producer
 
 
-class _DirectWriter:
-    """Rows leave without a transaction, through a producer that is borrowed for the shard."""
+class DirectWriter:
+    """Rows leave without a transaction, through a producer that is borrowed for the shard.
 
-    _guarantee: Guarantee
+    at_least_once: what was acknowledged is in; what was not makes the task fail, and its rows are sent again.
+    at_most_once: every record leaves at most once; what was not acknowledged is given up and counted. A request
+    without an answer may have been stored: its records count as given up, which makes the count an upper bound of what
+    was lost.
+    """
 
-    def __init__(self, options: SinkOptions) -> None:
+    def __init__(self, options: SinkOptions, guarantee: Guarantee) -> None:
         self._options = options
-        self._config = producer_config(options, self._guarantee, None)
+        self._gives_up = guarantee is Guarantee.AT_MOST_ONCE
+        self._config = producer_config(options, guarantee, None)
         self._sender = _Sender(options)
         self._producer: Producer | None = None
 
@@ -227,20 +237,16 @@ class _DirectWriter:
             return
         if self._producer is None:
             self._producer = warm.borrow(self._config)
-        try:
+        with _explained(self._options):
             self._sender.send(self._producer, batch)
-        except ProducerError as error:
-            raise producer_error(error, self._options.topic, self._options) from None
         self._judge(self._producer)
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:  # noqa: ARG002 - no marker here
         producer = self._producer
         if producer is None:
             return {}
-        try:
+        with _explained(self._options):
             producer.flush(FLUSH_TIMEOUT_S)
-        except ProducerError as error:
-            raise producer_error(error, self._options.topic, self._options) from None
         self._judge(producer)
         self._producer = None
         failed = dict(sorted(producer.failures.by_name.items()))
@@ -257,27 +263,8 @@ class _DirectWriter:
             warm.retire(producer)
 
     def _judge(self, producer: Producer) -> None:
-        """Raise if records that failed must fail the task."""
-
-
-class PlainWriter(_DirectWriter):
-    """at_least_once: what was acknowledged is in; what was not makes the task fail, and its rows are sent again."""
-
-    _guarantee = Guarantee.AT_LEAST_ONCE
-
-    def _judge(self, producer: Producer) -> None:
-        if producer.failures.count:
-            raise delivery_error(producer.failures, self._options)
-
-
-class OnceOnlyWriter(_DirectWriter):
-    """at_most_once: every record leaves at most once; what was not acknowledged is given up and counted.
-
-    A request without an answer may have been stored: its records count as given up, which makes the count an upper
-    bound of what was lost.
-    """
-
-    _guarantee = Guarantee.AT_MOST_ONCE
+        if not self._gives_up:
+            _refuse_failures(producer, self._options)
 
 
 def _partition_column(batch: pa.RecordBatch) -> Any | None:

@@ -1,4 +1,4 @@
-"""librdkafka called directly: Arrow buffers in, no Python object per record.
+"""A producer of librdkafka: Arrow buffers in, no Python object per record.
 
 A numpy array is laid over `rd_kafka_message_t`; pointers and lengths are computed from the Arrow offsets, and one call
 hands a whole chunk over. librdkafka copies what it takes, so that nothing here must outlive the call, and its queue
@@ -10,34 +10,30 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from delivered.connectors.kafka.librdkafka import (
-    DELIVERY_CALLBACK,
-    ERROR_CALLBACK,
-    Argument,
-    Memory,
-    Metadata,
-    Value,
-    producer_library,
-)
-from delivered.connectors.kafka.produce import (
-    POLL_MS,
-    Failures,
-    ProducerError,
-    Rows,
-    flush_pauses,
-    spread,
-    timeout_error,
-)
+from delivered.connectors.kafka.errors import Failures, ProducerError
+from delivered.connectors.kafka.librdkafka import Argument, Client, Memory, Metadata, Value, name_of, text_of
 from delivered.connectors.kafka.protocol import server_name
+from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
+from delivered.model.guarantee import Guarantee
 from delivered.model.patience import Stall
 
+QUEUE_KBYTES_MAX = 65_536
+"""Rows that wait in the client, per producer. It bounds a worker's memory, whatever the size of a batch."""
+
+QUEUE_RECORDS_MAX = 400_000
+DELIVERY_TIMEOUT_S = 120
+"""At least once: how long a record may wait for its acknowledgement, a broker's restart included."""
+
+_POLL_MS = 5
+"""How long a writer sleeps while the queue is full."""
 ROWS_PER_CALL = 16_384
 """Rows in one call: their structs take 1.2 MB."""
 
@@ -53,84 +49,118 @@ _UNASSIGNED = -1
 _COPY, _PARTITION = 0x2, 0x8
 _QUEUE_FULL = -184
 _FATAL = -150
-_VTYPE_END, _VTYPE_TOPIC, _VTYPE_PARTITION, _VTYPE_VALUE, _VTYPE_KEY = 0, 1, 3, 4, 5
+_VTYPE_TOPIC, _VTYPE_PARTITION, _VTYPE_VALUE, _VTYPE_KEY = 1, 3, 4, 5
 _VTYPE_MSGFLAGS, _VTYPE_HEADERS = 7, 10
 _EMPTY = ctypes.create_string_buffer(1)
 """Where empty values point: a null pointer would make them null."""
 
 
-# librdkafka calls back with a number instead of a Python object: an object could be gone by then.
-_producers: dict[int, NativeProducer] = {}
-_numbers = itertools.count(1)
+def producer_config(options: SinkOptions, guarantee: Guarantee, transactional_id: str | None) -> dict[str, str]:
+    """All settings of a producer, as librdkafka names them; the user's win where they may."""
+    config = {
+        "client.id": "delivered",
+        "linger.ms": "5",
+        "queue.buffering.max.kbytes": str(QUEUE_KBYTES_MAX),
+        "queue.buffering.max.messages": str(QUEUE_RECORDS_MAX),
+        "message.max.bytes": "1048588",  # the broker's default; the client's own is below it
+        "socket.nagle.disable": "true",
+        "reconnect.backoff.ms": "20",
+        "retry.backoff.ms": "20",
+        "topic.metadata.refresh.fast.interval.ms": "50",
+        "topic.metadata.propagation.max.ms": "5000",
+    }
+    if options.compression is not None:
+        config["compression.type"] = options.compression
+    config |= options.resolved()
+    config |= {
+        "acks": "all",
+        "partitioner": "murmur2_random",
+        "delivery.report.only.error": "true",
+    }
+    match guarantee:
+        case Guarantee.EXACTLY_ONCE:
+            config |= {
+                "transactional.id": transactional_id or "",
+                "transaction.timeout.ms": str(options.transaction_timeout_s * 1000),
+                "enable.idempotence": "true",
+            }
+            config.setdefault("message.timeout.ms", str(options.transaction_timeout_s * 1000))
+        case Guarantee.AT_LEAST_ONCE:
+            config |= {"enable.idempotence": "true"}
+            config.setdefault("message.timeout.ms", str(DELIVERY_TIMEOUT_S * 1000))
+        case Guarantee.AT_MOST_ONCE:
+            # A request without an answer may have been stored. It is given up, not sent again.
+            config |= {"enable.idempotence": "false", "message.send.max.retries": "0", "acks": options.acks}
+            config.setdefault("message.timeout.ms", "30000")
+    return config
 
 
-@DELIVERY_CALLBACK  # type: ignore[untyped-decorator]
-def _on_failed(_rk: int, message: Any, opaque: int) -> None:
-    producer = _producers.get(opaque)
-    if producer is not None:
-        m = message.contents
-        producer.failures.add(m.err, producer.name_of(m.err), m.len + m.key_len)
-        if m.err == _FATAL:
-            producer.note_fatal()
-
-
-@ERROR_CALLBACK  # type: ignore[untyped-decorator]
-def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
-    producer = _producers.get(opaque)
-    if producer is not None:
-        producer.failures.note(producer.name_of(code), reason.decode(errors="replace"))
-        producer.note_fatal()
-
-
-class NativeProducer:
-    """One librdkafka producer. Used by one thread at a time.
+@dataclass(frozen=True)
+class Rows:
+    """Rows for one topic.
 
     Attributes:
-        failures: what could not be delivered since the last `flush`.
+        key, value: binary or large_binary; key None: every key is null.
+        headers: list<struct<key: string, value: binary>>, or None.
+        partition: int32, -1: by key; or None.
+    """
+
+    topic: str
+    key: pa.Array | None
+    value: pa.Array
+    headers: pa.Array | None = None
+    partition: npt.NDArray[np.int32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def slice(self, start: int, length: int) -> Rows:
+        if start == 0 and length >= len(self):
+            return self
+        return Rows(
+            self.topic,
+            None if self.key is None else self.key.slice(start, length),
+            self.value.slice(start, length),
+            None if self.headers is None else self.headers.slice(start, length),
+            None if self.partition is None else self.partition[start : start + length],
+        )
+
+
+Headers = Sequence[tuple[str, bytes | None]]
+
+
+class Producer(Client):
+    """A producer. Used by one thread at a time.
+
+    Attributes:
+        failures: records that could not be delivered since the last `flush`: counted, not raised.
     """
 
     def __init__(self, config: Mapping[str, str]) -> None:
-        lib = producer_library()
-        if lib is None:
-            raise RuntimeError("librdkafka's symbols cannot be reached")
-        self._lib = lib
         self._server = server_name(config["bootstrap.servers"])
         self._topics: dict[str, int] = {}
         self._structs = np.zeros(0, dtype=_MESSAGE)
         self.failures = Failures()
-        self._number = next(_numbers)
-        self._rk: int | None = self._make(config)
-        _producers[self._number] = self
+        super().__init__(self.PRODUCER, config, OWNER)
 
-    def _make(self, config: Mapping[str, str]) -> int:
-        lib, said = self._lib, ctypes.create_string_buffer(512)
-        conf = lib.rd_kafka_conf_new()
-        for key, value in config.items():
-            if lib.rd_kafka_conf_set(conf, key.encode(), value.encode(), said, len(said)) != 0:
-                lib.rd_kafka_conf_destroy(conf)
-                raise ProducerError("CONFIG", said.value.decode(errors="replace"), config=True)
-        lib.rd_kafka_conf_set_dr_msg_cb(conf, _on_failed)
-        lib.rd_kafka_conf_set_error_cb(conf, _on_error)
-        lib.rd_kafka_conf_set_log_cb(conf, None)  # what matters comes back as errors
-        lib.rd_kafka_conf_set_opaque(conf, self._number)
-        rk = lib.rd_kafka_new(0, conf, said, len(said))
-        if not rk:
-            lib.rd_kafka_conf_destroy(conf)
-            raise ProducerError("CONFIG", said.value.decode(errors="replace"), config=True)
-        return int(rk)
+    def on_error(self, name: str, said: str) -> None:
+        self.failures.note(name, said)
+        self._note_fatal()
+
+    def on_failed(self, code: int, size: int) -> None:
+        self.failures.add(name_of(code), size)
+        if code == _FATAL:
+            self._note_fatal()
 
     # -- transactions ------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> None:
         """Take the transactional id; whoever held it is fenced."""
-        self._connect(timeout_s)
-        self._check(self._lib.rd_kafka_init_transactions(self._rk, int(timeout_s * 1000)))
-
-    def _connect(self, timeout_s: float) -> None:
         # librdkafka asks for an id at once, finds no connection yet, and asks again 500 ms later: connect first.
-        result = ctypes.POINTER(Metadata)()
-        if self._lib.rd_kafka_metadata(self._rk, 0, None, ctypes.byref(result), int(timeout_s * 1000)) == 0:
+        result, timeout_ms = ctypes.POINTER(Metadata)(), int(timeout_s * 1000)
+        if self._lib.rd_kafka_metadata(self._rk, 0, None, ctypes.byref(result), timeout_ms) == 0:
             self._lib.rd_kafka_metadata_destroy(result)
+        self._check(self._lib.rd_kafka_init_transactions(self._rk, timeout_ms))
 
     def begin(self) -> None:
         self._check(self._lib.rd_kafka_begin_transaction(self._rk))
@@ -146,7 +176,16 @@ class NativeProducer:
     def send(self, rows: Rows) -> None:
         """Hand rows over; blocks while the queue is full."""
         if rows.headers is not None and rows.headers.null_count < len(rows):
-            self._send_one_by_one(rows)
+            nothing = itertools.repeat(None)
+            for key, value, headers, partition in zip(
+                nothing if rows.key is None else rows.key.to_pylist(),
+                rows.value.to_pylist(),
+                rows.headers.to_pylist(),
+                itertools.repeat(_UNASSIGNED) if rows.partition is None else rows.partition.tolist(),
+                strict=False,
+            ):
+                pairs = [(h["key"], h["value"]) for h in headers or ()]
+                self.send_one(rows.topic, partition, key, value, pairs)
             return
         for start in range(0, len(rows), ROWS_PER_CALL):
             self._send_chunk(rows.slice(start, ROWS_PER_CALL))
@@ -179,34 +218,23 @@ class NativeProducer:
             # A full queue refuses all that follow, so that order is kept; anything else is about one record.
             full = rest["err"][refused] == _QUEUE_FULL
             for i in refused[~full]:
-                self.failures.add(
-                    int(rest["err"][i]), self.name_of(int(rest["err"][i])), int(rest["len"][i] + rest["key_len"][i])
-                )
+                self.failures.add(name_of(int(rest["err"][i])), int(rest["len"][i] + rest["key_len"][i]))
             if not full.any():
                 break
             done += int(refused[full][0])
             structs["err"][done:] = 0
-            self._lib.rd_kafka_poll(self._rk, POLL_MS)
+            self._lib.rd_kafka_poll(self._rk, _POLL_MS)
             self._raise_fatal()
         del keep
         self._lib.rd_kafka_poll(self._rk, 0)
 
-    def _send_one_by_one(self, rows: Rows) -> None:
-        for topic, partition, key, value, headers in spread(rows):
-            self.send_one(topic, partition, key, value, headers)
-
     def send_one(
-        self,
-        topic: str,
-        partition: int | None,
-        key: bytes | None,
-        value: bytes | None,
-        headers: list[tuple[str, bytes | None]] | None = None,
+        self, topic: str, partition: int, key: bytes | None, value: bytes | None, headers: Headers = ()
     ) -> None:
         """Hand one record over; blocks while the queue is full."""
         arguments = [
             Argument(_VTYPE_TOPIC, Value(cstr=topic.encode())),
-            Argument(_VTYPE_PARTITION, Value(i32=_UNASSIGNED if partition is None else partition)),
+            Argument(_VTYPE_PARTITION, Value(i32=partition)),
             Argument(_VTYPE_MSGFLAGS, Value(integer=_COPY)),
         ]
         keep = []
@@ -230,12 +258,12 @@ class NativeProducer:
             code = self._lib.rd_kafka_error_code(error)
             self._lib.rd_kafka_error_destroy(error)
             if code != _QUEUE_FULL:
-                self.failures.add(code, self.name_of(code), len(key or b"") + len(value or b""))
+                self.failures.add(name_of(code), len(key or b"") + len(value or b""))
                 return
-            self._lib.rd_kafka_poll(self._rk, POLL_MS)
+            self._lib.rd_kafka_poll(self._rk, _POLL_MS)
             self._raise_fatal()
 
-    def _headers(self, headers: list[tuple[str, bytes | None]] | None) -> int | None:
+    def _headers(self, headers: Headers) -> int | None:
         if not headers:
             return None
         handle = self._lib.rd_kafka_headers_new(len(headers))
@@ -252,14 +280,16 @@ class NativeProducer:
             ProducerError: a fatal error, or records were still on their way after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
-        pauses = flush_pauses()
+        # Milliseconds: librdkafka notices an empty queue only when a call ends.
+        pauses = itertools.chain(itertools.repeat(1, 100), itertools.repeat(20))
         with Stall(self._server) as stall:
             while self._lib.rd_kafka_flush(self._rk, next(pauses)) != 0:
                 self._raise_fatal()
                 waiting = self._lib.rd_kafka_outq_len(self._rk)
                 stall.look(waiting)
                 if time.monotonic() > deadline:
-                    raise timeout_error(f"{waiting} records were not acknowledged in {timeout_s:.0f} s", self.failures)
+                    said = f"{waiting} records were not acknowledged in {timeout_s:.0f} s{self.failures.hint()}"
+                    raise ProducerError("_TIMED_OUT", said)
         self._raise_fatal()
 
     def partitions(self, topic: str, timeout_s: float) -> int:
@@ -267,34 +297,24 @@ class NativeProducer:
         result = ctypes.POINTER(Metadata)()
         code = self._lib.rd_kafka_metadata(self._rk, 0, self._topic(topic), ctypes.byref(result), int(timeout_s * 1000))
         if code != 0:
-            raise ProducerError(self.name_of(code), self._text_of(code) + self.failures.hint())
+            raise ProducerError(name_of(code), text_of(code) + self.failures.hint())
         try:
             found = result.contents.topics[0]
             if found.err != 0:
-                raise ProducerError(self.name_of(found.err), self._text_of(found.err))
+                raise ProducerError(name_of(found.err), text_of(found.err))
             return int(found.partition_cnt)
         finally:
             self._lib.rd_kafka_metadata_destroy(result)
 
     def close(self) -> None:
         """Free it without a word to the broker: an open transaction stays open. May be called again."""
-        rk, self._rk = self._rk, None
-        if rk is None:
-            return
-        self._lib.rd_kafka_purge(rk, 0x1 | 0x2)
-        for topic in self._topics.values():
-            self._lib.rd_kafka_topic_destroy(topic)
-        self._topics = {}
-        self._lib.rd_kafka_destroy_flags(rk, 0)
-        _producers.pop(self._number, None)
+        if (rk := self._let_go()) is not None:
+            self._lib.rd_kafka_purge(rk, 0x1 | 0x2)
+            for topic in self._topics.values():
+                self._lib.rd_kafka_topic_destroy(topic)
+            self._lib.rd_kafka_destroy_flags(rk, 0)
 
     # -- helpers -----------------------------------------------------------------------------------------------
-
-    def name_of(self, code: int) -> str:
-        return str(self._lib.rd_kafka_err2name(code).decode())
-
-    def _text_of(self, code: int) -> str:
-        return str(self._lib.rd_kafka_err2str(code).decode())
 
     def _topic(self, name: str) -> int:
         handle = self._topics.get(name)
@@ -302,7 +322,7 @@ class NativeProducer:
             handle = self._lib.rd_kafka_topic_new(self._rk, name.encode(), None)
             if not handle:
                 code = self._lib.rd_kafka_last_error()
-                raise ProducerError(self.name_of(code), f"topic {name!r}: {self._text_of(code)}")
+                raise ProducerError(name_of(code), f"topic {name!r}: {text_of(code)}")
             self._topics[name] = handle
         return handle
 
@@ -311,18 +331,18 @@ class NativeProducer:
             code = self._lib.rd_kafka_error_code(error)
             reason = self._lib.rd_kafka_error_string(error).decode(errors="replace")
             self._lib.rd_kafka_error_destroy(error)
-            raise ProducerError(self.name_of(code), reason + self.failures.hint())
+            raise ProducerError(name_of(code), reason + self.failures.hint())
 
-    def note_fatal(self) -> None:
+    def _note_fatal(self) -> None:
         code = self._lib.rd_kafka_fatal_error(self._rk, None, 0)
         if code != 0:
-            self.failures.fatal = self.name_of(code)
+            self.failures.fatal = name_of(code)
 
     def _raise_fatal(self) -> None:
         said = ctypes.create_string_buffer(512)
         code = self._lib.rd_kafka_fatal_error(self._rk, said, len(said))
         if code != 0:
-            raise ProducerError(self.name_of(code), said.value.decode(errors="replace"))
+            raise ProducerError(name_of(code), said.value.decode(errors="replace"))
 
 
 def _lay(structs: npt.NDArray[Any], at: str, length: str, array: pa.Array) -> Any:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from delivered.connectors.kafka.client_errors import ConnectionErrors, config_error, explain
-from delivered.connectors.kafka.client_options import resolved
+from delivered.connectors.kafka.errors import ConnectionErrors, config_error, explain
 from delivered.connectors.kafka.offsets import EARLIEST, LATEST, Partition, Place, Timestamp
 from delivered.connectors.kafka.options import SourceOptions
 from delivered.connectors.kafka.protocol import server_name
+from delivered.connectors.kafka.settings import resolved
 from delivered.model.errors import MissingExtra, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import patience_s, wait_out
@@ -142,19 +142,8 @@ class KafkaDriverClient:
 
         def ask(timeout_s: float) -> list[tuple[str, Any]]:
             futures = self._connected().describe_topics(ck.TopicCollection(names), request_timeout=timeout_s)
-            told: list[tuple[str, Any]] = []
-            for name in names:
-                try:
-                    told.append((name, futures[name].result(timeout_s + 1)))
-                except ck.KafkaException as error:
-                    code = error.args[0].name()
-                    if code in _RETRIABLE:
-                        raise
-                    if code == "UNKNOWN_TOPIC_OR_PART" and tolerant:
-                        told.append((name, None))
-                        continue
-                    raise explain(code, error.args[0].str(), name, self._options.servers) from None
-            return told
+            absent = "UNKNOWN_TOPIC_OR_PART" if tolerant else ""
+            return [(name, self._result(futures[name], timeout_s, name, absent)) for name in names]
 
         return self._patiently(ask, ",".join(names))
 
@@ -191,18 +180,10 @@ class KafkaDriverClient:
         )
         told: dict[Partition, int | None] = {}
         for asked, future in futures.items():
-            partition = (asked.topic, asked.partition)
-            try:
-                offset = future.result(timeout_s + 1).offset
-            except ck.KafkaException as error:
-                code = error.args[0].name()
-                if code in _RETRIABLE:
-                    raise
-                where = f"{asked.topic}-{asked.partition}"
-                raise explain(code, error.args[0].str(), where, self._options.servers) from None
+            offset = self._result(future, timeout_s, f"{asked.topic}-{asked.partition}").offset
             if offset == ck.OFFSET_INVALID:  # how a time-out comes back at times
                 raise ck.KafkaException(ck.KafkaError(ck.KafkaError._TIMED_OUT))
-            told[partition] = offset if offset >= 0 else None
+            told[asked.topic, asked.partition] = offset if offset >= 0 else None
         return told
 
     def bounds(self, partition: Partition) -> tuple[int, int]:
@@ -219,19 +200,11 @@ class KafkaDriverClient:
 
     def group_members(self, group: str) -> int:
         """How many consumers are in a group now."""
-        ck = kafka_client()
 
         def ask(timeout_s: float) -> int:
             future = self._connected().describe_consumer_groups([group], request_timeout=timeout_s)[group]
-            try:
-                return len(future.result(timeout_s + 1).members)
-            except ck.KafkaException as error:
-                code = error.args[0].name()
-                if code in _RETRIABLE:
-                    raise
-                if code == "GROUP_ID_NOT_FOUND":
-                    return 0
-                raise explain(code, error.args[0].str(), group, self._options.servers) from None
+            found = self._result(future, timeout_s, group, "GROUP_ID_NOT_FOUND")
+            return 0 if found is None else len(found.members)
 
         return self._patiently(ask, group)
 
@@ -253,6 +226,18 @@ class KafkaDriverClient:
                     raise ck.KafkaException(one.error)
 
         self._patiently(ask, f"group {group}", CONNECT_TIMEOUT_S)
+
+    def _result(self, future: Any, timeout_s: float, what: str, absent: str = "") -> Any:
+        """What a future brings; None for the error `absent`. Errors that no waiting mends are raised as ours."""
+        try:
+            return future.result(timeout_s + 1)
+        except kafka_client().KafkaException as error:
+            code = error.args[0].name()
+            if code in _RETRIABLE:
+                raise
+            if code == absent:
+                return None
+            raise explain(code, error.args[0].str(), what, self._options.servers) from None
 
     def close(self) -> None:
         """May be called again."""

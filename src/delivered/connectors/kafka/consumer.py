@@ -1,4 +1,4 @@
-"""librdkafka called directly: message structs in, Arrow buffers out, no Python object per record.
+"""A consumer of librdkafka: message structs in, Arrow buffers out, no Python object per record.
 
 `rd_kafka_consume_batch_queue` fills an array of pointers to message structs. Numpy lays an array over all of memory
 and gathers one field of all structs with one indexing step; Arrow copies keys and values out of librdkafka's buffers
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 from collections import deque
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,14 +24,23 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.connectors.kafka.client_errors import ConnectionErrors, config_error, explain
-from delivered.connectors.kafka.client_options import resolved
-from delivered.connectors.kafka.consume import Fetched, Statistics, assemble, classify, settings
-from delivered.connectors.kafka.librdkafka import ERROR_CALLBACK, STATISTICS_CALLBACK, consumer_library
+from delivered.connectors.kafka.errors import ConnectionErrors, explain
+from delivered.connectors.kafka.librdkafka import Client, name_of
 from delivered.connectors.kafka.offsets import Partition
-from delivered.connectors.kafka.options import SourceOptions
-from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX
-from delivered.source.columns import HEADERS
+from delivered.connectors.kafka.options import OWNER, SourceOptions
+from delivered.connectors.kafka.settings import resolved
+from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_QUEUE_KBYTES
+from delivered.source.columns import HEADERS, columns, micros_of
+
+_OUT_OF_RANGE = {"_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE"}
+_GONE = {"UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"}
+_MENDS = {
+    *("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_NODE_UPDATE", "_WAIT_CACHE"),
+    *("NOT_LEADER_FOR_PARTITION", "LEADER_NOT_AVAILABLE", "REPLICA_NOT_AVAILABLE", "KAFKA_STORAGE_ERROR"),
+    # The consumer belongs to a group in name only: librdkafka wants one.
+    *("GROUP_AUTHORIZATION_FAILED", "COORDINATOR_NOT_AVAILABLE", "NOT_COORDINATOR", "COORDINATOR_LOAD_IN_PROGRESS"),
+}
+"""What librdkafka mends by itself."""
 
 I64 = npt.NDArray[np.int64]
 
@@ -37,12 +48,49 @@ _ERR, _RKT, _PARTITION, _PAYLOAD, _LENGTH, _KEY, _KEY_LENGTH, _OFFSET = 0, 8, 16
 _PUBLIC_BYTES, _PRIVATE_BYTES = 72, 128
 """Size of rd_kafka_message_t, and of the struct that it begins: reading so far is safe."""
 _EOF = -191
-_CONSUMER = 1
 
 
-def available() -> bool:
-    """Whether librdkafka can be called directly here."""
-    return consumer_library() is not None
+@dataclass
+class Fetched:
+    """What one call brought.
+
+    Attributes:
+        batch: records in the order of offsets, all below the wanted end; None: none.
+        position: every record below it that can be seen was handed out; -1: nothing new is known.
+        end_of_log: the broker had nothing beyond `position` at that moment.
+        out_of_range: the broker does not have the wanted offset.
+        gone: the broker does not know the partition (perhaps only for a moment, after a restart).
+    """
+
+    batch: pa.RecordBatch | None = None
+    position: int = -1
+    end_of_log: bool = False
+    out_of_range: bool = False
+    gone: bool = False
+
+
+def settings(options: SourceOptions) -> dict[str, str]:
+    """librdkafka's settings of a reading consumer; secrets are not followed yet."""
+    return {
+        "client.id": "delivered",
+        "group.id": "delivered-reader",
+        "isolation.level": "read_committed",
+        # A slice's end exists already: no reason to let the broker wait for more.
+        "fetch.wait.max.ms": "10",
+        "fetch.queue.backoff.ms": "2",
+        "fetch.error.backoff.ms": "100",
+        "max.partition.fetch.bytes": "4194304",
+        "queued.min.messages": "1000000",
+        "queued.max.messages.kbytes": str(SOURCE_QUEUE_KBYTES),
+        "reconnect.backoff.max.ms": "1000",
+        "statistics.interval.ms": "2000",
+        "max.poll.interval.ms": "86400000",
+        **options.client,
+        "enable.auto.commit": "false",
+        "enable.auto.offset.store": "false",
+        "auto.offset.reset": "error",
+        "enable.partition.eof": "true",
+    }
 
 
 class _Memory:
@@ -76,70 +124,33 @@ def _halves(at: I64) -> npt.NDArray[np.int32]:
     return found
 
 
-# librdkafka calls back with a number instead of a Python object: an object could be gone by then.
-_consumers: dict[int, NativeConsumer] = {}
-_numbers = itertools.count(1)
-
-
-@ERROR_CALLBACK  # type: ignore[untyped-decorator]
-def _on_error(_rk: int, code: int, reason: bytes, opaque: int) -> None:
-    consumer = _consumers.get(opaque)
-    if consumer is not None:
-        consumer.connection.note(consumer.name_of(code), reason.decode(errors="replace"))
-
-
-@STATISTICS_CALLBACK  # type: ignore[untyped-decorator]
-def _on_statistics(_rk: int, text: int, length: int, opaque: int) -> int:
-    consumer = _consumers.get(opaque)
-    if consumer is not None:
-        consumer.statistics.text = ctypes.string_at(text, length).decode()
-    return 0
-
-
-class NativeConsumer:
-    """A `PartitionConsumer`."""
+class PartitionConsumer(Client):
+    """A warm connection that reads one partition after the other. Used by one thread at a time."""
 
     def __init__(self, options: SourceOptions) -> None:
-        lib: Any = consumer_library()
-        self._lib = lib
         self._servers = options.servers
         self._headers = options.headers
-        self.connection = ConnectionErrors()
-        self.statistics = Statistics()
+        self._connection = ConnectionErrors()
+        self._statistics = ""  # as text: it is parsed when somebody asks, which is when a read seems to stall
         self._partition: Partition = ("", -1)
         self._start = -1
         self._room = np.zeros(SOURCE_BATCH_RECORDS_MAX, dtype=np.int64)
-        self._number = next(_numbers)
-        _consumers[self._number] = self
-        self._rk: int | None = self._make(settings(options))
+        super().__init__(self.CONSUMER, resolved(settings(options)), OWNER)
+        self._lib.rd_kafka_poll_set_consumer(self._rk)
         self._queue = self._lib.rd_kafka_queue_get_consumer(self._rk)
 
-    def _make(self, wanted: dict[str, str]) -> int:
-        lib, said = self._lib, ctypes.create_string_buffer(512)
-        conf = lib.rd_kafka_conf_new()
-        for key, value in resolved(wanted).items():
-            if lib.rd_kafka_conf_set(conf, key.encode(), value.encode(), said, len(said)) != 0:
-                lib.rd_kafka_conf_destroy(conf)
-                raise config_error(said.value.decode(errors="replace"))
-        lib.rd_kafka_conf_set_error_cb(conf, _on_error)
-        lib.rd_kafka_conf_set_stats_cb(conf, _on_statistics)
-        lib.rd_kafka_conf_set_log_cb(conf, None)  # what matters comes back as errors
-        lib.rd_kafka_conf_set_opaque(conf, self._number)
-        rk = lib.rd_kafka_new(_CONSUMER, conf, said, len(said))
-        if not rk:
-            lib.rd_kafka_conf_destroy(conf)
-            raise config_error(said.value.decode(errors="replace"))
-        lib.rd_kafka_poll_set_consumer(rk)
-        return int(rk)
+    def on_error(self, name: str, said: str) -> None:
+        self._connection.note(name, said)
+
+    def on_statistics(self, text: str) -> None:
+        self._statistics = text
 
     @property
     def _where(self) -> str:
         return f"{self._partition[0]}-{self._partition[1]}"
 
-    def name_of(self, code: int) -> str:
-        return str(self._lib.rd_kafka_err2name(code).decode())
-
     def assign(self, partition: Partition, offset: int) -> None:
+        """Go on with another partition, from this offset. What was fetched ahead before is dropped."""
         self._partition, self._start = partition, offset
         lib, topic = self._lib, partition[0].encode()
         wanted = lib.rd_kafka_topic_partition_list_new(1)
@@ -148,15 +159,20 @@ class NativeConsumer:
         code = lib.rd_kafka_assign(self._rk, wanted)
         lib.rd_kafka_topic_partition_list_destroy(wanted)
         if code:
-            raise explain(self.name_of(code), "", self._where, self._servers)
+            raise explain(name_of(code), "", self._where, self._servers)
 
     def fetch(self, end: int, timeout_s: float) -> Fetched:
+        """Wait for records, at most `timeout_s`; take what is there.
+
+        Raises:
+            UsageError, Unreachable: reading is not permitted, or the connection is refused.
+        """
         lib, room = self._lib, self._room
         # One with patience, then what is there: the call would wait for all of a larger number.
         n = lib.rd_kafka_consume_batch_queue(self._queue, int(timeout_s * 1000), room.ctypes.data, 1)
         if n <= 0:
-            if self.connection.refused:
-                raise explain(*self.connection.refused, self._where, self._servers)
+            if self._connection.refused:
+                raise explain(*self._connection.refused, self._where, self._servers)
             return Fetched()
         n += max(0, lib.rd_kafka_consume_batch_queue(self._queue, 0, room.ctypes.data + 8, len(room) - 1))
         messages = room[:n]
@@ -201,19 +217,31 @@ class NativeConsumer:
                 fetched.end_of_log = True
             return
         said = (self._lib.rd_kafka_message_errstr(message) or b"").decode(errors="replace")
-        classify(fetched, self.name_of(code), said, self.connection, self._where, self._servers)
+        name = name_of(code)
+        if name in _OUT_OF_RANGE:
+            fetched.out_of_range = True
+        elif name in _GONE:
+            fetched.gone = True
+        elif name in _MENDS:
+            self._connection.last = said
+        else:
+            raise explain(name, said, self._where, self._servers)
 
     def _batch(self, messages: I64, offsets: I64) -> pa.RecordBatch:
+        (topic, number), n = self._partition, len(offsets)
         stamps, types = self._timestamps(messages)
-        return assemble(
-            self._partition,
+        arrays = [
             _gather(_words(messages + _KEY), _words(messages + _KEY_LENGTH)),
             _gather(_words(messages + _PAYLOAD), _words(messages + _LENGTH)),
+            pa.repeat(pa.scalar(topic), n),
+            pa.repeat(pa.scalar(number, pa.int32()), n),
             pa.array(offsets),
-            stamps,
-            pa.array(types - np.int32(1)),
-            self._all_headers(messages) if self._headers else None,
-        )
+            pa.array(micros_of(stamps), pa.int64()).view(pa.timestamp("us", tz="UTC")),
+            pa.array(types - np.int32(1)),  # librdkafka counts one more than Spark
+        ]
+        if self._headers:
+            arrays.append(pa.array([self._headers_of(m) for m in messages.tolist()], HEADERS.type))
+        return pa.RecordBatch.from_arrays(arrays, schema=columns(self._headers))
 
     def _timestamps(self, messages: I64) -> tuple[I64, npt.NDArray[np.int32]]:
         """Milliseconds since 1970, and librdkafka's type: 0 none, 1 by the producer, 2 by the broker."""
@@ -237,9 +265,6 @@ class NativeConsumer:
         stamp = self._lib.rd_kafka_message_timestamp(message, ctypes.byref(kind))
         return int(stamp), kind.value
 
-    def _all_headers(self, messages: I64) -> pa.Array:
-        return pa.array([self._headers_of(m) for m in messages.tolist()], HEADERS.type)
-
     def _headers_of(self, message: int) -> list[dict[str, Any]] | None:
         lib, handle = self._lib, ctypes.c_void_p()
         if lib.rd_kafka_message_headers(message, ctypes.byref(handle)) != 0:
@@ -255,18 +280,19 @@ class NativeConsumer:
         return found or None
 
     def fetch_position(self) -> int:
-        return self.statistics.fetch_position(self._partition)
+        """Where librdkafka's fetcher stands, some seconds ago; -1: unknown. It moves over aborted records too."""
+        topic = json.loads(self._statistics or "{}").get("topics", {}).get(self._partition[0], {})
+        return int(topic.get("partitions", {}).get(str(self._partition[1]), {}).get("next_offset", -1))
 
     def release(self) -> None:
+        """Stop fetching; keep the connection."""
         self._lib.rd_kafka_assign(self._rk, None)
 
     def close(self) -> None:
-        rk, self._rk = self._rk, None
-        if rk is not None:
+        if (rk := self._let_go()) is not None:
             self._lib.rd_kafka_consumer_close(rk)
             self._lib.rd_kafka_queue_destroy(self._queue)
             self._lib.rd_kafka_destroy(rk)
-            _consumers.pop(self._number, None)
 
 
 class _Clock:

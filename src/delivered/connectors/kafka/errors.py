@@ -1,0 +1,209 @@
+"""What librdkafka says, as errors of ours."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from delivered.connectors.kafka.options import OWNER
+from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.model.errors import BadRecord, DeliveredError, Fenced, Refused, Unreachable, UsageError
+
+
+def config_error(said: str, owner: str = OWNER, name: str | None = None) -> UsageError:
+    """librdkafka refused a setting; `name` if it is known."""
+    found = re.search(r'property: "([^"]+)"', said)
+    named = name or (found[1] if found else None)
+    name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
+    return UsageError(
+        "OPTION_UNKNOWN" if found and "No such" in said else "OPTION_VALUE",
+        f"{owner}: librdkafka refuses the option {name}: {said}.",
+        next_step="see librdkafka's CONFIGURATION.md for the names and values it knows",
+    )
+
+
+def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
+    """An error of librdkafka as one of ours.
+
+    Args:
+        name: of the code: "UNKNOWN_TOPIC_OR_PART".
+        what: the topic, partition or group that was asked for.
+    """
+    if name in ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"):
+        return UsageError(
+            "TOPIC_MISSING",
+            f"{OWNER}: there is no topic or partition {what!r} at {servers}.",
+            next_step="make the topic, or correct its name",
+        )
+    if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION"):
+        return UsageError(
+            "TOPIC_INVALID",
+            f"{OWNER}: {servers} says that {what!r} cannot be a topic: up to 249 letters, digits, '.', '_' and '-'.",
+            next_step="correct the name of the topic",
+        )
+    if "AUTHORIZATION_FAILED" in name:
+        return UsageError(
+            "NOT_PERMITTED",
+            f"{OWNER}: {servers} does not permit to read {what!r} ({name}).",
+            next_step="ask for the permissions Describe and Read on the topic (and Read on the group)",
+        )
+    if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "_SSL"):
+        return Unreachable(
+            "CREDENTIALS_REFUSED",
+            f"{OWNER}: {servers} and this client did not agree on TLS or credentials: {said}",
+            next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
+        )
+    return Unreachable(
+        "KAFKA_UNREACHABLE",
+        f"{OWNER}: {servers} did not answer about {what!r} ({name}): {said}",
+        next_step="check kafka.bootstrap.servers, and that the brokers run and can be reached from here",
+    )
+
+
+def says_more(name: str, known: str) -> bool:
+    """Whether an error of the client is to replace what it said before: that all brokers are down follows what says
+    why ("Connection refused"), and must not hide it."""
+    return name != "_ALL_BROKERS_DOWN" or not known
+
+
+class ConnectionErrors:
+    """Remembers why connections fail: librdkafka tells it beside the requests, which merely time out.
+
+    Attributes:
+        refused: what is wrong with TLS or credentials, which no waiting mends.
+    """
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.refused: tuple[str, str] | None = None
+
+    def __call__(self, error: Any) -> None:
+        self.note(error.name(), error.str())
+
+    def note(self, name: str, said: str) -> None:
+        if says_more(name, self.last):
+            self.last = said
+        if name in ("_AUTHENTICATION", "_SSL"):
+            self.refused = (name, said)
+
+    def forget(self) -> None:
+        self.last, self.refused = "", None
+
+
+class ProducerError(Exception):
+    """A client's error. `name` as librdkafka calls it, without the prefix.
+
+    Attributes:
+        away: no broker answered.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+        self.fenced = name in ("_FENCED", "PRODUCER_FENCED", "INVALID_PRODUCER_EPOCH")
+        self.topic_unknown = name in ("_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART")
+        self.away = name in ("_TIMED_OUT", "_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "LEADER_NOT_AVAILABLE")
+        self.no_permission = name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED") or name in _NO_PERMISSION
+
+
+_NO_PERMISSION = {f"{what}_AUTHORIZATION_FAILED" for what in ("TOPIC", "TRANSACTIONAL_ID", "CLUSTER")}
+_CONSEQUENCES = frozenset({"_PURGE_QUEUE", "_PURGE_INFLIGHT"})
+"""What the client tells records that it dropped because of another one's failure."""
+
+
+@dataclass
+class Failures:
+    """Records that could not be delivered: how many, and what the first was told that failed by itself.
+
+    Attributes:
+        largest: bytes of key and value of the largest of them.
+        last_error: what the client last said about its connections, and why.
+        fatal: name of the error after which the client sends nothing more; records then fail with "_FATAL" alone.
+    """
+
+    count: int = 0
+    name: str = ""
+    largest: int = 0
+    last_error: str = ""
+    fatal: str = ""
+    by_name: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, size: int) -> None:
+        if self.count == 0 or self.name in _CONSEQUENCES:
+            self.name = name
+        self.count += 1
+        self.largest = max(self.largest, size)
+        self.by_name[name] = self.by_name.get(name, 0) + 1
+
+    def note(self, name: str, said: str) -> None:
+        """What the client says about its connections."""
+        if says_more(name, self.last_error):
+            self.last_error = f"{name}: {said}"
+
+    def hint(self) -> str:
+        return f" (last said: {self.last_error})" if self.last_error else ""
+
+    def clear(self) -> None:
+        self.count, self.name, self.largest, self.by_name = 0, "", 0, {}
+
+
+def producer_error(error: ProducerError, topic: str | None, options: SinkOptions) -> DeliveredError:
+    """The error of a whole producer."""
+    servers = options.client["bootstrap.servers"]
+    if error.fenced:
+        return Fenced(
+            "PRODUCER_FENCED",
+            f"Another attempt or another driver took this shard's transactional id: {error}. Nothing of this attempt "
+            "is visible.",
+            next_step="none, if another attempt of the task or another driver goes on; else start again",
+        )
+    if error.topic_unknown:
+        return UsageError(
+            "TOPIC_UNKNOWN",
+            f"Topic {topic!r} does not exist at {servers}.",
+            next_step=f"create it, for instance kafka-topics.sh --create --topic {topic} --bootstrap-server {servers}",
+        )
+    if error.no_permission:
+        return Refused(
+            "KAFKA_PERMISSION",
+            f"The brokers at {servers} do not permit this user to write to {topic!r}: {error}.",
+            next_step="grant Write and Describe on the topic and on the ledger topic, and on transactional ids that "
+            "start with `delivered.`; or check the credentials",
+        )
+    if error.away:
+        return Unreachable(
+            "KAFKA_UNREACHABLE",
+            f"The brokers at {servers} did not answer in time: {error}.",
+            next_step="check that the brokers run, and kafka.bootstrap.servers",
+        )
+    return DeliveredError(
+        "KAFKA_CLIENT",
+        f"The Kafka client at {servers} failed: {error}.",
+        next_step="start again; if it comes back, look into the brokers' logs",
+    )
+
+
+def delivery_error(failures: Failures, options: SinkOptions) -> DeliveredError:
+    """The error of records that could not be delivered."""
+    if failures.name == "MSG_SIZE_TOO_LARGE":  # the broker's, which librdkafka uses for its own limit as well
+        limit = options.client.get("message.max.bytes", "1048588")
+        return BadRecord(
+            "RECORD_TOO_LARGE",
+            f"A record of {failures.largest} bytes (key and value) is too large: the client's limit is {limit} bytes "
+            "(kafka.message.max.bytes), the broker has its own for the topic (max.message.bytes). "
+            f"{failures.count} records were refused.",
+            next_step="raise both limits, or filter such records",
+        )
+    error = ProducerError(
+        failures.fatal or failures.name, f"{failures.count} records were not delivered{failures.hint()}"
+    )
+    if error.topic_unknown or error.no_permission or error.fenced or failures.name == "_MSG_TIMED_OUT":
+        named = ProducerError("_TIMED_OUT", error.reason) if failures.name == "_MSG_TIMED_OUT" else error
+        return producer_error(named, options.topic, options)
+    return DeliveredError(
+        "DELIVERY_FAILED",
+        f"{failures.count} records were not delivered, the first with {failures.name}{failures.hint()}.",
+        next_step="start again when the cause is gone; the batch runs again",
+    )

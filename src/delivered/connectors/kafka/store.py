@@ -1,0 +1,357 @@
+"""The ledger's store in Kafka: owners and decisions in the pipeline's internal topic.
+
+Who may write is settled by the broker: every change is a transaction under one of two transactional ids of the sink,
+and `take` takes both, which fences whoever held them. Two ids, because an owner's planning process and its deciding
+process live side by side and must not fence each other.
+
+    partition 0   ["owner", sink]                     who owns the ledger
+                  ["last", sink, incarnation]         its newest decision, whole
+                  ["begun", sink, incarnation]        its newest begun batch (at_most_once)
+                  ["archive", sink, n]                what is left of incarnations long past: entries of 25 bytes
+    partition 1   ["kept", sink, incarnation, n]      decisions for the audit, n = batch % 1000
+    partition 2.. ["marker", pipeline, sink, shard]   written by the tasks: see markers.py
+
+The topic is compacted, so it stays as small as its keys are few.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from difflib import SequenceMatcher
+from typing import Any
+
+from delivered.connectors.kafka import transactions
+from delivered.connectors.kafka.ledger_write import Again, LedgerProducer, Writes
+from delivered.connectors.kafka.protocol import NoAnswer, NoTopic, Wire
+from delivered.connectors.kafka.sink_options import SinkOptions
+from delivered.connectors.kafka.topics import (
+    HISTORY_PARTITION,
+    LEDGER_TOPICS,
+    STATE_PARTITION,
+    CommittedReader,
+    ensure_topic,
+    ledger_topic,
+)
+from delivered.ledger.history import outdated, state_of
+from delivered.ledger.store import Change, Head
+from delivered.model.archive import Archive, Archived
+from delivered.model.errors import LedgerBehind, OutcomeUnknown
+from delivered.model.identity import OTHERS_MAX, OtherLedger, Scope, named_first
+from delivered.model.limits import (
+    CONNECT_TIMEOUT_S,
+    LEDGER_HISTORY_BATCHES,
+    OUTAGE_PATIENCE_S,
+    RECOVERY_WAIT_S,
+)
+from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.work import Begun, Decision, LedgerState, Owner
+
+LEDGER_TRANSACTION_TIMEOUT_S = 15
+"""A ledger transaction is open for milliseconds. If its driver dies there, other sinks wait this long at most."""
+
+_PLAN, _DECIDE = "plan", "decide"
+_CLAIM_TRIES = 10
+_ARCHIVE_ENTRIES = 400
+"""In one record of the archive: 10 kB, which is what a claim writes again when it adds to it."""
+_TOMBSTONES_MAX = 5_000
+"""What one claim writes to forget incarnations, about: their keys fit into one batch. The next claim goes on."""
+
+
+_Records = list[tuple[bytes, bytes | None]]
+
+
+class KafkaStore:
+    """See `delivered.ledger.store.Store`."""
+
+    def __init__(self, options: SinkOptions, scope: Scope) -> None:
+        self._options = options
+        self._scope = scope
+        self._topic = ledger_topic(scope, options.ledger_topic)
+        self._opened: Wire | None = None
+        self._reader: CommittedReader | None = None
+        self._producers: dict[str, LedgerProducer] = {}
+        self._owner: Owner | None = None
+        self._epoch = 0
+        self._last: dict[str, Decision] = {}
+        self._begun: dict[str, Begun] = {}
+        self._archive: dict[int, Archive] = {}
+
+    @property
+    def where(self) -> str:
+        return f"in topic {self._topic!r}"
+
+    def read(self) -> LedgerState:
+        """Take in what is new; it costs one request."""
+        self._read()
+        return self._state()
+
+    def peek(self) -> LedgerState:
+        try:
+            self._read_new()
+        except NoTopic:
+            return LedgerState()
+        return self._state()
+
+    def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
+        """Take both ids, which ends what is under way; write down who owns the ledger; take the deciding one again.
+
+        Whoever takes an id looks afterwards who owns the ledger: from the record on, the former owner gives up.
+        """
+        ensure_topic(self._wire, self._topic, self._options.ledger_replication)
+        self._reader = None  # from the start: the topic may be another one by now
+        reason = ""
+        for _ in range(_CLAIM_TRIES):
+            # A driver that was superseded long ago must not disturb the one that owns the ledger now.
+            self._read(wait=False)
+            successor(self._head())
+            # Whatever is under way of anybody is over after these lines.
+            for role in (_PLAN, _DECIDE):
+                self._take(role)
+            self._read()
+            # Also for the owner who claimed before: the count tells a query started again in one session from its
+            # former self.
+            owner, epoch = successor(self._head()), self._epoch + 1
+            match self._record(owner, epoch):
+                case Ok():
+                    # Until the record was there, the former owner could see himself as such and take his id back: end
+                    # that.
+                    self._take(_DECIDE)
+                    return Ok(epoch)
+                case Failed(reason) | Unknown(reason):
+                    # Fenced by the former owner, or no answer: to take the ids again settles what became of the record.
+                    pass
+        return Unknown(reason)
+
+    def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
+        """One transaction. Failed and Unknown mean exactly that."""
+
+        def look() -> Change | None:
+            self._read()
+            return rule(self._head())
+
+        deadline = time.monotonic() + OUTAGE_PATIENCE_S
+        fenced_before = False
+        # Nothing is read as long as the id is ours: had somebody else claimed or decided since, the write is refused.
+        change = rule(self._head()) or look()
+        while change is not None:
+            role = _PLAN if change.decision is None else _DECIDE
+            if role not in self._producers:
+                # Whoever was superseded must not take the id from the one who owns the ledger now. Between the look
+                # and the taking somebody else may have claimed: his word counts.
+                if look() is None:
+                    break
+                self._take(role)
+                if (change := look()) is None:
+                    break
+            outcome, again = self._producers[role].write(self._writes(change))
+            if isinstance(outcome, Ok):
+                self._keep(change)
+                return outcome
+            del self._producers[role]
+            # Of what may be made again nothing got in, for certain. Fenced: if the claim still holds, our other
+            # process did it. Away: to take the id ends what was written.
+            fenced = again is Again.FENCED
+            if again is Again.NO or (fenced and fenced_before) or time.monotonic() > deadline:
+                return outcome
+            fenced_before = fenced
+        return Ok(None)
+
+    def history(self) -> Iterator[Decision]:
+        kept: dict[bytes, bytes] = {}
+        reader = CommittedReader(self._wire, self._topic, HISTORY_PARTITION)
+        start = self._key("kept", self._scope.incarnation)[:-1] + b","
+        try:
+            for record in reader.read(time.monotonic() + RECOVERY_WAIT_S):
+                if record.key.startswith(start) and record.value is not None:
+                    kept[record.key] = record.value
+        except NoAnswer as error:
+            raise self._unreadable(error) from None
+        yield from sorted((Decision.from_json(v) for v in kept.values()), key=lambda d: d.batch)
+
+    def others(self) -> list[OtherLedger]:
+        """Of topics that this user may not read nothing is told."""
+        try:
+            names = self._wire.topics()
+        except NoAnswer as error:
+            raise self._unreadable(error) from None
+        own, scope = self._topic, self._scope
+        others = [name for name in names if name.startswith(LEDGER_TOPICS) and name != own]
+        # Not all are read. A new name is mostly like the former one.
+        others.sort(key=lambda name: (-SequenceMatcher(None, own, name).ratio(), name))
+        found: dict[tuple[str, str], bool] = {}
+        for topic in [own, *others[:OTHERS_MAX]]:
+            pipeline = scope.pipeline if topic == own else topic.removeprefix(LEDGER_TOPICS)
+            reader = CommittedReader(self._wire, topic, STATE_PARTITION)
+            with suppress(NoAnswer):
+                for record in reader.read(time.monotonic() + CONNECT_TIMEOUT_S, wait=False):
+                    match json.loads(record.key):
+                        case ["owner", str(sink)]:
+                            found.setdefault((pipeline, sink), False)
+                        case ["last" | "begun", str(sink), scope.incarnation] if record.value is not None:
+                            found[pipeline, sink] = True
+                        case _:
+                            pass
+        found.pop((scope.pipeline, scope.sink), None)
+        return named_first(OtherLedger(*name, same_incarnation=holds) for name, holds in found.items())
+
+    def close(self) -> None:
+        wire, self._opened = self._opened, None
+        self._reader = None
+        self._producers = {}
+        if wire is not None:
+            wire.close()
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def _wire(self) -> Wire:
+        if self._opened is None:
+            self._opened = Wire(self._options.resolved())
+        return self._opened
+
+    def _read(self, wait: bool = True) -> None:
+        """Take in what was committed since the last time. Raises LedgerBehind if the topic is gone."""
+        try:
+            self._read_new(wait)
+        except NoTopic:
+            raise LedgerBehind(
+                "LEDGER_TOPIC_GONE",
+                f"The ledger's topic {self._topic!r} does not exist any more: it was deleted while the pipeline was at "
+                "work or between two starts. Without it nobody can tell which batches are in the sink.",
+                next_step="restore the topic from a copy; or start again and, when LEDGER_MISSING refuses that, "
+                'accept once with .option("missingLedger", "accept") that the last batch may be written twice',
+            ) from None
+
+    def _read_new(self, wait: bool = True) -> None:
+        if self._reader is None:
+            self._reader = CommittedReader(self._wire, self._topic, STATE_PARTITION)
+            self._owner, self._epoch, self._last, self._begun, self._archive = None, 0, {}, {}, {}
+        try:
+            newest = {r.key: r.value for r in self._reader.read(time.monotonic() + RECOVERY_WAIT_S, wait)}
+            for key, value in newest.items():
+                self._take_in(json.loads(key), value)
+        except Exception as error:
+            self._reader = None  # what was taken in is not all that there is
+            if isinstance(error, NoAnswer) and not isinstance(error, NoTopic):
+                raise self._unreadable(error) from None
+            raise
+
+    def _take_in(self, key: list[Any], value: bytes | None) -> None:
+        match key:
+            case ["owner", self._scope.sink] if value is not None:
+                self._owner, told = Owner.from_json(value)
+                self._epoch = told.get("claims", 0)
+            case ["last", self._scope.sink, str(incarnation)]:
+                if value is None:
+                    self._last.pop(incarnation, None)
+                else:
+                    self._last[incarnation] = Decision.from_json(value)
+            case ["begun", self._scope.sink, str(incarnation)]:
+                self._begun.pop(incarnation, None)  # in the order of the log, newest last
+                if value is not None:
+                    self._begun[incarnation] = Begun.from_json(value)
+            case ["archive", self._scope.sink, int(number)]:
+                self._archive[number] = Archive(value or b"", f"topic {self._topic!r}")
+            case _:
+                pass
+
+    def _head(self) -> Head:
+        own = self._scope.incarnation
+        last = self._last.get(own)
+        return Head(
+            self._owner, self._epoch, None if last is None else last.batch, lambda: last, lambda: self._begun.get(own)
+        )
+
+    def _state(self) -> LedgerState:
+        return state_of(self._scope, self._owner, self._epoch, self._last.values(), self._begun, self._archived)
+
+    def _archived(self, incarnation: str) -> Archived | None:
+        return next((a for archive in self._archive.values() if (a := archive.find(incarnation)) is not None), None)
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def _take(self, role: str) -> None:
+        deadline = time.monotonic() + RECOVERY_WAIT_S
+        self._producers.pop(role, None)
+        match transactions.initialise(self._wire, self._id(role), LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline):
+            case Ok(producer):
+                held = transactions.Handle(self._id(role), producer)
+                self._producers[role] = LedgerProducer(self._wire, self._topic, held)
+            case Failed(reason) | Unknown(reason):
+                raise OutcomeUnknown(
+                    "LEDGER_UNAVAILABLE",
+                    f"The ledger in topic {self._topic!r} could not be opened for writing: {reason}.",
+                    next_step="start again when the brokers answer; check that the user may write to the topic and "
+                    "use transactional ids that start with `delivered.`",
+                )
+
+    def _record(self, owner: Owner, epoch: int) -> Outcome[None]:
+        """Write down who owns the ledger now. The former owner may take the id back for a last time or two."""
+        writes = self._outdated()
+        writes[STATE_PARTITION].insert(0, (self._key("owner"), owner.to_json(claims=epoch).encode()))
+        producer = self._producers.pop(_PLAN)
+        outcome, _ = producer.write(writes)
+        if isinstance(outcome, Ok):
+            self._producers[_PLAN] = producer
+        return outcome
+
+    def _outdated(self) -> dict[int, _Records]:
+        """Entries of the oldest incarnations for the archive, and tombstones for the rest of them, so that the ledger
+        stays small when each run is one."""
+        old = outdated(self._state())
+        entries: list[Archived] = []
+        state: _Records = []
+        kept: _Records = []
+        for incarnation, entry in reversed([*zip(old.incarnations, old.entries, strict=True)]):
+            if len(state) + len(kept) > _TOMBSTONES_MAX:
+                break
+            entries.append(entry)
+            state += [(self._key(kind, incarnation), None) for kind in ("last", "begun")]
+            decided = self._last[incarnation].batch + 1 if incarnation in self._last else 0
+            kept += [(self._key("kept", incarnation, n), None) for n in range(min(decided, LEDGER_HISTORY_BATCHES))]
+        if entries:
+            number = max(self._archive, default=0)
+            if len(self._archive.get(number, Archive())) >= _ARCHIVE_ENTRIES:
+                number += 1
+            archive = self._archive.get(number, Archive()).with_more(entries)
+            state.append((self._key("archive", number), archive.data))
+        return {STATE_PARTITION: state, **({HISTORY_PARTITION: kept} if kept else {})}
+
+    def _writes(self, change: Change) -> Writes:
+        """A decision is written as the newest, and as one of those kept for the audit."""
+        incarnation, decision = self._scope.incarnation, change.decision
+        if decision is None:
+            begun = None if change.begun is None else change.begun.to_json().encode()
+            return {STATE_PARTITION: [(self._key("begun", incarnation), begun)]}
+        text, n = decision.to_json().encode(), decision.batch % LEDGER_HISTORY_BATCHES
+        return {
+            STATE_PARTITION: [(self._key("last", incarnation), text)],
+            HISTORY_PARTITION: [(self._key("kept", incarnation, n), text)],
+        }
+
+    def _keep(self, change: Change) -> None:
+        """What was written is the head of the next write, before it is read back."""
+        incarnation = self._scope.incarnation
+        if change.decision is not None:
+            self._last[incarnation] = change.decision
+        if change.begun is not None:
+            self._begun.pop(incarnation, None)
+            self._begun[incarnation] = change.begun
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def _id(self, role: str) -> str:
+        return f"{transactions.id_prefix(self._scope)}ledger.{role}"
+
+    def _key(self, kind: str, *more: str | int) -> bytes:
+        return json.dumps([kind, self._scope.sink, *more], separators=(",", ":")).encode()
+
+    def _unreadable(self, error: Exception) -> OutcomeUnknown:
+        return OutcomeUnknown(
+            "LEDGER_UNREADABLE",
+            f"The ledger in topic {self._topic!r} could not be read to its end: {error}.",
+            next_step="start again when the brokers answer",
+        )
