@@ -28,6 +28,7 @@ from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.transactions import HoldsTransactions
 from delivered.model.work import (
     BatchPlan,
     CheckpointView,
@@ -35,6 +36,7 @@ from delivered.model.work import (
     Owner,
     ShardMessage,
 )
+from delivered.verify.services import wait_for
 
 SHARDS = 2
 ROWS = 50
@@ -82,9 +84,20 @@ class Rig:
         return commit_batch(context, batch, offsets(batch), messages)
 
     def visible(self) -> Fingerprint:
-        """Of all that a reader of the sink sees now."""
+        """Of all that a reader of the sink sees, once what is being ended has ended."""
+        self.settle()
         seed, names = fingerprint_seed(self.scope), self.sink.records(rows(0, 0)).schema.names
         return sum((fingerprint(batch, seed, names) for batch in scanned(self.sink)), Fingerprint())
+
+    def settle(self) -> None:
+        """Kafka answers a commit first, and then ends it in one partition after another."""
+        committer = self.sink.committer(self.scope)
+        if isinstance(committer, HoldsTransactions):
+            ending = ("PrepareCommit", "PrepareAbort")
+            wait_for(
+                lambda: not [t for t in committer.open_transactions() if t.state in ending], 60, "transactions end"
+            )
+        committer.close()
 
     def expected(self, *batches: int) -> Fingerprint:
         seed = fingerprint_seed(self.scope)
