@@ -318,7 +318,7 @@ def test_a_decision_of_a_version_that_kept_targets_in_words_is_gone_on_from(rig:
     old = replace(old, owner="second", batch=2, offsets=offsets(2), targets={sink: "table a/b c with id another"})
     assert context.ledger.decide(old) == Ok(None)
     with pytest.raises(
-        TargetChanged, match=f"to table a/b c with id another, and its target now is .* with id {known}"
+        TargetChanged, match=f"to table a/b c with id another, but its target is now .* with id {known}"
     ):
         rig.plan(rig.context("third"), 3)
 

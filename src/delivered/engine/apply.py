@@ -1,4 +1,4 @@
-"""Make decided participants visible. Idempotent, side by side."""
+"""Make decided participants visible: idempotent, in parallel."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PARALLEL_MAX = 16
 
 
 def work_of(decision: Decision, prepared: Prepared) -> Work:
-    """The unit of work of a participant, at its own sink."""
+    """A participant's unit of work, at its own sink."""
     return Work(decision.scope_of(prepared), decision.batch, prepared.shard, prepared.attempt)
 
 
 def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Prepared]:
-    """Apply every participant of a decision; return those whose promise is gone.
+    """Apply every participant of a decision; return those whose prepared rows are gone.
 
     Runs on the driver. May be called again, by any process of the owner, for as long as the decision is known.
 
     Raises:
-        OutcomeUnknown: a participant gave no answer within 120 s. The decision stands; the next start goes on.
+        OutcomeUnknown: a participant did not answer within 120 s. The decision holds; the next start finishes it.
     """
     pending = [p for p in decision.participants if p.holds]
 
@@ -45,9 +45,9 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
             case Unknown(reason):
                 raise OutcomeUnknown(
                     "APPLY_UNKNOWN",
-                    f"Batch {decision.batch}, shard {prepared.shard} is decided, and the sink {work.scope.sink!r} did "
+                    f"Batch {decision.batch}, shard {prepared.shard} is decided, but sink {work.scope.sink!r} did "
                     f"not confirm within {APPLY_TIMEOUT_S:.0f} s that it is visible: {reason}.",
-                    next_step="start the pipeline again when the sink answers; recovery finishes the batch",
+                    next_step="start the pipeline again once the sink responds; recovery finishes the batch",
                 )
 
     if armed() or len(pending) < 2:
@@ -59,7 +59,7 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
 
 
 def _settle(context: Context, work: Work, prepared: Prepared) -> Outcome[None]:
-    """Ask until the answer is known. Not a blind retry: `Committer.commit` of one participant is idempotent."""
+    """Retry until the outcome is known. Safe: `Committer.commit` is idempotent for a participant."""
     asking = tenacity.Retrying(
         retry=tenacity.retry_if_result(lambda outcome: isinstance(outcome, Unknown)),
         wait=tenacity.wait_random_exponential(multiplier=0.05, max=2),

@@ -16,8 +16,8 @@ class Context:
     Attributes:
         ledger, committer: the sink's, opened for `scope`.
         owner: this driver. Two processes of one driver share its id.
-        others: sinks that share the batches of this one, as `Prepared.sink` names them.
-        transform: fingerprint of the transform that makes the rows; empty: nobody told it.
+        others: the other sinks of the same batches, as `Prepared.sink` names them.
+        transform: fingerprint of the transform that produces the rows; empty: unknown.
     """
 
     scope: Scope

@@ -1,4 +1,4 @@
-"""Dead letters: rows that a sink refuses for themselves, with the reason and where they came from."""
+"""Dead letters: invalid rows, with the reason and their source coordinates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COORDINATES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int6
 
 
 def validated(sink: Sink, rows: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Array | None]:
-    """The rows that the sink takes, and for each row given the reason why not (null: taken), if there is any."""
+    """The valid rows, and each input row's reason for rejection (null: valid); None if all are valid."""
     reasons = sink.invalid_rows(rows) if isinstance(sink, ValidatesRows) else None
     if reasons is None or reasons.null_count == len(reasons):
         return rows, None
@@ -35,8 +35,8 @@ def dead_letters(
     """One dead letter for each row with a reason.
 
     Args:
-        origin: the same rows before the sink's route, for their source coordinates; None: the route left rows out.
-        first: number of the first of `rows` among those of this sink in this shard.
+        origin: the same rows before the sink's route, for their source coordinates; None: the route dropped rows.
+        first: index of the first of `rows` among this sink's rows in this shard.
     """
     picked = pc.indices_nonzero(pc.is_valid(reasons))
     bad = rows.take(picked)
@@ -59,7 +59,7 @@ def _coordinate(column: pa.Array | None, kind: pa.DataType, picked: pa.Array) ->
         return pa.nulls(len(picked), kind)
     try:
         return column.take(picked).cast(kind)
-    except pa.ArrowInvalid:  # a column of the user's own that has the same name
+    except pa.ArrowInvalid:  # a user's column of the same name
         return pa.nulls(len(picked), kind)
 
 

@@ -1,4 +1,4 @@
-"""After a batch: check what the tasks say, decide, apply."""
+"""After a batch: check the tasks' messages, decide, apply."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def commit_batch(
 ) -> Decision | None:
     """Make a batch count, then visible.
 
-    Runs on the driver, after all tasks of the batch succeeded. May be called again for the same batch: a decision
-    that stands is never decided a second time, only applied.
+    Runs on the driver, after all tasks of the batch succeeded. May be called again for the same batch: an
+    existing decision is never made a second time, only applied.
     Before: every shard is prepared. After: the decision is durable and every participant visible.
 
-        1  every task's message is there and speaks of this batch
+        1  every task's message is present and belongs to this batch
         2  commit.decide   one durable record                      <- from here on the batch counts
-        3  commit.apply    each participant made visible
+        3  commit.apply    every participant becomes visible
 
     Args:
         offsets: the sources' offsets, for a batch without a single task.
@@ -52,147 +52,147 @@ def commit_batch(
         The decision, or None if every shard was in already.
 
     Raises:
-        InvariantBroken: the messages do not fit together. Nothing was decided.
+        InvariantBroken: the messages are inconsistent. Nothing was decided.
         Fenced: another driver, or a later start of this one, owns the ledger. Nothing was decided.
-        Refused: the run was decided before, for other rows. Nothing was written.
-        ReplayDiffers: a shard written again differs from the one decided. Nothing was applied.
+        Refused: the run was already decided, with other rows. Nothing was written.
+        ReplayDiffers: a rewritten shard differs from the decided one. Nothing was applied.
         OutcomeUnknown, PromiseBroken: the next start finishes the batch.
     """
-    said = checked(context, batch, messages)
+    shards = checked(context, batch, messages)
     state = context.ledger.resume(context.owner.id)
-    _same_claim(state, batch, said)
+    _same_claim(state, batch, shards)
     last = state.last
     if last is not None and last.batch > batch:
         raise InvariantBroken(
             "DECISION_OLD",
-            f"Batch {batch} is to be decided, and the ledger holds batch {last.batch} already. Nothing was decided.",
+            f"Batch {batch} cannot be decided: the ledger already holds batch {last.batch}. Nothing was decided.",
             next_step="stop every other driver on this checkpoint, then start the pipeline again",
         )
-    if run and (again := last.archived if last is not None else state.archived) is not None and repeats(said):
+    if run and (again := last.archived if last is not None else state.archived) is not None and repeats(shards):
         try:
-            check_same_rows(context, again, said)
+            check_same_rows(context, again, shards)
         except DeliveredError:
-            _give_back(context, orphans(said, last) if last else list(written(said)))
+            _abort(context, orphans(shards, last) if last else list(written(shards)))
             raise
-        if all(m.did is Action.COMPARE for m in said):
+        if all(m.did is Action.COMPARE for m in shards):
             return None
     if last is not None and last.batch == batch:
-        if all_skipped(said):
+        if all_skipped(shards):
             return None
-        new = orphans(said, last)
-        if not (said and said[0].plan.rewrite and new):
-            # Committed before, and asked for again. What else was prepared meanwhile nobody decided.
-            _give_back(context, new)
+        new = orphans(shards, last)
+        if not (shards and shards[0].plan.rewrite and new):
+            # Already committed, and requested again. Anything prepared since then is undecided.
+            _abort(context, new)
             _apply(context, last)
             return last
-        decision = repaired(context, last, said)
+        decision = repaired(context, last, shards)
     else:
-        complete(context, batch, said)
-        decision = _decision(context, batch, offsets, said, last)
-    _decide(context, decision, orphans(said, last) if last else list(written(said)))
+        complete(context, batch, shards)
+        decision = _decision(context, batch, offsets, shards, last)
+    _decide(context, decision, orphans(shards, last) if last else list(written(shards)))
     decided = time.monotonic()
     _apply(context, decision)
     if context.others and decision.guarantee is Guarantee.EXACTLY_ONCE:
         ms = (time.monotonic() - decided) * 1000
         log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, 1 + len(context.others), ms)
-    _tidy(context, decision, said)
+    _tidy(context, decision, shards)
     return decision
 
 
 def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> None:
-    """Give back what the tasks of a failed batch prepared. What is missed here, the next recovery aborts.
+    """Abort what the tasks of a failed batch prepared. The next recovery aborts whatever is missed here.
 
-    Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a batch that
-    was decided. A decision without an answer may still be on its way: it is fenced before anything is aborted.
+    Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a
+    decided batch. A decision of unknown outcome may still be in flight: it is fenced before anything is aborted.
     """
-    said = [m for m in messages if m is not None and any(p.holds for p in m.participants)]
-    if not said:
+    shards = [m for m in messages if m is not None and any(p.holds for p in m.participants)]
+    if not shards:
         return
     try:
-        if context.ledger.resume(context.owner.id).epoch != said[0].plan.epoch:
-            _abort_overtaken(context, said)  # by a later start of this driver, which must not be fenced from here
+        if context.ledger.resume(context.owner.id).epoch != shards[0].plan.epoch:
+            _abort_superseded(context, shards)  # by a later start of this driver, which must not be fenced from here
             return
         last = context.ledger.claim(context.owner).last
     except Fenced:
-        _abort_overtaken(context, said)
+        _abort_superseded(context, shards)
         return
     except DeliveredError as error:
-        log.warning("batch %d: nothing was given back: %s", said[0].plan.batch, error)
+        log.warning("batch %d: prepared participants were not aborted: %s", shards[0].plan.batch, error)
         return
-    for m in said:
+    for m in shards:
         if last is None or m.plan.batch > last.batch:
-            _give_back(context, written([m]))
+            _abort(context, written([m]))
         elif m.plan.batch == last.batch:
-            _give_back(context, orphans([m], last))
+            _abort(context, orphans([m], last))
 
 
-def _abort_overtaken(context: Context, said: Sequence[ShardMessage]) -> None:
-    """Give back what was prepared after a later claim aborted orphans: nobody else would, and it would block readers.
+def _abort_superseded(context: Context, shards: Sequence[ShardMessage]) -> None:
+    """Abort what was prepared after a later claim had aborted orphans: nobody else would, and it would block readers.
 
-    Since that claim no decision of this one can get in, and the later owner names participants of its own alone. So
-    what no decision names now, none ever will.
+    After that claim, no decision of this one can be written, and the later owner only names its own participants. So
+    a participant that no decision names now is never named.
     """
     try:
         decided = {d.batch: d for d in context.ledger.history()}
     except DeliveredError as error:
-        log.warning("batch %d: nothing was given back: %s", said[0].plan.batch, error)
+        log.warning("batch %d: prepared participants were not aborted: %s", shards[0].plan.batch, error)
         return
-    for m in said:
+    for m in shards:
         if m.plan.batch in decided:
-            _give_back(context, orphans([m], decided[m.plan.batch]))
-        elif not decided or m.plan.batch > min(decided):  # older ones are forgotten: their decision cannot be read
-            _give_back(context, written([m]))
+            _abort(context, orphans([m], decided[m.plan.batch]))
+        elif not decided or m.plan.batch > min(decided):  # the decisions of older ones are no longer kept
+            _abort(context, written([m]))
 
 
-def _same_claim(state: LedgerState, batch: int, said: Sequence[ShardMessage]) -> None:
-    if said and said[0].plan.epoch != state.epoch:
+def _same_claim(state: LedgerState, batch: int, shards: Sequence[ShardMessage]) -> None:
+    if shards and shards[0].plan.epoch != state.epoch:
         raise Fenced(
             "PLAN_OUTDATED",
-            f"Batch {batch} was planned under claim {said[0].plan.epoch} of the ledger, which is at claim "
-            f"{state.epoch} now: the pipeline was started again meanwhile. Nothing was decided.",
-            next_step="nothing, if the later start is running; else start the pipeline again",
+            f"Batch {batch} was planned under claim {shards[0].plan.epoch} of the ledger, which is now at claim "
+            f"{state.epoch}: the pipeline was restarted in the meantime. Nothing was decided.",
+            next_step="nothing, if the later start is running; otherwise start the pipeline again",
         )
 
 
 def _decision(
-    context: Context, batch: int, offsets: str, said: Sequence[ShardMessage], last: Decision | None
+    context: Context, batch: int, offsets: str, shards: Sequence[ShardMessage], last: Decision | None
 ) -> Decision:
-    participants = written(said)
+    participants = written(shards)
 
     def account(sink: str, before: Account) -> Account:
         total = sum((p.fingerprint for p in participants if p.sink == sink), before.total)
-        return Account(total, sum((m.given_up.get(sink, Fingerprint()) for m in said), before.given_up))
+        return Account(total, sum((m.given_up.get(sink, Fingerprint()) for m in shards), before.given_up))
 
     own = account("", Account(last.total, last.given_up) if last else Account())
     before = last.others if last else {}
     return Decision(
         scope=context.scope,
         owner=context.owner.id,
-        guarantee=said[0].plan.guarantee if said else context.guarantee,
+        guarantee=shards[0].plan.guarantee if shards else context.guarantee,
         batch=batch,
-        offsets=said[0].plan.offsets if said else offsets,
+        offsets=shards[0].plan.offsets if shards else offsets,
         participants=participants,
         total=own.total,
         given_up=own.given_up,
         decided_at_ms=time.time_ns() // 1_000_000,
         others={s: account(s, before.get(s, Account())) for s in sorted({*context.others, *before})},
-        targets=decided_targets(context, last, said[0].plan.targets) if said else known_targets(context, last),
+        targets=decided_targets(context, last, shards[0].plan.targets) if shards else known_targets(context, last),
         transforms=transforms_after(last, context.transform, batch),
     )
 
 
 def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> None:
-    """Write the decision. `new`: participants that go back if it is not in."""
+    """Write the decision. `new`: participants to abort if it is not written."""
     exactly_once = decision.guarantee is Guarantee.EXACTLY_ONCE
     step = StepId.COMMIT_DECIDE if exactly_once else StepId.COMMIT_RECORD
     size = len(decision.to_json())
     if size > DECISION_BYTES_MAX:
-        _give_back(context, new)
+        _abort(context, new)
         raise InvariantBroken(
             "DECISION_TOO_LARGE",
             f"The decision of batch {decision.batch} is {size} bytes with {len(decision.participants)} participants; "
             f"the limit is {DECISION_BYTES_MAX}. Nothing was decided.",
-            next_step="write with fewer partitions, for instance df.coalesce(200)",
+            next_step="write fewer partitions, for example df.coalesce(200)",
         )
     deadline = time.monotonic() + OUTAGE_PATIENCE_S
     while True:
@@ -203,35 +203,37 @@ def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> No
         outcome = _look(context, decision, outcome)
         if not isinstance(outcome, Failed) or time.monotonic() > deadline:
             break
-        # Fenced and looked up: it is not in, and cannot get in later. It may be decided as for the first time.
-        log.warning("batch %d: no answer to its decision, which is not in; deciding it again", decision.batch)
+        # Fenced and checked: it was not written, and cannot be any more. It may be decided again.
+        log.warning(
+            "batch %d: its decision was not acknowledged and is not in the ledger; deciding again", decision.batch
+        )
     match outcome:
         case Ok():
             reach(step, Moment.AFTER, batch=decision.batch)
         case Failed(reason):
-            _give_back(context, new)
+            _abort(context, new)
             raise DeliveredError(
                 "DECISION_FAILED",
                 f"Batch {decision.batch} was not decided: {reason}. {_LEFT_BY_FAILURE[decision.guarantee]}",
-                next_step="start the pipeline again, unless another driver runs it now",
+                next_step="start the pipeline again, unless another driver is running it",
             )
         case Unknown(reason):
             raise OutcomeUnknown(
                 "DECISION_UNKNOWN",
-                f"Whether batch {decision.batch} was decided cannot be told now: {reason}.",
-                next_step="start the pipeline again when the ledger answers; recovery finishes or repeats the batch",
+                f"It is unknown whether batch {decision.batch} was decided: {reason}.",
+                next_step="start the pipeline again once the ledger responds; recovery finishes or repeats the batch",
             )
 
 
 _LEFT_BY_FAILURE = {
-    Guarantee.EXACTLY_ONCE: "Nothing that it was to add is visible; the batch runs again.",
+    Guarantee.EXACTLY_ONCE: "None of its new rows is visible; the batch runs again.",
     Guarantee.AT_LEAST_ONCE: "Its records are in the sink; the batch runs again and repeats them.",
-    Guarantee.AT_MOST_ONCE: "Its records are in the sink, and the next start counts them as given up.",
+    Guarantee.AT_MOST_ONCE: "Its records are in the sink; the next start counts them as given up.",
 }
 
 
 def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | Failed | Unknown:
-    """Fence, so that a decision under way cannot get in later; then look whether it is in."""
+    """Fence, so that a decision in flight cannot be written later; then check whether it was."""
     try:
         last = context.ledger.claim(context.owner).last
     except DeliveredError as error:
@@ -240,12 +242,12 @@ def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | 
         return Failed(unknown.reason)
     if last.to_json() == decision.to_json():
         return Ok(None)
-    # Participants of a decision that is not this one must not be touched from here.
+    # Participants of another decision must not be touched from here.
     return Unknown(f"{unknown.reason}; then the ledger held another decision of batch {last.batch}")
 
 
-def _give_back(context: Context, participants: Sequence[Prepared]) -> None:
-    """Abort participants that no decision names. What cannot be reached now, the next recovery aborts."""
+def _abort(context: Context, participants: Sequence[Prepared]) -> None:
+    """Abort participants that no decision names. The next recovery aborts those that cannot be reached now."""
     for p in participants:
         if p.holds:
             context.committer.abort(p)
@@ -264,18 +266,18 @@ def _apply(context: Context, decision: Decision) -> None:
         text = ", ".join(f"{shard} at {sink!r}" for shard, sink in gone[:50])
         raise PromiseBroken(
             "PROMISE_EXPIRED",
-            f"Batch {decision.batch} is decided, and prepared rows were dropped before they were made visible, of "
-            f"shards {text}. Nothing is lost: these alone are written again by the next start.",
-            next_step="start the pipeline again; if it comes back, raise transactionTimeout or shorten the batches",
+            f"Batch {decision.batch} is decided, but its prepared rows were dropped before they became visible, in "
+            f"shards {text}. Nothing is lost: the next start rewrites only these.",
+            next_step="start the pipeline again; if this recurs, raise transactionTimeout or shorten the batches",
         )
 
 
-def _tidy(context: Context, decision: Decision, said: Sequence[ShardMessage]) -> None:
+def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage]) -> None:
     """Abort what failed attempts of this batch left open, so that no participant outlives its batch."""
-    if decision.guarantee is not Guarantee.EXACTLY_ONCE or not any(m.attempt for m in said):
+    if decision.guarantee is not Guarantee.EXACTLY_ONCE or not any(m.attempt for m in shards):
         return
     try:
         abort_orphans(context, decision)
     except OutcomeUnknown as error:
-        # The batch is in. What is open still, the next start aborts.
+        # The batch is decided. The next start aborts whatever is still open.
         log.warning("batch %d: %s", decision.batch, error)

@@ -1,6 +1,6 @@
-"""Records that never become JVM rows: the task gets where to read, reads there, and hands the rows to the sink.
+"""Records that never become JVM rows: the task gets slices, reads them itself, and hands the rows to the sink.
 
-Spark still plans, places, retries and logs the batch. What travels through it is one row per slice.
+Spark still plans, places, retries and logs the batch. Only one row per slice passes through it.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Direct:
 
 
 def pack(piece: Slice) -> pa.RecordBatch:
-    """The one row that travels through Spark for a slice."""
+    """The one row that passes through Spark for a slice."""
     return pa.record_batch([pa.array([pickle.dumps(piece)], pa.binary())], schema=SLICE_SCHEMA)
 
 
 def unpack(packed: bytes) -> Slice:
-    """What `pack` packed. The column never leaves Spark, so it holds nothing but what our own reader wrote."""
+    """The inverse of `pack`. The column never leaves Spark, so it only holds what our own reader wrote."""
     piece = pickle.loads(packed)  # noqa: S301
     if not isinstance(piece, Slice):
         raise TypeError(f"column {SLICE_COLUMN} holds {type(piece).__name__}; it must hold a Slice")

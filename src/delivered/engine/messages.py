@@ -1,4 +1,4 @@
-"""What the tasks of a batch say, checked before anything is decided. Pure: no clock, no I/O."""
+"""The tasks' commit messages, checked before anything is decided. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -18,94 +18,94 @@ def checked(context: Context, batch: int, messages: Sequence[ShardMessage | None
     """The messages in the order of shards, one for each shard, all of this batch, claim and driver.
 
     Raises:
-        InvariantBroken: they do not fit together. Nothing was decided.
+        InvariantBroken: they are inconsistent. Nothing was decided.
     """
-    said = [m for m in messages if m is not None]
-    if len(said) != len(messages):
+    shards = [m for m in messages if m is not None]
+    if len(shards) != len(messages):
         raise InvariantBroken(
             "MESSAGE_MISSING",
-            f"Batch {batch}: {len(messages) - len(said)} of {len(messages)} tasks sent no message, and Spark asks to "
+            f"Batch {batch}: {len(messages) - len(shards)} of {len(messages)} tasks sent no message, yet Spark asks to "
             "commit. Nothing was decided.",
             next_step=_AGAIN,
         )
-    for m in said:
-        mine = (context.scope, context.owner.id, batch, said[0].plan.epoch)
-        if (m.plan.scope, m.plan.owner, m.plan.batch, m.plan.epoch) != mine:
+    for m in shards:
+        expected = (context.scope, context.owner.id, batch, shards[0].plan.epoch)
+        if (m.plan.scope, m.plan.owner, m.plan.batch, m.plan.epoch) != expected:
             raise InvariantBroken(
                 "MESSAGE_FOREIGN",
-                f"Batch {batch} of {context.scope}: shard {m.shard} speaks of batch {m.plan.batch} of {m.plan.scope}, "
-                f"owner {m.plan.owner}; this driver is {context.owner.id}. Nothing was decided.",
+                f"Batch {batch} of {context.scope}: the message of shard {m.shard} is for batch {m.plan.batch} of "
+                f"{m.plan.scope}, owner {m.plan.owner}; this driver is {context.owner.id}. Nothing was decided.",
                 next_step=_AGAIN,
             )
-    said.sort(key=lambda m: m.shard)
-    if [m.shard for m in said] != list(range(len(said))):
+    shards.sort(key=lambda m: m.shard)
+    if [m.shard for m in shards] != list(range(len(shards))):
         raise InvariantBroken(
             "SHARDS_INCOMPLETE",
-            f"Batch {batch}: {len(said)} messages must speak of shards 0 to {len(said) - 1}, once each; they speak of "
-            f"{[m.shard for m in said][:50]}. Nothing was decided.",
+            f"Batch {batch}: {len(shards)} messages must cover shards 0 to {len(shards) - 1}, once each; they cover "
+            f"{[m.shard for m in shards][:50]}. Nothing was decided.",
             next_step=_AGAIN,
         )
-    return said
+    return shards
 
 
-def written(said: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
-    return tuple(p for m in said for p in m.participants)
+def written(messages: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
+    return tuple(p for m in messages for p in m.participants)
 
 
-def all_skipped(said: Sequence[ShardMessage]) -> bool:
-    return bool(said) and all(m.did is Action.SKIP for m in said)
+def all_skipped(messages: Sequence[ShardMessage]) -> bool:
+    return bool(messages) and all(m.did is Action.SKIP for m in messages)
 
 
-def repeats(said: Sequence[ShardMessage]) -> bool:
-    """Whether these are of a run that was decided before it was planned. One without tasks has no rows to compare."""
-    return not said or any(m.did is Action.COMPARE for m in said)
+def repeats(messages: Sequence[ShardMessage]) -> bool:
+    """Whether these belong to a run decided before it was planned. Without tasks, there is nothing to compare."""
+    return not messages or any(m.did is Action.COMPARE for m in messages)
 
 
-def check_same_rows(context: Context, decided: Archived, said: Sequence[ShardMessage]) -> None:
-    """Check that a run that was decided before has the same rows.
+def check_same_rows(context: Context, decided: Archived, messages: Sequence[ShardMessage]) -> None:
+    """Check that a run that was already decided has the same rows.
 
     Raises:
-        Refused: it has others. None of them was written.
+        Refused: it has other rows. None of them was written.
     """
-    given = sum((m.compared for m in said), Fingerprint())
-    given += sum((p.fingerprint for p in written(said) if not p.sink), Fingerprint())
-    if decided.holds(given):
+    rows = sum((m.compared for m in messages), Fingerprint())
+    rows += sum((p.fingerprint for p in written(messages) if not p.sink), Fingerprint())
+    if decided.holds(rows):
         return
-    what = "others" if given.count == decided.rows else str(given.count)
+    what = "different ones" if rows.count == decided.rows else str(rows.count)
     raise Refused(
         "RUN_ID_TAKEN",
-        f"The run {context.scope.incarnation!r} of pipeline {context.scope.pipeline!r} was written to sink "
-        f"{context.scope.sink!r} before, with {decided.rows} records; now it has {what}. A run id names the same rows "
-        "each time. Nothing was written.",
-        next_step="give other rows another runId; within foreachBatch one of the query's id and the batch's: "
+        f"Run {context.scope.incarnation!r} of pipeline {context.scope.pipeline!r} was already written to sink "
+        f"{context.scope.sink!r} with {decided.rows} records; now it has {what}. A run id must always name the same "
+        "rows. Nothing was written.",
+        next_step="use another runId for other rows; in foreachBatch, combine the query's id and the batch's: "
         'f"{query_id}-{batch_id}"',
     )
 
 
-def complete(context: Context, batch: int, said: Sequence[ShardMessage]) -> None:
+def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> None:
     """Check that every shard of a new batch was written to every sink, or given up where that is allowed.
 
     Raises:
-        InvariantBroken: a decision would leave a shard's records out.
+        InvariantBroken: a decision would lose a shard's records.
     """
     sinks = sorted(("", *context.others))
-    for m in said:
+    for m in messages:
         named = sorted(p.sink for p in m.participants if p.shard == m.shard)
         wrote = m.did is Action.WRITE and named == sinks and len(m.participants) == len(sinks)
         gave_up = m.did is Action.GIVE_UP and m.plan.guarantee is Guarantee.AT_MOST_ONCE
         if not (wrote or gave_up):
             raise InvariantBroken(
                 "SHARD_UNWRITTEN",
-                f"Batch {batch} is new under {m.plan.guarantee.value}, and shard {m.shard} says {m.did.value}: its "
-                "records would be left out. Nothing was decided.",
+                f"Batch {batch} is new under {m.plan.guarantee.value}, but shard {m.shard} reports {m.did.value}: "
+                "its records would be lost. Nothing was decided.",
                 next_step=_AGAIN,
             )
 
 
-def orphans(said: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
-    """What tasks prepared and the decision does not name."""
+def orphans(messages: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
+    """What tasks prepared but the decision does not name."""
     named = {_key(p) for p in decision.participants}
-    return [p for p in written(said) if p.holds and _key(p) not in named]
+    return [p for p in written(messages) if p.holds and _key(p) not in named]
 
 
 def _key(p: Prepared) -> tuple[int, str, str]:

@@ -23,12 +23,12 @@ def abort_orphans(context: Context, *keep: Decision) -> None:
     match context.committer.abort_orphans([p for decision in keep for p in decision.participants]):
         case Ok(count):
             if count:
-                log.info("aborted %d undecided participants", count, extra={"step": StepId.RECOVER_ABORT_ORPHANS})
+                log.info("aborted %d orphaned participants", count, extra={"step": StepId.RECOVER_ABORT_ORPHANS})
         case Failed(reason) | Unknown(reason):
             raise OutcomeUnknown(
                 "ORPHANS_NOT_ABORTED",
-                f"Participants that an earlier run of {context.scope.pipeline!r} left open at sink "
-                f"{context.scope.sink!r} could not be aborted: {reason}.",
-                next_step="start again when the server answers; `delivered transactions list` shows them",
+                f"Orphaned participants of an earlier run of {context.scope.pipeline!r} at sink {context.scope.sink!r} "
+                f"could not be aborted: {reason}.",
+                next_step="start again once the server responds; `delivered transactions list` shows them",
             )
     reach(StepId.RECOVER_ABORT_ORPHANS, Moment.AFTER)

@@ -1,4 +1,4 @@
-"""Before a batch: finish what was decided, undo what was not, and say what each shard has to do."""
+"""Before a batch: finish what was decided, abort what was not, and plan what each shard does."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
 
     Runs on the driver, before every batch. May be called again for the same batch, after a crash anywhere.
 
-        1  recover.claim   become the one owner; no older driver can decide from here on
-        2  recover.check   ledger against checkpoint, and against what the sinks write to now
+        1  recover.claim   become the only owner; from here on, no older driver can decide
+        2  recover.check   compare the ledger with the checkpoint and with the sinks' current targets
         3  recover.apply   finish the batch if it was decided; at the first batch of a new checkpoint, finish what an
-                           earlier one had decided
-        4  recover.abort_orphans   abort what nobody decided
-        5  batch.begin     at_most_once: from here on records may leave
+                           earlier checkpoint decided
+        4  recover.abort_orphans   abort undecided participants
+        5  batch.begin     at_most_once: from here on, records may be sent
 
-    A batch that was decided is finished under the guarantee of its decision, whatever the pipeline names now.
+    A decided batch is finished under the guarantee of its decision, whatever the pipeline's is now.
 
     Args:
-        first: this process did not plan the batch before this one, or that batch failed: claim and abort orphans. Else
-            the ledger is only read again, to see whether this driver still owns it.
-        since: epoch of this process's plan before. If the ledger was claimed since, this is a first batch too:
-            the same session may have started the query again, or have fenced a decision without an answer.
+        first: this process did not plan the previous batch, or that batch failed: claim and abort orphans. Otherwise
+            only check that this driver still owns the ledger.
+        since: epoch of this process's previous plan. If the ledger was claimed since, this is a first batch too:
+            the same session may have restarted the query, or have fenced a decision of unknown outcome.
 
     Raises:
-        Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: nothing was changed
-            that a new start cannot go on from.
+        Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: a new start
+            can continue from whatever was changed.
     """
     state = None if first else context.ledger.resume(context.owner.id)
     if state is None or since not in (None, state.epoch):
@@ -66,7 +66,7 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
             _undo(context, state.earlier[0] if state.earlier else None)
             action = Action.COMPARE
         case BegunBatch():
-            log.warning("batch %d was begun by an earlier run and is given up", view.batch)
+            log.warning("batch %d was begun by an earlier run; giving it up", view.batch)
             action = Action.GIVE_UP
             _undo(context, state.earlier[0] if state.last is None and state.earlier else None)
         case NewBatch():
@@ -81,15 +81,14 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
 
 
 def other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
-    """Other ledgers in the same place, where this one should know the checkpoint and does not: it may have been
-    renamed."""
+    """Other ledgers in the same place, if this one should hold the checkpoint but does not, perhaps for a rename."""
     known = state.last is not None or state.begun is not None or state.archived is not None
     if known or view.batch == 0 or not isinstance(ledger, KnowsOthers):
         return ()
     try:
         return ledger.others()
     except DeliveredError as error:
-        log.warning("which other ledgers there are could not be read: %s", error)
+        log.warning("could not list other ledgers: %s", error)
         return ()
 
 
@@ -101,11 +100,11 @@ def _claim(context: Context) -> LedgerState:
 
 
 def _finish(context: Context, decision: Decision, other: Decision | None = None) -> dict[int, frozenset[str]]:
-    """Apply a decided batch; return the shards whose promise is gone, each with the sinks to write it to again.
+    """Apply a decided batch; return the shards whose prepared rows are gone, each with the sinks to rewrite it to.
 
     Args:
-        other: the newest decision of other incarnations, where this one may come again after it. Its participants may
-            not be applied yet, and are left as they are.
+        other: the newest decision of other incarnations, if this one may return after it. Its participants may not
+            be applied yet, and are left alone.
     """
     _known_sinks(context, decision)
     keep = (decision,) if other is None else (decision, other)
@@ -117,32 +116,34 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
     # Evidence is read only after orphans are aborted: their open transactions would hide it.
     abort_orphans(context, *keep)
     lost: dict[int, frozenset[str]] = {}
-    # A later incarnation began by finishing this decision. Evidence of it may be gone by now: markers are compacted.
+    # A later incarnation began by finishing this decision. Its evidence may be gone by now: markers are compacted.
     finished = other is not None and other.decided_at_ms > decision.decided_at_ms
     for p in () if finished else broken:
         if not context.committer.was_committed(work_of(decision, p)):
             lost[p.shard] = lost.get(p.shard, frozenset()) | {p.sink}
     if lost:
-        log.warning("batch %d: shards %s are written again, their promise expired", decision.batch, sorted(lost))
+        log.warning(
+            "batch %d: rewriting shards %s, whose prepared transactions timed out", decision.batch, sorted(lost)
+        )
     reach(StepId.RECOVER_APPLY, Moment.AFTER, batch=decision.batch)
     return lost
 
 
 def _known_sinks(context: Context, decision: Decision) -> None:
-    """A sink that was left out since can neither be finished nor be asked."""
+    """A sink that was removed since then can be neither finished nor queried."""
     gone = sorted({p.sink for p in decision.participants if p.holds} - {"", *context.others})
     if gone:
         raise Refused(
             "SINK_LEFT_OUT",
-            f"Batch {decision.batch} of incarnation {decision.scope.incarnation} was decided for the sinks {gone} too, "
-            f"and the pipeline names {sorted((context.scope.sink, *context.others))}. Whether their part of it is "
-            "visible cannot be told; nothing was changed.",
-            next_step="start once with the former sinks, let a batch end, stop, and change them then",
+            f"Batch {decision.batch} of incarnation {decision.scope.incarnation} was also decided for sinks {gone}, "
+            f"but the pipeline now has {sorted((context.scope.sink, *context.others))}. Their part of the batch may or "
+            "may not be visible; nothing was changed.",
+            next_step="start once with the previous sinks, let one batch finish, stop, then change them",
         )
 
 
 def _undo(context: Context, earlier: Decision | None) -> None:
-    """Abort what nobody decided. What an earlier incarnation did decide, and did not live to apply, is finished."""
+    """Abort undecided participants; finish what an earlier incarnation decided and did not apply."""
     if earlier is None:
         abort_orphans(context)
         return
@@ -150,10 +151,10 @@ def _undo(context: Context, earlier: Decision | None) -> None:
     if lost and not context.tolerance.missing_ledger:
         raise PromiseBroken(
             "EARLIER_BATCH_EXPIRED",
-            f"Batch {earlier.batch} of the earlier incarnation {earlier.scope.incarnation} was decided, and the sink "
-            f"dropped the rows of its shards {sorted(lost)} before they were made visible. The new checkpoint cannot "
-            f"write them again. The batch ended at the offsets {shown(earlier.offsets)}",
-            next_step="restore the earlier checkpoint and start once, which writes these shards again; or accept the "
+            f"Batch {earlier.batch} of the earlier incarnation {earlier.scope.incarnation} was decided, but the sink "
+            f"dropped the prepared rows of shards {sorted(lost)} before they became visible. The new checkpoint cannot "
+            f"rewrite them. The batch ended at offsets {shown(earlier.offsets)}",
+            next_step="restore the earlier checkpoint and start once, which rewrites these shards; or accept the "
             'gap once with .option("missingLedger", "accept")',
         )
 
@@ -164,10 +165,10 @@ def _begin(context: Context, view: CheckpointView) -> None:
         case Ok():
             pass
         case Failed(reason) | Unknown(reason):
-            # Nothing left yet. If the record got in after all, the next start gives the batch up.
+            # Nothing was sent yet. If the record was written after all, the next start gives the batch up.
             raise OutcomeUnknown(
                 "BEGIN_UNKNOWN",
-                f"Batch {view.batch} could not be recorded as begun: {reason}. No record of it was sent.",
-                next_step="start again when the ledger answers",
+                f"Batch {view.batch} could not be recorded as begun: {reason}. None of its records was sent.",
+                next_step="start again once the ledger responds",
             )
     reach(StepId.BATCH_BEGIN, Moment.AFTER, batch=view.batch)

@@ -1,7 +1,7 @@
-"""Repeats that a table knows: one partition of a batch, in which all records of a key meet.
+"""Deduplication by a key table: one partition of a batch, which holds all records of its keys.
 
-The rows wait on disk until all keys are seen. So which of several copies gets in rests on what they hold and not on
-the order in which they came: every attempt, and a batch that runs again, lets in and notes the same ones.
+The rows wait on disk until all keys are seen. So which of several copies is admitted depends on their content, not on
+their order of arrival: every attempt, and every rerun of the batch, admits and notes the same ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from delivered.contract.powers import KeyMemory
 from delivered.model.step import Moment, StepId, reach
 
 KEY, TIME, AT, TIE = (f"__delivered_seen_{n}" for n in ("key", "time", "at", "tie"))
-"""Helper columns: the key's hash, null: no repeat of any; the time in microseconds; of copies of one time, the one with
-the lowest (`AT`, `TIE`) is the first."""
+"""Helper columns: the key's hash, null: duplicates nothing; the time in microseconds; of copies of one time, the one
+with the lowest (`AT`, `TIE`) is the first."""
 HELPERS = (KEY, TIME, AT, TIE)
 HELPER_TYPES = {KEY: pa.binary(), TIME: pa.int64(), AT: pa.int64(), TIE: pa.int64()}
 SPILL_BYTES = 32 << 20
-"""Rows up to so many bytes wait in memory."""
+"""Rows beyond this size wait on disk."""
 
 Int64 = np.ndarray[tuple[int], np.dtype[np.int64]]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -32,15 +32,15 @@ Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 def without_seen(
     memory: KeyMemory, batch: int, within_us: int, rows: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """The rows that repeat none of an earlier batch and none of this one, without the helper columns.
+    """The rows that duplicate none of an earlier batch and none of this one, without the helper columns.
 
-    1  take all rows; look which of their keys earlier batches delivered
-    2  dedup.note   those that get in are noted, durable, and count for nothing yet
-    3  give them on
+    1  read all rows; look up which of their keys earlier batches delivered
+    2  dedup.note   the admitted ones are noted durably, but do not count yet
+    3  pass them on
     """
     with contextlib.closing(_Waiting()) as waiting:
-        for given in rows:
-            waiting.add(given)
+        for part in rows:
+            waiting.add(part)
         keys, codes = waiting.keys()
         chosen = _choose(codes, waiting.columns(), memory.known(batch, keys), keys, within_us)
         reach(StepId.DEDUP_NOTE, Moment.BEFORE, batch=batch)
@@ -54,7 +54,7 @@ def without_seen(
 class _Chosen:
     """
     Attributes:
-        gets_in: for each row, in the order in which they came.
+        gets_in: for each row, in order of arrival.
         codes, times: of the records to note.
     """
 
@@ -74,8 +74,8 @@ class _Columns:
 def _choose(
     codes: Int64, columns: _Columns, known: dict[bytes, list[int]], keys: Sequence[bytes], within_us: int
 ) -> _Chosen:
-    """Of each key, in the order of times: a record gets in if no remembered one, and none that got in before it, lies
-    within `within_us` of it. A record without a time gets in if it is the only one of its key."""
+    """For each key, in time order: a record is admitted if no remembered one, and none admitted before it, lies within
+    `within_us` of it. A record without a time is admitted if it is the only one of its key."""
     gets_in = codes < 0
     order = np.lexsort((columns.tie, columns.at, columns.time, columns.timeless, codes))
     order = order[codes[order] >= 0]

@@ -1,4 +1,4 @@
-"""One task, one shard: take the rows, prepare at every sink, tell the driver."""
+"""One task, one shard: read the rows, prepare at every sink, report to the driver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint_seed(scope: Scope) -> int:
-    """The same for every incarnation, so that an audit can add them up."""
+    """The same for every incarnation, so that an audit can sum fingerprints."""
     return seed_of(scope.pipeline, scope.sink)
 
 
@@ -36,10 +36,10 @@ def write_shard(
     batches: Iterator[pa.RecordBatch],
     schema: pa.Schema,
 ) -> ShardMessage:
-    """Do with a shard what the batch's plan says.
+    """Do what the batch's plan says for this shard.
 
     Args:
-        shard: 0-based; stable when the batch runs again.
+        shard: 0-based; stable across reruns of the batch.
         attempt: 0 for the first attempt of this task in this run of the batch.
         batches: rows in the sink's input schema; consumed once, unless the shard is skipped.
 
@@ -50,13 +50,13 @@ def write_shard(
         raise InvariantBroken(
             "SHARDS_TOO_MANY",
             f"Shard {shard} of batch {plan.batch}: a batch may have at most {SHARDS_MAX} shards.",
-            next_step="write with fewer partitions, for instance df.coalesce(200)",
+            next_step="write fewer partitions, for example df.coalesce(200)",
         )
     action = plan.action_for(shard)
     if action is Action.SKIP:
         return ShardMessage(plan, shard, attempt, Action.SKIP)
     if action is Action.WRITE and plan.guarantee is Guarantee.AT_MOST_ONCE and attempt > 0:
-        # An earlier attempt of this task may have sent records. Sending again could double them.
+        # An earlier attempt of this task may have sent records. Sending again could duplicate them.
         action = Action.GIVE_UP
     lines = _lines(sink, plan, shard)
     if action is Action.COMPARE:
@@ -79,9 +79,9 @@ def write_shard(
         participants: list[Prepared] = []
         for line, prepared in _prepare(lines, plan, shard, attempt):
             participants.append(prepared)
-            undo.callback(line.give_back, prepared)
+            undo.callback(line.abort_prepared, prepared)
         undo.pop_all()
-    # Records of a shard that was written, which the sink gave up without an answer: a count, for nobody knows which.
+    # Records of a written shard that the sink gave up unacknowledged: a count only, as it is unknown which.
     dropped = {n.member.id: n.dropped for n in lines}
     unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) + dropped[p.sink] for p in participants}
     return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered)
@@ -89,11 +89,11 @@ def write_shard(
 
 @dataclass
 class _Line:
-    """What goes to one sink.
+    """One sink's share of a shard.
 
     Attributes:
-        wanted: it is written; else its rows are only looked at, for the dead letters among them.
-        dropped: rows that the sink refuses and that are left out.
+        wanted: it is written; otherwise its rows are only checked for dead letters.
+        dropped: invalid rows, which are left out.
     """
 
     member: Member
@@ -107,9 +107,9 @@ class _Line:
     writer: Writer | None = None
 
     def open(self, plan: BatchPlan, shard: int, attempt: int, schema: pa.Schema) -> None:
-        given = DEAD_LETTERS if self.member.dead_letters else schema
-        mine = self.routed(pa.RecordBatch.from_pylist([], schema=given)).schema
-        self.writer = self.member.sink.writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, mine)
+        unrouted = DEAD_LETTERS if self.member.dead_letters else schema
+        routed = self.routed(pa.RecordBatch.from_pylist([], schema=unrouted)).schema
+        self.writer = self.member.sink.writer(Work(self.scope, plan.batch, shard, attempt), plan.guarantee, routed)
 
     def routed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch if self.member.route is None else self.member.route(batch)
@@ -123,10 +123,9 @@ class _Line:
         if self.writer is not None:
             self.writer.abort()
 
-    def give_back(self, prepared: Prepared) -> None:
-        """What this sink promised when another one of the batch then could not: no message will tell of it, so no
-        decision can name it, and a promise that nobody ends holds up readers. What cannot be reached now, the next
-        recovery aborts."""
+    def abort_prepared(self, prepared: Prepared) -> None:
+        """Abort what this sink prepared when another sink of the batch failed: no message reports it, so no decision
+        can name it, and an open transaction blocks readers. The next recovery aborts what cannot be reached now."""
         if not prepared.holds:
             return
         try:
@@ -136,11 +135,16 @@ class _Line:
             finally:
                 committer.close()
         except Exception as error:
-            log.warning("shard %d at %r is left to the next start: %s", prepared.shard, self.scope.sink, error)
+            log.warning(
+                "shard %d at %r could not be aborted; the next start does it: %s",
+                prepared.shard,
+                self.scope.sink,
+                error,
+            )
 
 
 def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
-    """One for each sink that this shard is written to; and, if its dead letters are, for those that refuse rows."""
+    """One for each sink that this shard is written to; with dead letters, also for those that reject rows."""
     members = sink.members if isinstance(sink, SinkGroup) else (Member("", plan.scope.sink, sink),)
     on_bad_row = sink.on_bad_row if isinstance(sink, SinkGroup) else OnBadRow.FAIL
     asked = plan.rewrite.get(shard)
@@ -160,14 +164,14 @@ def _shared(
     for line in (n for n in lines if not n.member.dead_letters):
         rows = line.routed(batch)
         if line.on_bad_row is not OnBadRow.FAIL:
-            given = rows
-            rows, reasons = validated(line.member.sink, given)
+            routed = rows
+            rows, reasons = validated(line.member.sink, routed)
             if reasons is not None and line.on_bad_row is OnBadRow.DROP:
-                line.dropped += Fingerprint(given.num_rows - rows.num_rows)
+                line.dropped += Fingerprint(routed.num_rows - rows.num_rows)
             elif reasons is not None:
-                origin = batch if given.num_rows == batch.num_rows else None
-                found.append(dead_letters(line.scope.sink, reasons, given, origin, number, shard, line.rows))
-            line.rows += given.num_rows
+                origin = batch if routed.num_rows == batch.num_rows else None
+                found.append(dead_letters(line.scope.sink, reasons, routed, origin, number, shard, line.rows))
+            line.rows += routed.num_rows
         yield line, line.count(rows)
     for line in (n for n in lines if n.member.dead_letters):
         for written in found:
@@ -188,12 +192,12 @@ def _stage(
 
 
 def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) -> Iterator[tuple[_Line, Prepared]]:
-    promise = StepId.WRITE_PREPARE if plan.guarantee is Guarantee.EXACTLY_ONCE else StepId.WRITE_FLUSH
+    step = StepId.WRITE_PREPARE if plan.guarantee is Guarantee.EXACTLY_ONCE else StepId.WRITE_FLUSH
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     for line in lines:
         if line.writer is not None:
-            reach(promise, Moment.BEFORE, sink=line.scope.sink, **facts)
-            # The writer learns the fingerprint only now: sinks that keep it beside the rows write it last.
+            reach(step, Moment.BEFORE, sink=line.scope.sink, **facts)
+            # The writer learns the fingerprint only now: sinks that store it with the rows write it last.
             prepared = Prepared(shard, attempt, line.total, line.writer.prepare(line.total), line.member.id)
             yield line, prepared
-            reach(promise, Moment.AFTER, sink=line.scope.sink, **facts)
+            reach(step, Moment.AFTER, sink=line.scope.sink, **facts)

@@ -1,7 +1,7 @@
-"""What the sinks write to: whether it is still what the last batch was written to.
+"""Whether the sinks still write to the targets of the last batch.
 
-A topic or a table that was dropped and made anew has its former name and none of the delivered records. A ledger that
-lies elsewhere cannot tell; so each decision holds what the system tells the targets by.
+A topic or table that was dropped and recreated has the same name but none of the delivered records. A ledger stored
+elsewhere cannot tell, so each decision holds the targets' identities.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _IN_WORDS = re.compile(r".*(?:with (?:id|oid|UUID)|generation) (\S+)", re.DOTALL
 
 
 def known_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
-    """Targets of a batch that is not the first one of a start: those of the last decision, unless it holds none."""
+    """Targets of any batch but a start's first: those of the last decision, unless it holds none."""
     return last.targets if last is not None and last.targets else _ids(_now(context))
 
 
 def decided_targets(context: Context, last: Decision | None, planned: Mapping[str, str]) -> Mapping[str, str]:
-    """Targets for the decision of a batch, as planned; asked for again where its tasks may have made some."""
+    """Targets for a batch's decision, as planned; read again if its tasks may have created some."""
     return planned if planned and last is not None else {**_ids(_now(context)), **planned}
 
 
@@ -33,10 +33,10 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
     """Ask the sinks for their targets; compare with those of the last decision of this incarnation.
 
     Runs on the driver, at the first batch of a start, before anything is applied. Sinks that the last decision does
-    not name, and decisions of versions that did not keep targets, are accepted.
+    not name, and decisions of versions that did not store targets, are accepted.
 
     Raises:
-        TargetChanged: a target was made anew, or is gone, and the user did not accept that.
+        TargetChanged: a target was recreated, or is gone, and the user did not accept that.
     """
     now = _now(context)
     if last is None or context.tolerance.new_target:
@@ -45,20 +45,20 @@ def check_targets(context: Context, last: Decision | None) -> Mapping[str, str]:
     for sink, before in sorted(last.targets.items()):
         if sink in sinks and not (sink in now and same_target(before, now[sink])):
             written_to = before if _IN_WORDS.fullmatch(before) else f"a target with id {before}"
-            found = f"its target now is {now[sink]}" if sink in now else "no such target is there now"
+            found = f"its target is now {now[sink]}" if sink in now else "no such target exists now"
             raise TargetChanged(
                 "TARGET_CHANGED",
                 f"Sink {sink!r} of pipeline {context.scope.pipeline!r}: batch {last.batch} was written to "
-                f"{written_to}, and {found}. It was dropped or made anew, and the {last.total_of(sink).count} records "
-                "that were delivered before are not in it. Nothing was written.",
-                next_step="restore the former target; or deliver everything again, with a new checkpoint; or go on "
+                f"{written_to}, but {found}. It was dropped or recreated, and lacks the {last.total_of(sink).count} "
+                "records delivered before. Nothing was written.",
+                next_step="restore the original target; or redeliver everything with a new checkpoint; or continue "
                 'with the new target as it is: accept it once with .option("newTarget", "accept")',
             )
     return _ids(now)
 
 
 def same_target(before: str, now: Target) -> bool:
-    """Whether a decision's target is the one that is there now."""
+    """Whether a decision's target is the current one."""
     if (words := _IN_WORDS.fullmatch(before)) is not None:
         return words[1] == now.id.partition("@")[0]
     return before == now.id
