@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import pyarrow as pa
 
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import TYPES
-from delivered.contract.finding import Finding
-from delivered.contract.sink import BoundedScan, Committer, Writer
-from delivered.kits.sql.merge import check_columns, stored
-from delivered.kits.table.target import preflight
-from delivered.ledger.ledger import Ledger
+from delivered.kits.sink import Parts
+from delivered.kits.table.sink import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
-from delivered.model.columns import fitted
-from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 
 
 @dataclass(frozen=True)
-class DeltaSink:
-    """Holds options, no connection. Secrets travel as references."""
-
+class DeltaSink(FileTableSink):
     options: DeltaOptions
 
-    @property
-    def name(self) -> str:
-        return self.options.sink_name
+    types = TYPES
+    parts = Parts(
+        __package__,
+        check="target:check",
+        ready="target:ready",
+        writer="writer:writer",
+        scan="read:DeltaScan",
+        store="store:DeltaStore",
+        committer="committer:DeltaCommitter",
+    )
 
     def capability(self) -> SinkCapability:
         return SinkCapability(
@@ -55,44 +51,3 @@ class DeltaSink:
                 "each batch is a version of the table, and a file for each shard: compact it now and then",
             ),
         )
-
-    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        from delivered.connectors.delta.target import check
-
-        return preflight(self.options, guarantee, lambda: check(self.options))
-
-    def check_schema(self, schema: pa.Schema) -> None:
-        TYPES.check(schema)
-        if self.options.write.upserts:
-            check_columns(self.options.write, schema, TYPES)
-
-    def ready_target(self, schema: pa.Schema) -> None:
-        from delivered.connectors.delta.target import ready
-
-        ready(self.options, stored(self.options.write, schema))
-
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return fitted(batch, TYPES.canonical_schema(batch.schema))
-
-    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
-        from delivered.connectors.delta.writer import DeltaFiles
-        from delivered.kits.table.shard import DirectWriter, StagingWriter
-
-        if guarantee is Guarantee.EXACTLY_ONCE:
-            return StagingWriter(work, DeltaFiles(self.options, work, schema, direct=False))
-        return DirectWriter(work, guarantee, DeltaFiles(self.options, work, schema, direct=True))
-
-    def scan(self) -> BoundedScan:
-        from delivered.connectors.delta.read import DeltaScan
-
-        return DeltaScan(self.options)
-
-    def ledger(self, scope: Scope) -> Ledger:
-        from delivered.connectors.delta.store import DeltaStore
-
-        return Ledger(DeltaStore(self.options, scope), scope)
-
-    def committer(self, scope: Scope) -> Committer:
-        from delivered.connectors.delta.committer import DeltaCommitter
-
-        return DeltaCommitter(self.options, scope)

@@ -14,12 +14,15 @@ from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.commit import DataFile, TableChange, commit
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import TYPES, required, same_columns
+from delivered.contract.sink import Writer
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.table import stage
 from delivered.kits.table.parquet import PartFiles, split
+from delivered.kits.table.shard import shard_writer
 from delivered.kits.table.target import but_gone
 from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
 
@@ -27,6 +30,11 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 _Part = tuple[tuple[str, str | None], ...]
 """Columns that name a partition, with their values as the log writes them."""
+
+
+def writer(options: DeltaOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+    return shard_writer(work, guarantee, DeltaFiles(options, work, schema, direct=not exactly_once))
 
 
 class DeltaFiles:

@@ -1,15 +1,4 @@
-"""Folders of Parquet, JSON or CSV files as a sink: a batch is one folder, and appears by one rename.
-
-options.py  what the user named
-types.py    Arrow types as each format keeps them
-formats.py  rows into files, and back
-disk.py     names, and what makes them durable
-writer.py   a task's side
-store.py    the ledger beside the batches: owner, decisions. The line that decides is there.
-committer.py staged files of undecided shards
-read.py     a scan of the folder, for the audit
-sink.py     all of these as the contract's sink
-"""
+"""Folders of Parquet, JSON or CSV files as a sink: a batch is one folder, and appears by one rename."""
 
 from __future__ import annotations
 

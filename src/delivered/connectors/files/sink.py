@@ -9,32 +9,30 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.files import types
-from delivered.connectors.files.committer import FilesCommitter
 from delivered.connectors.files.disk import failed, identity_file, schema_file
 from delivered.connectors.files.options import FilesOptions
-from delivered.connectors.files.read import FolderScan, stored_schema
-from delivered.connectors.files.store import FilesStore
-from delivered.connectors.files.writer import DirectWriter, StagingWriter
+from delivered.connectors.files.read import stored_schema
 from delivered.contract.finding import Finding
+from delivered.kits.sink import Parts, StoreSink
 from delivered.kits.table.durable import make_folder, put, put_first
-from delivered.ledger.ledger import Ledger
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 
 
 @dataclass(frozen=True)
-class FilesSink:
-    """Holds options alone."""
-
+class FilesSink(StoreSink):
     options: FilesOptions
 
-    @property
-    def name(self) -> str:
-        return self.options.sink_name
+    parts = Parts(
+        __package__,
+        writer="writer:writer",
+        scan="read:FolderScan",
+        store="store:FilesStore",
+        committer="committer:FilesCommitter",
+    )
 
     def capability(self) -> SinkCapability:
         return SinkCapability(
@@ -93,19 +91,6 @@ class FilesSink:
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, types.TYPES.canonical_schema(batch.schema))
-
-    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:
-        kind = StagingWriter if guarantee is Guarantee.EXACTLY_ONCE else DirectWriter
-        return kind(self.options, work, schema)
-
-    def scan(self) -> FolderScan:
-        return FolderScan(self.options)
-
-    def ledger(self, scope: Scope) -> Ledger:
-        return Ledger(FilesStore(self.options, scope), scope)
-
-    def committer(self, scope: Scope) -> FilesCommitter:
-        return FilesCommitter(self.options, scope)
 
 
 def _columns(schema: pa.Schema | None) -> str:

@@ -18,7 +18,13 @@ from delivered.kits.table.durable import make_folder, sync
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+
+
+def writer(options: FilesOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:
+    kind = StagingWriter if guarantee is Guarantee.EXACTLY_ONCE else DirectWriter
+    return kind(options, work, schema)
 
 
 class StagingWriter:

@@ -14,13 +14,25 @@ from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.partition import Part, parts
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
 from delivered.connectors.iceberg.types import TYPES, to_arrow
+from delivered.contract.sink import Writer
 from delivered.kits.table import stage
 from delivered.kits.table.parquet import PartFiles
+from delivered.kits.table.shard import shard_writer
 from delivered.kits.table.target import but_gone
 from delivered.model.columns import fitted
 from delivered.model.errors import BadRecord
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
+
+
+def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+    exactly_once = guarantee is Guarantee.EXACTLY_ONCE
+    if exactly_once and options.write.upserts:
+        from delivered.connectors.iceberg.staged import StagedRows
+
+        return shard_writer(work, guarantee, StagedRows(options, work, schema))
+    return shard_writer(work, guarantee, IcebergFiles(options, work, schema, direct=not exactly_once))
 
 
 class IcebergFiles:

@@ -1,12 +1,4 @@
-"""A durable log without a server: a Delta table whose rows have contiguous offsets.
-
-table.py    the layout: columns, files and the offsets they hold
-produce.py  producers: assign offsets, one commit, durable when it returns
-read.py     a range of offsets as record batches, found by offset and not by file name
-source.py   the contract's source over these
-journal.py  the log behind receivers: appends that know what it holds already, and its upkeep
-progress.py how far each reader is
-"""
+"""A durable log without a server: a Delta table whose rows have contiguous offsets."""
 
 from __future__ import annotations
 

@@ -5,44 +5,39 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pyarrow as pa
 
 from delivered.connectors.sqlite import target
-from delivered.connectors.sqlite.committer import SqliteCommitter
 from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, rollback, writing
 from delivered.connectors.sqlite.migrate import migrate
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.connectors.sqlite.read import SqliteScan
-from delivered.connectors.sqlite.store import SqliteStore
-from delivered.connectors.sqlite.types import TYPES, invalid_rows
-from delivered.connectors.sqlite.writer import DirectWriter, StagingWriter
+from delivered.connectors.sqlite.types import TYPES
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
-from delivered.kits.sql.merge import no_unique_index, without_key
-from delivered.kits.sql.sink import HISTORY, TableSink
-from delivered.kits.sql.types import Types
-from delivered.ledger.ledger import Ledger
+from delivered.kits.sink import Parts
+from delivered.kits.sql.merge import no_unique_index
+from delivered.kits.sql.sink import HISTORY, DatabaseSink
 from delivered.model.capability import Commit, SinkCapability
-from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 
 @dataclass(frozen=True)
-class SqliteSink(TableSink):
-    """Holds options, no connection."""
-
+class SqliteSink(DatabaseSink):
     options: SqliteOptions
 
-    types: ClassVar[Types] = TYPES
-
-    @property
-    def _table(self) -> SqliteOptions:
-        return self.options
+    types = TYPES
+    parts = Parts(
+        __package__,
+        invalid_rows="types:invalid_rows",
+        writer="writer:writer",
+        scan="read:SqliteScan",
+        store="store:SqliteStore",
+        committer="committer:SqliteCommitter",
+    )
 
     def capability(self) -> SinkCapability:
         table = self._into
@@ -113,24 +108,6 @@ class SqliteSink(TableSink):
                 target.ready(connection, self.options, schema)
         finally:
             connection.close()
-
-    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        plain = fitted(batch, TYPES.plain_schema(batch.schema))
-        return without_key(self.options.write, batch, invalid_rows(plain))
-
-    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter | DirectWriter:
-        if guarantee is Guarantee.EXACTLY_ONCE:
-            return StagingWriter(self.options, work, schema)
-        return DirectWriter(self.options, schema)
-
-    def scan(self) -> SqliteScan:
-        return SqliteScan(self.options)
-
-    def ledger(self, scope: Scope) -> Ledger:
-        return Ledger(SqliteStore(self.options, scope), scope)
-
-    def committer(self, scope: Scope) -> SqliteCommitter:
-        return SqliteCommitter(self.options, scope)
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.connectors.sqlite.keys import key_table

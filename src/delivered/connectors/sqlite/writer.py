@@ -20,7 +20,14 @@ from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import check_rows, stored
 from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+
+
+def writer(options: SqliteOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter | DirectWriter:
+    if guarantee is Guarantee.EXACTLY_ONCE:
+        return StagingWriter(options, work, schema)
+    return DirectWriter(options, schema)
 
 
 class StagingWriter:

@@ -1,48 +1,52 @@
-"""What every sink into a table answers alike."""
+"""What every sink into a table answers alike, and what is alike in those into a database, or a database server."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import ClassVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from delivered.kits.sql.merge import check_columns
-from delivered.kits.sql.options import TableOptions
+from delivered.contract.powers import KeyMemory
+from delivered.kits.sink import StoreSink
+from delivered.kits.sql.merge import check_columns, without_key
+from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.types import Types
+from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
+from delivered.model.identity import Scope
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 
 HISTORY = f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept"
 
 
-class TableSink(ABC):
-    """Holds no connection. Base of a dataclass with the field `options`."""
-
+class TableSink(StoreSink):
     types: ClassVar[Types]
-
-    @property
-    @abstractmethod
-    def _table(self) -> TableOptions:
-        """The options."""
-
-    @property
-    def name(self) -> str:
-        return self._table.sink_name
 
     def check_schema(self, schema: pa.Schema) -> None:
         self.types.check(schema)
-        if self._table.write.upserts:
-            check_columns(self._table.write, schema, self.types)
+        if self.options.write.upserts:
+            check_columns(self.options.write, schema, self.types)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return fitted(batch, self.types.canonical_schema(batch.schema))
 
+
+class DatabaseSink(TableSink):
+    """Into a table of a database."""
+
+    options: TableOptions
+
+    def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
+        plain = fitted(batch, self.types.plain_schema(batch.schema))
+        return without_key(self.options.write, batch, self.parts["invalid_rows"](plain))
+
     @property
     def _into(self) -> str:
         """Where rows go, and how, for the plan."""
-        write = self._table.write
-        text = f"table {self._table.table_text}"
+        write = self.options.write
+        text = f"table {self.options.table_text}"
         if write.upserts:
             text += f", by key ({write.keys_text})"
             text += f" where {write.version} grows" if write.version else ", the last row of a key"
@@ -52,7 +56,7 @@ class TableSink(ABC):
     @property
     def _assumed(self) -> tuple[str, ...]:
         """What an upsert takes for granted."""
-        write = self._table.write
+        write = self.options.write
         if write.version is not None:
             return ("of two rows of one key and one version, either may be the one that stays",)
         return (
@@ -62,7 +66,85 @@ class TableSink(ABC):
     @property
     def _bounds(self) -> tuple[str, ...]:
         """What an upsert does not do."""
-        write = self._table.write
+        write = self.options.write
         if write.version is None or write.delete is None:
             return ()
         return ("a deleted key forgets its version: an older row of a later batch brings it back",)
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a server's steps read in a plan.
+
+    Attributes:
+        load: how rows get in.
+        transaction: in which a shard's rows wait for the decision.
+        prepare, commit: of such a transaction.
+        moved: what is left to do when rows and decision got in by one transaction.
+        holds: what prepared rows hold up.
+    """
+
+    load: str
+    transaction: str
+    prepare: str
+    commit: str
+    moved: str
+    holds: str
+    assumes: tuple[str, ...]
+    limits: tuple[str, ...] = ()
+
+
+class ServerSink(DatabaseSink):
+    options: ServerOptions
+    words: ClassVar[Words]
+
+    def capability(self) -> SinkCapability:
+        words, into = self.words, self._into
+        two_phase = self.options.mechanism is Mechanism.TWO_PHASE
+        common: dict[str, Any] = {
+            "system": self.parts.folder.rpartition(".")[2],
+            "send": f"{words.load} into {into}, one transaction for each shard, visible when it ends",
+            "remembers": True,
+            "write": self.options.write,
+        }
+        if not two_phase:
+            return SinkCapability(
+                commit=Commit.ONE_TRANSACTION,
+                mechanism="ledger row in the sink's transaction",
+                stage=f"{words.load} into a staging table for each shard",
+                prepare="the staging table is committed, durable",
+                decide=f"one transaction: rows of all shards into {into}, and the ledger row",
+                apply=words.moved,
+                batch_atomic=True,
+                assumes=(*words.assumes, *self._assumed),
+                limits=("rows are written twice: once staged, once moved", HISTORY, *self._bounds),
+                **common,
+            )
+        return SinkCapability(
+            commit=Commit.TWO_PHASE,
+            mechanism="two-phase commit",
+            stage=f"{words.load} into {into}, {words.transaction} for each shard, invisible",
+            prepare=f"a marker in the same transaction; {words.prepare}",
+            decide="one row in the ledger, by the one driver that owns it",
+            apply=f"{words.commit} for each shard, from the driver",
+            batch_atomic=False,
+            assumes=(
+                *words.assumes,
+                "no rows of one batch wait for each other's unique keys across shards",
+                *self._assumed,
+            ),
+            limits=(
+                *words.limits,
+                "a reader may see some shards of a batch a few ms before the others",
+                f"prepared rows of a pipeline that never starts again {words.holds}: `delivered transactions list` "
+                "shows them and their age",
+                HISTORY,
+            ),
+            **common,
+        )
+
+    def key_memory(self, scope: Scope) -> KeyMemory:
+        from delivered.kits.sql.keys import KeyTable, from_warm
+
+        database = self.parts["database"](self.options)
+        return KeyTable(self.parts["dialect"](self.options.ledger_schema), scope, partial(from_warm, database))

@@ -108,6 +108,12 @@ class DirectWriter(StagingWriter):
             self._files.discard()
 
 
+def shard_writer(work: Work, guarantee: Guarantee, files: ShardFiles) -> StagingWriter:
+    if guarantee is Guarantee.EXACTLY_ONCE:
+        return StagingWriter(work, files)
+    return DirectWriter(work, guarantee, files)
+
+
 @contextlib.contextmanager
 def _as_ours(work: Work) -> Iterator[None]:
     try:

@@ -1,0 +1,82 @@
+"""What every sink answers alike whose own transaction carries the decision."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pyarrow as pa
+
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+
+if TYPE_CHECKING:
+    from delivered.contract.finding import Finding
+    from delivered.contract.sink import BoundedScan, Committer, Writer
+    from delivered.ledger.ledger import Ledger
+
+
+class Parts:
+    """What a connector is made of, each "module:name" in its folder.
+
+    Imported when it is asked for: a task loads nothing of the driver's, and a user who lacks the client library is told
+    so by the part that needs it.
+
+    Args:
+        needs: raises MissingExtra if writer and store cannot be imported.
+    """
+
+    def __init__(self, folder: str, needs: Callable[[], None] = lambda: None, **names: str) -> None:
+        self.folder = folder
+        self._needs = needs
+        self._names = names
+
+    def __getitem__(self, what: str) -> Any:
+        if what in ("writer", "store"):
+            self._needs()
+        module, _, name = self._names[what].partition(":")
+        return getattr(import_module(f"{self.folder}.{module}"), name)
+
+
+class StoreSink(ABC):
+    """Holds options, no connection; secrets travel as references. Base of a dataclass with the field `options`.
+
+    Attributes:
+        parts: each called with the options, and what the contract says.
+    """
+
+    options: Any
+    parts: ClassVar[Parts]
+
+    @property
+    def name(self) -> str:
+        return str(self.options.sink_name)
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        found: Sequence[Finding] = self.parts["preflight"](self.options, guarantee)
+        return found
+
+    @abstractmethod
+    def check_schema(self, schema: pa.Schema) -> None: ...
+
+    @abstractmethod
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch: ...
+
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
+        made: Writer = self.parts["writer"](self.options, work, guarantee, schema)
+        return made
+
+    def scan(self) -> BoundedScan:
+        made: BoundedScan = self.parts["scan"](self.options)
+        return made
+
+    def ledger(self, scope: Scope) -> Ledger:
+        from delivered.ledger.ledger import Ledger
+
+        return Ledger(self.parts["store"](self.options, scope), scope)
+
+    def committer(self, scope: Scope) -> Committer:
+        made: Committer = self.parts["committer"](self.options, scope)
+        return made
