@@ -11,11 +11,11 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import dialect
 from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.stage import KEY as STAGED
+from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import KEY as GID
 from delivered.kits.sql.transactions import OpenTransaction
-from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope, Target, Work
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Prepared
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class MysqlCommitter(ServerCommitter["Session"]):
 
     def __init__(self, options: MysqlOptions, scope: Scope) -> None:
         names = transactions.names_of(scope, options.ledger_schema)
-        super().__init__(MysqlDatabase(options), dialect(options.ledger_schema), names)
+        super().__init__(MysqlDatabase(options), dialect(options.ledger_schema), names, Staging(options))
         self._options = options
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
@@ -50,15 +50,8 @@ class MysqlCommitter(ServerCommitter["Session"]):
     def _list(self, connection: Session) -> list[OpenTransaction]:
         return transactions.listed(connection, self._scope, self._options)
 
-    def _end(self, gid: str, commit: bool) -> Outcome[None]:
-        try:
-            with self._borrowed() as connection:
-                done = transactions.end(connection, gid, commit)
-        except self._server.errors() as error:
-            return Unknown(str(self._server.explained(error)))
-        except DeliveredError as error:
-            return Unknown(str(error))
-        return Ok(None) if done else Failed(f"nothing is prepared under {gid}")
+    def _end_prepared(self, connection: Session, gid: str, commit: bool) -> bool:
+        return transactions.end(connection, gid, commit)
 
     @property
     def _id_prefix(self) -> str:
@@ -80,4 +73,4 @@ class MysqlCommitter(ServerCommitter["Session"]):
         if not sessions.gone(connection, nonce, 0):
             sessions.end(connection, nonce)
             sessions.gone(connection, nonce, transactions.KILLED_S)
-        stage.drop(connection, self._options, table)
+        super()._drop(connection, table)

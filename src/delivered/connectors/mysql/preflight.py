@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import errors, target, transactions
-from delivered.connectors.mysql.client import MysqlDatabase, read_only
+from delivered.connectors.mysql.client import read_only
 from delivered.connectors.mysql.migrate import migrate
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.contract.finding import Finding
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import no_unique_index
 from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.transactions import age_of
-from delivered.model.errors import DeliveredError
+from delivered.kits.sql.target import missing_at_server, permission
+from delivered.kits.sql.transactions import age_of, check_deletions
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 
@@ -22,23 +22,7 @@ if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 
-def preflight(options: MysqlOptions, guarantee: Guarantee) -> list[Finding]:
-    """Ask the server. Findings that refuse come last: what is behind them could not be asked."""
-    findings: list[Finding] = []
-    server = MysqlDatabase(options)
-    try:
-        session = server.connect("preflight")
-        try:
-            with server.explaining():
-                findings.extend(_look(session, options, guarantee))
-        finally:
-            server.discard(session)
-    except DeliveredError as error:
-        findings.append(Finding.refusal(error))
-    return findings
-
-
-def _look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
+def look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
     settings = _settings(session)
     if settings.get("super_read_only") == "ON" or settings.get("tx_read_only") == "ON":
         raise read_only(options)
@@ -54,14 +38,7 @@ def _look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Iter
     if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
         transactions.check_allowed(session, options)
         yield from _prepared(session, options)
-        if options.write.delete is not None:
-            yield Finding(
-                "DELETE_TWO_PHASE",
-                "deleteColumn does not go with mechanism two_phase: a deletion of a key that is not there yet leaves "
-                "no lock for another shard of the batch to meet, so one that is out of order would go unseen.",
-                True,
-                'write .option("mechanism", "one_transaction")',
-            )
+        yield from check_deletions(options)
     migrate(session, options.ledger_schema)
     yield from _table(session, options)
 
@@ -115,7 +92,7 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     if found is None:
         target.check_hidden(session, options)
         if not options.create:
-            raise target.missing_table(options)
+            raise missing_at_server(options)
         base = options.schema or options.database
         there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
         if session.execute(there, [base]).fetchone() is None:
@@ -131,12 +108,7 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
     denied = _denied(session, options, found)
     if denied:
         user = session.execute("SELECT current_user()").fetchone()[0]
-        yield Finding(
-            "PERMISSION",
-            f"User {user!r} has no right to {' and '.join(denied)} on {options.table_text!r} at {options.place}.",
-            True,
-            f"GRANT {', '.join(denied)} ON {found.base}.{found.name} TO {user}",
-        )
+        yield permission(options, user, denied, f"{found.base}.{found.name}")
     elif write.upserts:
         if target.unique_index(session, found, write.keys) is None:
             raise no_unique_index(write, options.table_text, options.where)

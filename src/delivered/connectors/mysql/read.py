@@ -16,7 +16,7 @@ from delivered.contract.source import Offsets, Slice
 from delivered.kits.sql import csv
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.table import TableScan, steps
-from delivered.kits.sql.target import never_written
+from delivered.kits.sql.target import never_written, text_of
 from delivered.model.errors import InvariantBroken, UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class MysqlScan(TableScan):
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         schema = self.schema()
         columns = ", ',', ".join(f"coalesce({_selected(f)}, '')" for f in schema)
-        statement = rf"SELECT CONVERT(concat({columns}, '\n') USING binary) FROM {target.text_of(self.options)}"
+        statement = rf"SELECT CONVERT(concat({columns}, '\n') USING binary) FROM {text_of(self.options)}"
         if piece.data["start"] is not None:
             key = quoted(piece.data["key"])
             statement += f" WHERE {key} >= {int(piece.data['start'])} AND {key} < {int(piece.data['end'])}"

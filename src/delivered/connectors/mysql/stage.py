@@ -56,8 +56,3 @@ def listed(session: Session, names: Names) -> list[str]:
 def nonce_of(table: str) -> str:
     """By which the session that fills a staging table is found."""
     return table.rpartition("_")[2]
-
-
-def drop(session: Session, options: MysqlOptions, table: str) -> None:
-    """Give staged rows back. Raises MySQLError."""
-    session.execute(f"DROP TABLE IF EXISTS {quoted(options.ledger_schema)}.{quoted(table)}")

@@ -18,7 +18,7 @@ from delivered.connectors.mysql.types import CHARSETS, TYPES
 from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import no_unique_index, stored
-from delivered.kits.sql.target import check_unchanged, marked, missing, new_mark
+from delivered.kits.sql.target import check_unchanged, marked, missing_at_server, new_mark, text_of
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
     if found is None:
         check_hidden(session, options)
         if not options.create:
-            raise missing_table(options)
+            raise missing_at_server(options)
         check_typed(options, schema)
         with alone(session):
             made = find(session, options) is None
@@ -133,7 +133,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
                     [found.base, found.name],
                 )
         if found is None:
-            raise missing_table(options)
+            raise missing_at_server(options)
     check_engine(options, found)
     columns = table_columns(session, found)
     compare(options, TYPES, kept, columns, _CHANGE)
@@ -162,11 +162,6 @@ def check_hidden(session: Session, options: MysqlOptions) -> None:
     except Exception as error:
         if errors.number_of(error) not in (errors.NO_TABLE, errors.NO_DATABASE):
             raise
-
-
-def text_of(options: MysqlOptions) -> str:
-    """The table as the user named it, quoted for SQL."""
-    return quoted(options.table) if options.schema is None else f"{quoted(options.schema)}.{quoted(options.table)}"
 
 
 def check_engine(options: MysqlOptions, found: Found) -> None:
@@ -287,8 +282,3 @@ def stored_schema(session: Session, options: MysqlOptions, found: Found) -> pa.S
         [found.base, found.name],
     ).fetchone()
     return None if row is None else pa.ipc.read_schema(pa.py_buffer(row[0]))
-
-
-def missing_table(options: MysqlOptions) -> UsageError:
-    way_out = 'create the table, mend the option dbtable, or write .option("ifNotExists", "true")'
-    return missing(options.table_text, options.where, way_out)

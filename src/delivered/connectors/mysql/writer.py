@@ -10,8 +10,8 @@ import pyarrow as pa
 from delivered.connectors.mysql import sessions, stage, target, transactions
 from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.load import Loading
-from delivered.connectors.mysql.migrate import with_values
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.store import dialect
 from delivered.connectors.mysql.types import TYPES, check_values
 from delivered.kits.sql import warm
 from delivered.kits.sql.merge import check_rows
@@ -19,6 +19,7 @@ from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import KEY as STAGED
 from delivered.kits.sql.transactions import KEY as GID
+from delivered.kits.sql.transactions import mark
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -106,7 +107,7 @@ class LoadWriter:
             if staged:
                 sessions.release(session)
             if staged and not self._moved_later:
-                stage.drop(session, self._options, staged)
+                self._staging.drop(session, staged)
         warm.give(self._server, session)
         return handle
 
@@ -120,7 +121,7 @@ class LoadWriter:
             with contextlib.suppress(DeliveredError, self._server.errors()):
                 fresh = self._server.connect("task")
                 try:
-                    stage.drop(fresh, self._options, staged)
+                    self._staging.drop(fresh, staged)
                 finally:
                     self._server.discard(fresh)
 
@@ -169,16 +170,7 @@ class LoadWriter:
             session.execute(merge.delete(self._staging.full(self._staged)))
 
     def _promise(self, session: Session, fingerprint: Fingerprint) -> str:
-        """The marker lies in the same transaction as the rows: seen later, it tells that they are in."""
-        work = self._work
-        session.execute(
-            f"INSERT INTO {with_values(self._options.ledger_schema)}.marker "
-            "(pipeline, sink, incarnation, batch, shard, gid, fingerprint) VALUES (%s, %s, %s, %s, %s, %s, %s)",
-            [
-                work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch, work.shard, self._gid,
-                str(fingerprint),
-            ],
-        )  # fmt: skip
+        mark(session, dialect(self._options.ledger_schema), self._work, self._gid, fingerprint)
         session.execute(f"XA END {transactions.xid(self._gid)}")
         session.execute(f"XA PREPARE {transactions.xid(self._gid)}")
         return self._gid

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres import stage, target, transactions
-from delivered.connectors.postgres.client import PostgresDatabase, explained
+from delivered.connectors.postgres.client import PostgresDatabase
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.store import dialect
-from delivered.connectors.postgres.transactions import GONE
 from delivered.kits.sql.committer import ServerCommitter
 from delivered.kits.sql.names import Names
+from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import OpenTransaction
-from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope, Target
-from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 
 if TYPE_CHECKING:
     import psycopg
@@ -25,25 +23,14 @@ class PostgresCommitter(ServerCommitter["psycopg.Connection[Any]"]):
 
     def __init__(self, options: PostgresOptions, scope: Scope) -> None:
         names = Names(scope, options.ledger_schema)
-        super().__init__(PostgresDatabase(options), dialect(options.ledger_schema), names)
+        super().__init__(PostgresDatabase(options), dialect(options.ledger_schema), names, Staging(options))
         self._options = options
 
     def _list(self, connection: psycopg.Connection[Any]) -> list[OpenTransaction]:
         return transactions.listed(connection, self._scope, self._options)
 
-    def _end(self, gid: str, commit: bool) -> Outcome[None]:
-        import psycopg
-
-        try:
-            with self._borrowed() as connection:
-                transactions.end(connection, gid, commit)
-        except psycopg.Error as error:
-            if error.sqlstate == GONE:
-                return Failed(f"nothing is prepared under {gid}")
-            return Unknown(str(explained(error, self._options)))
-        except DeliveredError as error:
-            return Unknown(str(error))
-        return Ok(None)
+    def _end_prepared(self, connection: psycopg.Connection[Any], gid: str, commit: bool) -> bool:
+        return transactions.end(connection, gid, commit)
 
     @property
     def _id_prefix(self) -> str:
@@ -58,6 +45,3 @@ class PostgresCommitter(ServerCommitter["psycopg.Connection[Any]"]):
 
     def _staged(self, connection: psycopg.Connection[Any]) -> list[str]:
         return stage.listed(connection, self._names)
-
-    def _drop(self, connection: psycopg.Connection[Any], table: str) -> None:
-        stage.drop(connection, self._options, table)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres import target
-from delivered.connectors.postgres.client import connect, explained
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.transactions import slots
 from delivered.contract.finding import Finding
 from delivered.kits.sql.merge import no_unique_index
 from delivered.kits.sql.options import Mechanism
-from delivered.model.errors import DeliveredError
+from delivered.kits.sql.target import missing_at_server, permission
+from delivered.kits.sql.transactions import check_deletions
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 
@@ -24,25 +24,7 @@ SLOTS_WANTED = 32
 """Free slots for prepared transactions below which the number is printed: a batch needs one for each shard."""
 
 
-def preflight(options: PostgresOptions, guarantee: Guarantee) -> list[Finding]:
-    """Ask the server. Findings that refuse come last: what is behind them could not be asked."""
-    import psycopg
-
-    findings: list[Finding] = []
-    try:
-        connection = connect(options, "preflight")
-        try:
-            findings.extend(_look(connection, options, guarantee))
-        except psycopg.Error as error:
-            raise explained(error, options) from error
-        finally:
-            connection.close()
-    except DeliveredError as error:
-        findings.append(Finding.refusal(error))
-    return findings
-
-
-def _look(connection: psycopg.Connection[Any], options: PostgresOptions, guarantee: Guarantee) -> Iterator[Finding]:
+def look(connection: psycopg.Connection[Any], options: PostgresOptions, guarantee: Guarantee) -> Iterator[Finding]:
     row = connection.execute(
         "SELECT pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', current_setting('fsync') = 'off'"
     ).fetchone()
@@ -63,14 +45,7 @@ def _look(connection: psycopg.Connection[Any], options: PostgresOptions, guarant
         )
     if guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.TWO_PHASE:
         yield from _prepared(connection, options, slots(connection, options))
-        if options.write.delete is not None:
-            yield Finding(
-                "DELETE_TWO_PHASE",
-                "deleteColumn does not go with mechanism two_phase: a deletion of a key that is not there yet leaves "
-                "no lock for another shard of the batch to meet, so one that is out of order would go unseen.",
-                True,
-                'write .option("mechanism", "one_transaction")',
-            )
+        yield from check_deletions(options)
     migrate(connection, options.ledger_schema)
     yield from _table(connection, options, guarantee)
 
@@ -111,7 +86,7 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
     found = target.find(connection, options)
     if found is None:
         if not options.create:
-            raise target.missing_table(options)
+            raise missing_at_server(options)
         yield from _may_create(connection, options)
         return
     row = connection.execute("SELECT relkind, relpersistence FROM pg_class WHERE oid = %s", [found[0]]).fetchone()
@@ -123,12 +98,7 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
         )
     elif denied:
         user = connection.info.user
-        yield Finding(
-            "PERMISSION",
-            f"User {user!r} has no right to {' and '.join(denied)} on {options.table_text!r} at {options.place}.",
-            True,
-            f"GRANT {', '.join(denied)} ON {options.table_text} TO {user}",
-        )
+        yield permission(options, user, denied, options.table_text)
     elif options.write.upserts and not target.has_unique_index(connection, found[0], options.write.keys):
         raise no_unique_index(options.write, options.table_text, options.where)
     elif persistence == "u" and guarantee is not Guarantee.AT_MOST_ONCE:

@@ -17,7 +17,7 @@ class PostgresSink(ServerSink):
     types = TYPES
     parts = Parts(
         __package__,
-        preflight="preflight:preflight",
+        look="preflight:look",
         invalid_rows="types:invalid_rows",
         writer="writer:CopyWriter",
         scan="read:PostgresScan",

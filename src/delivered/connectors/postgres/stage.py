@@ -45,8 +45,3 @@ def listed(connection: psycopg.Connection[Any], names: Names) -> list[str]:
         [names.ledger_schema, names.staging_prefix],
     ).fetchall()
     return [name for (name,) in rows if names.is_staging(name)]
-
-
-def drop(connection: psycopg.Connection[Any], options: PostgresOptions, table: str) -> None:
-    """Give staged rows back. Raises psycopg.Error."""
-    connection.execute(f"DROP TABLE IF EXISTS {quoted(options.ledger_schema)}.{quoted(table)}")

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.postgres import stage
 from delivered.connectors.postgres.client import PostgresDatabase, explained, is_lost
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.kits.sql.database import quoted
@@ -81,7 +80,7 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
         super()._move(connection, change)
         for prepared in change.move:
             if KEY in prepared.handle:
-                stage.drop(connection, self._options, str(prepared.handle[KEY]))
+                self._staging.drop(connection, str(prepared.handle[KEY]))
 
     def _end_holders(self) -> None:
         import psycopg

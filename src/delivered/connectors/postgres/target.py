@@ -15,8 +15,7 @@ from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import Merge, stored
-from delivered.kits.sql.target import check_unchanged, missing
-from delivered.model.errors import UsageError
+from delivered.kits.sql.target import check_unchanged, missing_at_server, text_of
 
 if TYPE_CHECKING:
     import psycopg
@@ -41,11 +40,6 @@ class Target:
     kinds: tuple[str, ...]
     columns: str
     merge: Merge
-
-
-def text_of(options: PostgresOptions) -> str:
-    """The table as the user named it, quoted for SQL."""
-    return quoted(options.table) if options.schema is None else f"{quoted(options.schema)}.{quoted(options.table)}"
 
 
 def find(connection: psycopg.Connection[Any], options: PostgresOptions) -> tuple[int, str] | None:
@@ -74,7 +68,7 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
     found = find(connection, options)
     if found is None:
         if not options.create:
-            raise missing_table(options)
+            raise missing_at_server(options)
         check_typed(options, schema)
         body = ", ".join(f"{quoted(f.name)} {TYPES.declared(f.type)}" for f in kept)
         if options.write.upserts:
@@ -84,7 +78,7 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
             connection.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} ({body})")
         found = find(connection, options)
         if found is None:
-            raise missing_table(options)
+            raise missing_at_server(options)
     relation, name = found
     kinds = dict(
         zip(kept.names, compare(options, TYPES, kept, table_columns(connection, relation), _CHANGE), strict=True)
@@ -164,8 +158,3 @@ def stored_schema(connection: psycopg.Connection[Any], options: PostgresOptions,
         [relation],
     ).fetchone()
     return None if row is None else pa.ipc.read_schema(pa.py_buffer(row[0]))
-
-
-def missing_table(options: PostgresOptions) -> UsageError:
-    way_out = 'create the table, mend the option dbtable, or write .option("ifNotExists", "true")'
-    return missing(options.table_text, options.where, way_out)

@@ -69,12 +69,23 @@ def give_up_earlier(connection: psycopg.Connection[Any], work: Work, options: Po
             end(connection, transaction.transactional_id, commit=False)
 
 
-def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> None:
-    """Commit or roll back a prepared transaction, from any session of this database. Raises psycopg.Error."""
+def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> bool:
+    """Commit or roll back a prepared transaction, from any session of this database. Raises psycopg.Error.
+
+    Returns:
+        False: nothing is prepared under this id any more.
+    """
+    import psycopg
     from psycopg import sql
 
     verb = "COMMIT PREPARED {}" if commit else "ROLLBACK PREPARED {}"
-    connection.execute(sql.SQL(verb).format(sql.Literal(gid)))
+    try:
+        connection.execute(sql.SQL(verb).format(sql.Literal(gid)))
+    except psycopg.Error as error:
+        if error.sqlstate != GONE:
+            raise
+        return False
+    return True
 
 
 def slots(connection: psycopg.Connection[Any], options: PostgresOptions) -> int:

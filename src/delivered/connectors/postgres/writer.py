@@ -11,15 +11,16 @@ from delivered.connectors.postgres import encode, stage, target, transactions
 from delivered.connectors.postgres.client import PostgresDatabase, explained
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.postgres.options import PostgresOptions
+from delivered.connectors.postgres.store import dialect
 from delivered.connectors.postgres.types import TYPES
 from delivered.kits.sql import warm
-from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.options import Mechanism
 from delivered.kits.sql.stage import KEY as STAGED
 from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import KEY as GID
+from delivered.kits.sql.transactions import mark
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
@@ -144,7 +145,7 @@ class CopyWriter:
         self._staging.add(connection, self._staged, merge)
         if self._options.write.delete is not None:
             connection.execute(merge.delete(self._staging.full(self._staged)))
-        stage.drop(connection, self._options, self._staged)
+        self._staging.drop(connection, self._staged)
 
     def _end_copy(self, fingerprint: Fingerprint) -> None:
         self._copy.write(encode.TRAILER)
@@ -160,17 +161,9 @@ class CopyWriter:
             )
 
     def _prepare(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> str:
-        """The marker lies in the same transaction as the rows: seen later, it tells that they are in."""
         from psycopg import sql
 
-        work, gid = self._work, transactions.new_id(self._work, self._options.ledger_schema)
-        connection.execute(
-            f"INSERT INTO {quoted(self._options.ledger_schema)}.marker "  # noqa: S608
-            "(pipeline, sink, incarnation, batch, shard, gid, fingerprint) VALUES (%s, %s, %s, %s, %s, %s, %s)",
-            [
-                work.scope.pipeline, work.scope.sink, work.scope.incarnation, work.batch, work.shard, gid,
-                str(fingerprint),
-            ],
-        )  # fmt: skip
+        gid = transactions.new_id(self._work, self._options.ledger_schema)
+        mark(connection, dialect(self._options.ledger_schema), self._work, gid, fingerprint)
         connection.execute(sql.SQL("PREPARE TRANSACTION {}").format(sql.Literal(gid)))
         return gid

@@ -32,8 +32,9 @@ class ServerCommitter(ABC, Generic[C]):
     What a participant is, its handle says: a pipeline may change its mechanism between two starts.
     """
 
-    def __init__(self, server: Server[C], dialect: Dialect, names: Names) -> None:
+    def __init__(self, server: Server[C], dialect: Dialect, names: Names, staging: stage.Staging) -> None:
         self._server = server
+        self._staging = staging
         self._sql = dialect
         self._names = names
         self._scope = names.scope
@@ -46,10 +47,10 @@ class ServerCommitter(ABC, Generic[C]):
         """Every prepared transaction of this sink, oldest first. Raises the client's error."""
 
     @abstractmethod
-    def _end(self, gid: str, commit: bool) -> Outcome[None]:
+    def _end_prepared(self, connection: C, gid: str, commit: bool) -> bool:
         """Commit or roll back a prepared transaction. May be repeated: an id names one transaction for ever.
 
-        Failed: nothing is prepared under this id, nor ever will be.
+        Returns whether it was there; if not, nothing will ever be prepared under this id. Raises the client's error.
         """
 
     @property
@@ -69,9 +70,9 @@ class ServerCommitter(ABC, Generic[C]):
     def _staged(self, connection: C) -> list[str]:
         """Every staging table of this sink of this pipeline. Raises the client's error."""
 
-    @abstractmethod
     def _drop(self, connection: C, table: str) -> None:
         """Drop a staging table, if it is there. Raises the client's error."""
+        self._staging.drop(connection, table)
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Commit what was prepared. What was staged got in with the decision already."""
@@ -183,15 +184,27 @@ class ServerCommitter(ABC, Generic[C]):
 
     def _drop_staged(self, prepared: Prepared) -> Outcome[None]:
         """Give back the staging table that a handle names, if it names one."""
-        if stage.KEY in prepared.handle:
-            try:
-                with self._borrowed() as connection:
-                    self._drop(connection, str(prepared.handle[stage.KEY]))
-            except self._server.errors() as error:
-                return Unknown(str(self._server.explained(error)))
-            except DeliveredError as error:
-                return Unknown(str(error))
-        return Ok(None)
+        if stage.KEY not in prepared.handle:
+            return Ok(None)
+        return self._try(lambda connection: self._drop(connection, str(prepared.handle[stage.KEY])))
+
+    def _end(self, gid: str, commit: bool) -> Outcome[None]:
+        """Failed: nothing is prepared under this id, nor ever will be."""
+        match self._try(lambda connection: self._end_prepared(connection, gid, commit)):
+            case Ok(there):
+                return Ok(None) if there else Failed(f"nothing is prepared under {gid}")
+            case other:
+                return other
+
+    def _try(self, action: Callable[[C], T]) -> Outcome[T]:
+        """What changes the server: after any error nobody knows whether it did."""
+        try:
+            with self._borrowed() as connection:
+                return Ok(action(connection))
+        except self._server.errors() as error:
+            return Unknown(str(self._server.explained(error)))
+        except DeliveredError as error:
+            return Unknown(str(error))
 
     def _marked(self, work: Work, gid: str | None = None) -> bool:
         """Whether a committed marker names this shard of this batch; with `gid`: written by that transaction."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import pyarrow as pa
 
+from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
 from delivered.kits.sink import StoreSink
 from delivered.kits.sql.merge import check_columns, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
+from delivered.kits.sql.server import Server
 from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted
+from delivered.model.errors import DeliveredError
+from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 
@@ -142,6 +147,21 @@ class ServerSink(DatabaseSink):
             ),
             **common,
         )
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        """Ask the server. Findings that refuse come last: what is behind them could not be asked."""
+        found: list[Finding] = []
+        server: Server[Any] = self.parts["database"](self.options)
+        try:
+            connection = server.connect("preflight")
+            try:
+                with server.explaining():
+                    found.extend(self.parts["look"](connection, self.options, guarantee))
+            finally:
+                server.discard(connection)
+        except DeliveredError as error:
+            found.append(Finding.refusal(error))
+        return found
 
     def key_memory(self, scope: Scope) -> KeyMemory:
         from delivered.kits.sql.keys import KeyTable, from_warm

@@ -30,6 +30,10 @@ class Staging:
         """Its name with the schema, quoted for SQL."""
         return f"{quoted(self.options.ledger_schema)}.{quoted(table)}"
 
+    def drop(self, connection: Connection, table: str) -> None:
+        """Give staged rows back."""
+        connection.execute(f"DROP TABLE IF EXISTS {self.full(table)}")
+
     def reduce(self, connection: Connection, table: str, merge: Merge, rows: int) -> int:
         """Of each key keep the staged row that counts; return how many there are.
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 
 import pyarrow as pa
 
+from delivered.contract.finding import Finding
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.options import ServerOptions
 from delivered.kits.sql.types import shown
 from delivered.model.errors import UsageError
 
@@ -27,6 +31,27 @@ def marked(text: str | None) -> str | None:
 def missing(table: str, where: str, next_step: str) -> UsageError:
     return UsageError(
         "TABLE_MISSING", f"There is no table {table!r} {where}, and ifNotExists is false.", next_step=next_step
+    )
+
+
+def missing_at_server(options: ServerOptions) -> UsageError:
+    way_out = 'create the table, mend the option dbtable, or write .option("ifNotExists", "true")'
+    return missing(options.table_text, options.where, way_out)
+
+
+def text_of(options: ServerOptions) -> str:
+    """The table as the user named it, quoted for SQL."""
+    return quoted(options.table) if options.schema is None else f"{quoted(options.schema)}.{quoted(options.table)}"
+
+
+def permission(options: ServerOptions, user: str, rights: Sequence[str], table: str) -> Finding:
+    """Rights on the table that the user lacks."""
+    lacks = " and ".join(rights)
+    return Finding(
+        "PERMISSION",
+        f"User {user!r} has no right to {lacks} on {options.table_text!r} at {options.place}.",
+        True,
+        f"GRANT {', '.join(rights)} ON {table} TO {user}",
     )
 
 

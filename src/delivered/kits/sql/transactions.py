@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from delivered.contract.finding import Finding
+from delivered.kits.sql.database import Connection
+from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.options import ServerOptions
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Work
 
 KEY = "gid"
 """Name of the transaction's id in a participant's handle."""
@@ -35,6 +43,37 @@ class OpenTransaction:
     def age_s(self) -> float:
         """Seconds since it was prepared, by this machine's clock."""
         return age_of(self.started_ms)
+
+
+def check_deletions(options: ServerOptions) -> Iterator[Finding]:
+    """Under two_phase."""
+    if options.write.delete is not None:
+        yield Finding(
+            "DELETE_TWO_PHASE",
+            "deleteColumn does not go with mechanism two_phase: a deletion of a key that is not there yet leaves no "
+            "lock for another shard of the batch to meet, so one that is out of order would go unseen.",
+            True,
+            'write .option("mechanism", "one_transaction")',
+        )
+
+
+def mark(connection: Connection, dialect: Dialect, work: Work, gid: str, fingerprint: Fingerprint) -> None:
+    """Write the marker, in the transaction of the rows: seen later, it tells that they are in."""
+    connection.execute(
+        dialect(
+            "INSERT INTO {marker} (pipeline, sink, incarnation, batch, shard, gid, fingerprint) "
+            "VALUES (:pipeline, :sink, :incarnation, :batch, :shard, :gid, :fingerprint)"
+        ),
+        {
+            "pipeline": work.scope.pipeline,
+            "sink": work.scope.sink,
+            "incarnation": work.scope.incarnation,
+            "batch": work.batch,
+            "shard": work.shard,
+            "gid": gid,
+            "fingerprint": str(fingerprint),
+        },
+    )
 
 
 def age_of(started_ms: int) -> float:
