@@ -1,4 +1,4 @@
-"""What a task tells the driver of its data files: a manifest of Iceberg's own format beside them.
+"""Rows by the partitions of a table; what a task tells the driver of its data files: an Iceberg manifest beside them.
 
 So a decision names a shard in a few bytes, however many files and columns it has. The driver takes the entries over
 into the manifest of its snapshot.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow as pa
 from pyiceberg.io.pyarrow import (
     compute_statistics_plan,
     data_file_statistics_from_parquet_metadata,
@@ -26,11 +27,35 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.typedef import Record
 
-from delivered.connectors.iceberg.partition import Part
-from delivered.kits.table.parquet import Written
+from delivered.kits.table.parquet import Written, split
 
+Part = tuple[Any, ...]
+"""Values of the partition fields, as a manifest holds them: dates and times as whole numbers."""
 _NO_SNAPSHOT = 0
 """Stands where the snapshot's id will be: the driver writes the entries anew."""
+
+
+def parts(table: Any, batch: pa.RecordBatch, rows: pa.RecordBatch) -> list[tuple[Part, pa.RecordBatch]]:
+    """`rows` by the table's partition spec, whose fields are computed from `batch`, which has the same rows."""
+    spec, schema = table.spec(), table.schema()
+    if not spec.fields:
+        return [((), rows)]
+    keys = []
+    for field in spec.fields:
+        source = schema.find_field(field.source_id)
+        column = batch.column(schema.find_column_name(field.source_id))
+        keys.append(_plain(field.transform.pyarrow_transform(source.field_type)(column)))
+    return split(pa.RecordBatch.from_arrays(keys, [str(i) for i in range(len(keys))]), rows)
+
+
+def _plain(values: Any) -> pa.Array:
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    if pa.types.is_date32(values.type):
+        return values.cast(pa.int32())
+    if pa.types.is_timestamp(values.type) or pa.types.is_time64(values.type):
+        return values.cast(pa.int64())
+    return values
 
 
 def data_files(table: Any, path: str, written: Sequence[Written[Part]]) -> list[Any]:

@@ -11,7 +11,6 @@ from delivered.connectors.iceberg import manifest
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
 from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.options import IcebergOptions
-from delivered.connectors.iceberg.partition import Part, parts
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
 from delivered.connectors.iceberg.types import TYPES, to_arrow
 from delivered.contract.sink import Writer
@@ -45,7 +44,7 @@ class IcebergFiles:
         self._place = stage.new_place(work, direct)
         self._table: Any = None
         self._stored: pa.Schema | None = None
-        self._files: PartFiles[Part] | None = None
+        self._files: PartFiles[manifest.Part] | None = None
         self._done: list[Any] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -59,7 +58,7 @@ class IcebergFiles:
                         f"Column {field.name!r} of the table {self._options.where} may hold no NULL, and a row does.",
                         next_step="filter these rows, or give them a value",
                     )
-            for part, rows in parts(self._table, plain, fitted(plain, stored)):
+            for part, rows in manifest.parts(self._table, plain, fitted(plain, stored)):
                 files.write(part, rows)
 
     @property
@@ -121,7 +120,7 @@ class IcebergFiles:
             with contextlib.suppress(Exception):
                 store(self._table, data_path(self._table)).remove([self._place.beside("manifest.avro")])
 
-    def _begun(self) -> tuple[PartFiles[Part], pa.Schema]:
+    def _begun(self) -> tuple[PartFiles[manifest.Part], pa.Schema]:
         if self._files is None or self._stored is None:
             table = self._table = require_table(self._options)
             check_features(self._options, table)

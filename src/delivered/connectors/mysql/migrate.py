@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import errors
-from delivered.kits.sql.database import quoted
-from delivered.kits.sql.migrate import is_newest
+from delivered.kits.sql.database import is_newest, quoted
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session

@@ -26,8 +26,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.kits.sql.types import ServerTypes
-from delivered.kits.sql.values import because, outside_years
+from delivered.kits.sql.types import ServerTypes, because, outside_years
 from delivered.model.errors import BadRecord
 
 SCALE_MAX = 30

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from delivered.kits.sql.database import quoted
-from delivered.kits.sql.migrate import is_newest
+from delivered.kits.sql.database import is_newest, quoted
 
 if TYPE_CHECKING:
     import psycopg

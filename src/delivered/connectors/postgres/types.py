@@ -23,8 +23,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.kits.sql.types import ServerTypes
-from delivered.kits.sql.values import because
+from delivered.kits.sql.types import ServerTypes, because
 
 ENUM = "enum"
 """Stands for every enumerated type."""

@@ -6,7 +6,7 @@ import sqlite3
 import time
 
 from delivered.connectors.sqlite.database import explained, writing
-from delivered.kits.sql.migrate import is_newest
+from delivered.kits.sql.database import is_newest
 from delivered.model.limits import CONNECT_TIMEOUT_S
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (

@@ -21,8 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delivered.kits.sql.types import Types
-from delivered.kits.sql.values import outside_years
+from delivered.kits.sql.types import Types, outside_years
 from delivered.model.errors import BadRecord
 
 _AFFINITIES = {

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import DeliveredError, UsageError
 
 T = TypeVar("T")
 
@@ -68,3 +68,21 @@ class Database(ABC, Generic[C]):
 def quoted(name: str) -> str:
     """An identifier, quoted for SQL."""
     return '"' + name.replace('"', '""') + '"'
+
+
+def is_newest(version: int, known: int, ledger: str) -> bool:
+    """Whether the ledger's tables need no migration.
+
+    Args:
+        ledger: as it stands in a sentence: "in schema 'delivered'".
+
+    Raises:
+        UsageError: a newer version of this package wrote them.
+    """
+    if version > known:
+        raise UsageError(
+            "LEDGER_NEWER",
+            f"The ledger {ledger} has version {version}; this version of delivered knows {known}.",
+            next_step="pip install --upgrade delivered",
+        )
+    return version == known

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.types import Types
-from delivered.kits.sql.values import because
+from delivered.kits.sql.types import Types, because
 from delivered.model.capability import WriteMode
 from delivered.model.errors import BadRecord, UsageError
 

@@ -1,4 +1,4 @@
-"""Columns: which can be kept, and the one form of them that fingerprints rest on."""
+"""Columns: which can be kept, the one form of them that fingerprints rest on, and which rows cannot be written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from delivered.model.errors import UsageError
 
@@ -117,3 +118,29 @@ class ServerTypes(Types):
 def shown(schema: pa.Schema) -> str:
     """Columns and types, for a message."""
     return ", ".join(f"{f.name} {f.type}" for f in schema)
+
+
+def because(reasons: pa.Array | None, mask: pa.Array, text: str) -> pa.Array | None:
+    """For each row why it cannot be written: the reasons so far and, where `mask` is true and none stands yet, `text`.
+
+    No Python object is made per row.
+    """
+    mask = pc.fill_null(mask, False)
+    if not pc.any(mask).as_py():
+        return reasons
+    here = pc.if_else(mask, text, pa.scalar(None, pa.string()))
+    return here if reasons is None else pc.coalesce(reasons, here)
+
+
+def outside_years(batch: pa.RecordBatch) -> pa.Array | None:
+    """Rows with a date or timestamp outside of the years 1 to 9999, which texts of dates cannot hold."""
+    reasons: pa.Array | None = None
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if pa.types.is_timestamp(field.type) or pa.types.is_date32(field.type):
+            bounds = pc.min_max(column)
+            years = [pc.year(bounds[end]).as_py() for end in ("min", "max") if bounds[end].is_valid]
+            if any(not 1 <= year <= 9999 for year in years):
+                year = pc.year(column)
+                outside = pc.or_(pc.less(year, 1), pc.greater(year, 9999))
+                reasons = because(reasons, outside, f"column {field.name!r}: outside the years 1 to 9999")
+    return reasons
