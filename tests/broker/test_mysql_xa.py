@@ -233,8 +233,9 @@ def test_a_claim_ends_a_session_that_holds_the_owners_row(mysql: Mysql, rig: Rig
     rig.run(0)
     paused = rig.context("first").ledger
     paused.claim(rig.context("first").owner)
-    session = paused._open()  # type: ignore[attr-defined]
-    paused._begin(session)  # type: ignore[attr-defined]
+    store: Any = paused._store  # type: ignore[attr-defined]
+    session = store._open()
+    store._begin(session)
     began = time.monotonic()
     later = rig.context("later")
     owner = later.ledger.claim(later.owner).owner
