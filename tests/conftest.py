@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from tests.support.servers import Activemq, Kafka, Mysql, Postgres, Pulsar, Rabbitmq, Rocketmq, Server
 from tests.support.zygote import Zygote
-from tests.sweeps import is_sweep
 
 # Servers and Spark live for a minute here: what the second compiler of Java gives comes too late, and takes two fifths
 # of the processor (a pipeline through Spark: 98 s without this, 55 s with it).
@@ -26,13 +25,6 @@ os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
 logging.getLogger("stomp.py").setLevel(logging.CRITICAL)
 logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if is_sweep(item):
-            item.add_marker("matrix")
 
 
 def _shared(kind: type[Server]) -> Any:

@@ -68,6 +68,7 @@ def test_killed_at_a_point_and_started_again(activemq: Activemq, tmp_path: Path,
     assert said["repeated"] > 0 or point not in ("receive.persist:after", "receive.ack:before")
 
 
+@pytest.mark.matrix
 def test_the_broker_is_killed_between_take_and_acknowledgement(
     new_activemq: Callable[..., Activemq], tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_the_broker_is_killed_between_take_and_acknowledgement(
     assert activemq.left(queue) == 0
 
 
+@pytest.mark.matrix
 def test_two_receivers_and_a_sender_that_sends_again(activemq: Activemq, tmp_path: Path) -> None:
     queue = activemq.queue()
     activemq.send(queue, [*numbered(), *numbered()[::3]])

@@ -74,6 +74,7 @@ def test_a_broker_killed_and_restarted_in_mid_read(new_kafka: Callable[..., Any]
     driver.close()
 
 
+@pytest.mark.matrix
 def test_a_broker_that_stays_away_in_mid_read_is_an_error_and_no_hang(
     new_kafka: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_million_batches_and_two_thousand_restarts_in_sqlite(tmp_path: Path) -
     assert took < SECONDS_MAX
 
 
+@pytest.mark.matrix
 def test_markers_and_decisions_of_many_batches_in_postgres(postgres: Postgres) -> None:
     import psycopg
 

@@ -266,6 +266,7 @@ def test_a_subscription_keeps_what_was_not_read_and_moves_after_the_batch(pulsar
     assert (finding.code, finding.refuses) == ("SUBSCRIPTION_IN_USE", True)
 
 
+@pytest.mark.matrix
 def test_a_broker_killed_while_a_slice_is_read(new_pulsar: Callable[..., Pulsar]) -> None:
     pulsar = new_pulsar()
     topic = pulsar.topic()

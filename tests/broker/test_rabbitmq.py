@@ -25,6 +25,7 @@ from tests.broker.receive_help import (
     receive,
 )
 from tests.support.servers import Rabbitmq
+from tests.support.sweeps import sweep
 
 import delivered
 from delivered import brokers
@@ -42,7 +43,13 @@ from delivered.verify.proxy import StreamProxy
 parse = RabbitmqOptions.parse
 
 
-@pytest.mark.parametrize("point", [p for p in POINTS if p != "receive.take:before"])
+@pytest.mark.parametrize(
+    "point",
+    sweep(
+        [p for p in POINTS if p != "receive.take:before"],
+        lambda p: p in ("receive.persist:after", "receive.ack:before"),
+    ),
+)
 def test_killed_at_a_point_and_started_again(rabbitmq: Rabbitmq, tmp_path: Path, point: str) -> None:
     queue = rabbitmq.queue()
     rabbitmq.send(queue, numbered())
@@ -58,6 +65,7 @@ def test_killed_at_a_point_and_started_again(rabbitmq: Rabbitmq, tmp_path: Path,
     assert said["repeated"] > 0 or point not in ("receive.persist:after", "receive.ack:before")
 
 
+@pytest.mark.matrix
 def test_senders_that_send_again_and_receivers_that_are_killed(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     """Two receivers, restarted whenever one is killed; every third message is sent twice."""
     queue = rabbitmq.queue()

@@ -184,6 +184,7 @@ def test_a_stream_made_anew_stops_the_query(rabbitmq: Rabbitmq, monkeypatch: pyt
         read(src, start, end)
 
 
+@pytest.mark.matrix
 def test_a_server_killed_in_the_middle_of_a_slice(
     new_rabbitmq: Callable[[], Rabbitmq], monkeypatch: pytest.MonkeyPatch
 ) -> None:

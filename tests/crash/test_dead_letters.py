@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from tests.crash.group_sim import GroupSim
 from tests.crash.sim import Crash, codes, points
+from tests.support.sweeps import sweep
 
 from delivered.connectors.memory import CONNECTOR
 from delivered.contract.sink import DEAD_LETTERS, SinkGroup
@@ -87,12 +88,15 @@ def crashed(guarantee: Guarantee, how: str, commits: tuple[Commit, ...], expired
 @pytest.mark.parametrize("how", ["kill", "tree", "fail"])
 @pytest.mark.parametrize(
     ("guarantee", "last"),
-    [
-        (EXACTLY, Commit.TWO_PHASE),
-        (EXACTLY, Commit.ONE_TRANSACTION),
-        (LEAST, Commit.TWO_PHASE),
-        (MOST, Commit.TWO_PHASE),
-    ],
+    sweep(
+        [
+            (EXACTLY, Commit.TWO_PHASE),
+            (EXACTLY, Commit.ONE_TRANSACTION),
+            (LEAST, Commit.TWO_PHASE),
+            (MOST, Commit.TWO_PHASE),
+        ],
+        lambda guarantee, last: guarantee is EXACTLY,
+    ),
 )
 def test_one_crash_at_every_point(guarantee: Guarantee, how: str, last: Commit) -> None:
     sims = list(crashed(guarantee, how, (Commit.TWO_PHASE, last)))

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
 from tests.crash.receiver_process import PER_APPEND, Spool
+from tests.support.sweeps import sweep
 
 from delivered.connectors.log import CONNECTOR
 from delivered.model.step import ROLE_OF_STEP, Moment, Role
@@ -82,8 +84,13 @@ def poisoned(tmp_path: Path) -> Spool:
     return made
 
 
-@pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("point", [*QUARANTINE, "receive.persist:before", "receive.persist:after", "receive.ack:after"])
+@pytest.mark.parametrize(
+    ("point", "nth"),
+    sweep(
+        product([*QUARANTINE, "receive.persist:before", "receive.persist:after", "receive.ack:after"], [1, 2]),
+        lambda point, nth: nth == 1 or point in QUARANTINE,
+    ),
+)
 def test_poison_goes_to_the_dead_letters_whenever_it_is_killed(poisoned: Spool, point: str, nth: int) -> None:
     """Each message is in one of the two logs, once, before the queue forgets it."""
     crash = f"{point}#{nth}!kill"

@@ -28,6 +28,7 @@ def assert_each_once(arrived: Arrived) -> None:
     assert arrived.delivered == arrived.sent
 
 
+@pytest.mark.matrix
 def test_rabbitmq_to_postgres_over_a_kill_of_each(
     rabbitmq: Rabbitmq, postgres: Postgres, spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -75,7 +75,7 @@ def test_run_then_audit(example: Path) -> None:
     assert "order-0007" in out
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.matrix)])
 def test_a_signal_lets_the_running_batch_finish(example: Path, how: str) -> None:
     """Ctrl-C reaches every process of the terminal's group, Spark's workers too: they must go on."""
     (example.parent / "slow.py").write_text(

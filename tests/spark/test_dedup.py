@@ -189,6 +189,7 @@ def test_a_table_of_keys_loses_no_late_record(spark: SparkSession, tmp_path: Pat
         pipeline(tmp_path, 30, WITHIN).start(spark)
 
 
+@pytest.mark.matrix
 def test_what_the_audit_is_sure_of_is_so_whatever_the_order(spark: SparkSession, tmp_path: Path) -> None:
     """Hundreds of keys in disorder over two partitions: none is said to be lost or doubled that is not; and of a few
     that are taken out or put in, each is told."""

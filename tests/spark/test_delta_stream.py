@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from deltalake import DeltaTable
 
 from delivered.connectors.log import append
@@ -36,6 +37,7 @@ audit:
 """
 
 
+@pytest.mark.matrix
 def test_killed_after_the_decision_and_started_again(tmp_path: Path) -> None:
     rows = pa.table({"key": [f"id-{i}".encode() for i in range(RECORDS)], "value": [b"v"] * RECORDS})
     append(str(tmp_path / "log"), rows, partition_by=2)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pytest
 import yaml
 
 from delivered.connectors.log import append
@@ -21,6 +22,7 @@ APP = Path(__file__).parent / "apps" / "several_sinks.py"
 RECORDS = 3_000
 
 
+@pytest.mark.matrix
 def test_killed_between_two_xa_commits_then_it_audits_clean(mysql: Mysql, tmp_path: Path) -> None:
     """P27: the decision stands and one shard is visible; the next start applies the other."""
     table = mysql.table(None)

@@ -27,6 +27,7 @@ KILLS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mechanism", list(KILLS))
 def test_killed_with_everything_and_started_again(postgres: Postgres, tmp_path: Path, mechanism: str) -> None:
     log, table = str(tmp_path / "events"), postgres.table(None)

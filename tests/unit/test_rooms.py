@@ -123,3 +123,22 @@ def test_known_violations_are_still_needed() -> None:
         path = SOURCE / name
         if path.exists():
             assert LINES_MAX < len(path.read_text(encoding="utf-8").splitlines()) <= lines, name
+
+
+def test_tests_import_helpers_and_no_other_tests() -> None:
+    """What several tests share lies in tests/support, or in a helper of their folder, which has no tests itself."""
+    tests = Path(__file__).parents[1]
+    wrong = []
+    for file in tests.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names += (node.module or "").split(".")
+            wrong += [(file.name, n) for name in names for n in name.split(".") if n.startswith("test_")]
+            if (
+                isinstance(node, ast.FunctionDef)
+                and not file.name.startswith("test_")
+                and node.name.startswith("test_")
+            ):
+                wrong.append((file.name, node.name))
+    assert wrong == []

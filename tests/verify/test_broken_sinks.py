@@ -89,6 +89,7 @@ def test_a_table_sink_that_does_not_ask_whether_a_batch_is_in_is_found_out(tmp_p
     assert (looks.verdict, looks.lost, looks.duplicated) == (Verdict.HELD, 0, 0), looks.reasons
 
 
+@pytest.mark.matrix
 def test_a_broken_sink_is_found_out_under_spark_too(tmp_path: Path) -> None:
     found = run(tmp_path, "forgets_batches", "log-entry-removed", SPARK)
     assert found.verdict == Verdict.BROKEN, found

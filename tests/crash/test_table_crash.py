@@ -1,6 +1,7 @@
-"""Processes that are really killed, at every crash point, under every guarantee: a log into a Delta table.
+"""Processes that are really killed, at every crash point, under every guarantee: a log into a Delta table, an Iceberg
+table, and a folder of Parquet files.
 
-The judge looks from outside: at the records that were appended, and at the table as the client library reads it.
+The judge looks from outside: at the records that were appended, and at the table as another client reads it.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pytest
 from deltalake import DeltaTable
-from tests.crash.test_sqlite_crash import BATCHES, PARTITIONS, RECORDS, World, log, points
+from pyiceberg.catalog.sql import SqlCatalog
+from tests.crash.killed import BATCHES, PARTITIONS, RECORDS, World, points
 from tests.support.embedded_pipeline import PIPELINE
 from tests.support.scans import scanned
 from tests.support.zygote import Zygote
 
-from delivered.connectors.delta import CONNECTOR
+from delivered.connectors import delta, files, iceberg
 from delivered.contract.sink import Sink
 from delivered.kits.table.stage import batch_of
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
 from delivered.model.outcome import Ok
 from delivered.model.work import Decision
-
-__all__ = ["log"]  # the fixture
 
 
 class TableWorld(World):
@@ -71,7 +72,7 @@ class DeltaWorld(TableWorld):
 
     @property
     def sink(self) -> Sink:
-        return CONNECTOR.sink({"path": str(self.table)})
+        return delta.CONNECTOR.sink({"path": str(self.table)})
 
     def rows(self) -> Counter[str]:
         if not self.table.exists():
@@ -84,16 +85,93 @@ class DeltaWorld(TableWorld):
         return sorted(there - {Path(uri) for uri in DeltaTable(str(self.table)).file_uris()})
 
 
+class IcebergWorld(TableWorld):
+    format = "iceberg"
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"warehouse": str(self.folder / "lake"), "table": "shop.events"}
+
+    @property
+    def sink(self) -> Sink:
+        return iceberg.CONNECTOR.sink(self.options)
+
+    def open(self) -> Any:
+        lake = self.folder / "lake"
+        return SqlCatalog("default", uri=f"sqlite:///{lake}/catalog.db", warehouse=f"file://{lake}").load_table(
+            "shop.events"
+        )
+
+    def rows(self) -> Counter[str]:
+        if not (self.folder / "lake" / "catalog.db").exists():
+            return Counter()
+        return Counter(self.open().scan().to_arrow()["id"].to_pylist())
+
+    def staged(self) -> list[Path]:
+        """What lies with data files of batches, not of direct writers, and no snapshot names."""
+        table = self.open()
+        folder = Path(table.location().removeprefix("file://")) / "data" / "delivered"
+        there = {p for p in folder.rglob("*") if p.is_file() and "direct" not in p.parts}
+        named = {Path(task.file.file_path.removeprefix("file://")) for task in table.scan().plan_files()}
+        return sorted(there - named)
+
+    def strays(self) -> list[Path]:
+        """Manifests of ours that nothing points to, but for those of direct writers."""
+        table = self.open()
+        folder = Path(table.location().removeprefix("file://")) / "metadata" / "delivered"
+        there = {p for p in folder.rglob("*.avro") if "direct" not in p.parts}
+        lists = {s.manifest_list for s in table.snapshots()}
+        manifests = {m.manifest_path for s in table.snapshots() for m in s.manifests(table.io)}
+        return sorted(there - {Path(name.removeprefix("file://")) for name in lists | manifests})
+
+    def judge(self) -> tuple[int, int]:
+        assert self.strays() == []
+        return super().judge()
+
+
+class FilesWorld(TableWorld):
+    format = "files"
+
+    @property
+    def sink(self) -> Sink:
+        return files.CONNECTOR.sink({"path": str(self.table)})
+
+    def rows(self) -> Counter[str]:
+        if not any(self.table.glob("batch=*")):
+            return Counter()
+        return Counter(ds.dataset(str(self.table), partitioning="hive").to_table()["id"].to_pylist())
+
+    def staged(self) -> list[Path]:
+        return [p for p in self.table.glob("_delivered/p-*/s-*/staged/*/*") if p.is_file()]
+
+
+WORLDS: dict[str, type[TableWorld]] = {"delta": DeltaWorld, "iceberg": IcebergWorld, "files": FilesWorld}
+
+
+GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
+WEAKER = {"at_least_once": pytest.mark.matrix, "at_most_once": pytest.mark.matrix}
+"""Under these `make test` sweeps over memory and SQLite."""
+
+
+@pytest.fixture(params=list(WORLDS))
+def system(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
-def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> DeltaWorld:
-    zygote.load("delta")
-    return DeltaWorld(log, tmp_path, getattr(request, "param", "exactly_once"), zygote)
+def guarantee() -> str:
+    return "exactly_once"
+
+
+@pytest.fixture
+def world(system: str, guarantee: str, log: Path, zygote: Zygote, tmp_path: Path) -> TableWorld:
+    zygote.load(system)
+    return WORLDS[system](log, tmp_path, guarantee, zygote)
 
 
 @pytest.mark.parametrize(
-    ("world", "point"),
-    [(g, p) for g in ("exactly_once", "at_least_once", "at_most_once") for p in points(g)],
-    indirect=["world"],
+    ("guarantee", "point"), [pytest.param(g, p, marks=WEAKER.get(g, ())) for g in GUARANTEES for p in points(g)]
 )
 def test_killed_once_at_each_point(world: TableWorld, point: str) -> None:
     """F4, F6: the process dies there in the second batch (or where the point knows no batch), and is started again."""
@@ -147,7 +225,8 @@ def test_p2_new_checkpoint_is_refused_not_skipped(world: TableWorld) -> None:
     assert len(world.rows()) == RECORDS
 
 
-def test_p3_the_last_batch_is_known_when_the_log_was_cleaned_up(world: TableWorld) -> None:
+@pytest.mark.parametrize("system", ["delta"])
+def test_p3_the_last_batch_is_known_when_the_log_was_cleaned_up(world: DeltaWorld) -> None:
     """P3: a replay recognised only within the retained history; compaction and vacuum of the table besides."""
     world.finish(1)
     table = DeltaTable(str(world.table))
@@ -174,7 +253,8 @@ def test_older_checkpoint_put_back_stops(world: TableWorld) -> None:
     assert world.rows().total() == RECORDS
 
 
-def test_older_copy_of_the_table_put_back_stops(world: TableWorld) -> None:
+@pytest.mark.parametrize("system", ["delta"])
+def test_older_copy_of_the_table_put_back_stops(world: DeltaWorld) -> None:
     assert world.run("log:after@batch=0!kill") == -signal.SIGKILL
     shutil.copytree(world.table, world.folder / "copy")
     world.finish()
@@ -185,8 +265,16 @@ def test_older_copy_of_the_table_put_back_stops(world: TableWorld) -> None:
     assert "[DELIVERED_LEDGER_BEHIND]" in world.errors[-1]
 
 
-@pytest.mark.parametrize("world", ["exactly_once", "at_least_once", "at_most_once"], indirect=True)
-@pytest.mark.parametrize("stop_at", ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"])
+@pytest.mark.parametrize(
+    ("system", "stop_at", "guarantee"),
+    [
+        # With Iceberg each starts a process that imports for seconds.
+        pytest.param(s, p, g, marks=pytest.mark.matrix if s == "iceberg" and "claim" not in p else WEAKER.get(g, ()))
+        for s in WORLDS
+        for p in ("recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before")
+        for g in GUARANTEES
+    ],
+)
 def test_zombie_driver_is_fenced(world: TableWorld, stop_at: str) -> None:
     """F7: a process stopped past every time-out goes on after another one has finished its work."""
     exact = world.guarantee == "exactly_once"
@@ -195,9 +283,19 @@ def test_zombie_driver_is_fenced(world: TableWorld, stop_at: str) -> None:
     fenced(world, point)
 
 
-def test_zombie_inside_its_decision_is_fenced(world: TableWorld) -> None:
-    """Stopped after it looked at the log and at the files: only its commit can still find the later claim."""
-    assert "Concurrent transaction" in fenced(world, "commit.apply:after")
+INSIDE = {
+    # It looked at the log and at the files: only its commit can still find the later claim.
+    "delta": "Concurrent transaction",
+    # Between two shards whose files it looks at: those of the second were removed when it goes on.
+    "iceberg": "[DELIVERED_STAGED_FILE_GONE]",
+    # With a file in the folder that it was about to rename: that folder is gone when it goes on.
+    "files": "FENCED",
+}
+
+
+@pytest.mark.parametrize("system", list(INSIDE))
+def test_zombie_inside_its_decision_is_fenced(world: TableWorld, system: str) -> None:
+    assert INSIDE[system] in fenced(world, "commit.apply:after")
 
 
 def fenced(world: TableWorld, point: str) -> str:
@@ -217,3 +315,50 @@ def fenced(world: TableWorld, point: str) -> str:
     # What the zombie staged for a batch that others decided long ago is left to the table's vacuum.
     assert [f for f in world.staged() if (batch_of(f.name) or 0) >= BATCHES - 1] == []
     return error
+
+
+@pytest.mark.parametrize("system", ["iceberg"])
+def test_p3_the_last_batch_is_known_when_its_snapshot_expired(world: IcebergWorld) -> None:
+    """P3: a replay recognised only within the retained snapshot history."""
+    world.finish(1)
+    table = world.open()
+    with table.transaction() as change, change.update_snapshot().fast_append():
+        pass  # a snapshot of somebody else is the table's newest now
+    mine = [
+        s.snapshot_id
+        for s in table.snapshots()
+        if s.summary and "delivered.decision" in s.summary.additional_properties
+    ]
+    assert len(mine) == BATCHES
+    table.maintenance.expire_snapshots().by_ids(mine).commit()
+    assert len(world.open().snapshots()) == 2  # that of somebody else, and the claim's
+    (world.checkpoint / "commits" / str(BATCHES - 1)).unlink()
+    before = world.rows()
+    world.finish(1)
+    assert world.rows() == before
+    assert [d.batch for d in world.decisions()] == [BATCHES - 1]
+
+
+@pytest.mark.parametrize("system", ["iceberg"])
+def test_older_copy_of_the_lake_put_back_stops(world: IcebergWorld) -> None:
+    assert world.run("log:after@batch=0!kill") == -signal.SIGKILL
+    lake = world.folder / "lake"
+    shutil.copytree(lake, world.folder / "copy")
+    world.finish()
+    shutil.rmtree(lake)
+    (world.folder / "copy").rename(lake)
+    (world.checkpoint / "commits" / str(BATCHES - 1)).unlink()
+    assert world.run() == 3
+    assert "[DELIVERED_LEDGER_BEHIND]" in world.errors[-1]
+
+
+@pytest.mark.parametrize("system", ["files"])
+def test_batch_folders_deleted_by_the_user_stay_delivered(world: FilesWorld) -> None:
+    assert world.run("log:before@batch=2!kill") == -signal.SIGKILL
+    for folder in world.table.glob("batch=*-0000000000"):
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    world.finish()
+    assert [d.batch for d in world.decisions()] == [0, 1, 2]
+    assert world.rows().total() == world.decisions()[-1].total.count - world.decisions()[0].total.count

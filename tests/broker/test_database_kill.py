@@ -1,7 +1,4 @@
-"""Processes and servers that really die under a sink into a database server. The judge looks by plain SQL.
-
-A test file of one system takes these tests over and says what `server` and `new_server` are.
-"""
+"""PostgreSQL and MySQL: processes and servers that really die under a sink. The judge looks by plain SQL."""
 
 from __future__ import annotations
 
@@ -39,7 +36,20 @@ if TYPE_CHECKING:
 
     Server = Mysql | Postgres
 
+SYSTEMS = ["postgres", "mysql"]
 MECHANISMS = ["one_transaction", "two_phase"]
+
+
+@pytest.fixture(params=SYSTEMS)
+def server(request: pytest.FixtureRequest) -> Server:
+    shared: Server = request.getfixturevalue(request.param)
+    return shared
+
+
+@pytest.fixture(params=SYSTEMS)
+def new_server(request: pytest.FixtureRequest) -> Callable[..., Server]:
+    start: Callable[..., Server] = request.getfixturevalue(f"new_{request.param}")
+    return start
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +127,9 @@ def world(server: Server, log: Path, zygote: Zygote, tmp_path: Path, request: py
     return World(server, log, tmp_path, request.param, zygote)
 
 
-@pytest.mark.parametrize("world", MECHANISMS, indirect=True)
+@pytest.mark.parametrize(
+    "world", [pytest.param("one_transaction", marks=pytest.mark.matrix), "two_phase"], indirect=True
+)
 def test_a_kill_at_every_point_loses_and_repeats_nothing(world: World) -> None:
     """F4, F6, P1, P5, P6: killed at each crash point of one pipeline's life, started again each time."""
     crash = ",".join(f"{p}!kill" for p in POINTS)
@@ -276,3 +288,28 @@ def test_connection_lost_under_an_open_shard(new_server: Callable[..., Server], 
     assert rig.visible() == Fingerprint()
     rig.run(0)
     assert rig.visible() == rig.expected(0)
+
+
+@pytest.mark.parametrize("guarantee", [Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE])
+def test_a_server_killed_under_an_upsert_starts_again_at_once(
+    new_postgres: Callable[..., Postgres], guarantee: Guarantee
+) -> None:
+    """kill -9 of its first process: the others end their transactions on their own, and what they still log is lost.
+
+    With unlogged tables made in such transactions 16.14 often does not get up at once: "could not create file: File
+    exists" (docs/decisions/030).
+    """
+    server = new_postgres()
+    table = server.table("key bytea PRIMARY KEY, value bytea")
+    sink = server.sink(table, mechanism="two_phase", mode="upsert", keyColumns="key")
+    rows = pa.record_batch({"key": [b"a", b"b"], "value": [b"1", b"2"]})
+    scope = Scope("p", sink.name, "i")
+    writers = [sink.writer(Work(scope, 0, shard), guarantee, rows.schema) for shard in range(8)]
+    for writer in writers:
+        writer.stage(rows)
+    server.execute(f"INSERT INTO {server.table()} VALUES ('x', 'y')")  # what was logged before is on disk now
+    server.broker.kill()
+    server.broker.restart()
+    assert server.execute(f"SELECT count(*) FROM {table}") == [(0,)]
+    for writer in writers:
+        writer.abort()

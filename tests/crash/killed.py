@@ -1,0 +1,141 @@
+"""A pipeline from a log into a sink without a server, in processes that are really killed.
+
+The judge looks from outside: at the records that were appended, and at the sink as another client reads it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.embedded_pipeline import PIPELINE, TABLE
+from tests.support.scans import scanned
+from tests.support.zygote import Child, Zygote
+
+from delivered.connectors.sqlite import CONNECTOR
+from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
+from delivered.model.identity import Scope
+from delivered.model.outcome import Ok
+from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
+from delivered.model.work import Decision
+
+RECORDS = 1_000
+PARTITIONS = 2
+BATCHES = 3
+
+
+@dataclass
+class World:
+    """One pipeline: where it reads, writes and remembers."""
+
+    log: Path
+    folder: Path
+    guarantee: str
+    zygote: Zygote
+    runs: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def database(self) -> Path:
+        return self.folder / "sink.db"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def spec(self, stop_at: str = "") -> dict[str, Any]:
+        """Of the next run."""
+        self.runs += 1
+        return {
+            "log": str(self.log), **self.sink_spec, "checkpoint": str(self.checkpoint),
+            "guarantee": self.guarantee, "owner": f"owner-{self.runs}", "stop_at": stop_at,
+        }  # fmt: skip
+
+    @property
+    def sink_spec(self) -> dict[str, Any]:
+        return {"database": str(self.database)}
+
+    def stop(self, point: str) -> Child:
+        """Start one that stops itself there, and wait until it did."""
+        zombie = self.zygote.start(self.spec(point), self.folder)
+        zombie.wait_stopped()
+        return zombie
+
+    def run(self, crash: str = "") -> int:
+        """Run until the source is empty, or the process dies. Returns its exit code; -9 for SIGKILL."""
+        code, error = self.zygote.run(self.spec(), self.folder, crash)
+        self.errors.append(error)
+        return code
+
+    def rows(self) -> Counter[str]:
+        """id -> how often a reader of the table sees it."""
+        if not self.database.exists():
+            return Counter()
+        connection = sqlite3.connect(self.database)
+        try:
+            there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (TABLE,)).fetchone()
+            return Counter(r[0] for r in connection.execute(f"SELECT id FROM {TABLE}")) if there else Counter()
+        finally:
+            connection.close()
+
+    def decisions(self) -> list[Decision]:
+        connection = sqlite3.connect(self.database)
+        try:
+            found = connection.execute("SELECT decision FROM _delivered_decision ORDER BY batch").fetchall()
+        finally:
+            connection.close()
+        return [Decision.from_json(text) for (text,) in found]
+
+    def staged(self) -> list[Path]:
+        return [p for p in Path(f"{self.database}.delivered").rglob("*") if p.is_file()]
+
+    def finish(self, restarts_max: int = 3) -> None:
+        for _ in range(restarts_max):
+            if self.run() == 0:
+                return
+        raise AssertionError(self.errors[-1])
+
+    def judge(self) -> tuple[int, int]:
+        """(records lost, repeats), by the guarantee; every broken promise fails."""
+        rows, expected = self.rows(), {f"id-{i}" for i in range(RECORDS)}
+        assert set(rows) <= expected
+        lost, repeats = len(expected - set(rows)), sum(n - 1 for n in rows.values())
+        decided = self.decisions()
+        if self.guarantee != "at_most_once":
+            assert lost == 0
+        if self.guarantee != "at_least_once":
+            assert repeats == 0
+        if self.guarantee == "at_most_once":
+            assert lost <= decided[-1].given_up.count <= RECORDS
+        else:
+            assert decided[-1].given_up.count == 0
+        if self.guarantee == "exactly_once":
+            assert decided[-1].total == self.read_back()
+            assert decided[-1].total.count == RECORDS
+        assert [d.batch for d in decided] == list(range(BATCHES))
+        return lost, repeats
+
+    def abort_orphans(self) -> None:
+        """What a zombie leaves goes with the next recovery."""
+        sink = CONNECTOR.sink({"path": str(self.database), "table": TABLE})
+        assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "other")).abort_orphans(()), Ok)
+
+    def read_back(self) -> Fingerprint:
+        sink = CONNECTOR.sink({"path": str(self.database), "table": TABLE})
+        batches = scanned(sink)
+        return sum((fingerprint(b, seed_of(PIPELINE, sink.name)) for b in batches), Fingerprint())
+
+
+def points(guarantee: str) -> list[str]:
+    """Every crash point that a first run or a recovery of this sink passes, but recover.apply: see below."""
+    transactional = {StepId.WRITE_STAGE, StepId.WRITE_PREPARE, StepId.COMMIT_DECIDE, StepId.COMMIT_APPLY}
+    direct = {StepId.WRITE_SEND, StepId.WRITE_FLUSH, StepId.COMMIT_RECORD}
+    skipped = {StepId.RECOVER_APPLY, StepId.SOURCE_READ} | (direct if guarantee == "exactly_once" else transactional)
+    if guarantee == "exactly_once":
+        skipped.add(StepId.BATCH_BEGIN)
+    skipped |= {step for step, role in ROLE_OF_STEP.items() if role is Role.RECEIVER}
+    skipped |= {StepId.DEDUP_NOTE, StepId.DEDUP_KEEP}  # tests/broker/test_dedup_kill.py
+    return [f"{step}:{moment}" for step in ROLE_OF_STEP if step not in skipped for moment in Moment]

@@ -1,0 +1,19 @@
+"""Marks for sweeps that take minutes and differ little from what stays in `make test`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def sweep(every: Iterable[Any], keep: Callable[..., bool]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`; `make verify` alone runs those that `keep` does not want.
+
+    Args:
+        every: values, or tuples of them.
+        keep: whether `make test` runs it, too; takes what a test takes.
+    """
+    given = [v if isinstance(v, tuple) else (v,) for v in every]
+    return [pytest.param(*v, marks=() if keep(*v) else pytest.mark.matrix) for v in given]
