@@ -133,7 +133,7 @@ def test_all_that_is_forgotten_is_in_the_log() -> None:
 
 def test_what_failed_is_given_back_and_told() -> None:
     broker, journal = Broker(50), Memory(None, Failed("disk full"))
-    with pytest.raises(DeliveredError, match="given back: disk full"):
+    with pytest.raises(DeliveredError, match="returned to the queue: disk full"):
         run(broker, journal)
     assert {f"id{n}" for n in broker.forgotten} <= set(journal.ids)
     assert sorted([*broker.forgotten, *broker.ready]) == list(range(50))
@@ -141,7 +141,7 @@ def test_what_failed_is_given_back_and_told() -> None:
 
 def test_what_nobody_can_tell_is_not_acknowledged() -> None:
     broker, journal = Broker(50), Memory(None, Unknown("no answer"))
-    with pytest.raises(OutcomeUnknown, match="cannot be told"):
+    with pytest.raises(OutcomeUnknown, match="It is unknown whether"):
         run(broker, journal)
     assert sorted([*broker.forgotten, *broker.ready]) == list(range(50))
     counts = run(broker, journal).counts
@@ -179,7 +179,7 @@ def test_bad_messages_stop_it_or_are_quarantined(reason: str) -> None:
     broker = Broker(30, frozenset({7}) if reason == "id" else frozenset())
     if reason == "size":
         limits = ReceiveLimits(20, 1 << 20, 0.0, message_bytes_max=1)
-    with pytest.raises(BadRecord, match="cannot be taken"):
+    with pytest.raises(BadRecord, match="cannot be accepted"):
         run(broker, Memory(), limits)
     bad = {7} if reason == "id" else set(range(10, 30))
     assert bad.isdisjoint(broker.forgotten)
@@ -222,7 +222,7 @@ def test_what_the_log_refuses_alone_is_quarantined_after_so_many_times(
     assert quarantine.ids == ["id3", "id4", "id77"]
     assert Counter(journal.refused) == {"id3": 3, "id4": 3, "id77": 3}
     reason = dict(quarantine.rows[0].headers[0])["delivered.reason"] or b""
-    assert b"refused it alone, 3 times" in reason
+    assert b"rejected it on its own, 3 times" in reason
     assert b"too large for a time" in reason
     assert [i for i in journal.ids if i] == [f"id{n}" for n in range(100) if n not in (3, 4, 77)], "their order stays"
 
@@ -230,7 +230,7 @@ def test_what_the_log_refuses_alone_is_quarantined_after_so_many_times(
 def test_a_store_that_refuses_everything_is_broken_and_no_message_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
     broker, quarantine = Broker(9), Memory()
-    with pytest.raises(DeliveredError, match="given back: too large for a time"):
+    with pytest.raises(DeliveredError, match="returned to the queue: too large for a time"):
         run(broker, Picky({f"id{n}" for n in range(9)}), quarantine=quarantine)
     assert broker.forgotten == []
     assert quarantine.ids == []
@@ -250,7 +250,7 @@ def test_code_that_raises_at_everything_is_broken_after_ten(monkeypatch: pytest.
 def test_dead_letters_that_cannot_be_kept_are_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "_PAUSE_S", 0.0)
     broker = Broker(20)
-    with pytest.raises(DeliveredError, match="given back: disk full"):
+    with pytest.raises(DeliveredError, match="returned to the queue: disk full"):
         run(broker, Picky({"id3"}), quarantine=Memory(Failed("disk full"), Failed("disk full")))
     assert broker.forgotten == []
 

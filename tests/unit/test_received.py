@@ -36,8 +36,8 @@ def test_the_plan_says_what_it_rests_on() -> None:
     assert "orders: exactly_once by" in text
     assert "rabbitmq" in text
     for words in (
-        "`delivered receive` runs",
-        "after more than 200,000 others entered is taken for a new one",
+        "`delivered receive` is running",
+        "redelivered after more than 200,000 others counts as a new one",
         "up to 26 MB",
         "publisher confirms",
     ):

@@ -1,1 +1,1 @@
-"""A pipeline as the user names it: Python values, a YAML file, its JSON Schema. No Spark, no client library."""
+"""A pipeline as the user declares it: Python values, a YAML file, its JSON Schema. No Spark, no client library."""

@@ -1,4 +1,4 @@
-"""`dedup`: repeats in the source that are dropped before the transform."""
+"""`dedup`: duplicates in the source that are dropped before the transform."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _PART = re.compile(rf"\s*(\d+)\s*({'|'.join(_MS)})s?\b", re.IGNORECASE)
 
 
 def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", memory: str = "state") -> Dedup:
-    """Drop repeats that the source holds, under every guarantee, before the transform.
+    """Drop duplicates in the source, under every guarantee, before the transform.
 
     Args:
         by: SQL over the source's columns that names a record: "key", "get_json_object(CAST(value AS STRING), '$.id')".
-            A record for which one of them is null is no repeat.
-        within: "1 hour", "90 seconds": a repeat whose time is at most so long after the first one's is dropped.
+            A record for which one of them is null duplicates nothing.
+        within: "1 hour", "90 seconds": a record whose time is at most this long after its key's first one is dropped.
         time: SQL over the source's columns, a timestamp.
-        late: "drop": it is known and wanted that a record older than the newest one by more than `within` is dropped
-            even if it is the first of its key. "refuse": the pipeline is refused then, with the reason. Not with a
-            table, which drops no record but repeats.
-        memory: what remembers keys. "state": Spark's, in the checkpoint. "table": a table in the database of the sink,
-            PostgreSQL, MySQL or SQLite, which changes in the transaction of the batch's decision.
+        late: "drop": accept that a record older than the newest one by more than `within` is dropped, even if it is the
+            first of its key. "refuse": such a pipeline is refused, with the reason. Not with a table, which only
+            drops duplicates.
+        memory: where keys are kept. "state": in Spark's state, in the checkpoint. "table": in a table of the sink's
+            database (PostgreSQL, MySQL or SQLite), updated in the transaction that decides the batch.
 
     Raises:
-        UsageError: no expression, one that gives other values when it runs again, or no such duration.
+        UsageError: no expression, one whose value changes between runs, or an invalid duration.
     """
     if not by or not all(isinstance(b, str) and b.strip() for b in by):
         raise UsageError(
             "DEDUP_BY",
             f"dedup is by {by!r}; it needs one or more expressions over the source's columns.",
-            next_step='write what names a record, as in delivered.dedup("key", within="1 hour")',
+            next_step='write what identifies a record, for example delivered.dedup("key", within="1 hour")',
         )
     for text in (*by, time):
         if changes_between_runs(text) or _CLOCK.search(text):
             raise UsageError(
                 "DEDUP_CHANGES",
-                f"dedup uses {text!r}, which gives other values when it runs again: neither repeats nor an audit could "
-                "rest on it.",
-                next_step="name records, and their time, by what they hold",
+                f"dedup uses {text!r}, whose value changes between runs: neither deduplication nor an audit could rely "
+                "on it.",
+                next_step="identify records, and their time, by their content",
             )
     drops = choice(("refuse", "drop")).parse("delivered.dedup", "late", late, 'write late="refuse"') == "drop"
     kind = (
@@ -54,8 +54,8 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
     if drops and kind == TABLE:
         raise UsageError(
             "DEDUP_LATE_TABLE",
-            "dedup names late: drop together with memory: table. A table drops no record for being late.",
-            next_step="take late out",
+            "dedup has both late: drop and memory: table. A table drops no record for being late.",
+            next_step="remove late",
         )
     return Dedup(tuple(b.strip() for b in by), _ms(within), time.strip(), drops, kind)
 
@@ -69,6 +69,6 @@ def _ms(text: str) -> int:
         raise UsageError(
             "DEDUP_WITHIN",
             f"dedup's within is {text!r}; it must be a duration above 0 in {', '.join(f'{u}s' for u in _MS)}.",
-            next_step='write it as in "1 hour" or "1 day 12 hours"',
+            next_step='write for example "1 hour" or "1 day 12 hours"',
         )
     return total

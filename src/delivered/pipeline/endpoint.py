@@ -1,4 +1,4 @@
-"""A source or a sink, named but not connected."""
+"""A source or sink, declared but not connected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from delivered.pipeline.projection import Projection, parse_projection
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
 
 SPARK_OWN = "spark:"
-"""A format with this prefix is a source of Spark's own, or of a JAR on the session: "spark:kafka"."""
+"""A format with this prefix is one of Spark's own sources, or of a JAR in the session: "spark:kafka"."""
 
 _SHOWN = ("subscribe", "subscribepattern", "assign", "topic", "topics", "queue", "exchange", "routingkey", "path")
 
@@ -24,11 +24,11 @@ _SHOWN = ("subscribe", "subscribepattern", "assign", "topic", "topics", "queue",
 class Endpoint:
     """
     Attributes:
-        format: "kafka", or "spark:kafka" for a source that Spark itself or a JAR brings.
+        format: "kafka", or "spark:kafka" for a source of Spark itself or of a JAR.
         options: as text, with keys as documented; secrets may be references (`env:NAME`, `file:PATH`).
         name: of a sink, in its pipeline; None: the connector's default.
         projection: of a sink: the rows and columns it gets.
-        audit: of a sink: how the audit tells its records apart, {"id": SQL, "key": SQL}; empty: as the pipeline says.
+        audit: of a sink: how the audit identifies its records, {"id": SQL, "key": SQL}; empty: as the pipeline does.
     """
 
     format: str
@@ -49,9 +49,9 @@ class Endpoint:
     @property
     def label(self) -> str:
         """For people, on one line: "kafka orders"."""
-        given = {k.lower(): v for k, v in self.options.items()}
-        shown = [given[k].rstrip("/").rsplit("/", 1)[-1] for k in _SHOWN if k in given]
-        return " ".join([self.system, *shown, *([given["table"]] if "table" in given else [])])
+        by_name = {k.lower(): v for k, v in self.options.items()}
+        shown = [by_name[k].rstrip("/").rsplit("/", 1)[-1] for k in _SHOWN if k in by_name]
+        return " ".join([self.system, *shown, *([by_name["table"]] if "table" in by_name else [])])
 
     def source(self) -> Source:
         """The connector's source. Raises UsageError for a bad option, or a format that cannot be read."""
@@ -62,19 +62,19 @@ class Endpoint:
         if self.is_spark_own:
             raise UsageError(
                 "NOT_A_SINK",
-                f"{self.format!r} is Spark's own sink; it knows no guarantee beyond at_least_once and keeps no ledger.",
-                next_step=f"write {self.system!r}",
+                f"{self.format!r} is Spark's own sink, which offers nothing above at_least_once and has no ledger.",
+                next_step=f"use {self.system!r}",
             )
         return find_sink(self.system, self.options)
 
     def with_options(self, **options: str) -> Endpoint:
-        """A copy with these options in place of those of the same name in any case."""
-        taken = {k.lower() for k in options}
-        kept = {k: v for k, v in self.options.items() if k.lower() not in taken}
+        """A copy with these options, replacing those of the same name in any case."""
+        replaced = {k.lower() for k in options}
+        kept = {k: v for k, v in self.options.items() if k.lower() not in replaced}
         return self.keeping({**kept, **options})
 
     def keeping(self, options: Mapping[str, str]) -> Endpoint:
-        """A copy with these options alone."""
+        """A copy with only these options."""
         return replace(self, options=options)
 
     def __repr__(self) -> str:
@@ -93,12 +93,12 @@ def endpoint(
     """Any source or sink, by the name of its format.
 
     Args:
-        format: "kafka", "log", "sqlite"; or "spark:kafka" for a source that Spark itself or a JAR brings.
+        format: "kafka", "log", "sqlite"; or "spark:kafka" for a source of Spark itself or of a JAR.
         name: of a sink, in its pipeline.
-        select: of a sink: the columns it gets, by name, or as SQL with a name: ["key", "amount * 2 AS double"].
-        where: of a sink: SQL; it gets the rows for which this is true.
+        select: of a sink: the columns it gets, by name or as named SQL: ["key", "amount * 2 AS double"].
+        where: of a sink: SQL; it gets the rows that match.
         audit: of a sink, for a pipeline with several: {"id": SQL, "key": SQL} over its own columns.
-        options: as documented, for instance maxOffsetsPerTrigger=1000. Names with dots:
+        options: as documented, for example maxOffsetsPerTrigger=1000. Names with dots:
             **{"kafka.security.protocol": "SSL"}.
 
     Raises:
@@ -116,7 +116,7 @@ def delta(path: str, *, name: str | None = None, **options: Any) -> Endpoint:
     """A Delta table, as a sink: a folder, or the URL of one in an object store.
 
     Args:
-        options: as documented, for instance partitionBy="day"; those of the store by
+        options: as documented, for example partitionBy="day"; those of the object store as
             **{"storage.aws_region": "eu-central-1"}.
     """
     return endpoint("delta", name=name, path=str(path), **options)

@@ -1,4 +1,4 @@
-"""A YAML file, the environment and the call put together: call > command line > environment > file > default."""
+"""Merges a YAML file, the environment and the call: call > command line > environment > file > default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {
         "new_target",
     )
 }
-"""Environment variables that stand above the file."""
+"""Environment variables that override the file."""
 
 _REFERENCE = re.compile(r"\$\{(env:[A-Za-z_][A-Za-z0-9_]*|file:[^}]+)\}")
 _MODELS: dict[str, type[pydantic.BaseModel]] = {
@@ -48,7 +48,7 @@ def load_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
     """Read a pipeline file.
 
     Args:
-        overrides: dotted key -> value, above environment and file: {"source.maxOffsetsPerTrigger": "1000"}.
+        overrides: dotted key -> value, overriding environment and file: {"source.maxOffsetsPerTrigger": "1000"}.
 
     Raises:
         UsageError: no such file, not YAML, or not a pipeline: every fault with its line and key.
@@ -67,7 +67,7 @@ def load_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
 
 
 def load_text(text: str, name: str = "pipeline", overrides: Mapping[str, Any] | None = None) -> PipelineSpec:
-    """As `load_file`, from text; `name` stands in errors."""
+    """As `load_file`, from text; errors show `name`."""
     data, lines = _parse(text, name)
     data = _references(data, name, lines, ())
     for variable, key in ENVIRONMENT.items():
@@ -93,7 +93,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _typed(text: str) -> Any:
-    """Text of a shell as YAML reads it: 1 is a number, true is true."""
+    """Shell text, read as YAML: 1 is a number, true is true."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -123,15 +123,14 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
 
 
 def _lines(node: Any, path: Path_, lines: dict[Path_, int], name: str) -> None:
-    """Where each key stands; refuses a key that stands twice, of which YAML would take the last in silence."""
+    """The line of each key; refuses duplicate keys, of which YAML would silently use the last."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             at = (*path, key.value)
             if at in lines:
                 raise UsageError(
                     "FILE_INVALID",
-                    f"{name}, line {key.start_mark.line + 1}: the key {_dotted(at)!r} stands here and in line "
-                    f"{lines[at]}.",
+                    f"{name}, line {key.start_mark.line + 1}: the key {_dotted(at)!r} is here and in line {lines[at]}.",
                 )
             lines[at] = key.start_mark.line + 1
             _lines(value, at, lines, name)
@@ -153,25 +152,25 @@ def _references(value: Any, name: str, lines: Mapping[Path_, int], path: Path_) 
             if found is None:
                 raise UsageError(
                     "REFERENCE_INVALID",
-                    f"{name}{_line(lines, path)}: {_dotted(path)} holds '${{', and is not a reference as a whole.",
-                    next_step="write ${env:NAME} or ${file:/path}, and nothing around it",
+                    f"{name}{_line(lines, path)}: {_dotted(path)} contains '${{' but is not a reference as a whole.",
+                    next_step="write ${env:NAME} or ${file:/path}, with nothing around it",
                 )
             return found.group(1)
     return value
 
 
-def _put(data: dict[str, Any], dotted: str, value: Any, said_by: str) -> None:
+def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
     head, _, rest = dotted.partition(".")
     if head == "sinks" and rest:
         number, _, rest = rest.partition(".")
         sinks = data.get("sinks")
         if not (number.isdigit() and isinstance(sinks, list) and int(number) < len(sinks) and rest):
-            raise UsageError("OVERRIDE_VALUE", f"{said_by}: sinks are numbered from 0, as in sinks.0.topic.")
+            raise UsageError("OVERRIDE_VALUE", f"{origin}: sinks are numbered from 0, as in sinks.0.topic.")
         sinks[int(number)][rest] = value
     elif rest and head in ("source", "dedup", "transform", "audit", "spark"):
         inner = data.setdefault(head, {})
         if not isinstance(inner, dict):
-            raise UsageError("OVERRIDE_VALUE", f"{said_by}: {head} is not a mapping in the file.")
+            raise UsageError("OVERRIDE_VALUE", f"{origin}: {head} is not a mapping in the file.")
         inner[rest] = value
     else:
         data[dotted] = value
@@ -209,7 +208,7 @@ def _faults(error: pydantic.ValidationError, name: str, lines: Mapping[Path_, in
 
 
 def _known_part(loc: tuple[int | str, ...], lines: Mapping[Path_, int]) -> Path_:
-    """Pydantic adds the names of a union's members to a place: keep what stands in the file, or its first part."""
+    """Pydantic adds the names of a union's members to a path: keep what is in the file, or its first part."""
     path: Path_ = ()
     for part in loc:
         if (*path, part) not in lines:
@@ -223,7 +222,7 @@ def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
     key = str(path[-1])
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
     known = ", ".join(model.model_fields)
-    return f"{where}: unknown key {_dotted(path)!r}; known: {known}", f"write {near[0]!r}" if near else "take it out"
+    return f"{where}: unknown key {_dotted(path)!r}; known: {known}", f"write {near[0]!r}" if near else "remove it"
 
 
 def _line(lines: Mapping[Path_, int], path: Path_) -> str:

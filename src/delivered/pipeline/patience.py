@@ -1,4 +1,4 @@
-"""Waits for a server that is away when something starts, by the one mechanism of `model/patience.py`."""
+"""Waits for a server that is unreachable at start, using `model/patience.py`."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def patiently(
     patience_s: float = OUTAGE_PATIENCE_S,
     stop: Callable[[], bool] = lambda: False,
 ) -> T:
-    """What `ask` answers once the server does. People are told by the logger `delivered.outage`.
+    """The answer of `ask`, once the server is reachable. The logger `delivered.outage` reports the wait.
 
     Args:
         server: for people: "RabbitMQ at broker:5672".
-        away: the error inside an answer that tells of a server that is away; None: it is an answer.
+        away: the error in an answer that means the server is unreachable; None: the answer is good.
         patience_s: 0: ask once.
 
     Raises:
-        Unreachable: it stayed away; and every other error of `ask` at once.
-        StoppedWaiting: `stop` said so.
+        Unreachable: it stayed unreachable. Any other error of `ask` is raised at once.
+        StoppedWaiting: `stop()` became true.
     """
-    told = False
+    warned = False
 
     def once() -> T:
-        nonlocal told
-        if told and stop():
+        nonlocal warned
+        if warned and stop():
             raise StoppedWaiting
         try:
             answer = ask()
@@ -47,9 +47,9 @@ def patiently(
             if error is not None:
                 raise error
         except Unreachable as error:
-            if patience_s and not told and error.may_come_back:
+            if patience_s and not warned and error.may_come_back:
                 log.warning("%s; waiting up to %.0f s", error.message.rstrip("."), patience_s)
-                told = True
+                warned = True
             raise
         return answer
 

@@ -1,4 +1,4 @@
-"""What one sink gets of a pipeline's rows: `select` and `where` beside its options."""
+"""Which of a pipeline's rows and columns a sink gets: `select` and `where`, next to its options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Projection:
     """
     Attributes:
         items: empty: all columns.
-        where: SQL; rows for which it is not true are left out. None: all rows.
+        where: SQL; rows for which it is not true are dropped. None: all rows.
     """
 
     items: tuple[Item, ...] = ()
@@ -47,7 +47,7 @@ class Projection:
 
 
 def parse_projection(select: Iterable[str], where: str | None) -> Projection:
-    """From the user's words: column names, and expressions that give their column a name ("amount * 2 AS double").
+    """Parse column names and named expressions ("amount * 2 AS double").
 
     Raises:
         UsageError: an expression without a name, a name twice, or an empty condition.
@@ -56,9 +56,9 @@ def parse_projection(select: Iterable[str], where: str | None) -> Projection:
     names = [i.name for i in items]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise UsageError("SELECT_NAME_TWICE", f"The sink's select gives the column {twice[0]!r} twice.")
+        raise UsageError("SELECT_NAME_TWICE", f"The sink's select has the column {twice[0]!r} twice.")
     if where is not None and not where.strip():
-        raise UsageError("WHERE_EMPTY", "The sink's where is empty.", next_step="write a condition, or take it out")
+        raise UsageError("WHERE_EMPTY", "The sink's where is empty.", next_step="write a condition, or remove it")
     return Projection(items, where)
 
 
@@ -70,7 +70,7 @@ def _item(text: str) -> Item:
     if named is None:
         raise UsageError(
             "SELECT_UNNAMED",
-            f"The sink's select holds {text!r}: neither a column's name nor an expression with a name.",
+            f"The sink's select has {text!r}, which is neither a column name nor a named expression.",
             next_step='give it a name, as in "amount * 2 AS double_amount"',
         )
     return Item(named["name"].strip("`"), named["sql"])

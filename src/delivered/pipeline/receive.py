@@ -1,4 +1,4 @@
-"""Runs receivers: one in this process, or several in processes of their own, until told to stop.
+"""Runs receivers until told to stop: one in this process, or several in separate processes.
 
 delivered.receive(endpoint("rabbitmq", url=..., queue=..., log="/data/orders-log"), stop=...)
 """
@@ -43,19 +43,19 @@ def receive(
     *,
     patience_s: float = OUTAGE_PATIENCE_S,
 ) -> None:
-    """Receive into the log of `source` until `stop()` is true; what was taken by then is persisted and acknowledged.
+    """Receive into the log of `source` until `stop()` is true; what was received by then is persisted and acknowledged.
 
     Args:
-        source: a queue that forgets: endpoint("rabbitmq", ...).
-        processes: with more than one, each is a process of its own; one that dies is started again.
-        idle_s: end also when nothing arrived for so long; None: go on.
-        report: called with the number of the receiver and what it did so far, after every append.
-        patience_s: how long to wait for a server that is away; 0: not at all.
+        source: a queue: endpoint("rabbitmq", ...).
+        processes: if more than one, each is a separate process; one that dies is restarted.
+        idle_s: also end if nothing arrived for this long; None: keep running.
+        report: called after every append, with the receiver's number and its counts so far.
+        patience_s: how long to wait for an unreachable server; 0: not at all.
 
     Raises:
         UsageError: not a queue, a bad option, or the queue cannot be received from.
-        Unreachable: the server stayed away.
-        DeliveredError: the log or the queue failed. Nothing that is not in the log was acknowledged.
+        Unreachable: the server stayed unreachable.
+        DeliveredError: the log or the queue failed. Only messages in the log were acknowledged.
     """
     if not 1 <= processes <= RECEIVERS_MAX:
         raise UsageError("RECEIVERS", f"processes is {processes}; it must be from 1 to {RECEIVERS_MAX}.")
@@ -75,9 +75,9 @@ def receiving(
     *,
     patience_s: float = OUTAGE_PATIENCE_S,
 ) -> Iterator[Callable[[], None]]:
-    """Receivers beside a pipeline that runs in this process. Gives a function that raises what made them end.
+    """Receivers next to a pipeline that runs in this process. Yields a function that raises the error that ended them.
 
-    The log is there when this is entered, so that the pipeline can be planned.
+    The log exists once this is entered, so that the pipeline can be planned.
     """
     from delivered.connectors.log import open_journal
 
@@ -106,7 +106,7 @@ def receiving(
 
 
 def _await(source: Endpoint, patience_s: float, stop: Callable[[], bool]) -> bool:
-    """`check`, once the server answers; False: told to stop before it did."""
+    """`check`, once the server is reachable; False: told to stop before."""
     try:
         patiently(source.label, lambda: check(source), patience_s=patience_s, stop=stop)
     except StoppedWaiting:
@@ -115,10 +115,10 @@ def _await(source: Endpoint, patience_s: float, stop: Callable[[], bool]) -> boo
 
 
 def check(source: Endpoint) -> None:
-    """Ask the queue whether it can be received from. Raises what refuses; the rest is logged.
+    """Check that the queue can be received from; log warnings.
 
     Raises:
-        Unreachable: the server is away.
+        Unreachable: the server is unreachable.
         UsageError: it cannot be received from.
     """
     for finding in received(source.system, source.options).queue.preflight():
@@ -137,7 +137,7 @@ def receive_one(
     idle_s: float | None = None,
     report: Report | None = None,
 ) -> Counts:
-    """One receiver, in this process. The one with number 0 keeps the log in order."""
+    """One receiver, in this process. Number 0 also maintains the log."""
     from delivered.source.receive import ReceiveLoop
     from delivered.source.received import QUARANTINE_SUFFIX
 
@@ -158,7 +158,7 @@ def receive_one(
 
 @dataclass
 class _Idle:
-    """Whether nothing arrived for a while."""
+    """Tells when nothing arrived for a while."""
 
     loop: Any
     after_s: float | None
@@ -175,10 +175,10 @@ class _Idle:
 
 
 class _Several:
-    """Receivers as processes; who dies by a signal or a failing server is started again, a wrong request ends all.
+    """Receiver processes. One that dies of a signal or a failing server is restarted; a usage error ends all.
 
-    Each has a pipe of its own, for what it did and for the word to stop: nothing is shared, so one that is killed
-    holds no lock of the others. A pipe whose other end is gone is a word to stop, too.
+    Each has its own pipe, for its counts and for the request to stop: nothing is shared, so a killed one holds no lock
+    of the others. A pipe whose other end is closed is a request to stop, too.
     """
 
     def __init__(self, source: Endpoint, count: int, idle_s: float | None) -> None:
@@ -221,10 +221,10 @@ class _Several:
             if code == 0:
                 continue  # idle
             if code == UsageError.exit_code:
-                raise UsageError("RECEIVER_REFUSED", f"Receiver {number} was refused; its reason is above.")
+                raise UsageError("RECEIVER_REFUSED", f"Receiver {number} was refused; the reason is logged above.")
             self._starts[number] += 1
             wait_s = min(_RESTART_S_MAX, 0.5 * 2 ** self._starts[number])
-            _LOG.warning("receiver %d ended with %s and is started again in %.0f s", number, code, wait_s)
+            _LOG.warning("receiver %d exited with %s; restarting in %.0f s", number, code, wait_s)
             self._due[number] = time.monotonic() + wait_s
 
     def _drain(self, report: Report | None) -> None:
@@ -280,7 +280,7 @@ def _process(system: str, options: Mapping[str, str], number: int, idle_s: float
 
     install_from_environment()
     quiet_client()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent requests the stop
     line = _Line(pipe)
     try:
         line.tell(receive_one(system, options, number, line.stop, idle_s, lambda _, c: line.tell(c)), last=True)
@@ -290,11 +290,11 @@ def _process(system: str, options: Mapping[str, str], number: int, idle_s: float
 
 
 def quiet_client(warnings: bool = True) -> None:
-    """For a process of its own: our warnings to standard error, and none of the clients', which show a stack for every
-    connection that is refused or lost.
+    """For a separate process: log our warnings to standard error, but not the clients', which print a stack trace for
+    every refused or lost connection.
 
     Args:
-        warnings: false: somebody else shows ours.
+        warnings: false: ours are shown elsewhere.
     """
     if warnings:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")

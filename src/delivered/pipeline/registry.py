@@ -1,4 +1,4 @@
-"""Finds connectors by name, through their entry points. Imports no client library."""
+"""Finds connectors by name, through entry points. Imports no client library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def connector(name: str) -> Connector:
         raise UsageError(
             "FORMAT_UNKNOWN",
             f"There is no connector {name!r}. Known: {', '.join(sorted(found))}.",
-            next_step=f"write {near[0]!r}" if near else "write one of these",
+            next_step=f"write {near[0]!r}" if near else "use one of these",
         )
     loaded: Connector = found[name].load()
     return loaded
@@ -78,5 +78,5 @@ def find_sink(system: str, options: Mapping[str, str]) -> Sink:
     found = connector(system)
     if not found.external_ledger or found.sink_options is None:
         return found.sink(options)
-    given = found.sink_options.restore(options)
-    return found.sink(given, find_sink("sqlite", {"path": given["ledger"], "table": "delivered_unused"}))
+    restored = found.sink_options.restore(options)
+    return found.sink(restored, find_sink("sqlite", {"path": restored["ledger"], "table": "delivered_unused"}))

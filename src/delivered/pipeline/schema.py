@@ -1,6 +1,6 @@
 """The JSON Schema of a pipeline file, from the model and the connectors' option tables.
 
-`python -m delivered.pipeline.schema docs/pipeline.schema.json` writes it; a test holds the file up to date.
+`python -m delivered.pipeline.schema docs/pipeline.schema.json` writes it; a test keeps the file up to date.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def schema() -> dict[str, Any]:
 
 
 def _endpoint(model: dict[str, Any], tables: dict[str, OptionTable], *, own: bool) -> dict[str, Any]:
-    """One shape per connector: its options and no others."""
+    """One shape per connector: exactly its options."""
     common = {k: v for k, v in model["properties"].items() if k != "format"}
     shapes: list[dict[str, Any]] = [
         {
@@ -54,7 +54,7 @@ def _endpoint(model: dict[str, Any], tables: dict[str, OptionTable], *, own: boo
         shapes.append(
             {
                 "type": "object",
-                "title": "a source of Spark's own",
+                "title": "one of Spark's own sources",
                 "properties": {**pattern, **common},
                 "required": ["format"],
                 "additionalProperties": _OPTION,
@@ -64,7 +64,7 @@ def _endpoint(model: dict[str, Any], tables: dict[str, OptionTable], *, own: boo
 
 
 def _option(option: Option) -> dict[str, Any]:
-    """Values may be text in any case, so what is allowed is told as examples; bounds hold for numbers alone."""
+    """Values may be text in any case, so allowed ones are listed as examples; bounds only apply to numbers."""
     examples = {} if option.example is None else {"examples": [option.example]}
     return {**_OPTION, "description": option.doc, **examples, **option.type.schema}
 
@@ -74,7 +74,7 @@ def as_text() -> str:
 
 
 def main() -> None:
-    """Write the schema to the file named on the command line, else to standard output."""
+    """Write the schema to the file given on the command line, or to standard output."""
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(as_text(), encoding="utf-8")
     else:

@@ -1,4 +1,4 @@
-"""A whole pipeline as a pydantic model: what a YAML file may hold, and nothing else."""
+"""A whole pipeline as a pydantic model: exactly what a YAML file may contain."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ class SourceSpec(BaseModel):
     model_config = _ENDPOINT
     __pydantic_extra__: dict[str, Scalar | dict[str, Any]]
 
-    format: str = Field(description='Name of the connector ("kafka", "log"), or "spark:kafka" for a source of Spark.')
+    format: str = Field(
+        description='Name of the connector ("kafka", "log"), or "spark:kafka" for a built-in Spark source.'
+    )
 
 
 class AuditSpec(BaseModel):
-    """How the audit tells records apart."""
+    """How the audit identifies records."""
 
     model_config = _STRICT
 
-    id: str | None = Field(None, description="SQL over the sink's columns that names a record. Default: all of it.")
+    id: str | None = Field(
+        None, description="SQL over the sink's columns that identifies a record. Default: the whole record."
+    )
     key: str | None = Field(
         None,
-        description="SQL over the sink's columns; records of one key have an order. Default: key, if there is one.",
+        description="SQL over the sink's columns; records of one key are ordered. Default: key, if present.",
     )
     own: str | None = Field(
         None,
-        description="SQL over the sink's columns, true for this pipeline's records, where others write to the sink "
-        "too; 'true': nobody else does.",
+        description="SQL over the sink's columns, true for this pipeline's records, if others write to the sink too; "
+        "'true': nobody else does.",
     )
 
 
@@ -48,35 +52,36 @@ class SinkSpec(BaseModel):
     __pydantic_extra__: dict[str, Scalar | dict[str, Any]]
 
     format: str = Field(description='Name of the connector: "kafka", "sqlite".')
-    name: Name | None = Field(None, description="Name of this sink in its pipeline. Default: made from its target.")
+    name: Name | None = Field(None, description="Name of this sink in its pipeline. Default: derived from its target.")
     select: list[str] | None = Field(
-        None, description='Columns that this sink gets: names, or SQL with a name: "amount * 2 AS double".'
+        None, description='Columns that this sink gets: names, or named SQL: "amount * 2 AS double".'
     )
-    where: str | None = Field(None, description="SQL; this sink gets the rows for which it is true.")
-    audit: AuditSpec | None = Field(None, description="How the audit tells records of this sink apart.")
+    where: str | None = Field(None, description="SQL; this sink gets the rows that match.")
+    audit: AuditSpec | None = Field(None, description="How the audit identifies records of this sink.")
 
 
 class DedupSpec(BaseModel):
-    """Which repeats in the source are dropped, before the transform, under every guarantee."""
+    """Which duplicates in the source are dropped, before the transform, under every guarantee."""
 
     model_config = _STRICT
 
     by: list[str] = Field(
-        min_length=1, description="SQL over the source's columns that names a record; none is a repeat if one is null."
+        min_length=1,
+        description="SQL over the source's columns that identifies a record; with a null, it duplicates nothing.",
     )
     within: str = Field(
-        description='"1 hour": a repeat whose time is at most so long after the first one\'s is dropped.'
+        description='"1 hour": a record whose time is at most this long after its key\'s first one is dropped.'
     )
     time: str = Field("timestamp", description="SQL over the source's columns, a timestamp.")
     late: Literal["refuse", "drop"] = Field(
         "refuse",
-        description="drop: it is known that a record older than the newest one by more than `within` is dropped, even "
-        "if it is the first of its key. refuse: the pipeline is refused then, with the reason.",
+        description="drop: accept that a record older than the newest one by more than `within` is dropped, even if it "
+        "is the first of its key. refuse: such a pipeline is refused, with the reason.",
     )
     memory: Literal["state", "table"] = Field(
         "state",
-        description="What remembers keys. state: Spark's, in the checkpoint. table: a table in the database of the "
-        "sink (postgres, mysql, sqlite), in the transaction of the decision; no record is dropped as late.",
+        description="Where keys are kept. state: in Spark's state, in the checkpoint. table: in a table in the sink's "
+        "database (postgres, mysql, sqlite), updated in the deciding transaction; no record is dropped as late.",
     )
 
 
@@ -92,7 +97,7 @@ class TransformSpec(BaseModel):
     )
     select: list[str] | None = Field(None, description="Columns to keep; alone, or before `arrow`.")
     stateful: bool = Field(False, description="It keeps state between batches.")
-    deterministic: bool | None = Field(None, description="The same rows in, the same rows out, in any run.")
+    deterministic: bool | None = Field(None, description="The same input rows give the same output rows in every run.")
 
     @model_validator(mode="after")
     def _one(self) -> TransformSpec:
@@ -107,9 +112,9 @@ class PipelineSpec(BaseModel):
 
     model_config = ConfigDict(**_STRICT, title="delivered pipeline")
 
-    pipeline: Name = Field(description="Name; two pipelines that share a sink need two names.")
+    pipeline: Name = Field(description="Name; pipelines that share a sink need different names.")
     guarantee: Literal["at_most_once", "at_least_once", "exactly_once"] = Field(
-        description="What is promised to a reader of the sink. There is no default."
+        description="What readers of the sink can rely on. There is no default."
     )
     checkpoint: str = Field(
         min_length=1, description="Folder or URL where Spark keeps the query's progress; one per pipeline."
@@ -120,15 +125,15 @@ class PipelineSpec(BaseModel):
     sinks: list[SinkSpec] = Field(min_length=1)
     on_bad_row: Literal["fail", "dead_letter", "drop"] = Field(
         "fail",
-        description="What becomes of a row that a sink refuses for itself. drop: at_most_once only; it is counted.",
+        description="What happens to a row that is invalid for a sink. drop: at_most_once only; it is counted.",
     )
     dead_letter: SinkSpec | None = Field(
-        None, description="Where such rows go, in the same batch, with the reason; select and where have no place here."
+        None, description="Where such rows go, in the same batch, with the reason; select and where are not allowed."
     )
     trigger: str | dict[Literal["processing_time", "continuous", "real_time"], str] = Field(
         "0 seconds",
-        description='available_now: end when all is delivered that was there at the start; "10 seconds": a batch '
-        "every so often, until stopped.",
+        description='available_now: deliver what is there at the start, then end; "10 seconds": a batch at this '
+        "interval, until stopped.",
     )
     batch_s_max: float | None = Field(
         None, gt=0, description="Seconds a batch may take; checked against the transaction time-out."
@@ -137,10 +142,10 @@ class PipelineSpec(BaseModel):
         "refuse", description="accept: start over although an earlier checkpoint wrote to this sink."
     )
     missing_ledger: Literal["refuse", "accept"] = Field(
-        "refuse", description="accept: go on although the ledger lacks batches of this checkpoint."
+        "refuse", description="accept: continue although the ledger lacks batches of this checkpoint."
     )
     new_target: Literal["refuse", "accept"] = Field(
-        "refuse", description="accept: go on although a sink's topic or table was dropped and made anew."
+        "refuse", description="accept: continue although a sink's topic or table was dropped and recreated."
     )
     master: str | None = Field(None, description="Spark master. Default: what spark-submit set, else local[*].")
     spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")

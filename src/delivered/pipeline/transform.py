@@ -1,4 +1,4 @@
-"""What happens between source and sink, and what is declared about it."""
+"""The transform between source and sink, and what is declared about it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _CHANGES_BETWEEN_RUNS = re.compile(
     r"\b(rand|randn|random|uuid|shuffle|randstr|monotonically_increasing_id|spark_partition_id|reflect|java_method)\s*\(",
     re.IGNORECASE,
 )
-"""SQL functions whose values differ when a batch runs again. Not now(): Spark logs a batch's time with its offsets."""
+"""SQL functions whose values change when a batch reruns. Not now(): Spark logs a batch's time with its offsets."""
 
 _KEEPS_STATE = re.compile(r"\b(group\s+by|distinct|join)\b", re.IGNORECASE)
 
 
 def changes_between_runs(sql: str) -> bool:
-    """Whether SQL calls a function that gives other values when a batch runs again."""
+    """Whether SQL calls a function whose values change when a batch reruns."""
     return bool(_CHANGES_BETWEEN_RUNS.search(sql))
 
 
@@ -36,7 +36,7 @@ class Transform:
         function: for "python" and, optionally, "arrow".
         select: for "arrow": columns to keep before `function`; empty: all.
         stateful: it keeps state between batches.
-        deterministic: the same rows in, the same rows out; None: nobody said.
+        deterministic: the same input rows give the same output rows; None: not declared.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Transform:
     deterministic: bool | None = None
 
     def facts(self) -> TransformFacts:
-        """What the planner wants to know. Nothing is run."""
+        """What the planner needs to know. Runs nothing."""
         deterministic, stateful = self.deterministic, self.stateful
         if self.kind == "sql":
             if deterministic is None and changes_between_runs(self.sql):
@@ -68,7 +68,7 @@ def transform(
 
     Args:
         stateful: it keeps state between batches (aggregation, stream-stream join, deduplication).
-        deterministic: the same rows in, the same rows out, in any run.
+        deterministic: the same input rows give the same output rows in every run.
     """
     if isinstance(what, str):
         return Transform("sql", sql=what, stateful=stateful, deterministic=deterministic)
@@ -82,7 +82,7 @@ def transform(
 
 
 def arrow(function: Callable[[Any], Any] | None = None, *, select: Sequence[str] = ()) -> Transform:
-    """A transform from Arrow record batch to Arrow record batch: records never become JVM rows, which is the fast way.
+    """A transform from Arrow record batch to Arrow record batch: fastest, since records never become JVM rows.
 
     Args:
         function: row-wise and deterministic: rows of one batch depend on no other. None: only `select`.
@@ -92,7 +92,7 @@ def arrow(function: Callable[[Any], Any] | None = None, *, select: Sequence[str]
 
 
 def as_transform(what: Any) -> Transform:
-    """What a user may give: nothing, SQL, a function, or a `Transform`."""
+    """A `Transform` from None, SQL, a function, or a `Transform`."""
     if what is None:
         return NO_TRANSFORM
     return what if isinstance(what, Transform) else transform(what)
@@ -102,7 +102,7 @@ def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
     """The function that "module:function" names; the module may lie in `folder`.
 
     Raises:
-        UsageError: not of that form, no such module, no such function.
+        UsageError: malformed reference, no such module, no such function.
     """
     module_name, _, function_name = reference.partition(":")
     if not (module_name and function_name):

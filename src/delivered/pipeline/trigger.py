@@ -38,29 +38,29 @@ AS_FAST_AS_POSSIBLE = When(Trigger.PROCESSING_TIME, "0 seconds")
 AVAILABLE_NOW = When(Trigger.AVAILABLE_NOW)
 
 
-def parse_trigger(given: str | Mapping[str, Any] | When | None) -> When:
+def parse_trigger(value: str | Mapping[str, Any] | When | None) -> When:
     """Read a trigger: "available_now", "10 seconds", {"processing_time": "10 seconds"}, {"real_time": "1 minute"}.
 
     Raises:
-        UsageError: none of these.
+        UsageError: anything else.
     """
-    match given:
+    match value:
         case None:
             return AS_FAST_AS_POSSIBLE
         case When():
-            return given
-        case str() if given.strip().lower().replace("-", "_") in ("available_now", "availablenow"):
+            return value
+        case str() if value.strip().lower().replace("-", "_") in ("available_now", "availablenow"):
             return AVAILABLE_NOW
-        case str() if _INTERVAL.fullmatch(given.strip()):
-            return When(Trigger.PROCESSING_TIME, given.strip())
-        case Mapping() if len(given) == 1:
-            ((key, value),) = given.items()
+        case str() if _INTERVAL.fullmatch(value.strip()):
+            return When(Trigger.PROCESSING_TIME, value.strip())
+        case Mapping() if len(value) == 1:
+            ((key, interval),) = value.items()
             kinds = {k.value: k for k in Trigger if k is not Trigger.AVAILABLE_NOW}
-            if key in kinds and isinstance(value, str) and _INTERVAL.fullmatch(value.strip()):
-                return When(kinds[key], value.strip())
+            if key in kinds and isinstance(interval, str) and _INTERVAL.fullmatch(interval.strip()):
+                return When(kinds[key], interval.strip())
     raise UsageError(
         "TRIGGER_VALUE",
-        f"trigger is {given!r}; it must be available_now, an interval as in '10 seconds', or "
+        f"trigger is {value!r}; it must be available_now, an interval as in '10 seconds', or "
         "{processing_time: '10 seconds'}.",
-        next_step="write trigger: available_now to end when all that is there now is delivered",
+        next_step="write trigger: available_now to deliver what is there now, then end",
     )

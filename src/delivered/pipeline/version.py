@@ -1,7 +1,7 @@
-"""A fingerprint of what happens between source and sinks, so that the ledger can say which version a batch ran with.
+"""A fingerprint of the transform between source and sinks, so that the ledger can record each batch's version of it.
 
-Of SQL it is the text; of a function its source, and that of the functions and constants that it names, unless they come
-from installed packages. Another fingerprint means that somebody edited the transform.
+It covers the text of SQL; the source of a function, and of the functions and constants that it references, unless they
+come from installed packages. A different fingerprint means that the transform was edited.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ def version_of(transform: Transform, projections: Iterable[tuple[str, Projection
     """16 hex digits for a pipeline's transform with what its sinks select of it.
 
     Args:
-        projections: of every sink, by its name. One that takes all rows as they are does not count.
+        projections: of every sink, by its name. One that passes all rows unchanged does not count.
     """
-    said = [transform.kind, transform.sql.strip(), *transform.select, *_told(transform.function, set())]
-    said += [f"{name}: {p!r}" for name, p in projections if not p.is_all]
+    parts = [transform.kind, transform.sql.strip(), *transform.select, *_parts_of(transform.function, set())]
+    parts += [f"{name}: {p!r}" for name, p in projections if not p.is_all]
     if on_bad_row is not OnBadRow.FAIL:
-        said.append(on_bad_row.value)
-    return hashlib.blake2b("\0".join(said).encode(errors="replace"), digest_size=8).hexdigest()
+        parts.append(on_bad_row.value)
+    return hashlib.blake2b("\0".join(parts).encode(errors="replace"), digest_size=8).hexdigest()
 
 
-def _told(what: Any, seen: set[int]) -> Iterator[str]:
-    """What a value contributes, each once, however they refer to each other."""
+def _parts_of(what: Any, seen: set[int]) -> Iterator[str]:
+    """What a value contributes, each once, even with cyclic references."""
     if what is None or isinstance(what, str | bytes | int | float | complex):
         yield repr(what)[:_CONSTANT_LENGTH_MAX]
         return
     if id(what) in seen or len(seen) > _FUNCTIONS_MAX:
         return
     seen.add(id(what))
-    # In its own dictionary: some objects answer to any name.
+    # In its own dictionary: some objects have an attribute of any name.
     own = getattr(what, "__dict__", None)
     if isinstance(own, dict) and "__wrapped__" in own:
-        yield from _told(own["__wrapped__"], seen)
+        yield from _parts_of(own["__wrapped__"], seen)
     if isinstance(what, FunctionType):
         if _installed(what):
             yield f"{what.__module__}.{what.__qualname__}"
             return
         yield _source(what)
-        yield from _told(what.__defaults__, seen)
+        yield from _parts_of(what.__defaults__, seen)
         named = {n for code in _codes(what.__code__) for n in code.co_names}
         for name in sorted(named & what.__globals__.keys()):
             yield name
-            yield from _told(what.__globals__[name], seen)
+            yield from _parts_of(what.__globals__[name], seen)
         for cell in what.__closure__ or ():
-            yield from _told(_content(cell), seen)
+            yield from _parts_of(_content(cell), seen)
     elif isinstance(what, type):
         yield what.__qualname__ if _installed(what) else _source(what)
     elif isinstance(what, ModuleType):
@@ -69,22 +69,22 @@ def _told(what: Any, seen: set[int]) -> Iterator[str]:
         yield what.__name__
     elif isinstance(what, functools.partial):
         for value in (what.func, what.args, what.keywords):
-            yield from _told(value, seen)
+            yield from _parts_of(value, seen)
     elif callable(what) and not inspect.ismethod(what):
-        # An object that is called: what it is, and what it was made with.
-        yield from _told(type(what), seen)
+        # A callable object: its type, and its attributes.
+        yield from _parts_of(type(what), seen)
         for value in _attributes(what):
-            yield from _told(value, seen)
+            yield from _parts_of(value, seen)
     elif inspect.ismethod(what):
-        yield from _told(what.__func__, seen)
-        yield from _told(what.__self__, seen)
+        yield from _parts_of(what.__func__, seen)
+        yield from _parts_of(what.__self__, seen)
     elif isinstance(what, list | tuple):
         for value in what:
-            yield from _told(value, set(seen))
+            yield from _parts_of(value, set(seen))
     elif isinstance(what, dict):
         for key in sorted(what, key=repr):
             yield repr(key)[:_CONSTANT_LENGTH_MAX]
-            yield from _told(what[key], set(seen))
+            yield from _parts_of(what[key], set(seen))
     elif isinstance(what, set | frozenset):
         yield from sorted(repr(v)[:_CONSTANT_LENGTH_MAX] for v in what)
     else:
@@ -92,7 +92,7 @@ def _told(what: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _installed(what: Any) -> bool:
-    """Whether it belongs to a package: its version is not ours to tell."""
+    """Whether it belongs to an installed package, whose version is not tracked."""
     try:
         file = inspect.getfile(what)
     except (TypeError, OSError):

@@ -1,1 +1,1 @@
-"""What sources share: what a batch takes, how it is cut into slices, which columns a message has. Pure."""
+"""What sources share: how much a batch reads, how it is split into slices, a message's columns. Pure."""

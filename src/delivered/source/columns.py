@@ -1,4 +1,4 @@
-"""Columns that a message has in Spark, whatever system it comes from: those of Spark's own Kafka source."""
+"""A message's columns in Spark, whatever its system: those of Spark's own Kafka source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
 HEADERS = pa.field("headers", pa.list_(HEADER))
-"""Behind the others, where `includeHeaders` asks for it."""
+"""Last column, if `includeHeaders` is set."""
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 COLUMNS = pa.schema(
@@ -28,11 +28,11 @@ COLUMNS = pa.schema(
 
 
 US_MIN, US_MAX = -(2**63), 2**63 - 1
-"""The first and the last microsecond that Arrow and Spark can hold: years -290308 and 294247."""
+"""The earliest and latest microsecond that Arrow and Spark can represent: years -290308 and 294247."""
 
 
 def micros(count: int, us_per: int) -> int:
-    """A sender's time in microseconds, saturated: a time in the wrong unit must not become another date.
+    """A producer's time in microseconds, saturated: a time in the wrong unit must not wrap to another date.
 
     Args:
         count: since 1970, in units of `us_per` microseconds.
@@ -50,6 +50,6 @@ def micros_of(ms: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return found
 
 
-def columns(headers: bool, given: pa.Schema = COLUMNS) -> pa.Schema:
-    """`given`, with the headers behind it if they were asked for."""
-    return given.append(HEADERS) if headers else given
+def columns(headers: bool, base: pa.Schema = COLUMNS) -> pa.Schema:
+    """`base`, followed by the headers if requested."""
+    return base.append(HEADERS) if headers else base

@@ -1,8 +1,8 @@
-"""Which message of a batch the log will not take, when it refused the batch: told by appending ever smaller parts.
+"""Finds the message that makes the log reject a batch, by appending ever smaller parts of it.
 
-One message that cannot be written (a time that is no time, say) must not keep all others from entering, nor come again
-for ever. A message that a full disk refuses is no such one: so what the store refuses counts as bad only if another
-message of the batch got in. What the code that writes cannot make a record of is bad by itself.
+One message that cannot be written (with an invalid time, say) must neither block all others nor be redelivered forever.
+A full disk is another matter: a message that the store rejects only counts as bad if another one of the batch was
+appended. A message that our own code cannot turn into a record is bad by itself.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class Raised(Failed):
-    """The code that writes failed, not the store."""
+    """Our own code failed, not the store."""
 
 
 def guarded(journal: Journal, batch: MessageBatch) -> Outcome[Entered]:
-    """An append whose every failure is an outcome: what messages can make of code, nobody can list."""
+    """An append whose every failure is an outcome: which errors a message can cause is unpredictable."""
     try:
         return journal.append(batch)
     except Exception as error:
@@ -34,9 +34,9 @@ def guarded(journal: Journal, batch: MessageBatch) -> Outcome[Entered]:
 class Isolated:
     """
     Attributes:
-        outcome: of all that got in; or what ended it, and then nothing of this may be acknowledged.
-        refused: places of the messages that the log refused alone, every time; reasons: a sentence for each.
-        in_a_row: of them, since a message got in.
+        outcome: of everything appended; or what ended it, in which case nothing here may be acknowledged.
+        refused: indexes of the messages that the log rejected on their own, every time; reasons: a sentence for each.
+        in_a_row: how many of them since the last appended message.
     """
 
     outcome: Outcome[Entered] = field(default_factory=lambda: Ok(Entered(0, 0, 0)))
@@ -46,11 +46,11 @@ class Isolated:
 
 
 def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0) -> Isolated:
-    """Append what can be, in halves, and halves of these, down to one message.
+    """Append what can be appended, by bisecting down to single messages.
 
     Args:
-        times: so often a message is refused alone before it is taken for the cause.
-        in_a_row: messages refused before, since one got in. Above `REFUSED_IN_A_ROW_MAX` it is the log, and ends it.
+        times: how often a message must be rejected on its own before it counts as the cause.
+        in_a_row: messages rejected since the last appended one. Above `REFUSED_IN_A_ROW_MAX`, it is the log: stop.
     """
     found = Isolated(in_a_row=in_a_row)
     entered = repeated = tries = 0
@@ -65,15 +65,15 @@ def isolate(journal: Journal, batch: MessageBatch, times: int, in_a_row: int = 0
                 found.in_a_row = 0 if more.entered else found.in_a_row
             case Failed(reason) if len(part) > 1:
                 middle = len(part) // 2
-                parts += [part[middle:], part[:middle]]  # the first half is taken first: their order stays
+                parts += [part[middle:], part[:middle]]  # the first half goes first, to keep the order
             case Failed(reason):
                 found.in_a_row += 1
                 if found.in_a_row > REFUSED_IN_A_ROW_MAX:
-                    found.outcome = Failed(f"{found.in_a_row} messages in a row, each alone; the last: {reason}")
+                    found.outcome = Failed(f"{found.in_a_row} messages in a row, each on its own; the last: {reason}")
                     return found
                 by_store = by_store if isinstance(done, Raised) else reason
                 found.refused.append(part[0])
-                found.reasons.append(f"the log refused it alone, {times} times: {reason}")
+                found.reasons.append(f"the log rejected it on its own, {times} times: {reason}")
             case _:
                 found.outcome = done
                 return found
@@ -92,10 +92,10 @@ def _tried(journal: Journal, batch: MessageBatch, times: int) -> Outcome[Entered
 
 
 def readable(batch: MessageBatch) -> MessageBatch:
-    """A copy that any log takes, where one refuses the messages as they are: all but id and body as text."""
+    """A copy that any log accepts if it rejects the messages as they are: all but id and body as text."""
     headers = [
-        [("delivered.key", _text(key)), ("delivered.time_us", _text(at)), ("delivered.headers", _text(list(given)))]
-        for key, at, given in zip(batch.keys, batch.times_us, batch.headers, strict=True)
+        [("delivered.key", _text(key)), ("delivered.time_us", _text(at)), ("delivered.headers", _text(list(pairs)))]
+        for key, at, pairs in zip(batch.keys, batch.times_us, batch.headers, strict=True)
     ]
     ids = [None if i is None else i if isinstance(i, str) and i.isprintable() else ascii(i) for i in batch.ids]
     values = [v if isinstance(v, bytes) else _text(v) for v in batch.values]

@@ -1,6 +1,6 @@
-"""Ranges of offsets: how much of a backlog one batch takes, and into which pieces it is cut.
+"""Ranges of offsets: how much of a backlog one batch reads, and how it is split.
 
-All of it is a function of its arguments alone, so that a batch that runs again, perhaps in another process, is cut
+Everything here is a function of its arguments alone, so that a rerun of a batch, perhaps in another process, is split
 the same way.
 """
 
@@ -33,11 +33,11 @@ class Range(Generic[Key]):
 
 
 def admit(sizes: Mapping[Key, int], limit: int | None) -> dict[Key, int]:
-    """How many offsets of each partition the next batch takes.
+    """How many offsets of each partition the next batch reads.
 
     Shares are in proportion to the backlog; the sum is `limit` or the whole backlog, whichever is smaller. Every
     partition with a backlog gets at least one, so that none starves behind a busy one: with more such partitions
-    than `limit`, the sum is their number.
+    than `limit`, the sum is their count.
 
     Args:
         sizes: backlog per partition, in offsets, at least 0. Ties are broken by the order of this mapping.
@@ -48,16 +48,16 @@ def admit(sizes: Mapping[Key, int], limit: int | None) -> dict[Key, int]:
     if limit is None or total <= limit:
         return dict(sizes)
     rest = max(0, limit - len(waiting))
-    extra = total - len(waiting)  # one each is given already
+    extra = total - len(waiting)  # each has one already
     shares = _apportion({k: n - 1 for k, n in waiting.items()}, rest, extra)
     return {k: (1 + shares[k] if k in waiting else 0) for k in sizes}
 
 
 def split(ranges: Sequence[Range[Key]], pieces_min: int | None, size_max: int | None = None) -> list[Range[Key]]:
-    """Cut ranges into at least `pieces_min` pieces, if there are that many offsets; large ranges first.
+    """Split ranges into at least `pieces_min` pieces, if there are that many offsets; large ranges first.
 
-    Empty ranges give no piece. The pieces of a range follow each other and cover it; their sizes differ by one at
-    most, unless `size_max` is given too.
+    Empty ranges yield no piece. The pieces of a range are contiguous and cover it; their sizes differ by at most one,
+    unless `size_max` is set too.
 
     Args:
         size_max: of a piece, in offsets.
@@ -82,10 +82,10 @@ def _cut(r: Range[Key], count: int) -> list[Range[Key]]:
 
 
 def backwards(start: Mapping[str, Any], end: Mapping[str, Any]) -> str | None:
-    """Where a range of offsets, as a source logs them, ends before it begins, for people; None: nowhere.
+    """Where a logged range of offsets ends before it begins, for people; None: nowhere.
 
     Args:
-        start, end: nested by partition. Positions that are no numbers are not compared.
+        start, end: nested by partition. Positions that are not numbers are not compared.
     """
     for name in start.keys() & end.keys():
         a, b = start[name], end[name]
@@ -98,8 +98,7 @@ def backwards(start: Mapping[str, Any], end: Mapping[str, Any]) -> str | None:
 
 
 def _apportion(weights: Mapping[Key, int], seats: int, total: int) -> dict[Key, int]:
-    """Distribute `seats` (at most `total`, the sum of `weights`) by largest remainder; nobody gets more than its
-    weight."""
+    """Distribute `seats` (at most `total`, the sum of `weights`) by largest remainder, none above its weight."""
     if total == 0:
         return dict.fromkeys(weights, 0)
     shares = {k: seats * w // total for k, w in weights.items()}

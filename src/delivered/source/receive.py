@@ -1,13 +1,13 @@
 """The write-ahead receiver: take, persist, then acknowledge.
 
     receive.take     messages arrive; the queue keeps them until they are acknowledged
-    receive.persist  one atomic append to the log; a message whose id the log holds does not enter again
-    receive.quarantine    a bad message goes to the dead letters, as durable, before its batch is acknowledged
-    receive.ack      the queue may forget them
+    receive.persist  one atomic append to the log; a message whose id the log holds is not appended again
+    receive.quarantine    a bad message goes to the quarantine log, durably, before its batch is acknowledged
+    receive.ack      the queue may delete them
 
-A crash before receive.persist: the queue hands the messages out again. A crash between receive.persist and the end of
-receive.ack: it hands them out again, and the log knows their ids. The append runs beside the receiving, one at a time:
-while it runs, the next batch gathers, so batches grow with the load.
+After a crash before receive.persist, the queue redelivers the messages. After a crash between receive.persist and the
+end of receive.ack, it redelivers them too, and the log recognises their ids. Appends run one at a time, in parallel
+with receiving: meanwhile the next batch gathers, so batches grow with the load.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from delivered.source.isolate import guarded, isolate, readable
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.02
 _WAIT_S = 0.2
-"""So soon a request to stop is seen."""
+"""How soon a request to stop is noticed."""
 _PAUSE_S = 1.0
-_TELL_S = 60.0
+_WARN_S = 60.0
 _RECONNECT_S = 0.5
 _LATENCIES_KEPT = 10_000
 
@@ -41,12 +41,12 @@ class ReceiveLimits:
     """
     Attributes:
         messages_max, bytes_max: of one append.
-        linger_s: how long a batch may wait for more.
+        linger_s: how long a batch may wait for more messages.
         message_bytes_max: a larger message is bad.
-        log_bytes_max: of the log; above it nothing is received. None: no bound.
+        log_bytes_max: of the log; receiving pauses above it. None: no limit.
         ids_required: a message without an id is bad.
-        refused_times: one that the log refuses alone, so many times, is bad.
-        maintain_s: between two times of upkeep; None: another process does it.
+        refused_times: a message that the log rejects on its own this many times is bad.
+        maintain_s: interval of log maintenance; None: another process does it.
     """
 
     messages_max: int
@@ -64,12 +64,12 @@ class Counts:
     """What a receiver did since it started.
 
     Attributes:
-        received: messages taken, those that came again included.
-        entered: messages that are in the log through it; repeated: that were in before; quarantined: bad ones.
-        acknowledged: messages that the queue was told to forget.
-        unacknowledged: messages persisted whose acknowledgement had no clear answer.
-        paused: times it stopped receiving because the log was full; reconnected: times the queue was lost.
-        latencies_s: of the last messages, from arrival to acknowledgement, a batch's oldest each.
+        received: messages taken, including redelivered ones.
+        entered: messages it appended to the log; repeated: that the log already held; quarantined: bad ones.
+        acknowledged: messages that the queue may delete.
+        unacknowledged: persisted messages whose acknowledgement has an unknown outcome.
+        paused: times it stopped receiving because the log was full; reconnected: times the connection was lost.
+        latencies_s: from arrival to acknowledgement, of the oldest message of each recent batch.
     """
 
     received: int = 0
@@ -90,7 +90,7 @@ class Counts:
 class _Gathering:
     """
     Attributes:
-        receiver: the connection that handed the messages out; no other can acknowledge them.
+        receiver: the connection that delivered the messages; no other can acknowledge them.
     """
 
     receiver: Receiver | None = None
@@ -108,10 +108,10 @@ class _Gathering:
 
 
 class ReceiveLoop:
-    """One receiver process. `run` until `stop` says so; everything of the queue happens in the calling thread.
+    """One receiver process. Only the calling thread uses the queue.
 
     Args:
-        quarantine: where bad messages go, with the reason as a header; None: the first one ends the receiver.
+        quarantine: where bad messages go, with the reason as a header; None: the first one stops the receiver.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class ReceiveLoop:
         self.counts = Counts()
 
     def run(self, stop: Callable[[], bool], report: Callable[[Counts], None] | None = None) -> Counts:
-        """Receive until `stop()` is true; what was taken by then is persisted and acknowledged.
+        """Receive until `stop()` is true; what was received by then is persisted and acknowledged.
 
         Raises:
-            BadRecord: a message is bad, and there is no quarantine for it.
-            DeliveredError: the log failed, or the queue did for too long. Nothing that is not in the log was
+            BadRecord: a message is bad, and there is no quarantine.
+            DeliveredError: the log failed, or the queue failed for too long. Only messages in the log were
                 acknowledged.
         """
         pool = ThreadPoolExecutor(1, "delivered-append")
@@ -178,7 +178,7 @@ class ReceiveLoop:
                 return
 
     def _gather(self, gathering: _Gathering, stopping: bool, busy: bool, stop: Callable[[], bool]) -> _Gathering:
-        """Take what arrived. When the connection is lost, what was not persisted is forgotten: it comes again."""
+        """Take what arrived. If the connection is lost, drop what was not persisted: it is redelivered."""
         receiver = self._receiver
         room = max(0, self._limits.messages_max - len(gathering.batch))
         if stopping or gathering.bytes >= self._limits.bytes_max or receiver is None:
@@ -196,10 +196,10 @@ class ReceiveLoop:
         return gathering
 
     def _again(self, error: Unreachable, stop: Callable[[], bool]) -> None:
-        """Connect anew, for as long as a queue may take to restart."""
+        """Reconnect, for as long as a queue may take to restart."""
         self.counts.reconnected += 1
         deadline = time.monotonic() + SOURCE_PATIENCE_S
-        _LOG.warning("the connection to the queue was lost, and is made anew: %s", error.message)
+        _LOG.warning("lost the connection to the queue; reconnecting: %s", error.message)
         while not stop():
             if self._receiver is not None:
                 self._receiver.close()
@@ -231,7 +231,7 @@ class ReceiveLoop:
         return full or stopping or time.monotonic() - gathering.since >= limits.linger_s
 
     def _persist(self, batch: MessageBatch) -> Outcome[Entered]:
-        """Runs in the appending thread."""
+        """Runs in the append thread."""
         reach(StepId.RECEIVE_PERSIST, Moment.BEFORE, messages=len(batch))
         good, bad, reasons = self._sorted(batch)
         if bad:
@@ -248,7 +248,7 @@ class ReceiveLoop:
         return done
 
     def _isolate(self, batch: MessageBatch) -> Outcome[Entered]:
-        """Each message gets in or is quarantined, durable in one of the two before this says Ok."""
+        """Each message is appended or quarantined, durably, before this returns Ok."""
         found = isolate(self._journal, batch, self._limits.refused_times, self._refused_in_a_row)
         self._refused_in_a_row = found.in_a_row
         if isinstance(found.outcome, Ok) and found.refused:
@@ -266,7 +266,7 @@ class ReceiveLoop:
             if len(value) > limits.message_bytes_max:
                 reason = f"it has {len(value)} bytes; the limit (messageBytesMax) is {limits.message_bytes_max}"
             elif limits.ids_required and message_id is None:
-                reason = "its sender set no message id, so it could not be recognised when it comes again"
+                reason = "its producer set no message id, so it could not be recognised if redelivered"
             else:
                 good.append(at)
                 continue
@@ -278,13 +278,13 @@ class ReceiveLoop:
         if self._quarantine is None:
             raise BadRecord(
                 "MESSAGE_BAD",
-                f"A message cannot be taken: {reasons[0]}. It was not acknowledged, and nothing was lost.",
-                next_step="set badMessages=quarantine to keep such messages in a log of their own; messageId=none if "
-                "no sender sets ids (at_least_once then)",
+                f"A message cannot be accepted: {reasons[0]}. It was not acknowledged; nothing was lost.",
+                next_step="set badMessages=quarantine to move such messages to a separate log; messageId=none if "
+                "no producer sets ids (at_least_once only)",
             )
         reach(StepId.RECEIVE_QUARANTINE, Moment.BEFORE, messages=len(bad))
         outcome = guarded(self._quarantine, _with_reasons(bad, reasons))
-        if isinstance(outcome, Failed):  # it may refuse what the log refused
+        if isinstance(outcome, Failed):  # it may reject what the log rejected
             outcome = guarded(self._quarantine, _with_reasons(readable(bad), reasons))
         reach(StepId.RECEIVE_QUARANTINE, Moment.AFTER, messages=len(bad))
         if isinstance(outcome, Ok):
@@ -300,16 +300,17 @@ class ReceiveLoop:
                     written.receiver.give_back(handles)
                 raise DeliveredError(
                     "RECEIVE_NOT_PERSISTED",
-                    f"{len(handles)} messages could not be appended to the log and were given back: {reason}",
-                    next_step="mend what the message names, and start `delivered receive` again; if it is one of the "
-                    "messages, badMessages=quarantine finds it and keeps it in a log of its own",
+                    f"{len(handles)} messages could not be appended to the log and were returned to the queue: "
+                    f"{reason}",
+                    next_step="fix what the message describes, then start `delivered receive` again; if one of the "
+                    "messages is the cause, badMessages=quarantine finds it and moves it to a separate log",
                 )
             case Unknown(reason):
                 raise OutcomeUnknown(
                     "RECEIVE_UNKNOWN",
-                    f"Whether {len(handles)} messages are in the log cannot be told; they were not acknowledged: "
+                    f"It is unknown whether {len(handles)} messages are in the log; they were not acknowledged: "
                     f"{reason}",
-                    next_step="start `delivered receive` again: the queue hands them out once more, and the log knows "
+                    next_step="start `delivered receive` again: the queue redelivers them, and the log recognises "
                     "those it holds",
                 )
             case Ok(entered):
@@ -328,7 +329,7 @@ class ReceiveLoop:
         if isinstance(answer, Ok):
             self.counts.acknowledged += answer.value
         else:
-            # They come again, and are recognised.
+            # They are redelivered, and recognised.
             self.counts.unacknowledged += len(handles)
             _LOG.warning("%d persisted messages were not acknowledged: %s", len(handles), answer.reason)
         latencies = self.counts.latencies_s
@@ -340,27 +341,29 @@ class ReceiveLoop:
         return limit is not None and self._journal.size().bytes > limit
 
     def _wait_for_room(self, stop: Callable[[], bool]) -> _Gathering:
-        """While the log is larger than its limit, hold no message: they wait in the queue, for whoever has room."""
+        """While the log exceeds its limit, hold no messages: they stay in the queue, for any receiver with room."""
         self.counts.paused += 1
-        _LOG.warning("the log is larger than %s bytes; receiving stops until there is room", self._limits.log_bytes_max)
+        _LOG.warning(
+            "the log is larger than %s bytes; receiving pauses until there is room", self._limits.log_bytes_max
+        )
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
-        told_at = -math.inf
+        warned_at = -math.inf
         while self._is_full() and not stop():
             retired = self._journal.maintain(exact=True)
             self.counts.retired += retired
             if not retired:
-                if time.monotonic() - told_at >= _TELL_S:
-                    told_at = time.monotonic()
+                if time.monotonic() - warned_at >= _WARN_S:
+                    warned_at = time.monotonic()
                     _LOG.warning(
-                        "nothing can be taken away from the log: its readers (logReaders) are not further, or the ids "
-                        "that it keeps (dedupWindow) fill it; let the readers run, or raise logBytesMax"
+                        "nothing can be removed from the log: its readers (logReaders) have not read further, or the "
+                        "ids that it keeps (dedupWindow) fill it; run the readers, or raise logBytesMax"
                     )
                 time.sleep(_PAUSE_S)
         if not stop():
             self._receiver = self._connect()
-            _LOG.warning("there is room in the log; receiving goes on")
+            _LOG.warning("there is room in the log again; receiving resumes")
         return _Gathering()
 
 

@@ -1,6 +1,6 @@
-"""A queue that forgets, read as a source: receivers fill a durable log, and the pipeline reads that.
+"""A queue as a source: receivers fill a durable log, and the pipeline reads the log.
 
-The options of every such source stand here: how the log is kept, how messages are recognised, how much is held.
+Holds the options of every such source: how the log is kept, how messages are recognised, how much is buffered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _log_options(_owner: str, values: Mapping[str, str]) -> dict[str, str]:
 
 
 class ReceiveOptions(Options):
-    """Options of every source whose records pass through a receiver.
+    """Options of every source with a receiver.
 
     Attributes:
         log: path or URL, as given.
@@ -43,25 +43,25 @@ class ReceiveOptions(Options):
     log: str = option("log", "Folder or URL of the durable log that receivers fill and the pipeline reads.")
     ids_required: bool = option(
         "messageId",
-        "required: senders set an id, by which a message is recognised; none: they do not.",
+        "required: producers set an id, by which a message is recognised; none: they do not.",
         choice({"required": True, "none": False}),
         default=True,
     )
     window: int = option(
         "dedupWindow",
-        "Newest messages of each partition of the log among which one that comes again is recognised.",
+        "Number of newest messages per log partition among which a redelivered one is recognised.",
         whole(1, 100_000_000),
         default=limits.DEDUP_WINDOW,
     )
     partitions: int = option(
         "logPartitions",
-        "Partitions of the log, by a hash of the key; with 1 the queue's order stays.",
+        "Partitions of the log, by a hash of the key; 1 keeps the queue's order.",
         whole(1, 1_000),
         default=1,
     )
     messages_max: int = option(
         "receiveMessagesMax",
-        "Messages in one append to the log, at most.",
+        "Maximum number of messages per append to the log.",
         whole(1, 1_000_000),
         default=limits.RECEIVE_MESSAGES_MAX,
     )
@@ -73,42 +73,44 @@ class ReceiveOptions(Options):
     )
     message_bytes_max: int = option(
         "messageBytesMax",
-        "A larger message is bad.",
+        "Larger messages are bad (see badMessages).",
         whole(1, limits.RECEIVE_BYTES_MAX),
         default=limits.MESSAGE_BYTES_MAX,
     )
     quarantine: bool = option(
         "badMessages",
-        "stop: a bad message ends the receiver; quarantine: it goes to the log <log>.bad.",
+        "stop: a bad message stops the receiver; quarantine: it goes to the log <log>.bad.",
         choice({"stop": False, "quarantine": True}, former={"set_aside": "quarantine"}),
         default=False,
     )
     refused_times: int = option(
         "refusedTimes",
-        "With badMessages=quarantine: a message that the log refuses alone so many times is bad.",
+        "With badMessages=quarantine: a message that the log rejects on its own this many times is bad.",
         whole(1, 100),
         default=limits.REFUSED_TIMES,
     )
     log_bytes_max: int | None = option(
-        "logBytesMax", "While the log is larger, nothing is received; none: no bound.", whole(1), default=None
+        "logBytesMax", "Receiving pauses while the log is larger; none: no limit.", whole(1), default=None
     )
     readers: tuple[str, ...] = option(
         "logReaders",
-        "Names of pipelines, with commas: what all of them have read is taken away; none: nothing is.",
+        "Comma-separated names of pipelines: what all of them have read is removed; none: nothing is.",
         OptionType(lambda text: tuple(r.strip() for r in text.split(",") if r.strip())),
         default=(),
         shown="",
     )
-    keep_s: float = option("logKeepSeconds", "What is younger is not taken away.", whole(0), default=3600)
+    keep_s: float = option("logKeepSeconds", "Records younger than this are not removed.", whole(0), default=3600)
     log_options: Mapping[str, str] = several(
         _log_options,
-        Option("reader", "Name under which this pipeline's progress is kept beside the log, for logReaders."),
+        Option("reader", "Name under which this pipeline's progress is stored next to the log, for logReaders."),
         Option(
             "startingOffsets", 'Where a new checkpoint starts in the log: earliest, latest or {"0": 12}.', "earliest"
         ),
         Option("endingOffsets", 'Where a batch read of the log ends: latest or {"0": 12}.', "latest"),
-        Option("maxOffsetsPerTrigger", "At most about so many records in one batch; none: no bound."),
-        Option("includeHeaders", "Whether there is a column headers; delivered.id in it is the sender's id.", "false"),
+        Option("maxOffsetsPerTrigger", "Approximate maximum number of records per batch; none: no limit."),
+        Option(
+            "includeHeaders", "Whether to add the column headers; delivered.id in it is the producer's id.", "false"
+        ),
     )
     storage: Mapping[str, str] = prefixed("storage.")
 
@@ -131,7 +133,7 @@ class ReceivedSource:
 
     Attributes:
         system: of the queue: "rabbitmq".
-        log: the log as a source of its own.
+        log: the log as a source.
     """
 
     system: str
@@ -151,18 +153,18 @@ class ReceivedSource:
         repeats = ""
         if lacks:
             repeats = (
-                f"the queue {self.queue.name} hands a message out again when its receiver died before the "
-                f"acknowledgement, and {lacks}"
+                f"the queue {self.queue.name} redelivers a message if its receiver dies before acknowledging it, and "
+                f"{lacks}"
             )
-        known = f"a message that comes again after more than {options.window:,} others entered is taken for a new one"
-        memory = f"; each receiver holds their ids, up to {_memory(options.window * options.partitions)}"
+        known = f"a message redelivered after more than {options.window:,} others counts as a new one"
+        memory = f"; each receiver keeps their ids in memory, up to {_memory(options.window * options.partitions)}"
         return SourceCapability(
             system=self.system,
             replayable=True,
             repeats=repeats,
             local=inner.local,
             assumes=(
-                f"`delivered receive` runs: it writes {self.queue.name} to the log, and only then acknowledges",
+                f"`delivered receive` is running: it writes {self.queue.name} to the log and only then acknowledges",
                 *(() if repeats else (known + memory,)),
                 *self.queue.assumes(),
                 *inner.assumes,
@@ -189,7 +191,7 @@ def without_ids(queue: Queue) -> str | None:
 
 
 def _start_receiver(finding: Finding) -> Finding:
-    next_step = "start `delivered receive` with this pipeline file: it makes the log and fills it"
+    next_step = "start `delivered receive` with this pipeline file: it creates the log and fills it"
     return replace(finding, next_step=next_step)
 
 

@@ -26,7 +26,7 @@ class SourceScan:
         return self.source.schema()
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """From the earliest offsets on in partitions that `since` does not name."""
+        """Partitions that `since` does not name are read from their earliest offsets."""
         with closing(self.source.driver()) as driver:
             start, end = driver.batch()
             return driver.slices(_over(start, since or {}), end)
@@ -35,11 +35,11 @@ class SourceScan:
         return self.source.read(piece)
 
 
-def _over(start: Offsets, given: Offsets) -> Offsets:
+def _over(start: Offsets, since: Offsets) -> Offsets:
     return {
         **start,
         **{
             k: _over(start[k], v) if isinstance(v, dict) and isinstance(start.get(k), dict) else v
-            for k, v in given.items()
+            for k, v in since.items()
         },
     }

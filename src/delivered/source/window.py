@@ -1,6 +1,6 @@
-"""Which messages a log holds already: the ids of the newest ones of each of its partitions. Pure.
+"""Which messages a log already holds: the ids of the newest ones in each partition. Pure.
 
-The window is a function of the log alone: of each partition the last `size` offsets. So it is the same before and
+The window is a function of the log alone: the last `size` offsets of each partition. So it is the same before and
 after a restart, and in every process that read the log to the same end.
 """
 
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 class Window:
     """
     Args:
-        size: offsets of each partition whose ids are remembered. A message that comes again after more than so many
-            others entered its partition is taken for a new one.
+        size: number of offsets per partition whose ids are kept. A message redelivered after more than this many
+            others in its partition counts as a new one.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._times: dict[str, int] = {}  # in how many places; an id can be in the log twice, far apart
+        self._times: dict[str, int] = {}  # occurrences; an id can be in the log twice, far apart
         self._tails: dict[int, deque[str | None]] = {}
         self._ends: dict[int, int] = {}
 
     @property
     def ends(self) -> dict[int, int]:
-        """Partition -> offset of the next message, as far as this window was told."""
+        """Partition -> offset of the next message, as far as this window has read."""
         return dict(self._ends)
 
     def __len__(self) -> int:
@@ -35,13 +35,13 @@ class Window:
         return message_id in self._times
 
     def start(self, partition: int, earliest: int, end: int) -> int:
-        """The first offset whose id is still to be told, when the log holds [earliest, end)."""
+        """The first offset whose id is still to be read, when the log holds [earliest, end)."""
         return max(earliest, end - self._size, self._ends.get(partition, 0))
 
     def add(self, partition: int, first: int, ids: Sequence[str | None]) -> None:
-        """Remember what was persisted at the offsets from `first` on. Only what is durable may be told (P8).
+        """Remember what was persisted from offset `first` on. Only durable messages may be added (P8).
 
-        Offsets that were told before are passed over; what lies between (a log that was thinned out) is forgotten.
+        Offsets added before are skipped; after a gap (a log that was trimmed), earlier ids are forgotten.
         """
         end = self._ends.get(partition, 0)
         tail = self._tails.setdefault(partition, deque())
@@ -60,7 +60,7 @@ class Window:
         self._forget(tail, len(tail) - self._size)
 
     def fresh(self, ids: Sequence[str | None]) -> list[int]:
-        """Places in `ids` of those that are not known, each id once. What has no id is always fresh."""
+        """Indexes of the unknown `ids`, each id once. A message without an id is always fresh."""
         times, seen, found = self._times, set[str](), []
         for at, message_id in enumerate(ids):
             if message_id is not None:
