@@ -74,5 +74,5 @@ class ActivemqSinkOptions(Place, owner="delivered_activemq sink"):
     ledger: str = external_ledger()
 
     @property
-    def default_name(self) -> str:
+    def sink_name(self) -> str:
         return queue_sink_name(f"activemq.{self.queue}")

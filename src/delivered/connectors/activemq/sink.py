@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -13,10 +13,10 @@ from delivered.connectors.activemq.options import DUPLICATE_ID, ActivemqSinkOpti
 from delivered.connectors.activemq.writer import ActivemqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
-from delivered.kits.queue.columns import COLUMNS, as_bytes, check_types
+from delivered.kits.queue.columns import COLUMNS, check_names, check_types
 from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
-from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.errors import Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 
@@ -30,10 +30,6 @@ _DROPS = (
 class ActivemqSink(SendingSink):
     options: ActivemqSinkOptions
     ledger_sink: Sink
-
-    @property
-    def name(self) -> str:
-        return self.options.default_name
 
     def capability(self) -> SinkCapability:
         options = self.options
@@ -50,31 +46,19 @@ class ActivemqSink(SendingSink):
             ),
         )
 
-    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+    def _look(self, guarantee: Guarantee) -> Iterator[Finding]:
         del guarantee
+        session = Session(self.options)
         try:
-            session = Session(self.options)
-            try:
-                return list(findings(session, self.options, receives=False))
-            finally:
-                session.close()
-        except DeliveredError as error:
-            return [Finding.refusal(error)]
+            yield from findings(session, self.options, receives=False)
+        finally:
+            session.close()
 
     def check_schema(self, schema: pa.Schema) -> None:
-        names = set(schema.names)
         known = set(COLUMNS) if self.options.key_header is not None else set(COLUMNS) - {"key"}
-        if not {"value"} <= names <= known:
-            raise UsageError(
-                "COLUMNS",
-                f"delivered_activemq writes the column value, and optionally {', '.join(sorted(known - {'value'}))}; "
-                f"it was given {', '.join(schema.names)}.",
-                next_step="select these columns; a column key needs the option keyHeader, the header that carries it",
-            )
+        way_out = "select these columns; a column key needs the option keyHeader, the header that carries it"
+        check_names("activemq", schema, {"value"}, known, way_out)
         check_types(schema)
-
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return as_bytes(batch)
 
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return ActivemqWriter(self.options, work, gives_up)

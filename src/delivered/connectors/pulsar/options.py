@@ -248,7 +248,7 @@ class PulsarSinkOptions(Place, owner=SINK):
         return short_name(self.topic)
 
     @property
-    def default_name(self) -> str:
+    def sink_name(self) -> str:
         return queue_sink_name(f"pulsar.{self.label}")
 
 

@@ -15,9 +15,10 @@ from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physi
 from delivered.connectors.pulsar.topic_schema import check_type, register
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
+from delivered.kits.queue.columns import check_names
 from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
-from delivered.model.errors import DeliveredError, UsageError
+from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.source.columns import HEADERS
@@ -31,10 +32,6 @@ class PulsarSink(SendingSink):
     options: PulsarSinkOptions
     ledger_sink: Sink
 
-    @property
-    def name(self) -> str:
-        return self.options.default_name
-
     def capability(self) -> SinkCapability:
         return sends(
             "pulsar",
@@ -47,19 +44,16 @@ class PulsarSink(SendingSink):
             ),
         )
 
-    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+    def _look(self, guarantee: Guarantee) -> Sequence[Finding]:
         from delivered.connectors.pulsar.publish import check_connection
 
         options = self.options
-        try:
-            admin = Admin(options)
-            count = admin.partitions(options.topic)
-            topics = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
-            known = [admin.deduplicates(topic) for topic in topics]
-            known_schema = admin.schema(options.topic) if options.schema is not None else None
-            check_connection(options, None if known_schema is None else (known_schema.kind, known_schema.text))
-        except DeliveredError as error:
-            return [Finding.refusal(error)]
+        admin = Admin(options)
+        count = admin.partitions(options.topic)
+        topics = [physical((options.topic, n)) for n in (range(count) if count else (-1,))]
+        known = [admin.deduplicates(topic) for topic in topics]
+        known_schema = admin.schema(options.topic) if options.schema is not None else None
+        check_connection(options, None if known_schema is None else (known_schema.kind, known_schema.text))
         if guarantee is Guarantee.AT_MOST_ONCE and not all(known):
             return [
                 Finding(
@@ -75,14 +69,8 @@ class PulsarSink(SendingSink):
         return []
 
     def check_schema(self, schema: pa.Schema) -> None:
-        names = set(schema.names)
-        if not {"value"} <= names <= set(_COLUMNS):
-            raise UsageError(
-                "COLUMNS",
-                f"{SINK} writes the column value, and optionally {', '.join(c for c in _COLUMNS if c != 'value')}; "
-                f"it was given {', '.join(schema.names) or 'none'}.",
-                next_step="select these columns, for instance selectExpr('key', 'to_json(struct(*)) AS value')",
-            )
+        way_out = "select these columns, for instance selectExpr('key', 'to_json(struct(*)) AS value')"
+        check_names("pulsar", schema, {"value"}, _COLUMNS, way_out)
         if self.options.schema is not None:
             check_type(self.options, schema.field("value").type)
         for field in schema:

@@ -66,5 +66,5 @@ class RabbitmqSinkOptions(Place, owner="delivered_rabbitmq sink"):
         return " ".join(x for x in (self.exchange, self.routing_key) if x) or "the queues that rows name"
 
     @property
-    def default_name(self) -> str:
+    def sink_name(self) -> str:
         return queue_sink_name(f"rabbitmq.{self.exchange or self.routing_key or 'queues'}")

@@ -12,10 +12,10 @@ from delivered.connectors.rabbitmq.options import RabbitmqSinkOptions
 from delivered.connectors.rabbitmq.writer import RabbitmqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
-from delivered.kits.queue.columns import COLUMNS, as_bytes, check_types
+from delivered.kits.queue.columns import COLUMNS, check_names, check_types
 from delivered.kits.queue.sink import SendingSink, sends
 from delivered.model.capability import SinkCapability
-from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.errors import Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 
@@ -24,10 +24,6 @@ from delivered.model.identity import Work
 class RabbitmqSink(SendingSink):
     options: RabbitmqSinkOptions
     ledger_sink: Sink
-
-    @property
-    def name(self) -> str:
-        return self.options.default_name
 
     def capability(self) -> SinkCapability:
         where = self.options.label
@@ -45,39 +41,27 @@ class RabbitmqSink(SendingSink):
             ),
         )
 
-    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+    def _look(self, guarantee: Guarantee) -> Sequence[Finding]:
         del guarantee
+        connection = connect(self.options)
         try:
-            connection = connect(self.options)
-            try:
-                channel = connection.channel()
-                if self.options.exchange:
-                    channel.exchange_declare(self.options.exchange, passive=True)
-                elif self.options.routing_key is not None:
-                    channel.queue_declare(self.options.routing_key, passive=True)
-            except pika().exceptions.AMQPError as error:
-                raise explained(error, self.options) from error
-            finally:
-                if connection.is_open:
-                    connection.close()
-        except DeliveredError as error:
-            return [Finding.refusal(error)]
+            channel = connection.channel()
+            if self.options.exchange:
+                channel.exchange_declare(self.options.exchange, passive=True)
+            elif self.options.routing_key is not None:
+                channel.queue_declare(self.options.routing_key, passive=True)
+        except pika().exceptions.AMQPError as error:
+            raise explained(error, self.options) from error
+        finally:
+            if connection.is_open:
+                connection.close()
         return []
 
     def check_schema(self, schema: pa.Schema) -> None:
-        names = set(schema.names)
         needed = {"value"} if self.options.routing_key is not None else {"value", "key"}
-        if not needed <= names <= set(COLUMNS):
-            raise UsageError(
-                "COLUMNS",
-                f"delivered_rabbitmq writes the columns {', '.join(sorted(needed))}, and optionally "
-                f"{', '.join(sorted(set(COLUMNS) - needed))}; it was given {', '.join(schema.names)}.",
-                next_step="select these columns; without the option routingKey, key is the routing key",
-            )
+        way_out = "select these columns; without the option routingKey, key is the routing key"
+        check_names("rabbitmq", schema, needed, COLUMNS, way_out)
         check_types(schema)
-
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return as_bytes(batch)
 
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return RabbitmqWriter(self.options, work, gives_up)

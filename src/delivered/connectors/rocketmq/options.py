@@ -151,5 +151,5 @@ class RocketmqSinkOptions(Place, owner="delivered_rocketmq sink"):
             )
 
     @property
-    def default_name(self) -> str:
+    def sink_name(self) -> str:
         return queue_sink_name(f"rocketmq.{self.topic}")

@@ -15,10 +15,10 @@ from delivered.connectors.rocketmq.remoting import Cluster
 from delivered.connectors.rocketmq.writer import HalfWriter, RocketmqWriter
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Sink, Writer
-from delivered.kits.queue.columns import COLUMNS, TEXT, as_bytes, check_types
+from delivered.kits.queue.columns import COLUMNS, TEXT, check_names, check_types
 from delivered.kits.queue.sink import Nothing, SendingSink, sends
 from delivered.model.capability import Commit, SinkCapability
-from delivered.model.errors import DeliveredError, Refused, UsageError
+from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Outcome, Unknown
@@ -33,10 +33,6 @@ HALF_MESSAGES_KEPT_S = 72 * 3_600.0
 class RocketmqSink(SendingSink):
     options: RocketmqSinkOptions
     ledger_sink: Sink
-
-    @property
-    def name(self) -> str:
-        return self.options.default_name
 
     def capability(self) -> SinkCapability:
         options = self.options
@@ -90,21 +86,16 @@ class RocketmqSink(SendingSink):
             ),
         )
 
-    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+    def _look(self, guarantee: Guarantee) -> Sequence[Finding]:
         del guarantee
         if self.options.kind == TRANSACTION:
             cluster = Cluster(self.options)
             try:
                 for broker in dict.fromkeys(p.broker for p in cluster.places()):
                     cluster.broker(broker)
-            except DeliveredError as error:
-                return [Finding.refusal(error)]
             finally:
                 cluster.close()
-        try:
-            publisher = Publisher(self.options)
-        except DeliveredError as error:
-            return [Finding.refusal(error)]
+        publisher = Publisher(self.options)
         try:
             takes = publisher.takes()
         finally:
@@ -122,25 +113,16 @@ class RocketmqSink(SendingSink):
         ]
 
     def check_schema(self, schema: pa.Schema) -> None:
-        names, needed = set(schema.names), {"value", *_NEEDED[self.options.kind]}
-        known = {*COLUMNS, "tag", *needed}
-        if not needed <= names <= known:
-            raise UsageError(
-                "COLUMNS",
-                f"delivered_rocketmq with messageType={self.options.kind.lower()} writes the columns "
-                f"{', '.join(sorted(needed))}, and optionally {', '.join(sorted(known - needed))}; it was given "
-                f"{', '.join(schema.names)}.",
-                next_step="select these columns; messageType=fifo takes message_group, delay takes delivery_timestamp",
-            )
+        needed = {"value", *_NEEDED[self.options.kind]}
+        way_out = "select these columns; messageType=fifo takes message_group, delay takes delivery_timestamp"
+        system = f"rocketmq with messageType={self.options.kind.lower()}"
+        check_names(system, schema, needed, {*COLUMNS, "tag", *needed}, way_out)
         check_types(pa.schema([f for f in schema if f.name in COLUMNS]))
         for field in schema:
             if field.name in ("tag", "message_group") and not any(fits(field.type) for fits in TEXT):
                 raise UsageError("COLUMNS", f"Column {field.name!r} is {field.type}; it must be text.")
             if field.name == "delivery_timestamp" and not pa.types.is_timestamp(field.type):
                 raise UsageError("COLUMNS", f"Column {field.name!r} is {field.type}; it must be a timestamp.")
-
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return as_bytes(batch)
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
         if guarantee is Guarantee.EXACTLY_ONCE and self.options.kind == TRANSACTION:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +22,20 @@ def check_types(schema: pa.Schema) -> None:
     for field in schema:
         if not any(fits(field.type) for fits in _TYPES[field.name]):
             raise UsageError("COLUMNS", f"Column {field.name!r} is {field.type}; it must be text or binary.")
+
+
+def check_names(
+    system: str, schema: pa.Schema, needed: Collection[str], known: Collection[str], next_step: str
+) -> None:
+    """Raises UsageError unless all needed columns are there, and none that is not known."""
+    names = set(schema.names)
+    if not set(needed) <= names <= set(known):
+        raise UsageError(
+            "COLUMNS",
+            f"delivered_{system} writes the columns {', '.join(sorted(needed))}, and optionally "
+            f"{', '.join(sorted(set(known) - set(needed)))}; it was given {', '.join(schema.names) or 'no column'}.",
+            next_step=next_step,
+        )
 
 
 def as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pyarrow as pa
 
+from delivered.contract.finding import Finding
 from delivered.contract.sink import Committer, Ledger, Sink, Writer
+from delivered.kits.queue.columns import as_bytes
 from delivered.model.capability import Commit, SinkCapability
+from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome
@@ -19,10 +23,29 @@ class SendingSink(ABC):
     """What such a sink answers to the driver; what it does with rows is its own.
 
     Attributes:
+        options: with `sink_name`.
         ledger_sink: the sink whose ledger holds what this one's driver records.
     """
 
+    options: Any
     ledger_sink: Sink
+
+    @property
+    def name(self) -> str:
+        return str(self.options.sink_name)
+
+    def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
+        try:
+            return list(self._look(guarantee))
+        except DeliveredError as error:
+            return [Finding.refusal(error)]
+
+    @abstractmethod
+    def _look(self, guarantee: Guarantee) -> Iterable[Finding]:
+        """What speaks against this sink; raises what stands in the way of asking."""
+
+    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return as_bytes(batch)
 
     def writer(
         self,
