@@ -83,10 +83,6 @@ class Queue(Protocol):
     def name(self) -> str:
         """For people, and the default name of what is made for it."""
 
-    @property
-    def in_flight_max(self) -> int:
-        """Messages that one receiver may hold unacknowledged: the prefetch."""
-
     def assumes(self) -> tuple[str, ...]:
         """What the guarantee takes for granted of this queue and its senders."""
 

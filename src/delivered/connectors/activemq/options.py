@@ -13,6 +13,9 @@ DUPLICATE_ID = "_AMQ_DUPL_ID"
 """Header by which Artemis itself drops a message that it has seen."""
 PREFETCH_BYTES = 16 << 20
 PREFETCH_BYTES_MAX = 64 << 20
+FRAME_BYTES_MIN = 200
+"""No message is smaller on the wire, by the broker's own headers: a receiver holds so many at most, and the window of
+known ids must be larger."""
 EXAMPLE = "stomp://user@host:61613"
 
 

@@ -13,9 +13,6 @@ from delivered.contract.finding import Finding
 from delivered.contract.queue import Receiver
 from delivered.model.errors import DeliveredError
 
-_FRAME_BYTES_MIN = 200
-"""No message is smaller on the wire: the broker's own headers."""
-
 
 @dataclass(frozen=True)
 class ActivemqQueue:
@@ -24,11 +21,6 @@ class ActivemqQueue:
     @property
     def name(self) -> str:
         return self.options.queue
-
-    @property
-    def in_flight_max(self) -> int:
-        """ActiveMQ counts bytes."""
-        return max(1, self.options.prefetch_bytes // _FRAME_BYTES_MIN)
 
     @property
     def without_ids(self) -> str | None:

@@ -21,10 +21,6 @@ class RabbitmqQueue:
     def name(self) -> str:
         return self.options.queue
 
-    @property
-    def in_flight_max(self) -> int:
-        return self.options.prefetch
-
     def assumes(self) -> tuple[str, ...]:
         return (
             "senders wait for publisher confirms, and send a message again under the same message_id",

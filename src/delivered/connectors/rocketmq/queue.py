@@ -26,10 +26,6 @@ class RocketmqQueue:
     def name(self) -> str:
         return f"{self.options.topic} ({self.options.group})"
 
-    @property
-    def in_flight_max(self) -> int:
-        return self.options.prefetch
-
     def assumes(self) -> tuple[str, ...]:
         options = self.options
         ids = (
