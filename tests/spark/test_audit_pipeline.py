@@ -306,7 +306,7 @@ def test_a_second_pipeline_in_the_same_table(spark: SparkSession, tmp_path: Path
     told = versioned(tmp_path, SQL_NOW, "mine", audit={"own": "key = 'k'"})
     report = told.audit(spark)
     assert (report.verdict, report.counts, report.foreign) == (Verdict.HELD, Counts(30, 30), 30), str(report)
-    assert "records of others, for which key = 'k' is not true: 30" in str(report)
+    assert "foreign records, for which key = 'k' is not true: 30" in str(report)
     wrong = versioned(tmp_path, SQL_NOW, "mine", audit={"own": "key = 'o'"}).audit(spark)
     assert wrong.verdict is Verdict.UNKNOWN
     assert "is not true for 30 records that this pipeline sent" in wrong.unknowns[0]

@@ -113,7 +113,7 @@ def test_at_most_once_may_lose_what_it_recorded_as_given_up_and_no_more() -> Non
     counts = Counts(sent=10, delivered=7, lost=3)
     assert breaches(Guarantee.AT_MOST_ONCE, counts, 3) == []
     assert breaches(Guarantee.AT_MOST_ONCE, counts, 2) == [
-        "3 records are lost and only 2 were recorded as given up; the other 1 disappeared unseen"
+        "3 records are lost but only 2 were recorded as given up; the other 1 are unaccounted for"
     ]
 
 

@@ -111,7 +111,7 @@ def test_records_of_another_version_are_known_by_the_ledger() -> None:
         (Counts(10, 49, unexpected=39), 0, "1 records of batches 0 to 4 are lost"),
         (Counts(10, 50, unexpected=40), 9, "are lost or altered"),
         (Counts(10, 49, unexpected=40, lost=1), 0, "1 records are lost"),
-        (Counts(10, 50, unexpected=40, altered=1), 3, "another value"),
+        (Counts(10, 50, unexpected=40, altered=1), 3, "a value other than the one sent"),
         (Counts(10, 53, unexpected=39, duplicated=4), 3, "3 records are duplicated"),
     ],
 )

@@ -104,8 +104,8 @@ def test_a_good_chain_has_no_fault() -> None:
 
 def test_a_missing_link_a_changed_link_and_a_repeated_link_are_faults() -> None:
     good = chain(3, 4, 5, 6)
-    assert check_history([good[0], good[2]]).faults == ("batches 1 to 1 are missing between their neighbours",)
-    assert "batch 0 stands after batch 1" in check_history([good[1], good[0]]).faults
+    assert check_history([good[0], good[2]]).faults == ("batches 1 to 1 are missing",)
+    assert "batch 0 follows batch 1" in check_history([good[1], good[0]]).faults
     changed = chain(3, 9, 5)[1]
     assert any("batch 2" in fault for fault in check_history([good[0], changed, good[2]]).faults)
 

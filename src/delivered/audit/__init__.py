@@ -1,1 +1,1 @@
-"""Phase 5: what was sent against what a reader of the sink finds. Pure: no Spark, no connector."""
+"""Phase 5: compares what was sent with what readers of the sink find. Pure: no Spark, no connector."""

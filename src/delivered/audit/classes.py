@@ -1,4 +1,4 @@
-"""What can have happened to a record on its way, and which of it a guarantee allows."""
+"""What can happen to a record on its way, and what each guarantee allows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from delivered.model.guarantee import Guarantee
 class Damage(StrEnum):
     """In the order of the report.
 
-    A record is told from others by its id. Copies that the source already held twice are expected twice.
+    Records are identified by id. A record that the source holds twice is expected twice.
     """
 
     LOST = "lost"
-    """Sent, and not in the sink."""
+    """Sent, but not in the sink."""
     DUPLICATED = "duplicated"
-    """More often in the sink than it was sent."""
+    """In the sink more often than it was sent."""
     ALTERED = "altered"
-    """In the sink under its id, with another value."""
+    """In the sink under its id, but with another value."""
     UNEXPECTED = "unexpected"
     """In the sink under an id that nobody sent."""
     REORDERED = "reordered"
-    """First seen in the sink after a record of the same key that was sent later. No guarantee speaks of order."""
+    """First seen in the sink after a record of the same key that was sent later. No guarantee covers order."""
 
 
 class Verdict(StrEnum):
@@ -43,9 +43,9 @@ class Counts:
     """Numbers of records; never of offsets, which leave gaps.
 
     Attributes:
-        sent: what the transform made of the source range, every batch in it decided.
-        delivered: what the sink holds, all of it.
-        in_progress: delivered ahead of the decision: of batches that began and are not decided yet.
+        sent: what the transform made of the source range, all batches of which are decided.
+        delivered: everything that the sink holds.
+        in_progress: delivered before the decision, by batches that began and are not decided yet.
         earlier: delivered by batches that ran with another transform and cannot be recomputed, as far as the ledger
             accounts for them.
     """
@@ -77,24 +77,24 @@ class Counts:
 
 
 def breaches(guarantee: Guarantee, counts: Counts, given_up: int) -> list[str]:
-    """What in `counts` the guarantee forbids, as sentences; empty if it held.
+    """What the guarantee forbids in `counts`, as sentences; empty if it held.
 
     Args:
-        given_up: records that at_most_once recorded as given up. Losses up to this number are within the promise:
-            the count of what may be lost is known. It is an upper bound, because some may have left before the crash.
+        given_up: records that at_most_once recorded as given up. Losses up to this number are within the
+            guarantee. It is an upper bound, because some may have been sent before the crash.
     """
     found: list[str] = []
     if counts.lost and not guarantee.may_lose:
         found.append(f"{counts.lost} records are lost; {guarantee.value} promises none")
     if guarantee.may_lose and counts.lost > given_up:
         found.append(
-            f"{counts.lost} records are lost and only {given_up} were recorded as given up; the other "
-            f"{counts.lost - given_up} disappeared unseen"
+            f"{counts.lost} records are lost but only {given_up} were recorded as given up; the other "
+            f"{counts.lost - given_up} are unaccounted for"
         )
     if counts.duplicated and not guarantee.may_duplicate:
         found.append(f"{counts.duplicated} records are duplicated; {guarantee.value} promises none")
     if counts.altered:
-        found.append(f"{counts.altered} records carry another value than the one sent")
+        found.append(f"{counts.altered} records have a value other than the one sent")
     if counts.unexpected:
-        found.append(f"{counts.unexpected} records are in the sink that nobody sent")
+        found.append(f"{counts.unexpected} records in the sink were never sent")
     return found

@@ -1,4 +1,4 @@
-"""The ledger's own history: decisions that must link to each other."""
+"""The ledger's history: a chain of decisions that must be consistent."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class History:
     Attributes:
         batches: decided batches that the ledger still keeps.
         lines: the newest of them, oldest first; bounded.
-        faults: where a decision does not follow from the one before it; each means that the ledger was tampered
-            with, put back, or written by two owners.
-        last, before: the newest decision and the one before it.
+        faults: where a decision does not follow from the previous one; each means that the ledger was tampered
+            with, restored from a copy, or written by two owners.
+        last, before: the newest decision and its predecessor.
     """
 
     batches: int = 0
@@ -51,7 +51,7 @@ class History:
 
 
 def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> History:
-    """Walk the chain once. Memory: `lines_max` lines and a bounded list of faults, however long it is.
+    """Walk the chain once. Memory is bounded: `lines_max` lines and a limited list of faults.
 
     Args:
         decisions: of one incarnation, oldest first; the first one kept need not be batch 0.
@@ -67,7 +67,9 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
         if last is not None:
             faults.extend(_faults(last, decision))
         elif decision.batch == 0 and decision.total != decision.fingerprint:
-            faults.append(f"batch 0: its total {decision.total} is not its own fingerprint {decision.fingerprint}")
+            faults.append(
+                f"batch 0: its total {decision.total} differs from its own fingerprint {decision.fingerprint}"
+            )
         lines.append(
             BatchLine(
                 batch=decision.batch,
@@ -81,7 +83,7 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
         )
         before, last = last, decision
         if count > 2 * LEDGER_HISTORY_BATCHES:
-            # A ledger that forgets nothing must not make the audit run for ever.
+            # A ledger that keeps everything must not make the audit run forever.
             faults.append(f"the ledger keeps more than {2 * LEDGER_HISTORY_BATCHES} batches; the rest was not checked")
             break
     return History(count, tuple(lines), tuple(faults[:SHOWN_MAX]), last, before)
@@ -90,14 +92,14 @@ def check_history(decisions: Iterable[Decision], lines_max: int = SHOWN_MAX) -> 
 def _faults(last: Decision, decision: Decision) -> list[str]:
     faults = []
     if decision.batch <= last.batch:
-        faults.append(f"batch {decision.batch} stands after batch {last.batch}")
+        faults.append(f"batch {decision.batch} follows batch {last.batch}")
     elif decision.batch > last.batch + 1:
-        faults.append(f"batches {last.batch + 1} to {decision.batch - 1} are missing between their neighbours")
+        faults.append(f"batches {last.batch + 1} to {decision.batch - 1} are missing")
     elif last.total + decision.fingerprint != decision.total:
         faults.append(
-            f"batch {decision.batch}: its total {decision.total} is not the total before, {last.total}, plus its own "
+            f"batch {decision.batch}: its total {decision.total} is not the previous total {last.total} plus its own "
             f"fingerprint {decision.fingerprint}"
         )
     if decision.given_up.count < last.given_up.count:
-        faults.append(f"batch {decision.batch}: the count of records given up shrank")
+        faults.append(f"batch {decision.batch}: the count of given-up records decreased")
     return faults

@@ -1,8 +1,8 @@
-"""What the counts of an audit prove, beside the ledger's account. Pure.
+"""What the counts of an audit prove, together with the ledger. Pure.
 
-A record that is lost, or there twice, is evidence enough. One that matches nothing that was sent is not: somebody else
-may write to the sink, or the source side may be recomputed with another transform than the one that ran. What the tasks
-handed to the sink, by the ledger, tells these apart.
+A lost or duplicated record is evidence enough. One that matches nothing that was sent is not: someone else may write to
+the sink, or the source side may be recomputed with another transform than the one that ran. The ledger's record of what
+the tasks handed to the sink tells these apart.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from delivered.audit.report import AuditReport, PartitionLine
 from delivered.audit.versions import Earlier
 
 NOBODY = "-"
-"""The partition of records that nobody sent."""
+"""The partition of records that were never sent."""
 
 
 def judged(report: AuditReport, *, versions_known: bool) -> AuditReport:
-    """The report with what cannot be told from its counts.
+    """The report, with what its counts cannot prove.
 
     Args:
-        versions_known: every batch that was recomputed is known to have run with the transform it was recomputed with.
+        versions_known: every recomputed batch is known to have run with the transform used here.
     """
     counts = report.counts
     unknowns = list(report.unknowns)
@@ -31,19 +31,19 @@ def judged(report: AuditReport, *, versions_known: bool) -> AuditReport:
             why = (
                 "the transform is not deterministic, or the source's records changed"
                 if versions_known
-                else "the ledger does not say which transform the batches ran with; it need not be this one"
+                else "the ledger does not record which transform the batches ran with; it may not be this one"
             )
             unknowns.append(
-                "the sink holds exactly what the tasks handed to it, by count and fingerprint; the source, read again "
-                f"through the transform, gives other records: {why}"
+                "the sink holds exactly what the tasks handed to it, by count and fingerprint, but the source, reread "
+                f"through the transform, yields other records: {why}"
             )
             return replace(report, judged=False, unknowns=tuple(unknowns))
     unexplained = counts.unexpected - report.undeleted
     if unexplained and not report.all_own:
         unknowns.append(
             f"{unexplained:,} records match nothing that was sent, and the ledger does not account for them: "
-            "possibly foreign. If others write to this sink, name what tells this pipeline's records (audit: own); if "
-            "nobody else does, say own: 'true'"
+            "possibly foreign. If others write to this sink, set audit: own to SQL that is true for this pipeline's "
+            "records; if nobody else does, set own: 'true'"
         )
     return replace(report, unknowns=tuple(unknowns))
 
@@ -51,12 +51,12 @@ def judged(report: AuditReport, *, versions_known: bool) -> AuditReport:
 def with_earlier(report: AuditReport, earlier: Earlier) -> AuditReport:
     """The report on a sink that also holds records of batches that cannot be recomputed.
 
-    Of those the ledger knows count and fingerprint. So many records that match nothing are theirs; and since all
-    others are known, the sink holds all of theirs if the sums agree.
+    The ledger has their count and fingerprint. That many records that match nothing are theirs; and since all others
+    are known, the sink holds all of theirs if the sums agree.
     """
     counts, handed = report.counts, earlier.handed.count
     unexpected = min(counts.unexpected, handed)
-    # A record of theirs may be like one that was recomputed: the source held it twice.
+    # A record of theirs may equal a recomputed one: the source held it twice.
     repeated = min(counts.duplicated, handed - unexpected)
     theirs = unexpected + repeated
     counts = replace(
@@ -73,8 +73,8 @@ def with_earlier(report: AuditReport, earlier: Earlier) -> AuditReport:
     explained = [d for d in (Damage.UNEXPECTED, Damage.DUPLICATED) if not counts.of(d)]
     says = "all of them by count and fingerprint" if clean and theirs == handed and not differs else "by count"
     reason = (
-        f"batches {earlier.batches} ran with another transform: what they read cannot be recomputed with this one. By "
-        f"the ledger they handed {handed:,} records to the sink, where {theirs:,} are, {says}"
+        f"batches {earlier.batches} ran with another transform and cannot be recomputed with this one. According to "
+        f"the ledger, they handed {handed:,} records to the sink; it holds {theirs:,}, {says}"
     )
     return replace(
         report,

@@ -1,7 +1,7 @@
 """Audits of several pipelines as one HTML file: a table and a chart, nothing fetched from a network.
 
-Colours are of the Okabe-Ito palette, told apart by the colour-blind, on a light and on a dark page; every number stands
-in the table as well, and every bar carries its own.
+Colours are from the Okabe-Ito palette, safe for the colour-blind, on a light and on a dark page; every number is in the
+table as well, and every bar is labelled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def page(title: str, intro: str, rows: Sequence[Row], details: Sequence[tuple[st
 
     Args:
         intro: one paragraph, plain text.
-        details: heading and plain text of blocks that open on a click, for instance whole audit reports.
+        details: heading and plain text of blocks that open on a click, for example whole audit reports.
 
     Raises:
         MissingExtra: the chart needs the extra `report`.
@@ -58,7 +58,7 @@ def page(title: str, intro: str, rows: Sequence[Row], details: Sequence[tuple[st
         intro=intro,
         rows=rows,
         details=details,
-        # Both stand in script elements: no end tag may stand in them.
+        # Both go into script elements, so they must not contain an end tag.
         spec=json.dumps({"light": _chart(rows, dark=False), "dark": _chart(rows, dark=True)}).replace("<", "\\u003c"),
         script=_script_safe(vl_convert.javascript_bundle(_DRAW)),
     )
@@ -180,9 +180,9 @@ _TEMPLATE = """<!doctype html>
 </table>
 <figure>
 <div id="chart" role="img" aria-label="Bars of records lost, duplicated and given up, by guarantee; the same numbers
- stand in the table above"></div>
-<figcaption>Records lost and duplicated, by reading the sink back; given up, by the ledger. Given up is the upper bound
-of what at_most_once may lose.</figcaption>
+ are in the table above"></div>
+<figcaption>Lost and duplicated records are counted by reading the sink back; given-up ones come from the ledger and are
+the upper bound of what at_most_once may lose.</figcaption>
 </figure>
 {% for heading, text in details -%}
 <details><summary>{{ heading }}</summary><pre>{{ text }}</pre></details>

@@ -1,6 +1,6 @@
-"""Reconcile, in memory: the definition of lost, duplicated, altered, unexpected and reordered.
+"""Reconcile in memory: the definition of lost, duplicated, altered, unexpected and reordered.
 
-The Spark job in `delivered.spark.reconcile` says the same with aggregations; a test holds the two together.
+The Spark job in `delivered.spark.reconcile` does the same with aggregations; a test compares the two.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from delivered.audit.classes import Counts
 
 @dataclass(frozen=True)
 class Seen:
-    """One record as one side saw it.
+    """One record as seen on one side.
 
     Attributes:
-        id: tells records apart; several records may share one, then their values tell them apart.
-        value: stands for the whole record: equal values, equal records.
-        key: records of one key have an order; None: this record has none.
-        partition: what has an order within: a partition of the source or of the sink.
-        position: where in the partition.
-        in_progress: sent in a batch that is not decided yet: it may be in the sink, and need not.
+        id: identifies the record; several may share one and then differ in value.
+        value: represents the whole record: equal values, equal records.
+        key: records of one key are ordered; None: this record is not.
+        partition: of the source or the sink; records are ordered within it.
+        position: in the partition.
+        in_progress: sent in a batch that is not decided yet: it may or may not be in the sink.
     """
 
     id: Hashable
@@ -37,12 +37,12 @@ def classify(sent: Mapping[Hashable, int], ahead: Mapping[Hashable, int], found:
     """What happened to the records of one id.
 
     Args:
-        sent: value -> copies that must be there.
-        ahead: value -> copies that may be there: sent in a batch that is not decided yet.
+        sent: value -> copies that must be in the sink.
+        ahead: value -> copies that may be in the sink: sent in a batch that is not decided yet.
         found: value -> copies in the sink.
 
-    A missing value is made good by a foreign one (then it is altered), never by a second copy of another record of
-    the id: two copies and a loss are two findings, also where the counts cancel.
+    A missing value is paired with a foreign one (it was altered), never with a second copy of another record of the
+    id: a duplicate and a loss are two findings, even if the counts cancel.
     """
     missing = known = foreign = in_progress = 0
     for value in {*sent, *ahead, *found}:
@@ -69,7 +69,7 @@ def classify(sent: Mapping[Hashable, int], ahead: Mapping[Hashable, int], found:
 
 
 def reconcile(sent: Iterable[Seen], found: Iterable[Seen]) -> dict[Hashable, Counts]:
-    """Classify every id. For tests and small sets: everything is in memory."""
+    """Classify every id, in memory: for tests and small sets."""
     must: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
     may: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
     there: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
@@ -93,9 +93,9 @@ def _keep_first(first: dict[Hashable, Seen], seen: Seen) -> None:
 
 
 def _reordered(first_sent: Mapping[Hashable, Seen], first_found: Mapping[Hashable, Seen]) -> set[Hashable]:
-    """Ids whose first copy in the sink stands after that of an id of the same key that was sent later.
+    """Ids whose first copy in the sink comes after that of an id of the same key that was sent later.
 
-    Compared within one key, one partition of the source and one of the sink: across partitions there is no order.
+    Compared within one key, one source partition and one sink partition: there is no order across partitions.
     """
     groups: dict[Hashable, list[tuple[int, int, Hashable]]] = defaultdict(list)
     for i, there in first_found.items():

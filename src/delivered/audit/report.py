@@ -21,9 +21,9 @@ class Sample:
     """One damaged record, by id. Its value stays in the cluster.
 
     Attributes:
-        id: from the `id` expression of the audit, else a hash of the record.
+        id: from the audit's `id` expression, or a hash of the record.
         key: as text, shortened.
-        source, sink: partition and position, as in `orders-0 @ 17`; None: it is not there.
+        source, sink: partition and position, as in `orders-0 @ 17`; None: not there.
         sent, delivered: copies under this id.
     """
 
@@ -41,7 +41,7 @@ class PartitionLine:
     """One partition of the source.
 
     Attributes:
-        partition: its name; `-` for records that nobody sent.
+        partition: its name; `-` for records that were never sent.
         sent_fingerprint, delivered_fingerprint: of what came from this partition.
     """
 
@@ -62,10 +62,10 @@ class PartitionLine:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Three accounts of the same records. Whoever differs from the other two is where to look.
+    """Three accounts of the same records. Look for the fault where one differs from the other two.
 
     Attributes:
-        sent: read again from the source, through the transform.
+        sent: reread from the source, through the transform.
         ledger: what the tasks handed to the sink, summed over all decided batches; None: no ledger was read.
         given_up: what at_most_once gave up, from the ledger.
         delivered: read back from the sink.
@@ -87,8 +87,8 @@ class Fingerprints:
             return "source and ledger agree, the sink differs"
         if self.delivered == self.ledger:
             return (
-                "ledger and sink agree, the source differs: the transform is not deterministic, or records of the "
-                "source changed or expired since"
+                "ledger and sink agree, the source differs: the transform is not deterministic, or the source's "
+                "records have changed or expired since"
             )
         if self.delivered == self.sent:
             return "source and sink agree, the ledger differs"
@@ -106,16 +106,16 @@ class Fingerprints:
 
 @dataclass(frozen=True)
 class DedupCounts:
-    """What the audit of a pipeline that drops the source's repeats found in the source range.
+    """What the audit of a pipeline with dedup found in the source range.
 
     Attributes:
         records: of the source, in the range.
-        deduplicated: of these, repeats that must not be in the sink beside the one they repeat.
+        deduplicated: of these, duplicates that must not be in the sink.
         judged: keys that must be in the sink once.
-        unclear: keys of which the source alone does not tell how often they must be there.
+        unclear: keys for which the source alone does not tell how often they must be there.
         late: of these, keys that may have been dropped as late.
-        unlike: ids whose copies differ in the sink's columns; that one of them is there was checked.
-        unlike_unclear: ids of which the copies do not even make the same number of records; they were not judged.
+        unlike: ids whose copies differ in the sink's columns; one of them was checked to be there.
+        unlike_unclear: ids whose copies do not even yield the same number of records; they were not judged.
     """
 
     records: int = 0
@@ -136,18 +136,18 @@ class AuditReport:
         given_up: records that the ledger counts as given up (at_most_once).
         partitions: one line per source partition, at most `PARTITIONS_MAX`.
         samples: a bounded number per class.
-        transactions: open ones that this pipeline left at the sink.
-        unknowns: why something could not be told. With any of these the verdict is never `held`.
-        judged: whether what was counted may break the guarantee. False: the range it was counted over need not be the
-            pipeline's; `unknowns` say why.
+        transactions: this pipeline's open ones at the sink.
+        unknowns: why something is unknown. With any of these, the verdict is never `held`.
+        judged: whether the counts may break the guarantee. False: they may not cover the pipeline's range; `unknowns`
+            say why.
         earlier: batches that ran with another transform; None: there are none.
-        own: SQL that told this pipeline's records from others'; empty: nobody said.
-        foreign: records for which it was not true; they are in no count.
+        own: SQL that identifies this pipeline's records; empty: not declared.
+        foreign: records for which it is not true; they are in no count.
         undeleted: of the unexpected records, those whose keys this pipeline deleted: they are its own.
         notes: what a reader of the report should know; none of it changes the verdict.
-        id_says: what tells records apart in this audit.
-        dedup: of a pipeline that drops the source's repeats. `counts.in_progress` then also counts what may be in the
-            sink of unclear keys.
+        id_says: what identifies records in this audit.
+        dedup: of a pipeline with dedup. `counts.in_progress` then also counts what may be in the sink of unclear
+            keys.
     """
 
     pipeline: str
@@ -177,13 +177,13 @@ class AuditReport:
 
     @property
     def handed_all(self) -> bool:
-        """Whether the sink holds exactly what decided batches handed to it, by the ledger."""
+        """Whether the sink holds exactly what, by the ledger, decided batches handed to it."""
         prints = self.fingerprints
         return prints is not None and prints.ledger is not None and prints.delivered == prints.ledger
 
     @property
     def all_own(self) -> bool:
-        """Whether every record that was counted is this pipeline's own."""
+        """Whether every counted record is this pipeline's own."""
         return bool(self.own) or self.handed_all
 
     @property
@@ -193,17 +193,17 @@ class AuditReport:
         counts = self.counts if self.all_own else replace(self.counts, unexpected=0)
         found = breaches(self.guarantee, counts, self.given_up)
         if self.undeleted:
-            found.append(f"{self.undeleted} keys are in the sink that were deleted")
+            found.append(f"{self.undeleted} deleted keys are still in the sink")
         if self.earlier is not None and not self.guarantee.may_lose:
             if self.earlier.missing:
                 found.append(
-                    f"{self.earlier.missing} records of batches {self.earlier.batches} are lost: the ledger says that "
-                    "they were handed to the sink"
+                    f"{self.earlier.missing} records of batches {self.earlier.batches} are lost: according to the "
+                    "ledger, they were handed to the sink"
                 )
             elif self.earlier.differs:
                 found.append(
                     f"records of batches {self.earlier.batches} are lost or altered: the sink holds as many as the "
-                    "ledger says, with another fingerprint"
+                    "ledger says, but with another fingerprint"
                 )
         return found
 
@@ -293,5 +293,5 @@ def _json_or_text(text: str) -> Any:
 
 
 def unknown_report(pipeline: str, sink: str, guarantee: Guarantee, reason: str) -> AuditReport:
-    """The report of an audit that could not be done: never a pass."""
+    """The report of an audit that could not run: never a pass."""
     return AuditReport(pipeline, sink, guarantee, unknowns=(reason,))

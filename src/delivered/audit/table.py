@@ -41,7 +41,7 @@ def as_text(report: AuditReport, width: int = 110) -> str:
 
 
 def as_html(report: AuditReport, width: int = 110) -> str:
-    """The whole report as one HTML element, with its colours; every text in it is escaped."""
+    """The whole report as one HTML element, in colour; all text in it is escaped."""
     console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False)
     console.print(render(report))
     return console.export_html(inline_styles=True, code_format=_ELEMENT)
@@ -56,20 +56,20 @@ def _headline(report: AuditReport) -> Text:
     for reason in report.unknowns:
         text.append(f"\n  unknown: {reason}", style="yellow")
     if report.guarantee.may_lose:
-        text.append(f"\n  given up, by the ledger: {report.given_up:,}")
+        text.append(f"\n  given up, according to the ledger: {report.given_up:,}")
     if report.counts.in_progress:
-        whose = "of batches not decided yet" if report.dedup is None else "may be there, and need not"
+        whose = "of undecided batches" if report.dedup is None else "may or may not be there"
         text.append(f"\n  {whose}: {report.counts.in_progress:,}")
     if report.counts.earlier:
-        text.append(f"\n  of batches that ran with another transform, by the ledger: {report.counts.earlier:,}")
+        text.append(f"\n  of batches with another transform, according to the ledger: {report.counts.earlier:,}")
     if report.own:
-        text.append(f"\n  records of others, for which {report.own} is not true: {report.foreign:,}")
+        text.append(f"\n  foreign records, for which {report.own} is not true: {report.foreign:,}")
     if report.dedup is not None:
         text.append(
-            f"\n  repeats in the source: {report.dedup.deduplicated:,} of {report.dedup.records:,} records; unclear: "
-            f"{report.dedup.unclear:,} keys"
+            f"\n  duplicates in the source: {report.dedup.deduplicated:,} of {report.dedup.records:,} records; "
+            f"unclear: {report.dedup.unclear:,} keys"
         )
-    text.append(f"\n  records are told apart by {report.id_says}")
+    text.append(f"\n  records are identified by {report.id_says}")
     return text
 
 
@@ -102,7 +102,7 @@ def _history(report: AuditReport) -> Table:
     table = Table(title=f"ledger, the last {len(lines)} of {report.history.batches} batches kept", title_justify="left")
     table.add_column("batch", justify="right")
     table.add_column("decided at (UTC)")
-    for name in ("shards", "records", "given up", "written again"):
+    for name in ("shards", "records", "given up", "rewritten"):
         table.add_column(name, justify="right")
     for line in lines:
         at = datetime.fromtimestamp(line.decided_at_ms / 1000, UTC).isoformat(sep=" ", timespec="seconds")

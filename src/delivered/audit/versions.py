@@ -1,4 +1,4 @@
-"""Which batches ran with the transform of today, and can be recomputed; what the ledger says of the others. Pure."""
+"""Which batches ran with the current transform and can be recomputed; what the ledger says of the others. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from delivered.model.work import Decision
 
 @dataclass(frozen=True)
 class VersionRange:
-    """Batches that ran one after the other with one version of the transform.
+    """Consecutive batches that ran with one version of the transform.
 
     Attributes:
-        fingerprint: of the transform; empty: nobody told it.
+        fingerprint: of the transform; empty: unknown.
         first, last: batches.
         start: the source's offsets where they begin; empty: where the pipeline began.
         end: the source's offsets where they end.
-        decided: what they handed to the sink, and gave up.
+        decided: what they handed to the sink, and what they gave up.
     """
 
     fingerprint: str
@@ -31,7 +31,7 @@ class VersionRange:
 
 
 def version_ranges(newest: Decision) -> list[VersionRange]:
-    """All batches of an incarnation up to `newest`, as the ledger of the sink that is audited tells them."""
+    """All batches of an incarnation up to `newest`, according to the ledger of the audited sink."""
     total = Account(newest.total, newest.given_up)
     if not newest.transforms:
         return [VersionRange("", 0, newest.batch, "", newest.offsets, total)]
@@ -47,14 +47,14 @@ def version_ranges(newest: Decision) -> list[VersionRange]:
 
 @dataclass(frozen=True)
 class Earlier:
-    """Batches that ran with another transform than the one the audit has.
+    """Batches that ran with a transform other than the audit's.
 
     Attributes:
         batches: for people: "0 to 4, 9".
-        handed: what the ledger says that they handed to the sink.
-        given_up: and what they gave up (at_most_once).
-        missing: records of them that are not in the sink, by count.
-        differs: the sink holds as many records as the ledger says, and other ones.
+        handed: what they handed to the sink, according to the ledger.
+        given_up: what they gave up (at_most_once).
+        missing: how many of their records are not in the sink.
+        differs: the sink holds as many records as the ledger says, but other ones.
     """
 
     batches: str
@@ -68,8 +68,8 @@ def earlier(ranges: Sequence[VersionRange], present: str) -> tuple[list[VersionR
     """The ranges that can be recomputed, and the rest.
 
     Args:
-        present: fingerprint of the transform at hand; empty: it is taken for everybody's. A batch of which nobody told
-            the transform is taken to have run with this one.
+        present: fingerprint of the current transform; empty: all batches are assumed to have run with it, as are
+            batches whose transform is unknown.
     """
     if not present:
         return list(ranges), None

@@ -1,4 +1,4 @@
-"""What a ledger remembers of the checkpoints of one pipeline and sink, and what it may forget."""
+"""What a ledger keeps of the checkpoints of one pipeline and sink, and what it may forget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state_of(
 
     Args:
         decisions: the newest of each incarnation, in any order.
-        begun: incarnation -> the batch that it began last, oldest first.
+        begun: incarnation -> its last begun batch, oldest first.
         archived: finds the archived entry of an incarnation.
     """
     newest = {d.scope.incarnation: d for d in decisions}
@@ -45,8 +45,8 @@ def state_of(
 class Outdated:
     """
     Attributes:
-        incarnations: whose records go, but for their entry in the archive.
-        entries: what is kept of them for good.
+        incarnations: whose records are deleted, except for their entries in the archive.
+        entries: what is kept of them permanently.
     """
 
     incarnations: tuple[str, ...]
@@ -54,7 +54,7 @@ class Outdated:
 
 
 def outdated(state: LedgerState) -> Outdated:
-    """Which incarnations a claim forgets: those beyond the newest ones, never the one of this checkpoint."""
+    """Which incarnations a claim forgets: those beyond the newest ones, but never this checkpoint's."""
     decided, begun = state.earlier[LEDGER_INCARNATIONS:], state.earlier_begun[LEDGER_INCARNATIONS:]
     return Outdated(
         (*(d.scope.incarnation for d in decided), *(i for i, _ in begun)),

@@ -1,4 +1,4 @@
-"""The rules of a ledger: one owner at a time, one decision for a batch, and nothing gets in behind a later claim."""
+"""The rules of a ledger: one owner at a time, one decision per batch, and no write of an earlier claim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from delivered.model.work import Begun, Decision, LedgerState, Owner
 class Ledger:
     """Where decisions are durable: one writer at a time. Runs on the driver, in two processes of one owner.
 
-    It works by one claim, its own or that of the other process; a later claim, also of the same owner, voids it.
+    It works under one claim, its own or the other process's; a later claim, even of the same owner, voids it.
     """
 
     def __init__(self, store: Store, scope: Scope) -> None:
@@ -27,14 +27,14 @@ class Ledger:
         self._claim: tuple[str, int] | None = None
 
     def claim(self, owner: Owner) -> LedgerState:
-        """Become the one owner, fence every other, and return what the ledger holds.
+        """Become the only owner, fence all others, and return what the ledger holds.
 
-        After it returns, nothing that was under way can get in any more: no `begin` or `decide` of an earlier
-        owner, and none of this owner's own that had no answer. May be called again by the same owner.
+        After it returns, nothing in flight can be written any more: no `begin` or `decide` of an earlier owner, and
+        none of this owner's whose outcome is unknown. May be called again by the same owner.
 
         Raises:
-            Fenced: this owner was superseded before, or somebody claimed right behind.
-            Unreachable: others claim it again and again.
+            Fenced: this owner was superseded before, or another one claimed right after.
+            Unreachable: others keep claiming it.
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
@@ -51,10 +51,10 @@ class Ledger:
         return state
 
     def resume(self, owner_id: str) -> LedgerState:
-        """As the owner who claimed before, perhaps in another process, go on; fences nobody else.
+        """Continue as the owner that claimed before, perhaps in another process; fences nobody.
 
         Raises:
-            Fenced: somebody else owns the ledger now.
+            Fenced: another owner has the ledger now.
         """
         state = self._store.read()
         if state.owner is None or state.owner.id != owner_id:
@@ -63,14 +63,14 @@ class Ledger:
         return state
 
     def look(self) -> LedgerState:
-        """What the ledger holds now. Takes nothing, fences nobody, writes nothing: for the planner and the audit.
+        """What the ledger holds now. Claims, fences and writes nothing: for the planner and the audit.
 
         May be called by any process, with or without an owner, while a driver runs.
         """
         return self._store.peek()
 
     def begin(self, begun: Begun) -> Outcome[None]:
-        """Record that a batch may send records from now on, durably, if this owner still owns the ledger.
+        """Record durably that a batch may send records from now on, if this owner still owns the ledger.
 
         Runs before the batch's tasks. May be called again for the same batch. Failed: this owner was fenced.
         """
@@ -84,15 +84,15 @@ class Ledger:
         return self._write(rule)
 
     def decide(self, decision: Decision) -> Outcome[None]:
-        """Record the decision, durably, if this owner still owns the ledger.
+        """Record the decision durably, if this owner still owns the ledger.
 
-        Staged rows that the store's transaction reaches become visible with it. Participants of other sinks are
-        recorded and not touched. A later revision of a batch takes the place of the earlier one.
-        Failed: it is not in, and will not get in. Unknown: `claim` again, then look.
+        Staged rows within reach of the store's transaction become visible with it. Participants of other sinks are
+        recorded, not touched. A later revision of a batch replaces the earlier one.
+        Failed: it is not written and never will be. Unknown: `claim` again, then look.
         """
         text = decision.to_json()
         exactly_once = decision.guarantee is Guarantee.EXACTLY_ONCE
-        claim = self._claim  # that of this call: what arrives late is judged by the claim that it was sent under
+        claim = self._claim  # of this call: a late write is judged by the claim under which it was sent
         move = tuple(p for p in decision.to_move if p.holds) if exactly_once else ()
 
         def rule(head: Head) -> Change | None:
@@ -104,8 +104,8 @@ class Ledger:
                 if last is None or not _revises(decision, last):
                     raise InvariantBroken(
                         "DECIDED_OTHERWISE",
-                        f"Batch {decision.batch} of {self._scope} is decided already, or a later one is, {self._where}."
-                        " What is visible stays; nothing was added.",
+                        f"Batch {decision.batch} of {self._scope}, or a later one, is already decided {self._where}. "
+                        "What is visible stays; nothing was added.",
                         next_step="stop every other driver on this checkpoint, then start the pipeline again",
                     )
             self._check_claim(claim, head)
@@ -114,7 +114,7 @@ class Ledger:
         return self._write(rule)
 
     def history(self) -> Iterable[Decision]:
-        """Decisions of this incarnation that are still kept, oldest first."""
+        """The decisions of this incarnation that are still kept, oldest first."""
         return self._store.history()
 
     def others(self) -> Sequence[OtherLedger]:
@@ -122,7 +122,7 @@ class Ledger:
         return self._store.others()
 
     def close(self) -> None:
-        """Give connections back. May be called again."""
+        """Release connections. May be called again."""
         self._store.close()
 
     def _write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
@@ -132,7 +132,7 @@ class Ledger:
             return Failed(str(error))
 
     def _successor(self, owner: Owner, head: Head) -> Owner:
-        """The owner after this head: who he is, and who must never claim again."""
+        """The owner after this head, with those that must never claim again."""
         before = head.owner
         if before is None:
             return replace(owner, superseded=())
@@ -153,9 +153,9 @@ class Ledger:
         other = "nobody" if current is None else f"{current.id} (process {current.process} on {current.host!r})"
         return Fenced(
             "FENCED",
-            f"Driver {owner_id} does not own the ledger of sink {self._scope.sink!r} of pipeline "
-            f"{self._scope.pipeline!r} {self._where} any more; it belongs to {other}, or to a later start.",
-            next_step="nothing, if the later start is running; else start the pipeline again",
+            f"Driver {owner_id} no longer owns the ledger of sink {self._scope.sink!r} of pipeline "
+            f"{self._scope.pipeline!r} {self._where}; it belongs to {other}, or to a later start.",
+            next_step="nothing, if the later start is running; otherwise start the pipeline again",
         )
 
     def _contended(self, reason: str) -> Unreachable:
@@ -163,10 +163,10 @@ class Ledger:
             "LEDGER_CONTENDED",
             f"The ledger of sink {self._scope.sink!r} of pipeline {self._scope.pipeline!r} {self._where} could not be "
             f"claimed within {CONNECT_TIMEOUT_S:.0f} s: {reason}",
-            next_step="see whether another driver of this pipeline starts again and again; then start again",
+            next_step="check whether another driver of this pipeline keeps restarting; then start again",
         )
 
 
 def _revises(decision: Decision, last: Decision) -> bool:
-    """The next revision of a decided batch takes its place; nothing else does."""
+    """Only the next revision of a decided batch may replace it."""
     return last.batch == decision.batch and last.revision < decision.revision

@@ -1,7 +1,7 @@
 """What a store of a ledger implements: read, and write atomically under a claim. The rules are in `ledger.Ledger`.
 
-A store lies where decisions are durable: a Kafka topic, tables of a database, the log of a Delta table, the metadata
-of an Iceberg table, a folder, memory. It decides nothing: it shows a rule the `Head`, and writes the `Change` that the
+A store is where decisions are durable: a Kafka topic, database tables, the log of a Delta table, the metadata of an
+Iceberg table, a folder, memory. It decides nothing: it passes the `Head` to a rule, and writes the `Change` that the
 rule returns if nobody claimed or decided in between.
 """
 
@@ -18,14 +18,14 @@ from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
 
 @dataclass(frozen=True)
 class Head:
-    """What the next write depends on, of one scope.
+    """What the next write of a scope depends on.
 
     Attributes:
-        owner: who claimed last; None: nobody yet.
+        owner: the last to claim; None: nobody yet.
         epoch: of that claim; 0: there is none.
-        batch: the newest decided batch of this incarnation; None: none was decided.
-        last: reads its decision. Asked only if the batch number alone does not tell.
-        begun: reads the batch that this incarnation began last.
+        batch: the newest decided batch of this incarnation; None: none.
+        last: reads its decision. Only called if the batch number is not enough.
+        begun: reads this incarnation's last begun batch.
     """
 
     owner: Owner | None
@@ -37,11 +37,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Change:
-    """What one write puts into the store, all or nothing: a begun batch, or a decision.
+    """What one write stores, all or nothing: a begun batch or a decision.
 
     Attributes:
-        move: participants whose staged rows become visible by this very write, where the store's transaction reaches
-            them. A store whose sink commits in two phases leaves them alone.
+        move: participants whose staged rows this very write makes visible, if the store's transaction reaches them. A
+            store whose sink commits in two phases leaves them alone.
     """
 
     begun: Begun | None = None
@@ -52,7 +52,7 @@ class Change:
 class Store(Protocol):
     """One scope of a ledger. Runs on the driver, in two processes of one owner; used by one thread.
 
-    What raises a `DeliveredError` did not write anything. What may have written says so by its `Outcome`.
+    A call that raises `DeliveredError` wrote nothing. One that may have written returns an `Outcome`.
     """
 
     @property
@@ -60,24 +60,24 @@ class Store(Protocol):
         """Where the ledger lies, for errors: "in topic 'orders-ledger'"."""
 
     def read(self) -> LedgerState:
-        """All that was committed before this call. Raises if what must be there for an owner is gone."""
+        """Everything committed before this call. Raises if records that an owner must find are gone."""
 
     def peek(self) -> LedgerState:
-        """The same for a process that owns nothing; empty where there is no ledger yet. Writes nothing."""
+        """The same for a process without a claim; empty if there is no ledger yet. Writes nothing."""
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
-        """One try to become the owner; return the epoch of the claim.
+        """One attempt to become the owner; return the epoch of the claim.
 
-        Asks `successor` who owns the ledger after the head that it read; that may raise, and may be asked again. After
-        Ok, no write of an earlier claim gets in, whatever was under way. Forgets what `history.outdated` names.
-        Failed, Unknown: somebody else claimed meanwhile, or there was no answer; it may be tried again.
+        Asks `successor` for the owner that follows the head it read; this may raise, and may be asked again. After Ok,
+        no write of an earlier claim succeeds, whatever was in flight. Forgets what `history.outdated` names.
+        Failed, Unknown: another owner claimed meanwhile, or there was no answer; it may be retried.
         """
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
-        """Ask `rule` for the change to this head, and write it; None: there is nothing to write, Ok.
+        """Ask `rule` for the change to this head, and write it; None: nothing to write, Ok.
 
-        `rule` raises if the claim is outdated. It may be asked again for a newer head, but never once a change was
-        sent whose outcome is unknown (P19). Rows of `Change.move` become visible by the same write, which reaches the
+        `rule` raises if the claim is outdated. It may be asked again for a newer head, but never after a change was
+        sent whose outcome is unknown (P19). The same write makes the rows of `Change.move` visible and reaches the
         crash points of `commit.apply` once for each; Failed if staged rows of one are gone.
         """
 
@@ -89,4 +89,4 @@ class Store(Protocol):
         """Ledgers of other pipelines and sinks in the same place."""
 
     def close(self) -> None:
-        """Give connections back. May be called again."""
+        """Release connections. May be called again."""
