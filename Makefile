@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# About half of the time that all tests take; Spark's stay together, in their order.
-BESIDE := tests/crash tests/spark tests/verify
+# Two processes; tests that share a server or a Spark session share a process (tests/conftest.py), the longest first.
+TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+FAST := tests/unit tests/property tests/crash/test_points.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka bridges test check format bench bench-postgres bench-delta peers verify soak docs dist lock clean
+.PHONY: help setup demo demo-kafka bridges test-fast test coverage check format bench bench-postgres bench-delta peers verify soak docs dist lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,14 +36,21 @@ demo-kafka: setup ## the same over a real Kafka, which is fetched and started
 bridges: setup ## RocketMQ to Kafka, Pulsar to Delta, RabbitMQ to PostgreSQL, exactly once, killed again and again; ten minutes
 	$(BIN)/python -m examples.bridges
 
-test: setup ## all tests, with real servers, in two processes: half an hour on two cores
+test-fast: setup ## unit and property tests, every crash point in memory; no server, no Java, a minute and a half
+	$(TEST) $(FAST)
+
+test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: a quarter of an hour on two cores
 	@mkdir -p build
 	@$(BIN)/delivered brokers fetch > build/fetch.log 2>&1 &
-	@$(BIN)/python -m pytest $(BESIDE) > build/test-beside.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); others=$$?; \
-	echo "waiting for $(BESIDE): build/test-beside.log"; \
-	wait $$beside; beside=$$?; cat build/test-beside.log; \
-	test $$others -eq 0 && test $$beside -eq 0
+	$(TEST)
+
+coverage: setup ## what of src/ test-fast runs, in build/coverage.txt
+	@mkdir -p build
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(FAST)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report > build/coverage.txt
+	@tail -1 build/coverage.txt
 
 check: setup ## format, lint, types, import rules; sizes into build/size.json
 	$(BIN)/ruff format --check .
@@ -92,4 +100,4 @@ lock: setup ## requirements.lock anew from pyproject.toml
 		--all-extras --group dev pyproject.toml -o requirements.lock
 
 clean: ## what was built, not what was fetched
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build .coverage* .mypy_cache .ruff_cache .pytest_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -25,6 +26,41 @@ os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
 logging.getLogger("stomp.py").setLevel(logging.CRITICAL)
 logging.getLogger("rocketmq-python-client").setLevel(logging.CRITICAL)
+
+
+SERVERS = ("rocketmq", "pulsar", "kafka", "mysql", "postgres", "rabbitmq", "activemq")
+FIRST = ("spark", "unit", "kafka", "pulsar", "rocketmq", "postgres", "mysql", "rabbitmq", "activemq", "s3")
+"""What `make test` starts with, by group or folder: what takes longest, and what needs no server while these are
+fetched."""
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one group run in one process, so that the session or server that they share starts once.
+
+    Spark's session comes before any server; of several servers that comes which is dearest to start.
+    """
+    used = set(getattr(item, "fixturenames", ()))
+    if "spark" in used:
+        return "spark"
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None:  # fixtures that a test asks for by the name in its parameters
+        used |= set(re.split(r"[^a-z0-9]+", callspec.id))
+    shared = [s for s in (*SERVERS, "s3") if s in used]
+    if shared and item.path.parent.name not in ("unit", "property", "crash", "verify", "install"):
+        return shared[0]
+    folder = item.path.parent.name
+    return folder if folder == "install" else f"{folder}/{item.path.stem}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not getattr(config.option, "loadgroup", False):  # in a process of `pytest -n 2 --dist loadgroup`
+        return
+    places = {name: at for at, name in enumerate(FIRST)}
+    groups = {item: _group(item) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: places.get(groups[item].partition("/")[0], len(places)))
 
 
 def _shared(kind: type[Server]) -> Any:

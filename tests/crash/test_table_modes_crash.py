@@ -36,7 +36,7 @@ MODES = {
     "iceberg-mergeSchema": {"mergeSchema": "true"},
     "delta-mergeSchema": {"mergeSchema": "true"},
 }
-QUICK = {"delta-upsert", "iceberg-upsert", "iceberg-overwrite", "delta-mergeSchema"}
+QUICK = {"delta-mergeSchema", "delta-upsert", "iceberg-upsert"}
 
 
 @pytest.fixture(scope="module")

@@ -180,6 +180,7 @@ AREAS: dict[str, Area] = {
             "isolation.level that is none": "refused",
             "an offset below -2": "refused",
         },
+        matrix=True,
     ),
     "batch_offsets": Area(
         "Batch reads by offset",
@@ -213,6 +214,7 @@ AREAS: dict[str, Area] = {
                 "PySpark plans a Python source once for each frame: call load() again.",
             ),
         },
+        matrix=True,
     ),
     "batch_times": Area(
         "Batch reads by time",
@@ -318,6 +320,7 @@ AREAS: dict[str, Area] = {
             "earliest after a deletion": "20..49",
             "earliest is looked up when it is read": "40..49",
         },
+        matrix=True,
     ),
     "stream_start": Area(
         "Where a stream starts, over a restart and new partitions",
@@ -456,6 +459,7 @@ AREAS: dict[str, Area] = {
             "latestOffset": '{"t":{"0":5,"1":5}}',
             "description names the topic": _missing(True, False, "PySpark describes a Python source by its class."),
         },
+        matrix=True,
     ),
     "stream_shapes": Area(
         "Queries over a stream",

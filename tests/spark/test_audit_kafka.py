@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import yaml
 
 import delivered
@@ -81,6 +82,7 @@ def run(file: Path, crash: str | None, until: Callable[[], bool]) -> None:
             process.wait()
 
 
+@pytest.mark.matrix
 def test_a_batch_that_is_decided_and_not_applied_is_in_progress(
     spark: SparkSession, kafka: Any, tmp_path: Path
 ) -> None:

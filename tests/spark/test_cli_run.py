@@ -56,6 +56,7 @@ def example(tmp_path: Path) -> Path:
     return write_example(tmp_path / "example")[0]
 
 
+@pytest.mark.matrix
 def test_run_then_audit(example: Path) -> None:
     with running("run", str(example), "--output", "json") as process:
         out, err = process.communicate(timeout=WAIT_S)

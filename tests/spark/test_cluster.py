@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import tenacity
 from tests.kafka_tools import produce, read_committed
 from tests.spark.standalone import Standalone, kill_tree
@@ -34,6 +35,7 @@ def _arguments(kafka: Kafka, source: str, sink: str, checkpoint: Path) -> list[s
     return [part for name, value in pairs.items() for part in (f"--{name}", value)]
 
 
+@pytest.mark.matrix
 def test_a_cluster_worker_killed_in_mid_batch_changes_nothing(kafka: Kafka, tmp_path: Path) -> None:
     source, sink = kafka.topic(4), kafka.topic(4)
     sent = _fill(kafka, source)

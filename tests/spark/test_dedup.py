@@ -158,6 +158,7 @@ def test_another_dedup_on_the_same_checkpoint_is_refused_and_changes_nothing(spa
     assert files() == before
 
 
+@pytest.mark.matrix
 def test_a_table_of_keys_loses_no_late_record(spark: SparkSession, tmp_path: Path) -> None:
     """The same records: what is late gets in. The audit knows what was dropped; damage is found; a repeat that comes
     after a restart is known."""

@@ -85,6 +85,7 @@ def test_for_each_batch_names_the_query_and_the_batch(spark: SparkSession, tmp_p
     assert ids(path) == Counter({1: 3, 2: 3})
 
 
+@pytest.mark.matrix
 def test_a_recreated_topic_and_a_renamed_query_stop_the_next_start(
     spark: SparkSession, kafka: Kafka, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def logged(checkpoint: Path) -> dict[int, dict[str, Any]]:
     }
 
 
+@pytest.mark.matrix
 def test_both_connectors_go_on_from_each_others_batches(kafka: Any, tmp_path: Path) -> None:
     """Ours dies after a decision, Spark's own goes on and dies after the next, ours finishes: each record once."""
     jars = fetch_jars("spark-kafka/4.2.0", SPARK_KAFKA_JARS, java_home() / "bin" / "java", print, transitive=False)

@@ -120,6 +120,7 @@ def away(running: Running, how: str, seconds: float = 0.0) -> None:
             broker.restart()
 
 
+@pytest.mark.matrix
 def test_outages_of_the_only_broker(running: Running) -> None:
     """One query bears them all, idle and busy."""
     running.send(100)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from confluent_kafka import Consumer, TopicPartition
 from tests.kafka_tools import produce
 
@@ -75,6 +76,7 @@ def test_the_group_is_told_when_spark_has_logged_a_batch(spark: SparkSession, ka
     assert told(kafka, group, topic) == 8  # batch 4 was never logged
 
 
+@pytest.mark.matrix
 def test_a_topic_made_anew_in_an_available_now_run_is_noticed(spark: SparkSession, kafka: Any, tmp_path: Path) -> None:
     topic = kafka.topic(1)
     produce(kafka.bootstrap, topic, numbers(0, 6))

@@ -107,6 +107,7 @@ def migration(kafka: Any, tmp_path: Path, spark_kafka_jars: str) -> Migration:
     return Migration(kafka, tmp_path, spark_kafka_jars)
 
 
+@pytest.mark.matrix
 def test_there_and_back_with_kills_between(migration: Migration, spark: Any) -> None:
     migration.kill_sparks_own()
     assert migration.unfinished()

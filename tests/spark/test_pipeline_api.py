@@ -48,9 +48,9 @@ def as_frame(frame: DataFrame) -> DataFrame:
     ("transform", "key"),
     [
         (delivered.arrow(upper, select=["key", "value"]), b"K0"),
-        (as_frame, b"k0"),
+        pytest.param(as_frame, b"k0", marks=pytest.mark.matrix),
         ("SELECT upper(CAST(key AS STRING)) AS key, value FROM source", "K0"),
-        (None, b"k0"),
+        pytest.param(None, b"k0", marks=pytest.mark.matrix),
     ],
     ids=["arrow", "python", "sql", "none"],
 )

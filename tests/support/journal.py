@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from delivered.connectors.log import produce
 from delivered.connectors.log.journal import LogJournal
 from delivered.contract.queue import MessageBatch
 
@@ -17,3 +21,17 @@ def messages(*ids: str | None, key: bytes = b"k") -> MessageBatch:
 
 def open_log(path: Path, window: int = 100, **options: Any) -> LogJournal:
     return LogJournal(str(path), {}, window, **options)
+
+
+def race(monkeypatch: pytest.MonkeyPatch, other: Callable[[], Any]) -> None:
+    """Let `other` run once between the look at the window and the commit of whoever appends next."""
+    sync, done = produce.sync_data, False
+
+    def first(*arguments: Any) -> None:
+        nonlocal done
+        if not done:
+            done = True
+            other()
+        sync(*arguments)
+
+    monkeypatch.setattr(produce, "sync_data", first)

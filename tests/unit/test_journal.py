@@ -10,11 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.support.journal import messages, open_log
+from tests.support.journal import messages, open_log, race
 
 from delivered.connectors.log import CONNECTOR, append, produce
 from delivered.connectors.log import journal as journals
-from delivered.connectors.log.journal import LogJournal
 from delivered.connectors.log.progress import write_progress
 from delivered.contract.queue import Entered
 from delivered.model.outcome import Failed, Ok, Unknown
@@ -97,19 +96,6 @@ def test_partitions_by_key_survive_a_restart(log: Path) -> None:
     assert again.append(messages(*(f"m{n}" for n in range(20)))) == Ok(Entered(0, 20))
 
 
-def race(monkeypatch: pytest.MonkeyPatch, log: Path, other: Any) -> None:
-    """Let `other` run once between the look at the window and the commit of whoever appends next."""
-    sync, done = produce.sync_data, []
-
-    def first(*arguments: Any) -> None:
-        if not done:
-            done.append(True)
-            other()
-        sync(*arguments)
-
-    monkeypatch.setattr(journals.produce, "sync_data", first)
-
-
 def steal(log: Path, *ids: str) -> None:
     """What a receiver on another machine does: it shares no lock with ours."""
     produce.append(str(log), pa.table(pa.Table.from_batches([journals.rows_of(messages(*ids))])))
@@ -117,7 +103,7 @@ def steal(log: Path, *ids: str) -> None:
 
 def test_two_processes_that_append_one_message_leave_it_once(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_log(log)
-    race(monkeypatch, log, lambda: steal(log, "b", "x"))
+    race(monkeypatch, lambda: steal(log, "b", "x"))
     assert journal.append(messages("a", "b", "c")) == Ok(Entered(2, 1, tries=2))
     assert sorted(values(log)) == [f"value of {i}".encode() for i in "abcx"]
 
@@ -134,7 +120,7 @@ def test_p8_an_id_known_before_it_is_persisted_loses_the_message(log: Path, monk
         return found
 
     monkeypatch.setattr(journal.window, "fresh", too_early)
-    race(monkeypatch, log, lambda: steal(log, "x"))
+    race(monkeypatch, lambda: steal(log, "x"))
     assert journal.append(messages("a")) == Ok(Entered(0, 1, tries=2))
     assert values(log) == [b"value of x"], "the mutant says that a is in, and it is not"
 
@@ -223,29 +209,3 @@ def test_appending_to_a_log_of_others_goes_on_where_it_ends(log: Path) -> None:
     append(str(log), pa.table({"value": [b"old"]}))
     assert open_log(log).append(messages("a")) == Ok(Entered(1, 0))
     assert values(log) == [b"old", b"value of a"]
-
-
-def test_a_log_in_an_object_store(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same: append, race, restart, upkeep."""
-    path = "s3://lake/receivers/log"
-    storage = {k.removeprefix("storage."): v for k, v in s3.items()}
-
-    def open_there(**options: Any) -> LogJournal:
-        return LogJournal(path, storage, 5, **options)
-
-    journal = open_there()
-    for n in range(3):
-        assert journal.append(messages(*(f"{n}{i}" for i in range(5)))) == Ok(Entered(5, 0))
-    other = open_there()
-    race(monkeypatch, Path(), lambda: other.append(messages("20", "a", "b")))
-    assert journal.append(messages("24", "a", "c")) == Ok(Entered(1, 2, tries=2))
-    kept = open_there(readers=("orders",), keep_s=0)
-    assert kept.maintain() == 0
-    source = CONNECTOR.source({"path": path, "reader": "orders", **s3})
-    driver = source.driver()
-    driver.acknowledge(driver.newest() or {})
-    assert kept.maintain() == 10
-    pieces = driver.slices(*driver.batch())
-    found = [v for p in pieces for b in source.read(p) for v in b.column("value").to_pylist()]
-    assert found == [f"value of {i}".encode() for i in ("20", "21", "22", "23", "24", "a", "b", "c")]
-    assert open_there().append(messages("23", "a", "c", "24")) == Ok(Entered(0, 4))
