@@ -56,7 +56,7 @@ SINK = {"endpoints": "proxy:8081", "topic": "orders", "ledger": "/nowhere/l.db"}
         ({"accessKey": "me"}, "go together"),
         ({"tls": "yes"}, "true, false"),
         ({"tlsTrustCertsFile": "/ca.pem"}, "nothing would be checked by it"),
-        ({"gruop": "x"}, "knows no option 'gruop'"),
+        ({"gruop": "x"}, "has no option 'gruop'"),
     ],
 )
 def test_bad_options_are_told(options: dict[str, str], said: str) -> None:

@@ -26,12 +26,12 @@ class Account:
 
 @dataclass(frozen=True)
 class TransformVersion:
-    """From one batch on, batches ran with this version of the transform, until the next one.
+    """The version of the transform that ran from one batch on, until the next version.
 
     Attributes:
-        fingerprint: of the transform; empty: nobody told it; `transforms.MIXED`: several.
+        fingerprint: of the transform; empty: unknown; `transforms.MIXED`: several.
         batch: the first one.
-        after: the sources' offsets at which the batch before ended; empty: there was none.
+        after: the sources' offsets at which the previous batch ended; empty: there was none.
         accounts: what was decided before that batch, by sink, as `Prepared.sink` names it.
     """
 

@@ -1,7 +1,7 @@
-"""What a ledger keeps for good of an incarnation whose decisions it has forgotten: enough to know it again.
+"""What a ledger keeps permanently of an incarnation whose decisions it has forgotten: enough to recognise it.
 
-Each run of `df.write` is an incarnation, and its id must be known for as long as somebody may give it again. Kept is
-the hash of the name, with the number and a digest of the rows: 25 bytes, whatever the ledger.
+Each run of `df.write` is an incarnation, and its id must be recognised for as long as it may be reused. The entry holds
+a hash of the name, and the number and a digest of the rows: 25 bytes in every ledger.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Archived:
         key: hash of the incarnation's name.
         rows: records decided, of all batches.
         digest: of their fingerprint.
-        decided: False: a batch was begun under a weaker guarantee, and none decided.
-        partly: at_most_once gave records up: `digest` is not of all that it was handed.
+        decided: False: a batch was begun under a weaker guarantee, but none was decided.
+        partly: at_most_once gave records up: `digest` does not cover all that it was handed.
     """
 
     key: bytes
@@ -39,7 +39,7 @@ class Archived:
 
     @classmethod
     def of(cls, incarnation: str, total: Fingerprint, given_up: Fingerprint) -> Archived:
-        """Of the running fingerprints in its newest decision."""
+        """From the running fingerprints in its newest decision."""
         return cls(key_of(incarnation), total.count, digest_of(total), True, bool(given_up.count))
 
     @classmethod
@@ -47,7 +47,7 @@ class Archived:
         return cls(key_of(incarnation), decided=False)
 
     def holds(self, rows: Fingerprint) -> bool:
-        """Whether these are the rows that were decided, as far as can be told."""
+        """Whether these are the decided rows, as far as is known."""
         return rows.count >= self.rows if self.partly else (rows.count, digest_of(rows)) == (self.rows, self.digest)
 
     def encode(self) -> bytes:
@@ -60,7 +60,7 @@ class Archived:
 
 
 def key_of(incarnation: str) -> bytes:
-    """64 bits: two of a million names meet in one of 37 million ledgers, and then a run is refused."""
+    """64 bits: two of a million names collide in one of 37 million ledgers, and then a run is refused."""
     return hashlib.blake2b(incarnation.encode(), digest_size=8).digest()
 
 
@@ -69,19 +69,19 @@ def digest_of(rows: Fingerprint) -> bytes:
 
 
 class Archive:
-    """Any number of archived incarnations, as one text of bytes.
+    """Any number of archived incarnations, as one string of bytes.
 
     Raises:
-        InvariantBroken: the bytes are not what was written.
+        InvariantBroken: the bytes are corrupt.
     """
 
     def __init__(self, data: bytes = b"", where: str = "the ledger") -> None:
         if len(data) % ENTRY_BYTES:
             raise InvariantBroken(
                 "LEDGER_RECORD_MISSING",
-                f"The archive of earlier runs in {where} has {len(data)} bytes, no multiple of {ENTRY_BYTES}: it is "
-                "not what was written.",
-                next_step="restore it from a backup, as one with the sink",
+                f"The archive of earlier runs in {where} has {len(data)} bytes, not a multiple of {ENTRY_BYTES}: it is "
+                "corrupt.",
+                next_step="restore it from a backup, together with the sink",
             )
         self.data = data
 
@@ -93,12 +93,12 @@ class Archive:
             yield Archived.decode(self.data[start : start + ENTRY_BYTES])
 
     def find(self, incarnation: str) -> Archived | None:
-        """Where there are two entries, one of a decision counts. Nothing is unpacked but what is found."""
+        """Of two entries, a decided one counts. Only matches are unpacked."""
         found = [Archived.decode(self.data[at : at + ENTRY_BYTES]) for at in self._places(key_of(incarnation))]
         return max(found, key=lambda entry: entry.decided, default=None)
 
     def with_more(self, more: Iterable[Archived]) -> Archive:
-        """These, and those that do not stand there yet."""
+        """These entries, and those of `more` that are missing."""
         new = [e.encode() for e in more if e not in self]
         return Archive(self.data + b"".join(new)) if new else self
 

@@ -1,4 +1,4 @@
-"""What a connector can do. The planner reads nothing else of it."""
+"""What a connector can do; all that the planner reads of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Commit(StrEnum):
     """How a sink can make a batch count."""
 
     TWO_PHASE = "two_phase"
-    """Tasks prepare, one decision record, then each participant is applied."""
+    """Tasks prepare; one record decides; then each participant is applied."""
     ONE_TRANSACTION = "one_transaction"
     """Tasks prepare by staging; rows and ledger row become visible in one transaction of the sink."""
     NONE = "none"
@@ -20,13 +20,13 @@ class Commit(StrEnum):
 
 @dataclass(frozen=True)
 class WriteMode:
-    """How rows get into a table.
+    """How rows are written to a table.
 
     Attributes:
         keys: of an upsert; empty: rows are appended.
-        version: column that tells which of two rows of one key is the newer.
+        version: column that orders the rows of one key.
         delete: boolean column whose rows delete their key.
-        replaces: columns; what the table has of the values that a batch holds in them, the batch replaces.
+        replaces: columns; a batch replaces the table's rows that have its values in them.
     """
 
     keys: tuple[str, ...] = ()
@@ -52,11 +52,11 @@ class SourceCapability:
     Attributes:
         system: for people: "kafka", "log".
         replayable: reading the same offsets again gives the same records.
-        why_not: why it cannot replay, if it cannot.
-        repeats: why a message may be in it twice; empty: it is not.
-        sent_twice: it holds what a producer sent twice as two records.
-        local: it rests on files of one machine.
-        assumes: what the guarantee takes for granted of this source.
+        why_not: why it cannot replay; empty: it can.
+        repeats: why it may hold a message twice; empty: it does not.
+        sent_twice: what a producer sent twice is two records in it.
+        local: it uses files on one machine.
+        assumes: what the guarantee assumes of this source.
     """
 
     system: str
@@ -76,13 +76,13 @@ class SinkCapability:
         commit: the mechanism that this sink offers for exactly_once.
         mechanism: its name in a sentence: "two-phase commit".
         stage, prepare, decide, apply: what these steps are at this sink, for the plan.
-        batch_atomic: a reader sees a batch whole or not at all.
-        can_disable_retries: the sink can send without ever sending twice (needed for at_most_once).
-        local: it rests on files of one machine.
+        batch_atomic: a reader sees all of a batch or nothing.
+        can_disable_retries: the sink can send without retries (needed for at_most_once).
+        local: it uses files on one machine.
         prepared_timeout_s: seconds after which the sink drops a prepared participant; None: never.
-        remembers: keys that were seen can lie beside its ledger: see `delivered.contract.powers`.
-        write: whether every record stays, or takes the place of another one.
-        assumes: what exactly_once takes for granted of the sink and its readers.
+        remembers: it can keep dedup's keys next to its ledger: see `delivered.contract.powers`.
+        write: whether records are appended or replace others.
+        assumes: what exactly_once assumes of the sink and its readers.
         limits: bounds to print with the plan.
     """
 
@@ -105,6 +105,6 @@ class SinkCapability:
 
 
 def deciding(sinks: Sequence[SinkCapability]) -> int:
-    """Which of several sinks keeps the ledger: the first that cannot prepare, for its own transaction must carry the
-    decision; else the first. The guarantee plays no part, so that a pipeline can change it."""
+    """Which of several sinks keeps the ledger: the first that cannot prepare, since its own transaction must carry the
+    decision; otherwise the first. Independent of the guarantee, so that a pipeline can change it."""
     return next((i for i, s in enumerate(sinks) if s.commit is Commit.ONE_TRANSACTION), 0)

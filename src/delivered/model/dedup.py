@@ -1,4 +1,4 @@
-"""Which records of a source are repeats of another, and how long that is remembered."""
+"""Which records of a source are duplicates, and how long their keys are kept."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 KIND = "watermark"
-"""What remembers: Spark's state, bounded by a watermark. A memory of another kind is told from it by this word."""
+"""Keys are kept in Spark's state, bounded by a watermark."""
 
 TABLE = "table"
-"""What remembers: a table in the database of the sink that decides, changed in the transaction of the decision."""
+"""Keys are kept in a table in the deciding sink's database, updated in the deciding transaction."""
 
 _UNITS = (("day", 86_400_000), ("hour", 3_600_000), ("minute", 60_000), ("second", 1_000))
 
@@ -18,13 +18,13 @@ _UNITS = (("day", 86_400_000), ("hour", 3_600_000), ("minute", 60_000), ("second
 class Dedup:
     """
     Attributes:
-        by: SQL over the source's columns; records for which all of it is equal are one record. If one of them is null,
-            the record is no repeat.
-        within_ms: a repeat is recognised if its time is at most so long after the first one's.
+        by: SQL over the source's columns; records with equal values are duplicates. A record with a null among them
+            duplicates nothing.
+        within_ms: a duplicate is recognised if its time is at most this long after its key's first record.
         time: SQL over the source's columns, a timestamp.
-        drops_late: the user knows that a record whose time is older than the newest one's by more than `within_ms` is
-            dropped, a repeat or not.
-        kind: what remembers: `KIND` or `TABLE`.
+        drops_late: the user accepts that a record older than the newest one by more than `within_ms` is dropped,
+            duplicate or not.
+        kind: where keys are kept: `KIND` or `TABLE`.
     """
 
     by: tuple[str, ...]
@@ -35,7 +35,7 @@ class Dedup:
 
     @property
     def in_table(self) -> bool:
-        """A table remembers, and not Spark's state."""
+        """Keys are kept in a table, not in Spark's state."""
         return self.kind == TABLE
 
     @property
@@ -60,7 +60,7 @@ class Dedup:
         return f"by {self.by_text} within {self.within} of {self.time}" + ", in a table" * self.in_table
 
     def to_json(self) -> dict[str, Any]:
-        """What decides over the state; `drops_late` changes nothing in it."""
+        """What determines the state; `drops_late` does not affect it."""
         return {"kind": self.kind, "by": list(self.by), "within_ms": self.within_ms, "time": self.time}
 
     @classmethod
@@ -71,5 +71,5 @@ class Dedup:
         return cls(tuple(str(b) for b in data["by"]), int(data["within_ms"]), str(data["time"]), kind=data["kind"])
 
     def remembers_as(self, other: Dedup | None) -> bool:
-        """Whether the state of the other one can be gone on with."""
+        """Whether the state of the other one can be reused."""
         return other is not None and self.to_json() == other.to_json()

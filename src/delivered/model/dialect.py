@@ -1,7 +1,7 @@
-"""How a hint names an option to whoever reads it.
+"""How a hint spells an option for its reader.
 
 A hint holds an option as Spark's users write it, `.option("name", "value")`; that is its stored form, because Spark
-carries errors as text. Readers of a pipeline file get `name: value`; `in_file_words` rewrites all of them at the edge.
+carries errors as text. Users of a pipeline file get `name: value`; `in_file_words` rewrites all of them at the edge.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ _OPTION = re.compile(
     r"""\.option\((?P<q>["'])(?P<name>[\w.]+)(?P=q), (?:(?P<v>["'])(?P<value>.*?)(?P=v)|(?P<any>\.\.\.))\)"""
 )
 _SNAKE = {"missingLedger": "missing_ledger", "newCheckpoint": "new_checkpoint", "newTarget": "new_target"}
-"""Options of Spark's writer that a pipeline file spells in its own way."""
+"""Options of Spark's writer that a pipeline file spells differently."""
 _FRAMES = (
     (re.compile(r'df\.withColumn\("([^"]+)", col\("([^"]+)"\)\.cast\("([^"]+)"\)\)'), r"write CAST(\2 AS \3) AS \1"),
     (re.compile(r'df\.filter\(col\("([^"]+)"\)\.isNotNull\(\)\)'), r"add WHERE \1 IS NOT NULL"),
     (re.compile(r'df\.drop\("([^"]+)"\)'), r"leave \1 out"),
 )
-"""What a DataFrame's user calls -> what is done in the transform's SQL."""
+"""A DataFrame call -> its counterpart in the transform's SQL."""
 _SHOWN_LENGTH = 500
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./+ -]*")
 
 
 def starting_at(offsets: str) -> str:
-    """A hint's options that begin the sources at `offsets`, one line of JSON for each.
+    """A hint's options that start the sources at `offsets`, one line of JSON for each.
 
-    They are pasted: never cut, and without spaces, at which a terminal would break them.
+    They are meant to be pasted: never shortened, and without spaces, at which a terminal would wrap.
     """
     lines = [f""".option("startingOffsets", '{_compact(line)}')""" for line in offsets.splitlines()]
     return " and, for the next source, ".join(lines)
@@ -36,17 +36,17 @@ def starting_at(offsets: str) -> str:
 def _compact(text: str) -> str:
     try:
         return json.dumps(json.loads(text), separators=(",", ":"))
-    except ValueError:  # of a source of Spark's own, in a form of its own
+    except ValueError:  # of one of Spark's own sources, in its own format
         return text
 
 
 def shown(offsets: str) -> str:
-    """Offsets in a sentence. What is left out is marked."""
+    """Offsets in a sentence, with a mark where they are shortened."""
     return offsets if len(offsets) <= _SHOWN_LENGTH else f"{offsets[:_SHOWN_LENGTH]}... ({len(offsets):,} characters)"
 
 
 def in_file_words(text: str) -> str:
-    """A message with every option as it stands in a pipeline file, and every change of columns as SQL has it."""
+    """A message with every option as in a pipeline file, and every change of columns as SQL."""
     for frame, sql in _FRAMES:
         text = frame.sub(f"{sql} in the transform", text)
     return _OPTION.sub(_file_line, text)

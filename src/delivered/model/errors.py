@@ -2,18 +2,18 @@
 
     DeliveredError
      +- UsageError               the request itself is wrong (exit 2)
-     |   +- Refused              the request is understood and cannot be had
+     |   +- Refused              the request is valid but cannot be fulfilled
      |   +- MissingExtra         a client library is not installed
-     +- Unreachable              a server did not answer, or turned the credentials away
-     +- BadRecord                one record cannot be written, for itself
-     +- InvariantBroken          something that must never happen did; the query stops, nothing is skipped
+     +- Unreachable              a server did not answer, or rejected the credentials
+     +- BadRecord                one record is invalid and cannot be written
+     +- InvariantBroken          something that must never happen happened; the query stops, nothing is skipped
      |   +- Fenced               another driver owns the ledger now
-     |   +- LedgerAhead          the ledger knows batches that the checkpoint does not
-     |   +- LedgerBehind         the checkpoint knows batches that the ledger does not
-     |   +- TargetChanged        what the sink writes to was dropped and made anew
-     |   +- ReplayDiffers        a batch run again gave other rows
+     |   +- LedgerAhead          the ledger has batches that the checkpoint lacks
+     |   +- LedgerBehind         the checkpoint has batches that the ledger lacks
+     |   +- TargetChanged        what the sink writes to was dropped and recreated
+     |   +- ReplayDiffers        a rerun of a batch gave other rows
      |   +- PromiseBroken        a decided participant can no longer be applied
-     +- OutcomeUnknown           it cannot be told whether a change is in (exit 3)
+     +- OutcomeUnknown           it is unknown whether a change was made (exit 3)
 
 The message starts with a code in Spark's style, because the driver sees a worker's error only as text.
 """
@@ -34,7 +34,7 @@ class DeliveredError(Exception):
 
     exit_code = 1
     may_come_back = False
-    """A server is away, so that the same call may succeed later."""
+    """A server is away; the same call may succeed later."""
 
     def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
         self.code = f"DELIVERED_{code}"
@@ -57,14 +57,14 @@ class UsageError(DeliveredError):
 
 
 class Refused(UsageError):
-    """The request is understood, and cannot be had. The message says why; `next_step` what can."""
+    """The request is valid but cannot be fulfilled. The message says why, `next_step` what to do instead."""
 
 
 class MissingExtra(UsageError):
     """A client library is not installed."""
 
     def __init__(self, code: str, message: str | None = None, next_step: str | None = None) -> None:
-        # Called with the extra's name alone by user code, with three arguments when unpickled.
+        # User code passes only the extra's name; unpickling passes three arguments.
         if message is None:
             extra = code
             code = "EXTRA_MISSING"
@@ -81,7 +81,7 @@ _AWAY = frozenset(
 
 
 class Unreachable(DeliveredError):
-    """A server did not answer in time, or turned the credentials away."""
+    """A server did not answer in time, or rejected the credentials."""
 
     def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
         super().__init__(code, message, next_step)
@@ -89,11 +89,11 @@ class Unreachable(DeliveredError):
 
 
 class BadRecord(DeliveredError):
-    """One record cannot be written, for itself: too large, no topic, a type the sink does not know."""
+    """One record is invalid and cannot be written: too large, no topic, a type unknown to the sink."""
 
 
 class InvariantBroken(DeliveredError):
-    """Something that must never happen did. The query stops; nothing is skipped."""
+    """Something that must never happen happened. The query stops; nothing is skipped."""
 
 
 class Fenced(InvariantBroken):
@@ -101,26 +101,26 @@ class Fenced(InvariantBroken):
 
 
 class LedgerAhead(InvariantBroken):
-    """The ledger knows batches that the checkpoint does not: an older checkpoint was put back."""
+    """The ledger has batches that the checkpoint lacks: the checkpoint was restored from an older copy."""
 
 
 class LedgerBehind(InvariantBroken):
-    """The checkpoint knows batches that the ledger does not: the sink or its ledger was put back."""
+    """The checkpoint has batches that the ledger lacks: the sink or its ledger was restored from an older copy."""
 
 
 class TargetChanged(InvariantBroken):
-    """What the sink writes to was dropped and made anew: what was delivered before is not in it."""
+    """What the sink writes to was dropped and recreated, without the records delivered before."""
 
 
 class ReplayDiffers(InvariantBroken):
-    """A batch that ran again gave other rows than the ones that were decided."""
+    """A rerun of a batch gave rows other than the decided ones."""
 
 
 class PromiseBroken(InvariantBroken):
-    """A decided participant can no longer be applied; its shard must be written again."""
+    """A decided participant can no longer be applied; its shard must be rewritten."""
 
 
 class OutcomeUnknown(DeliveredError):
-    """It cannot be told whether a change is in."""
+    """It is unknown whether a change was made."""
 
     exit_code = 3

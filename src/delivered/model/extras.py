@@ -1,4 +1,4 @@
-"""Which extra brings a library: one table for errors, `delivered doctor` and the tests of `pyproject.toml`."""
+"""Which extra provides a library: one table for errors, `delivered doctor` and the tests of `pyproject.toml`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MISSING = re.compile(r"No module named '([A-Za-z0-9_]+)")
 
 
 def missing_extra(text: str) -> MissingExtra | None:
-    """The error that names the extra, if `text`, of an ImportError or of a trace of Spark's, names a library of one."""
+    """The error that names the extra, if `text` (an ImportError, or a trace of Spark's) names a library of one."""
     for module in _MISSING.findall(text):
         if module in EXTRA_OF:
             return MissingExtra(EXTRA_OF[module][1])

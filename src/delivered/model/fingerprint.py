@@ -1,11 +1,11 @@
 """A count and an additive keyed hash of records: equal multisets of records give equal fingerprints.
 
-Hashes are added, not XORed: under XOR a doubled pair cancels, and three copies look like one. The hash of a record is
+Hashes are added, not XORed: under XOR a duplicate cancels out, and three copies look like one. The hash of a record is
 64 bits, computed column by column over Arrow buffers with no Python object per record; the sum is kept modulo 2**128
 in two independent 64-bit lanes. The mixers are the finaliser of MurmurHash3 and multiplication by odd constants.
 The key makes fingerprints of two pipelines incomparable, on purpose.
 
-What stands here with numpy is what a hash is, and what computes it where native.py has no library.
+The numpy code here defines the hash, and computes it where native.py has no library.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LANE = np.uint64(0xA0761D6478BD642F)
 _NULL = np.uint64(0x5851F42D4C957F2D)
 _S32, _S33 = np.uint64(32), np.uint64(33)
 _LONG_VALUE_BYTES = 4096
-"""Values longer than this are hashed one by one by BLAKE2b: a vector step a word would cost more."""
+"""Longer values are hashed one by one with BLAKE2b: one vector step per word would cost more."""
 
 _KEEP = np.array([(1 << (8 * n)) - 1 for n in range(9)], dtype=np.uint64)
-"""Number of bytes -> mask of the first so many bytes of a little-endian word."""
+"""n -> mask of the first n bytes of a little-endian word."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def fingerprint(batch: pa.RecordBatch, seed: int, columns: Sequence[str] | None 
 
     Args:
         seed: from `seed_of`.
-        columns: in this order, and no others; default: all, in the batch's order. Names do not count, order does.
+        columns: only these, in this order; default: all, in the batch's order. Names do not matter, order does.
 
     Raises:
         TypeError: a column's type has no canonical bytes here.
@@ -98,7 +98,7 @@ def lanes(hashes: U64) -> tuple[U64, U64]:
 
 def record_hashes(batch: pa.RecordBatch, seed: int, columns: Sequence[str] | None = None) -> U64:
     """One 64-bit hash per row. Arguments as for `fingerprint`."""
-    # By position: a schema may hold two columns of one name.
+    # By position: a schema may have two columns of one name.
     chosen = batch.columns if columns is None else [batch.column(name) for name in columns]
     key = np.uint64(seed & _MASK)
     with np.errstate(over="ignore"):
@@ -148,7 +148,7 @@ def _hash_array(array: pa.Array, key: np.uint64) -> U64:
 
 
 def _plain(array: pa.Array) -> pa.Array:
-    """The same values without an encoding of their own: equal values hash equally, however they are laid out."""
+    """The same values, decoded: equal values hash equally, however they are encoded."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(array.storage)
@@ -220,7 +220,7 @@ def _hash_list(array: pa.Array, key: np.uint64) -> U64:
 
 
 def _hash_bytes(array: pa.Array, offset_type: np.dtype[np.signedinteger], key: np.uint64) -> U64:
-    """Hash of variable-length values: eight bytes a step, all rows side by side."""
+    """Hash of variable-length values: eight bytes per step, all rows in parallel."""
     n = len(array)
     if (found := native.hash_bytes(array, offset_type.itemsize, _LONG_VALUE_BYTES, int(key))) is not None:
         return found
@@ -269,16 +269,16 @@ def _hash_mixed_widths(
     hashes: U64,
     key: np.uint64,
 ) -> U64:
-    """Same value, same hash as `_hash_equal_widths`: a row takes as many steps as it has words, the last one cut.
+    """Gives equal values the same hash as `_hash_equal_widths`: one step per word of a row, the last one masked.
 
-    Rows stand in the order of their number of words, the longest first: those that still have one are in front.
+    Rows are sorted by their number of words, longest first, so that those with words left are in front.
     """
     words = (lengths + 7) >> 3
     long_rows = np.flatnonzero(lengths > _LONG_VALUE_BYTES)
     words[long_rows] = 0
     order = np.argsort(words.astype(np.uint16), kind="stable")[::-1]  # numpy sorts 16 bits by radix
     having = len(order) - np.cumsum(np.bincount(words))  # more than so many words
-    # A word that begins anywhere lies in two that are aligned. One more word: there is always a second.
+    # An unaligned word spans two aligned ones. One word of padding, so that there is always a second.
     aligned = np.zeros((len(data) >> 3) + 2, dtype=np.uint64)
     aligned.view(np.uint8)[: len(data)] = data
     begin = starts[order]

@@ -8,7 +8,7 @@ from delivered.model.errors import UsageError
 
 
 class Guarantee(StrEnum):
-    """What a pipeline promises about the effects of its records on a sink. There is no default."""
+    """What a pipeline guarantees about its records in a sink. There is no default."""
 
     AT_MOST_ONCE = "at_most_once"
     AT_LEAST_ONCE = "at_least_once"
@@ -25,7 +25,7 @@ class Guarantee(StrEnum):
         if text is None:
             raise UsageError(
                 "GUARANTEE_MISSING",
-                f"The pipeline names no guarantee; it must name one of: {known}.",
+                f"The pipeline has no guarantee; it must name one of: {known}.",
                 next_step='add .option("guarantee", "exactly_once")',
             )
         try:
@@ -34,7 +34,7 @@ class Guarantee(StrEnum):
             raise UsageError(
                 "GUARANTEE_UNKNOWN",
                 f"guarantee is {text!r}; it must be one of: {known}.",
-                next_step='write it as in .option("guarantee", "exactly_once")',
+                next_step='write for example .option("guarantee", "exactly_once")',
             ) from None
 
     @property

@@ -1,4 +1,4 @@
-"""Who a unit of work is: (pipeline, sink, incarnation, batch, shard)."""
+"""The identity of a unit of work: (pipeline, sink, incarnation, batch, shard)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_LENGTH_MAX}}}")
 
 
 def checked_name(kind: str, name: str) -> str:
-    """Return `name` if it can stand in a transactional id, a topic name and a file name.
+    """Return `name` if it can be part of a transactional id, a topic name and a file name.
 
     Args:
         kind: what is named, for the error: "pipeline" or "sink".
 
     Raises:
-        UsageError: empty, longer than 64 characters, or other characters than letters, digits, `.`, `_`, `-`.
+        UsageError: empty, longer than 64 characters, or with characters other than letters, digits, `.`, `_`, `-`.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(
@@ -36,7 +36,7 @@ class Scope:
 
     Attributes:
         incarnation: Spark's query id, which lives in the checkpoint. A new checkpoint is a new incarnation, so its
-            batch 0 is never taken for batch 0 of an older one.
+            batch 0 is never mistaken for batch 0 of an older one.
     """
 
     pipeline: str
@@ -50,7 +50,7 @@ class Scope:
 
     @property
     def prefix(self) -> str:
-        """Common start of every id that this sink of this pipeline leaves at a server, in any incarnation."""
+        """Common prefix of every id of this pipeline and sink at a server, in any incarnation."""
         return f"delivered.{self.pipeline}.{self.sink}."
 
 
@@ -69,7 +69,7 @@ class OtherLedger:
     """A ledger of another pipeline, or of another sink, in the same place.
 
     Attributes:
-        same_incarnation: it knows a batch of this checkpoint: the pipeline, or the sink, had another name.
+        same_incarnation: it has a batch of this checkpoint: the pipeline or the sink was renamed.
     """
 
     pipeline: str
@@ -82,9 +82,9 @@ class Target:
     """What a sink writes to.
 
     Attributes:
-        name: as a person knows it, for messages: "topic orders". It may be spelt in several ways.
-        id: what its system tells it by from another one of the same name; no spaces. The same for as long as the
-            target lives, however its name is spelt. What follows an `@` is not part of what decisions held before.
+        name: for messages: "topic orders". It may be spelt in several ways.
+        id: by which its system distinguishes it from another one of the same name; no spaces. Constant for the
+            target's lifetime, however its name is spelt. Earlier decisions lack what follows an `@`.
     """
 
     name: str
@@ -95,9 +95,9 @@ class Target:
 
 
 OTHERS_MAX = 20
-"""Other ledgers that a ledger names."""
+"""Maximum number of other ledgers that a ledger lists."""
 
 
 def named_first(found: Iterable[OtherLedger]) -> list[OtherLedger]:
-    """Those that know the incarnation first; at most `OTHERS_MAX`."""
+    """Those with this incarnation first; at most `OTHERS_MAX`."""
     return sorted(set(found), key=lambda o: (not o.same_incarnation, o.pipeline, o.sink))[:OTHERS_MAX]

@@ -1,4 +1,4 @@
-"""Every bound of the product in one place. tests/unit/test_limits.py holds the inequalities between them."""
+"""Every limit of the product in one place. tests/unit/test_limits.py checks the inequalities between them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ NAME_LENGTH_MAX = 64
 """Characters in a pipeline's or a sink's name: they become part of transactional ids and topic names."""
 
 SHARDS_MAX = 10_000
-"""Participants in one batch. A decision record names every one of them."""
+"""Participants in one batch. A decision record names all of them."""
 
 DECISION_BYTES_MAX = 900_000
 """One decision record, encoded. Below the broker's default of 1 MB for a record."""
 
 OFFSETS_BYTES_MAX = 400_000
-"""The text of a batch's source offsets inside its decision record."""
+"""The text of a batch's source offsets in its decision record."""
 
 TRANSFORM_VERSIONS_KEPT = 16
-"""Versions of a pipeline's transform that its decisions tell apart; older ones are taken together."""
+"""Versions of a pipeline's transform that its decisions distinguish; older ones are merged."""
 
 TRANSFORM_VERSIONS_BYTES_MAX = 100_000
 """The same in bytes: each version holds the source offsets at which it began."""
@@ -23,75 +23,75 @@ TRANSFORM_VERSIONS_BYTES_MAX = 100_000
 LEDGER_HISTORY_BATCHES = 1_000
 """Decisions kept for the audit, per sink. Older ones are folded into the running total.
 
-Above the 100 batches of checkpoint that Spark keeps (spark.sql.streaming.minBatchesToRetain), so that no batch
-that Spark can still run again was forgotten.
+More than the 100 batches that Spark keeps in a checkpoint (spark.sql.streaming.minBatchesToRetain), so that no batch
+that Spark can still rerun is forgotten.
 """
 
 LEDGER_INCARNATIONS = 100
-"""Earlier checkpoints of one pipeline and sink whose newest decision a ledger still knows."""
+"""Earlier checkpoints of one pipeline and sink whose newest decision a ledger keeps."""
 
 SPARK_BATCHES_RETAINED = 100
 """Spark's default for spark.sql.streaming.minBatchesToRetain."""
 
 OWNERS_REMEMBERED = 16
-"""Superseded owners that a ledger still knows by name, so that a fenced driver cannot claim it back."""
+"""Superseded owners that a ledger remembers, so that a fenced driver cannot reclaim it."""
 
 TRANSACTION_SLOTS = 4
 """Transactional ids per shard: two for batches that alternate, times two for attempts that overlap."""
 
 CONNECT_TIMEOUT_S = 10.0
-"""Until a server that does not answer is reported. The promise is one clear error within 15 s."""
+"""Until a server that does not answer is reported. The promise: one clear error within 15 s."""
 
 REQUEST_TIMEOUT_S = 30.0
-"""One request to a server that did answer before."""
+"""One request to a server that answered before."""
 
 APPLY_TIMEOUT_S = 120.0
-"""All attempts to apply one decided participant, a broker's restart included."""
+"""All attempts to apply one decided participant, including a broker's restart."""
 
 RECOVERY_WAIT_S = 120.0
-"""Recovery waits this long for transactions of others to leave the marker's partition."""
+"""How long recovery waits for transactions of others to leave the marker's partition."""
 
 TRANSACTION_TIMEOUT_S = 600.0
 """How long a prepared Kafka transaction lives. Below the broker's default limit of 900 s."""
 
 OPEN_TRANSACTION_OLD_S = 3_600.0
-"""Age from which a transaction that is still open is warned about: it holds back readers, or locks and VACUUM (P20)."""
+"""Age at which an open transaction causes a warning: it blocks readers, or holds locks and blocks VACUUM (P20)."""
 
 BROKER_TRANSACTION_TIMEOUT_S_DEFAULT = 900.0
 """Kafka's default for transaction.max.timeout.ms, in seconds."""
 
 OUTAGE_PATIENCE_S = 120.0
-"""How long a running pipeline waits for a server that is away: a restart of its brokers."""
+"""How long a running pipeline waits for an unreachable server: a restart of its brokers."""
 
 SOURCE_PATIENCE_S = OUTAGE_PATIENCE_S
-"""The same for a source, or a receiver, in the middle of its records."""
+"""The same for a source or receiver in the middle of its records."""
 
 RESTART_CONFIRM_S = 10.0
-"""A Kafka broker that just restarted may say for a moment that it has less than it has: so long it is asked again."""
+"""A Kafka broker may briefly report too little after a restart: how long to ask again."""
 
 SOURCE_BATCH_RECORDS_MAX = 16_384
 """Records in one Arrow batch of the Kafka source."""
 
 SOURCE_QUEUE_KBYTES = 16_384
-"""Records that a Kafka consumer holds ready ahead of the task, in KiB."""
+"""Records that a Kafka consumer prefetches for the task, in KiB."""
 
 OFFSET_METADATA_MAX = 200
 """Changes of a stream's offset metadata that a checkpoint's sidecar keeps: new topics and partitions, lost records."""
 
 DEDUP_WINDOW = 1_000_000
-"""Newest messages of each partition of a receiver's log among which one that comes again is recognised."""
+"""Newest messages per partition of a receiver's log among which a redelivered one is recognised."""
 
 DEDUP_BYTES_PER_ID = 130
-"""Memory of one remembered id of 36 characters; measured: 124 to 132."""
+"""Memory per kept id of 36 characters; measured: 124 to 132."""
 
 STATE_BYTES_PER_KEY = 460
-"""Memory of one key of 36 characters in Spark's state on an executor, in the two versions that it keeps; measured."""
+"""Executor memory per key of 36 characters in Spark's state, which keeps two versions; measured."""
 
 KEY_TABLE_BYTES = {"sqlite": 89, "postgres": 198, "mysql": 231}
-"""On disk, one remembered key of a table of dedup with its index, whatever the key's length; measured."""
+"""Disk space per key in a key table of dedup, with its index, whatever the key's length; measured."""
 
 KEY_MEMORIES_KEPT = 2
-"""Earlier checkpoints of one pipeline and sink whose table of keys is kept."""
+"""Earlier checkpoints of one pipeline and sink whose key table is kept."""
 
 RECEIVE_MESSAGES_MAX = 10_000
 """Messages that a receiver appends in one commit."""
@@ -100,25 +100,25 @@ RECEIVE_BYTES_MAX = 64 << 20
 """Bytes of messages that a receiver holds before it appends them."""
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""One message that a receiver takes."""
+"""The largest message that a receiver accepts."""
 
 RECEIVE_LINGER_S = 0.1
-"""A receiver waits so long for more messages before it appends."""
+"""How long a receiver waits for more messages before it appends."""
 
 REFUSED_TIMES = 3
-"""A message that the log refuses alone so many times is bad."""
+"""A message that the log rejects on its own this many times is bad."""
 
 REFUSED_IN_A_ROW_MAX = 10
-"""Messages refused one after another, with none between that gets in, before it is the log that is broken."""
+"""Messages rejected in a row, with none appended in between, before the log counts as broken."""
 
 APPEND_ATTEMPTS_MAX = 30
-"""Tries of one append against other receivers of the same log."""
+"""Attempts of one append that competes with other receivers of the same log."""
 
 LOG_FILES_MAX = 200
-"""Files of a receiver's log before it puts small ones together."""
+"""Files of a receiver's log before it compacts small ones."""
 
 RECEIVE_UPKEEP_S = 10.0
-"""Between two looks of a receiver at its log: is it full, are there too many files, may something go."""
+"""Interval at which a receiver maintains its log: is it full, too many files, anything to remove."""
 
 RECEIVERS_MAX = 64
 """Receiver processes that one command starts."""

@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, loaded once. None: it was not built here, or for another kind of machine."""
+    """The library, loaded once. None: not built here, or built for another kind of machine."""
     if sys.byteorder != "little" or not LIBRARY.exists():
         return None
     try:
@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def hash_fixed(array: pa.Array, key: int) -> U64 | None:
-    """Hashes of numbers, booleans, times and decimals; those of nulls mean nothing. None: not a type for this."""
+    """Hashes of numbers, booleans, times and decimals; those of nulls are undefined. None: unsupported type."""
     mixers, n = library(), len(array)
     if mixers is None or not n:
         return None
@@ -86,7 +86,7 @@ def hash_bytes(array: pa.Array, offset_bytes: int, longest: int, key: int) -> U6
 
 
 def fold(total: U64, hashes: U64) -> bool:
-    """A column's hashes into those of the records, in place. False: nothing was done."""
+    """Fold a column's hashes into those of the records, in place. False: nothing was done."""
     mixers = library()
     if mixers is None or not (total.flags.c_contiguous and hashes.flags.c_contiguous):
         return False

@@ -27,11 +27,11 @@ _KEY = "delivered.options"
 
 
 class Unfit(Exception):
-    """Raised by a type's `read`: the text is no value of the option.
+    """Raised by a type's `read`: the text is not a valid value.
 
     Attributes:
-        said: goes on after "option 'x' ", without full stop: "is 0; it must be at least 1".
-        next_step: None: made from the option's example.
+        said: continues "option 'x' ", without full stop: "is 0; it must be at least 1".
+        next_step: None: built from the option's example.
     """
 
     def __init__(self, said: str, next_step: str | None = None, code: str = "OPTION_VALUE") -> None:
@@ -46,8 +46,8 @@ class OptionType(Generic[T]):
     Attributes:
         read: text to value; raises Unfit.
         write: value to text, for docs.
-        schema: keywords of JSON Schema beside the type: every value may also be written as text, in any case.
-        example: a value that is allowed, as text.
+        schema: keywords of JSON Schema besides the type: every value may also be written as text, in any case.
+        example: an allowed value, as text.
     """
 
     read: Callable[[str], T]
@@ -56,10 +56,10 @@ class OptionType(Generic[T]):
     example: str | None = None
 
     def parse(self, owner: str, name: str, text: str, next_step: str | None = None) -> T:
-        """Read a value that a user gave.
+        """Read a user's value.
 
         Args:
-            next_step: in an error; None: to write the example.
+            next_step: of an error; None: write the example.
 
         Raises:
             UsageError: with the value, what is allowed and what to write.
@@ -73,7 +73,7 @@ class OptionType(Generic[T]):
 
 TEXT = OptionType[str](str)
 TEXT_OR_NONE = OptionType[str | None](lambda text: text or None)
-"""Empty text is as good as no option."""
+"""Empty text counts as no option."""
 
 
 def choice(allowed: Iterable[T] | Mapping[str, T], former: Mapping[str, str] | None = None) -> OptionType[T]:
@@ -81,7 +81,7 @@ def choice(allowed: Iterable[T] | Mapping[str, T], former: Mapping[str, str] | N
 
     Args:
         allowed: the values, or their texts with the values.
-        former: text that is still read -> the one that says the same now.
+        former: text that is still accepted -> its current spelling.
     """
     texts = dict(allowed) if isinstance(allowed, Mapping) else {str(value): value for value in allowed}
 
@@ -127,8 +127,8 @@ class Option:
         doc: one sentence, for the reference page and the JSON Schema.
         default: as text, for the reference page; None: none.
         secret: its value appears in no log, plan, page, error or repr.
-        example: a value that is allowed.
-        aliases: earlier spellings, which are still read.
+        example: an allowed value.
+        aliases: earlier spellings, still accepted.
     """
 
     name: str
@@ -147,12 +147,12 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionTable:
-    """The options that one source or sink knows.
+    """The options of one source or sink.
 
     Attributes:
         owner: for errors: "delivered_kafka sink".
-        passthrough: prefixes whose options go to the client library as they are, for instance "kafka.".
-        ignored: what Spark adds by itself.
+        passthrough: prefixes whose options go to the client library unchanged, for example "kafka.".
+        ignored: options that Spark adds itself.
     """
 
     owner: str
@@ -161,11 +161,11 @@ class OptionTable:
     ignored: tuple[str, ...] = ()
 
     def restore(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Give keys their documented case back (PySpark lower-cases them) and refuse unknown ones.
+        """Restore the documented case of keys (PySpark lower-cases them) and refuse unknown ones.
 
         Raises:
-            UsageError: unknown option, with the nearest known one; or a required one is missing; or one is given by
-                two spellings.
+            UsageError: unknown option, with the nearest known one; or a required one is missing; or one has two
+                spellings.
         """
         known = {spelling.lower(): o.name for o in self.options for spelling in (o.name, *o.aliases)}
         restored: dict[str, str] = {}
@@ -201,8 +201,8 @@ class OptionTable:
         known = ", ".join(sorted(names)) + "".join(f", {p}*" for p in self.passthrough)
         return UsageError(
             "OPTION_UNKNOWN",
-            f"{self.owner} knows no option {key!r}. Known: {known}.",
-            next_step=f"write {suggestion!r}" if suggestion else "take the option out",
+            f"{self.owner} has no option {key!r}. Known: {known}.",
+            next_step=f"write {suggestion!r}" if suggestion else "remove the option",
         )
 
 
@@ -229,11 +229,11 @@ def option(
     example: str | None = None,
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field of `Options` that one option fills.
+    """Declare a field of `Options` that holds one option.
 
     Args:
-        default: the field's value where the option is not given; without it, the option is required.
-        shown: the default for docs, where it is no text of the type: "no bound".
+        default: the field's value if the option is not set; without it, the option is required.
+        shown: the default for docs, if it is not a text of the type: "no limit".
     """
     required = default is MISSING
     if shown is None and not required and default is not None:
@@ -255,7 +255,7 @@ def several(
     default: Any = MISSING,
     secret: bool = False,
 ) -> Any:
-    """Declare a field of `Options` that is made of several options, or of those with a prefix.
+    """Declare a field of `Options` built from several options, or from those with a prefix.
 
     Args:
         read: from owner and options, by documented name; raises UsageError.
@@ -264,7 +264,7 @@ def several(
 
 
 def prefixed(prefix: str) -> Any:
-    """Declare a field of `Options` that holds what begins with `prefix`, without it. Values may be secrets."""
+    """Declare a field of `Options` that holds the options with `prefix`, stripped of it. Values may be secrets."""
 
     def read(_owner: str, values: Mapping[str, str]) -> dict[str, str]:
         return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
@@ -275,12 +275,12 @@ def prefixed(prefix: str) -> Any:
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, several, prefixed))
 @dataclass(frozen=True)
 class Options:
-    """Base of what a source or a sink is told, checked once and frozen. Subclasses are frozen dataclasses, too.
+    """Base of the options of a source or sink, checked once and frozen. Subclasses are frozen dataclasses, too.
 
-    Fields are declared by `option`, `several` and `prefixed`; rules between them stand in `check`.
+    Fields are declared by `option`, `several` and `prefixed`; `check` holds the rules between them.
 
     Attributes:
-        TABLE: what is known, in the order of declaration.
+        TABLE: all options, in order of declaration.
     """
 
     TABLE: ClassVar[OptionTable]
@@ -292,7 +292,7 @@ class Options:
         """
         Args:
             owner, ignored: see `OptionTable`.
-            beside: others who read their part of the same options.
+            beside: other classes that read part of the same options.
         """
         dataclass(frozen=True, kw_only=True)(cls)
         cls._DECLARED = tuple((f.name, f.metadata[_KEY]) for f in fields(cls) if _KEY in f.metadata)
@@ -302,33 +302,33 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Self:
-        """Read what a user gave, keys in any case.
+        """Read a user's options, with keys in any case.
 
         Raises:
-            UsageError: an option is unknown, missing, contradicts another, or has a value out of its bounds.
-            Refused: what is asked for would break a guarantee.
+            UsageError: an option is unknown, missing, contradicts another, or is out of bounds.
+            Refused: the request would break a guarantee.
         """
         return cls.read(cls.TABLE.owner, cls.TABLE.restore(given))
 
     @classmethod
     def read(cls, owner: str, values: Mapping[str, str]) -> Self:
-        """As `parse`, from options that a table restored; it may know others beside."""
+        """As `parse`, from options restored by a table, which may have others as well."""
         found = {name: declared.read(owner, values) for name, declared in cls._DECLARED}
         made = cls(**{name: value for name, value in found.items() if value is not MISSING})
         made.check(owner)
         return made
 
     def check(self, owner: str) -> None:
-        """Raise UsageError where options do not go together."""
+        """Raise UsageError if options are incompatible."""
 
 
 def resolve_secret(name: str, value: str) -> str:
-    """Follow a reference to a secret: `env:NAME` or `file:PATH`; any other text stands for itself.
+    """Resolve a reference to a secret: `env:NAME` or `file:PATH`; any other text is returned as it is.
 
     Called where the secret is used, as late as possible, so that only the reference travels.
 
     Raises:
-        UsageError: the variable or the file does not exist here. The message names the reference, not the value.
+        UsageError: the variable or file does not exist here. The message shows the reference, not the value.
     """
     if value.startswith("env:"):
         found = os.environ.get(value[4:])
@@ -352,16 +352,16 @@ def resolve_secret(name: str, value: str) -> str:
 
 
 def resolve_secrets(prefix: str, settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings of a client library with references followed; use at once, do not keep.
+    """Settings of a client library with references resolved; use at once, do not keep.
 
     Args:
-        prefix: of the options that they were, for errors.
+        prefix: of their options, for errors.
     """
     return {key: resolve_secret(f"{prefix}{key}", value) for key, value in settings.items()}
 
 
 def redacted(options: Mapping[str, str]) -> dict[str, str]:
-    """A copy fit for logs and pages: values of what may be secret are replaced, references stay."""
+    """A copy for logs and pages: possible secrets are replaced, references stay."""
     return {
         k: (REDACTED if _may_be_secret(k) and not v.startswith(("env:", "file:")) else v) for k, v in options.items()
     }

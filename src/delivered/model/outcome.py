@@ -1,4 +1,4 @@
-"""What a call that changes the outside may have done: it worked, it did not, or nobody knows."""
+"""The outcome of a call that changes something outside: it worked, it did not, or it is unknown."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ok(Generic[T]):
-    """The change is in."""
+    """The change was made."""
 
     value: T
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The change is not in, and will not get in later."""
+    """The change was not made, and will not be later."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """The change may be in, or may still get in. Fence first, then look; never send again blindly."""
+    """The change may have been made, or may still be. Fence first, then look; never resend blindly."""
 
     reason: str
 

@@ -1,9 +1,9 @@
-"""Waiting for a server that is away: one mechanism, for every call that may be made again.
+"""Waiting for an unreachable server: one mechanism, for every call that may be repeated.
 
-    with unanswered("Kafka at broker:9092"):      one call; people are told when it takes long
+    with unanswered("Kafka at broker:9092"):      one call; logs a warning if it takes long
     wait_out("Kafka at broker:9092", ask, away)   asks until there is an answer
 
-A change whose outcome is not known is never made again here: the caller fences, and looks.
+A change whose outcome is unknown is never repeated here: the caller fences, then looks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("delivered.outage")
 TELL_AFTER_S = 3.0
 TELL_EVERY_S = 5.0
 _FORGET_S = 10.0
-"""An outage whose last call ended so long ago is over, or another one by now."""
+"""An outage whose last call ended this long ago is over."""
 _LOOK_S = 0.5
 _STALL_S = 1.0
 _PAUSE_S_MAX = 1.0
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 @dataclass
 class _Silence:
-    """What is known of one server that owes an answer.
+    """What is known of one server that has not answered.
 
     Attributes:
-        since: of time.monotonic(): the first call that nothing answered.
-        calls: under way now.
-        told: when people were told last; 0: not of this outage.
+        since: time.monotonic() of the first unanswered call.
+        calls: in flight now.
+        told: time of the last warning; 0: none in this outage.
     """
 
     since: float
@@ -56,23 +56,23 @@ _silences: dict[str, _Silence] = {}
 _watcher: tuple[int, threading.Thread] | None = None
 _in_query = False
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
-"""Of time.monotonic(): what waits inside another wait gives up with it."""
+"""In time.monotonic(): a wait inside another wait gives up with it."""
 
 
 def in_query() -> None:
-    """From here on this process serves a query under way: its servers answered before, and are waited for."""
+    """From here on, this process serves a running query: its servers answered before, so wait for them."""
     global _in_query
     _in_query = True
 
 
 def patience_s(answered: bool) -> float:
-    """How long to wait for a server: long if it answered before, else until it can be called unreachable."""
+    """How long to wait for a server: long if it answered before, else until it counts as unreachable."""
     return OUTAGE_PATIENCE_S if answered or _in_query else CONNECT_TIMEOUT_S
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Waits inside give up after so long, whatever their patience: somebody has other things to do."""
+    """Waits inside give up after this long, whatever their patience."""
     token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
     try:
         yield
@@ -95,12 +95,12 @@ def wait_out(
 
     Args:
         server: for people: "Kafka at broker:9092".
-        ask: may be called any number of times: a question, or a change that counts once however often it is made.
-        away: whether an exception means that the server did not answer; any other one is an answer.
-        patience_s: from the first call on; less, inside another wait that ends sooner.
+        ask: may be called any number of times: a query, or an idempotent change.
+        away: whether an exception means that the server did not answer; any other counts as an answer.
+        patience_s: from the first call on; less inside another wait that ends sooner.
 
     Raises:
-        What `ask` raised last.
+        The last error of `ask`.
     """
 
     def failed(state: tenacity.RetryCallState) -> None:
@@ -120,7 +120,7 @@ def wait_out(
 
 @contextmanager
 def unanswered(server: str, away: Callable[[BaseException], bool] = lambda _: True) -> Iterator[None]:
-    """People are told while what runs inside gets no answer, and when the server answers again."""
+    """Log warnings while the body gets no answer, and when the server answers again."""
     now = time.monotonic()
     with _lock:
         _watch()
@@ -137,7 +137,7 @@ def unanswered(server: str, away: Callable[[BaseException], bool] = lambda _: Tr
 
 
 class Stall:
-    """Work that a server takes piece by piece: people are told when it takes nothing more.
+    """Work that a server accepts piece by piece: logs a warning when it accepts no more.
 
     with Stall("Kafka at broker:9092") as stall:
         while left := what_is_left():
@@ -155,7 +155,7 @@ class Stall:
         return self
 
     def look(self, left: int) -> None:
-        """Say how much is left; may be called often."""
+        """Report how much is left; may be called often."""
         now = time.monotonic()
         if left != self._left:
             self._left, self._since, self._stalled = left, now, False
@@ -184,7 +184,7 @@ def _ended(silence: _Silence, server: str, answered: bool) -> None:
 
 
 def _watch() -> None:
-    """Start the thread that tells; a forked process has none of its parent's."""
+    """Start the thread that logs; a forked process does not inherit its parent's."""
     global _watcher
     if _watcher is None or _watcher[0] != os.getpid():
         thread = threading.Thread(target=_tell, daemon=True, name="delivered-outage")

@@ -1,4 +1,4 @@
-"""Format versions of durable records: what an earlier version wrote is read, what a later one wrote is refused."""
+"""Format versions of durable records: older formats are read, newer ones are refused."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from delivered.model.errors import Refused
 
 FORMAT = 1
-"""Of the records that this version writes. 0: records from before formats were numbered, which name none."""
+"""Of records written by this version. 0: records from before formats were numbered, which have none."""
 KEY = "format"
 LOG_PROPERTY = "delivered.format"
-"""Where the table of a receiver's log names its format."""
+"""Table property that holds the format of a receiver's log."""
 
 
 def numbered(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as it is written: its format first."""
+    """A record as written: its format first."""
     return {KEY: FORMAT, **record}
 
 
 def known(record: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A record as it was read, without its format.
+    """A record as read, without its format.
 
     Args:
         what: the record, for the error: "a decision", "a marker".
@@ -36,12 +36,12 @@ def known(record: Mapping[str, Any], what: str) -> dict[str, Any]:
 def check_format(version: Any, what: str) -> None:
     """
     Raises:
-        Refused: the version is not one that can be read here.
+        Refused: this version cannot be read here.
     """
     if not isinstance(version, int) or not 0 <= version <= FORMAT:
         raise Refused(
             "FORMAT_NEWER",
-            f"The pipeline's state holds {what} of format {version!r}; this version of delivered reads formats up to "
+            f"The pipeline's state holds {what} in format {version!r}; this version of delivered reads formats up to "
             f"{FORMAT}. Nothing was changed.",
             next_step="run the pipeline with the version of delivered that wrote it, or a later one",
         )

@@ -1,6 +1,6 @@
 """The steps of a plan, and the crash points between them.
 
-A step's id stands in the plan, the docstrings, the log lines, the crash points and the tests: one name everywhere.
+A step has the same id in the plan, docstrings, log lines, crash points and tests.
 A crash point is a step's id with a moment, `commit.decide:after`, and optionally the n-th time it is reached,
 `commit.apply:after#2`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class StepId(StrEnum):
-    """In the order in which a batch meets them; `receive.*` is a receiver's, beside the batches."""
+    """In the order of a batch; `receive.*` belongs to receivers, outside of batches."""
 
     SOURCE_READ = "source.read"
     DEDUP_NOTE = "dedup.note"
@@ -96,17 +96,17 @@ _handler: Handler | None = None
 
 
 def install(handler: Handler | None) -> None:
-    """Set what happens at every crash point of this process; None: nothing. For `delivered.testing` alone."""
+    """Set what happens at every crash point of this process; None: nothing. Only for `delivered.testing`."""
     global _handler
     _handler = handler
 
 
 def armed() -> bool:
-    """Whether a crash point handler is installed. Applies go one by one then, so that "between two" exists."""
+    """Whether a crash point handler is installed. Applies then run one by one, so that "between two" exists."""
     return _handler is not None
 
 
 def reach(step: StepId, moment: Moment, **facts: Any) -> None:
-    """Say that this process stands at a crash point. Costs one comparison when no handler is installed."""
+    """Mark that this process is at a crash point. Costs one comparison if no handler is installed."""
     if _handler is not None:
         _handler(f"{step}:{moment}", facts)

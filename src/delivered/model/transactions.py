@@ -1,4 +1,4 @@
-"""What stays open at a sink until somebody ends it. A committer that offers it is a `HoldsTransactions`."""
+"""Transactions that stay open at a sink until they are ended. A committer that has them is a `HoldsTransactions`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from delivered.model.outcome import Outcome
 
 
 class OpenTransaction(Protocol):
-    """One transaction at a sink that is not over, for a person and for the audit."""
+    """One open transaction at a sink, for people and for the audit."""
 
     @property
     def transactional_id(self) -> str: ...
 
     @property
     def state(self) -> str:
-        """In the system's own words."""
+        """In the system's own terms."""
 
     @property
     def participant(self) -> dict[str, Any]:
@@ -31,13 +31,13 @@ class OpenTransaction(Protocol):
 
 @runtime_checkable
 class HoldsTransactions(Protocol):
-    """Also offered by a `Committer` whose participants stay open in the system until somebody ends them."""
+    """Implemented by a `Committer` whose participants stay open in the system until they are ended."""
 
     def open_transactions(self) -> Sequence[OpenTransaction]:
-        """Every one of this sink of this pipeline, of any incarnation, oldest first. Raises Unreachable."""
+        """All of this pipeline and sink, of any incarnation, oldest first. Raises Unreachable."""
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
         """Commit or abort one by hand.
 
-        Raises UsageError if the id belongs to somebody else, or nothing is open under it.
+        Raises UsageError if the id is not ours, or has no open transaction.
         """

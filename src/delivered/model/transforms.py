@@ -1,4 +1,4 @@
-"""Which versions of the transform a pipeline's batches ran with, as every decision carries it on."""
+"""Which versions of the transform a pipeline's batches ran with; every decision carries the list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSI
 from delivered.model.work import Decision
 
 MIXED = "mixed"
-"""Stands for several versions of a transform that a ledger tells apart no more."""
+"""Several versions of a transform that a ledger no longer distinguishes."""
 
 
 def transforms_after(last: Decision | None, fingerprint: str, batch: int) -> tuple[TransformVersion, ...]:
@@ -18,7 +18,7 @@ def transforms_after(last: Decision | None, fingerprint: str, batch: int) -> tup
 
     Args:
         last: the decision before it, of the same incarnation; None: this is the first.
-        fingerprint: of the transform that the batch ran with; empty: nobody told it.
+        fingerprint: of the transform that the batch ran with; empty: unknown.
     """
     if last is None:
         return (TransformVersion(fingerprint, batch),) if fingerprint else ()

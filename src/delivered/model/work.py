@@ -18,14 +18,14 @@ from delivered.model.identity import Scope
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """What Spark's checkpoint says when a batch is about to run.
+    """What Spark's checkpoint holds when a batch is about to run.
 
     Attributes:
         incarnation: the query's id, from the file `metadata`.
         batch: the batch about to run: the newest file of `offsets/`.
-        offsets: what the sources' offsets of that batch are, one line per source, without Spark's own first lines.
+        offsets: the sources' offsets of that batch, one line per source, without Spark's header lines.
         logged: the newest batch of `commits/`, or None if no batch was ever logged.
-        run: a run of `df.write`: no offsets but its id, so only its rows tell that it is the same when given again.
+        run: a run of `df.write`: its id instead of offsets, so only its rows tell whether it is the same run again.
     """
 
     incarnation: str
@@ -40,11 +40,11 @@ class Action(StrEnum):
 
     WRITE = "write"
     SKIP = "skip"
-    """The shard is in; reading it again would be waste."""
+    """The shard is already delivered and need not be read."""
     COMPARE = "compare"
-    """The run is in; its rows are counted, to see whether they are the same, and none is written."""
+    """The run is already delivered; its rows are counted, to check that they are the same, and none is written."""
     GIVE_UP = "give_up"
-    """at_most_once: an earlier attempt may have sent records; count them and send none."""
+    """at_most_once: an earlier attempt may have sent records; count them, send none."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class BatchPlan:
 
     Attributes:
         action: for every shard that `rewrite` does not name.
-        rewrite: shard -> the sinks (see `Prepared.sink`) whose promise is gone; these alone are written again.
-        guarantee: of the decision, where the batch was decided already: it is finished as it was begun.
-        epoch: the claim that this plan rests on; a later claim voids it.
+        rewrite: shard -> the sinks (see `Prepared.sink`) whose prepared rows are gone; only these are rewritten.
+        guarantee: of the decision, if the batch is decided already: it is finished as it was begun.
+        epoch: the claim under which this plan was made; a later claim voids it.
         targets: as in the batch's `Decision`.
     """
 
@@ -75,13 +75,13 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A shard's promise to commit at one sink, or the account of what it sent there.
+    """A shard's promise to commit at one sink, or its account of what it sent there.
 
     Attributes:
         fingerprint: of the rows as they were handed to the sink.
-        handle: all that a process which never saw the writer needs to apply or abort it. JSON values only. Names
-            the rows of this one writer: Spark counts attempts from 0 again when a batch or a stage runs again, so
-            two writers may share one `Work`. Empty when there is nothing to apply.
+        handle: all that another process needs to apply or abort it. JSON values only. Names the rows of this one
+            writer: Spark restarts attempts at 0 when a batch or stage reruns, so two writers may share one `Work`.
+            Empty if there is nothing to apply.
         sink: where several sinks share a batch, the name of the one that prepared; empty: the sink that keeps the
             ledger.
     """
@@ -124,7 +124,7 @@ class ShardMessage:
 
     Attributes:
         plan: the plan that the task worked by.
-        did: what it did. WRITE carries a participant for each sink written; GIVE_UP the fingerprint of what was not
+        did: what it did. WRITE has a participant for each written sink; GIVE_UP the fingerprint of what was not
             sent.
         given_up: by sink, as `Prepared.sink` names it.
         compared: COMPARE: the rows that were handed to the sink that keeps the ledger.
@@ -140,7 +140,7 @@ class ShardMessage:
 
     @property
     def prepared(self) -> Prepared | None:
-        """Of the sink that keeps the ledger."""
+        """At the sink that keeps the ledger."""
         return next((p for p in self.participants if not p.sink), None)
 
 
@@ -150,16 +150,16 @@ class Decision:
 
     Attributes:
         scope: of the sink that keeps the ledger.
-        offsets: the sources' offsets of the batch; a replay must show the same.
+        offsets: the sources' offsets of the batch; a replay must have the same.
         participants: every shard that was written, at every sink, in the order of shards, then of sinks.
         total: running fingerprint of all decided batches of this incarnation, this one included, at the sink that
             keeps the ledger.
         given_up: running fingerprint of what at_most_once gave up there (an upper bound of what it lost).
-        revision: 0, and one more each time a shard of a decided batch had to be written again.
+        revision: 0, plus one each time a shard of a decided batch had to be rewritten.
         others: the same two for every other sink of the batch, by name.
         targets: sink's name -> identity of what it wrote to (see `contract.powers`), where it has one.
         transforms: the versions of the transform that this incarnation's batches ran with, oldest first, the one of
-            this batch last. Empty: nobody ever told one. Bounded: the oldest ones are taken together.
+            this batch last. Empty: never known. Bounded: the oldest ones are merged.
     """
 
     scope: Scope
@@ -178,7 +178,7 @@ class Decision:
 
     @property
     def transform(self) -> str:
-        """Fingerprint of the transform that this batch ran with; empty: nobody told it."""
+        """Fingerprint of the transform that this batch ran with; empty: unknown."""
         return self.transforms[-1].fingerprint if self.transforms else ""
 
     @property
@@ -188,13 +188,13 @@ class Decision:
 
     @property
     def to_move(self) -> tuple[Prepared, ...]:
-        """Whose rows the deciding transaction itself makes visible, where the ledger's sink commits so: its own, and
-        when the batch is decided first. A later revision replaces participants of other sinks."""
+        """Whose rows the deciding transaction itself makes visible, if the ledger's sink commits so: its own, and only
+        in the first decision of a batch. A later revision replaces participants of other sinks."""
         return () if self.revision else tuple(p for p in self.participants if not p.sink)
 
     @property
     def archived(self) -> Archived:
-        """What is kept of this incarnation when this newest decision of it is forgotten."""
+        """What is kept of this incarnation once its newest decision, this one, is forgotten."""
         return Archived.of(self.scope.incarnation, self.total, self.given_up)
 
     def scope_of(self, prepared: Prepared) -> Scope:
@@ -232,9 +232,9 @@ class Decision:
         )
 
     def projected(self, sink: str) -> Decision:
-        """This decision as if `sink` alone were written: what an audit of that sink asks for."""
-        told = self.for_sink(sink)
-        return replace(told, participants=tuple(p for p in told.participants if not p.sink), others={})
+        """This decision as if only `sink` were written: what an audit of that sink needs."""
+        own = self.for_sink(sink)
+        return replace(own, participants=tuple(p for p in own.participants if not p.sink), others={})
 
     def to_json(self) -> str:
         return json.dumps(
@@ -257,7 +257,7 @@ class Decision:
                 **({"transforms": [t.to_json() for t in self.transforms]} if self.transforms else {}),
             },
             separators=(",", ":"),
-            sort_keys=True,  # one text for one decision, whatever keeps it
+            sort_keys=True,  # one text per decision, in any store
         )
 
     @classmethod
@@ -282,10 +282,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Begun:
-    """This batch may have sent records that no transaction holds back.
+    """This batch may have sent records outside of any transaction.
 
-    Kept for every batch under at_most_once; under at_least_once for the first batch of an incarnation alone, so that
-    a later change to a stricter guarantee knows of it.
+    Kept for every batch under at_most_once; under at_least_once only for an incarnation's first batch, so that a later
+    change to a stricter guarantee knows about it.
     """
 
     batch: int
@@ -306,7 +306,7 @@ class Owner:
 
     Attributes:
         id: of the driver's session; new for each Spark session that registers the formats.
-        host, process, started_ms: where it runs, so that a person or `doctor` can tell whether it lives.
+        host, process, started_ms: where it runs, so that people and `doctor` can tell whether it is alive.
         superseded: ids of earlier owners, newest first; none of them may claim again.
     """
 
@@ -317,7 +317,7 @@ class Owner:
     superseded: tuple[str, ...] = ()
 
     def to_json(self, **of_store: Any) -> str:
-        """With what the store keeps in the same record."""
+        """Including what the store keeps in the same record."""
         return json.dumps(record_format.numbered({**asdict(self), **of_store}), separators=(",", ":"))
 
     @classmethod
@@ -338,10 +338,10 @@ class LedgerState:
         begun: newest begun batch of this incarnation (at_most_once only).
         earlier: newest decisions of other incarnations of the same pipeline and sink, newest incarnation first.
         earlier_begun: newest begun batches of other incarnations that decided nothing, by incarnation: their records
-            may have left.
-        archived: what is kept of this incarnation, if its decisions were forgotten since.
-        epoch: grows with every claim. It tells apart two claims of one owner: a query stopped and started again in
-            one session. 0 where a ledger does not count.
+            may have been sent.
+        archived: what is kept of this incarnation, if its decisions have been forgotten.
+        epoch: grows with every claim. It distinguishes two claims of one owner: a query stopped and restarted in one
+            session. 0 if a ledger does not count.
     """
 
     owner: Owner | None = None
@@ -355,13 +355,13 @@ class LedgerState:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What the user explicitly takes on.
+    """What the user explicitly accepts.
 
     Attributes:
-        new_checkpoint: a new checkpoint may start over although an earlier one of this pipeline wrote to the sink.
-        missing_ledger: a checkpoint with batches may meet a ledger that lacks some or all of them.
-        repeated_batch: exactly_once may begin with a batch that at_least_once may have sent in part before.
-        new_target: the sink's target may be another one than the last batch was written to.
+        new_checkpoint: a new checkpoint may start over although an earlier one wrote to the sink.
+        missing_ledger: the ledger may lack some or all batches of the checkpoint.
+        repeated_batch: exactly_once may start with a batch that at_least_once may have partly sent.
+        new_target: the sink's target may differ from the last batch's.
     """
 
     new_checkpoint: bool = False
