@@ -1,4 +1,4 @@
-"""The hand on every sink's participants."""
+"""The participants of every sink, behind one committer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GroupCommitter:
         return self._by_id[prepared.sink].abort(prepared)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Every sink's orphans are aborted, also after a sink that did not answer: what is open blocks its readers."""
+        """Abort every sink's orphans, even after a sink failed to answer: open transactions block its readers."""
         self._set_up()
         count = 0
         failure: Outcome[int] | None = None
@@ -44,7 +44,7 @@ class GroupCommitter:
         return failure or Ok(count)
 
     def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.powers.KnowsTarget`: of every sink that can tell."""
+        """See `delivered.contract.powers.KnowsTarget`: of every sink that has it."""
         known = [r.targets() for r in self._by_id.values() if isinstance(r, KnowsTarget)]
         return {sink: target for targets in known for sink, target in targets.items()}
 
@@ -53,7 +53,7 @@ class GroupCommitter:
             committer.close()
 
     def _set_up(self) -> None:
-        """What the claim of its own ledger would have made at a sink."""
+        """What a claim of its own ledger would have created at a sink."""
         if self._is_set_up:
             return
         for sink, committer in self._by_id.items():
@@ -66,8 +66,8 @@ class GroupCommitter:
         if found is None:
             raise InvariantBroken(
                 "SINK_UNKNOWN",
-                f"A participant belongs to the sink {name!r}, and pipeline {self._scope.pipeline!r} names "
+                f"A participant belongs to the sink {name!r}, but pipeline {self._scope.pipeline!r} has "
                 f"{sorted(self._by_name)}.",
-                next_step="start once with the former sinks, let a batch end, stop, and change them then",
+                next_step="start once with the previous sinks, let one batch finish, stop, then change them",
             )
         return found

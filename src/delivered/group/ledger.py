@@ -1,8 +1,8 @@
 """The deciding sink's ledger, for all sinks.
 
-A pipeline may get another sink, and with it another ledger that decides. Until that one holds a decision of this
-checkpoint, what the ledgers of the other sinks hold counts: it is read, told from the new ledger's side, and carried
-on. Whoever owned one of them is fenced: a driver that still runs with the former sinks.
+A change of sinks may change which ledger decides. Until the new one holds a decision of this checkpoint, the ledgers of
+the other sinks count: their state is read, projected to the new ledger's sink, and carried over. Their owners are
+fenced: a driver may still run with the previous sinks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from delivered.model.outcome import Ok, Outcome
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 FORGET_EVERY = 64
-"""Batches between two times that the markers of other sinks are forgotten."""
+"""How often, in batches, the markers of other sinks are deleted."""
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class GroupLedger:
         self._ledgers = [member.sink.ledger(theirs) for member, theirs in others]
 
     def claim(self, owner: Owner) -> LedgerState:
-        """The deciding ledger first: who was superseded there disturbs nobody elsewhere."""
+        """The deciding ledger first, so that a driver superseded there fences nobody elsewhere."""
         state = self._deciding.claim(owner)
         for ledger in self._ledgers:
             if ledger.look().owner is not None:
@@ -60,12 +60,12 @@ class GroupLedger:
         return self._deciding.history()
 
     def others(self) -> Sequence[OtherLedger]:
-        """See `delivered.contract.powers.KnowsOthers`: beside the deciding ledger, but for this group's own."""
+        """See `delivered.contract.powers.KnowsOthers`: next to the deciding ledger, except this group's own."""
         if not isinstance(self._deciding, KnowsOthers):
             return ()
-        mine = {scope.sink for _, scope in self._others}
+        own = {scope.sink for _, scope in self._others}
         found = self._deciding.others()
-        return [o for o in found if not (o.pipeline == self._scope.pipeline and o.sink in mine)]
+        return [o for o in found if not (o.pipeline == self._scope.pipeline and o.sink in own)]
 
     def close(self) -> None:
         for ledger in (self._deciding, *self._ledgers):
@@ -90,7 +90,7 @@ class GroupLedger:
         )
 
     def _forget(self, batch: int) -> None:
-        """All batches before a decided one are visible everywhere: nobody asks for their markers any more."""
+        """All batches before a decided one are visible everywhere: their markers are no longer needed."""
         for member, scope in self._others:
             committer = member.sink.committer(scope)
             try:

@@ -13,11 +13,11 @@ from delivered.model.errors import UsageError
 
 @dataclass(frozen=True)
 class Columns:
-    """A route by columns that the batch has already: what an expression gives is computed before.
+    """A route over columns that the batch already has; expressions are computed before.
 
     Attributes:
         take: (name at the sink, column of the batch), in the sink's order.
-        where: column of type boolean; rows in which it is not true are left out. None: all rows.
+        where: boolean column; rows in which it is not true are dropped. None: all rows.
     """
 
     take: tuple[tuple[str, str], ...]
@@ -27,13 +27,13 @@ class Columns:
         places = [self._place(batch.schema, column) for _, column in self.take]
         fields = [batch.schema.field(i).with_name(name) for i, (name, _) in zip(places, self.take, strict=True)]
         schema = pa.schema(fields)
-        taken = pa.RecordBatch.from_arrays([batch.column(i) for i in places], schema=schema)
+        selected = pa.RecordBatch.from_arrays([batch.column(i) for i in places], schema=schema)
         if self.where is None:
-            return taken
+            return selected
         mask = batch.column(self._place(batch.schema, self.where))
         if mask.null_count == 0 and mask.true_count == batch.num_rows:
-            return taken
-        return taken.filter(mask)  # null is not true
+            return selected
+        return selected.filter(mask)  # null is not true
 
     @staticmethod
     def _place(schema: pa.Schema, column: str) -> int:
@@ -41,13 +41,13 @@ class Columns:
         if place < 0:
             raise UsageError(
                 "SELECT_COLUMN",
-                f"A sink's select names the column {column!r}; the rows have {', '.join(schema.names)}.",
+                f"A sink's select names the column {column!r}, but the rows have {', '.join(schema.names)}.",
             )
         return place
 
 
 def dead_letters_route(sink: Sink) -> Route | None:
-    """How dead letters go to a sink: as columns, or as one value of JSON where it only takes key and value."""
+    """How dead letters are written to a sink: as columns, or as one JSON value if it only accepts key and value."""
     try:
         sink.check_schema(DEAD_LETTERS)
     except UsageError:
@@ -56,7 +56,7 @@ def dead_letters_route(sink: Sink) -> Route | None:
 
 
 def as_key_and_value(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The refusing sink as the key, all of the letter as JSON."""
+    """The rejecting sink as the key, the whole dead letter as JSON."""
     texts = [json.dumps(row, ensure_ascii=False) for row in rows.to_pylist()]
     columns = [rows.column(0).cast(pa.binary()), pa.array([t.encode() for t in texts], pa.binary())]
     return pa.RecordBatch.from_arrays(columns, names=["key", "value"])

@@ -32,10 +32,10 @@ class Group:
         on_bad_row: OnBadRow = OnBadRow.FAIL,
         dead_letter: tuple[str | None, Sink] | None = None,
     ) -> Group:
-        """From (name, sink, route), in the order in which the user named them; the dead-letter sink comes last.
+        """From (name, sink, route), in the user's order; the dead-letter sink comes last.
 
         Raises:
-            UsageError: two sinks of one name: their ids at the servers would be the same.
+            UsageError: two sinks have the same name, so their ids at the servers would be the same.
         """
         if dead_letter is not None:
             sinks = [*sinks, (*dead_letter, dead_letters_route(dead_letter[1]))]
@@ -45,8 +45,9 @@ class Group:
         if twice:
             raise UsageError(
                 "SINK_NAME_TWICE",
-                f"Two sinks of the pipeline have the name {twice[0]!r}; they would take each other's transactions.",
-                next_step="give each sink a name of its own: name: ...",
+                f"Two sinks of the pipeline are named {twice[0]!r}: each would take the other's transactions "
+                "for its own.",
+                next_step="give each sink a unique name: name: ...",
             )
         last = len(sinks) - 1 if dead_letter is not None else None
         return cls(
@@ -72,14 +73,14 @@ class Group:
     def check_schema(self, schema: pa.Schema) -> None:
         empty = pa.RecordBatch.from_pylist([], schema=schema)
         for member in self.members:
-            given = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS) if member.dead_letters else empty
-            member.sink.check_schema(given.schema if member.route is None else member.route(given).schema)
+            unrouted = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS) if member.dead_letters else empty
+            member.sink.check_schema(unrouted.schema if member.route is None else member.route(unrouted).schema)
 
     def ready_target(self, schema: pa.Schema) -> None:
         """See `delivered.contract.powers.NeedsTarget`: for every sink that needs one."""
         for member in self.members:
-            given = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS if member.dead_letters else schema)
-            ready_target(member.sink, given.schema if member.route is None else member.route(given).schema)
+            unrouted = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS if member.dead_letters else schema)
+            ready_target(member.sink, unrouted.schema if member.route is None else member.route(unrouted).schema)
 
     def ledger(self, scope: Scope) -> Ledger:
         others = [m for m in self.members if m.id]
