@@ -20,7 +20,7 @@ from delivered.brokers import java, process
 from delivered.model.errors import DeliveredError, UsageError
 
 
-@pytest.mark.parametrize("kind", ["kafka", "pulsar"])
+@pytest.mark.parametrize("kind", ["kafka", pytest.param("pulsar", marks=pytest.mark.matrix)])
 def test_listens_on_127_0_0_1_only_and_says_so(kind: str, request: pytest.FixtureRequest) -> None:
     broker = request.getfixturevalue(kind).broker
     server = psutil.Process(broker.pid)
@@ -35,6 +35,7 @@ def test_listens_on_127_0_0_1_only_and_says_so(kind: str, request: pytest.Fixtur
     assert status.bootstrap == broker.bootstrap
 
 
+@pytest.mark.matrix
 def test_killed_and_restarted_keeps_data_and_ports(new_kafka: Callable[..., Any], tmp_path: Path) -> None:
     from confluent_kafka import Producer
 

@@ -209,7 +209,7 @@ def test_zombie_that_prepares_after_orphans_were_aborted_changes_nothing(world: 
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("point", ["write.stage:after", "write.prepare:after"])
+@pytest.mark.parametrize("point", [pytest.param("write.stage:after", marks=pytest.mark.matrix), "write.prepare:after"])
 def test_task_killed_and_run_again(server: Server, tmp_path: Path, mechanism: str, point: str) -> None:
     """F6b: a task's process dies with its shard open, or after it promised; Spark's next attempt takes its place."""
     rig = Rig(server.sink(mechanism=mechanism))

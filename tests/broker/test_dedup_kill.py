@@ -155,8 +155,8 @@ WORLDS: dict[str, Callable[[pytest.FixtureRequest], World]] = {
 }
 
 
-SWEEPS = {"sqlite", "postgres-two-phase", "mysql-one-transaction"}
-"""Left to `make verify`: the other mechanism of the same database, and SQLite, whose runs are slow on a slow disk."""
+SWEEPS = {"sqlite", "postgres-two-phase", "mysql-one-transaction", "mysql-two-phase"}
+"""Left to `make verify`: the conformance suite of such a table has each of them in `make test`."""
 
 
 @pytest.fixture(params=[pytest.param(n, marks=[SWEEP] * (n in SWEEPS)) for n in WORLDS])

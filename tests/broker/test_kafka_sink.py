@@ -15,6 +15,7 @@ import pytest
 from tests.broker.sink_help import EXACT, SCHEMA, Child, Rig, rows, wait_for
 from tests.kafka_tools import read_committed
 from tests.support.scans import scanned_table
+from tests.support.sweeps import sweep
 
 from delivered.connectors.kafka import CONNECTOR
 from delivered.engine.shard import write_shard
@@ -241,7 +242,7 @@ def test_p12_a_timeout_above_the_brokers_limit_is_found_before_the_start(rig: Ri
     assert [f for f in rig.sink.preflight(Guarantee.AT_LEAST_ONCE) if f.refuses] == []
 
 
-@pytest.mark.parametrize("guarantee", list(Guarantee))
+@pytest.mark.parametrize("guarantee", sweep(Guarantee, lambda g: g is Guarantee.EXACTLY_ONCE))
 def test_p26_memory_does_not_grow_with_the_batch(rig: Rig, guarantee: Guarantee) -> None:
     rig.ledger().claim(Owner("me"))
     with Child("grow", rig.sink, rig.work(0), guarantee, 10_000, 1000, 60) as child:
@@ -295,6 +296,7 @@ def test_at_most_once_a_broker_that_dies_doubles_nothing_and_the_loss_is_counted
     assert lost <= message.given_up[""].count <= len(values), "what was given up is an upper bound of what was lost"
 
 
+@pytest.mark.matrix
 def test_credentials_and_permissions(new_kafka: Callable[..., Any]) -> None:
     """TLS and SCRAM: exactly once through them, the driver's own requests too; a wrong password, a missing permission
     and a certificate that nobody vouches for are each one clear error."""

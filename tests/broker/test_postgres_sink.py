@@ -457,6 +457,7 @@ def test_p5_rolled_back_by_hand_is_written_again_alone(postgres: Postgres) -> No
     assert rig.visible() == rig.expected(0)
 
 
+@pytest.mark.matrix
 def test_p4_ledger_stays_small(postgres: Postgres) -> None:
     """P4: decisions and markers of 6,000 batches leave 1,000 decisions and the markers of one batch."""
     import psycopg

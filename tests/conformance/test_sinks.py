@@ -21,11 +21,13 @@ from delivered.model.identity import Target, Work
 from delivered.model.outcome import Failed, Ok
 from delivered.model.work import Action, Decision, Owner, Prepared, Tolerance
 
-OVER_S3 = pytest.mark.parametrize("rig", sweep(SINKS, lambda name: name != "iceberg-s3"), indirect=True)
-"""The requests are what differs from a folder, and tests with this mark make them all."""
+OVER_HTTP = pytest.mark.parametrize(
+    "rig", sweep(SINKS, lambda name: name not in ("iceberg-s3", "files-json")), indirect=True
+)
+"""The requests to a store or catalog are what differs from a folder, and tests with this mark make them all."""
 
 
-@pytest.fixture(params=sweep(SINKS, lambda name: "s3" not in name))
+@pytest.fixture(params=sweep(SINKS, lambda name: not name.endswith(("-s3", "-rest", "-json"))))
 def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(SINKS[request.param](request))
 
@@ -39,7 +41,7 @@ def test_says_what_it_does(rig: Rig) -> None:
     rig.sink.check_schema(SCHEMA)
 
 
-@OVER_S3
+@OVER_HTTP
 def test_batches_are_visible_once_and_add_up(rig: Rig) -> None:
     context = rig.context()
     for batch in range(3):
@@ -66,7 +68,7 @@ def test_the_ledger_keeps_which_transform_a_batch_ran_with(rig: Rig) -> None:
     assert last.transforms[2].accounts[""].total == rig.expected(0, 1, 2)
 
 
-@OVER_S3
+@OVER_HTTP
 def test_nothing_is_visible_before_the_decision(rig: Rig) -> None:
     rig.run(0)
     context = rig.context()
@@ -96,7 +98,7 @@ def test_p16_commit_and_apply_again_change_nothing(rig: Rig) -> None:
     assert rig.visible() == rig.expected(0)
 
 
-@OVER_S3
+@OVER_HTTP
 def test_recovery_finishes_a_decided_batch(rig: Rig) -> None:
     context = rig.context("dies")
     plan = rig.plan(context, 0)
@@ -132,7 +134,7 @@ def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> No
     assert all(context.committer.was_committed(Work(rig.scope, 0, p.shard, p.attempt)) for p in own)
 
 
-@OVER_S3
+@OVER_HTTP
 def test_batch_prepared_by_a_dead_driver_runs_again(rig: Rig) -> None:
     rig.run(0)
     rig.write(rig.plan(rig.context(), 1))  # prepared; then driver and tasks die
@@ -143,7 +145,7 @@ def test_batch_prepared_by_a_dead_driver_runs_again(rig: Rig) -> None:
     assert rig.visible() == rig.expected(0, 1)
 
 
-@OVER_S3
+@OVER_HTTP
 def test_abort_orphans_leaves_others_and_the_decided_alone(rig: Rig) -> None:
     other = Rig(rig.sink, pipeline=f"{rig.pipeline}.more")  # a name that starts with ours
     theirs = other.context()

@@ -18,6 +18,7 @@ _BLOCK = re.compile(r"```(sh|python)\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.matrix
 def test_pasted_from_top_to_bottom(installed: Callable[[str], Installed], tmp_path: Path) -> None:
     env = installed("spark,kafka")  # the line that installs from the index installs this
     here, cache = tmp_path / "work", tmp_path / "cache"

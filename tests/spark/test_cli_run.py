@@ -120,6 +120,7 @@ def test_a_query_that_fails_gives_one_clear_error(example: Path) -> None:
     assert rows(example.parent) == 0
 
 
+@pytest.mark.matrix
 def test_the_log_of_a_failed_query_is_where_the_message_says(example: Path) -> None:
     text = example.read_text().replace("AS customer", "AS customer, CAST(raise_error('boom') AS STRING) AS why")
     example.write_text(text)

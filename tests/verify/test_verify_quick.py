@@ -31,6 +31,7 @@ def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
 
 
+@pytest.mark.matrix
 def test_the_quick_subset_holds_and_is_not_run_twice(tmp_path: Path) -> None:
     done = verify(tmp_path, "--quick", "--service", ENGINE, "--jobs", "2", "--output", "json")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
