@@ -28,7 +28,7 @@ def exactly_once() -> Callable[[Path, Any], None]:
 
         ready_target(sink, pq.read_schema(files(folder)[0]))
         scope = Scope(uuid.uuid4().hex, sink.name, "i")
-        context = Context(scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.committer(scope))
+        context = Context.open(sink, scope, Guarantee.EXACTLY_ONCE, Owner("o"))
         plan = plan_batch(context, CheckpointView("i", 0, "{}", None), first=True)
         said = pool.starmap(_shard, [(sink, plan, i, share) for i, share in enumerate(shares(folder))], chunksize=1)
         commit_batch(context, 0, "{}", said)

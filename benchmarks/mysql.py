@@ -29,6 +29,7 @@ from delivered.connectors.mysql import CONNECTOR
 from delivered.connectors.mysql.client import connect
 from delivered.connectors.mysql.load import Loading
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.engine.context import open_ledger
 
 parse = MysqlOptions.parse
 
@@ -115,7 +116,7 @@ def engine(pool: Any, url: str, table: str, count: int, mechanism: str) -> Span:
 
     sink, each = CONNECTOR.sink({"url": url, "dbtable": table, "mechanism": mechanism}), count // TASKS
     scope = Scope(uuid.uuid4().hex, sink.name, "i")
-    context = Context(scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.committer(scope))
+    context = Context(scope, Guarantee.EXACTLY_ONCE, Owner("o"), open_ledger(sink, scope), sink.committer(scope))
     plan = plan_batch(context, CheckpointView("i", 0, "{}", None), first=True)
     said = pool.starmap(_shard, [(sink, plan, i, i * each, each) for i in range(TASKS)], chunksize=1)
     since = Since()

@@ -19,7 +19,7 @@ from tests.kafka_tools import read_committed
 from delivered.connectors.kafka import CONNECTOR
 from delivered.connectors.kafka.committer import KafkaCommitter
 from delivered.connectors.kafka.sink import KafkaSink
-from delivered.engine.context import Context
+from delivered.engine.context import Context, open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
@@ -62,13 +62,13 @@ class Rig:
         return Work(self.scope, batch, shard, attempt)
 
     def ledger(self) -> Ledger:
-        return self.sink.ledger(self.scope)
+        return open_ledger(self.sink, self.scope)
 
     def committer(self) -> KafkaCommitter:
         return KafkaCommitter(self.sink.options, self.scope)
 
     def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
-        return Context(self.scope, guarantee, Owner(owner), self.ledger(), self.committer())
+        return Context.open(self.sink, self.scope, guarantee, Owner(owner))
 
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
         view = CheckpointView(self.incarnation, batch, f"o{batch}", batch - 1 if batch else None)

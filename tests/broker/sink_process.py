@@ -30,9 +30,10 @@ def decide_for_ever(sink: Any, scope: Any, owner: Any, decision: Any) -> None:
     """Claim, then decide batch after batch, telling each outcome, until somebody else owns the ledger."""
     from dataclasses import replace
 
+    from delivered.engine.context import open_ledger
     from delivered.model.errors import Fenced
 
-    ledger = sink.ledger(scope)
+    ledger = open_ledger(sink, scope)
     state = ledger.claim(owner)
     batch = state.last.batch + 1 if state.last else 0
     while True:

@@ -17,7 +17,7 @@ from tests.support.sweeps import sweep
 from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
-from delivered.engine.context import Context
+from delivered.engine.context import Context, open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
@@ -106,7 +106,7 @@ class World:
     def decided(self) -> list[Decision]:
         if not (self.folder / "checkpoint" / "metadata").exists():
             return []
-        ledger = self.opened.ledger(self.scope)
+        ledger = open_ledger(self.opened, self.scope)
         try:
             return list(ledger.history()) if ledger.look().last is not None else []
         finally:
@@ -205,9 +205,7 @@ def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
     world = World(kafka, postgres, tmp_path, zygote, GROUPS["kafka and postgres, both prepare"])
     sink = world.opened
     scope = Scope("bounded", sink.name, "i")
-    context = Context(
-        scope, Guarantee.EXACTLY_ONCE, Owner("o"), sink.ledger(scope), sink.committer(scope), others=sink.others
-    )
+    context = Context.open(sink, scope, Guarantee.EXACTLY_ONCE, Owner("o"))
     postgres.execute(f"ALTER TABLE {world.table} ADD COLUMN key text, ADD COLUMN value bytea")
     schema = pa.schema([pa.field("key", pa.string()), pa.field("value", pa.binary())])
     for batch in range(7):

@@ -20,6 +20,7 @@ from delivered.connectors.kafka import transactions
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.connectors.kafka.topics import ledger_topic
+from delivered.engine.context import open_ledger
 from delivered.ledger import history
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import Fenced, LedgerBehind
@@ -286,7 +287,7 @@ def test_p2_each_incarnation_has_a_history_of_its_own(rig: Rig, opened: Callable
 
 def test_two_sinks_of_a_pipeline_share_the_topic_and_nothing_else(rig: Rig) -> None:
     scopes = [replace(rig.scope, sink=s) for s in ("a", "b")]
-    one, two = (rig.sink.ledger(s) for s in scopes)
+    one, two = (open_ledger(rig.sink, s) for s in scopes)
     one.claim(FIRST)
     two.claim(SECOND)
     assert one.decide(decision(scopes[0], 4)) == Ok(None)

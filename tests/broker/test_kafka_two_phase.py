@@ -18,6 +18,7 @@ from delivered.connectors.kafka import transactions, warm
 from delivered.connectors.kafka.protocol import Wire
 from delivered.connectors.kafka.transactions import Handle
 from delivered.contract.sink import Writer
+from delivered.engine.context import open_ledger
 from delivered.model import step
 from delivered.model.errors import Fenced, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
@@ -291,7 +292,7 @@ def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any) 
     assert transactions.id_prefix(scopes[0]) != transactions.id_prefix(scopes[1])
     works = [replace(one.work(0), scope=s) for s in scopes]
     for scope in scopes:
-        one.sink.ledger(scope).claim(one.context().owner)
+        open_ledger(one.sink, scope).claim(one.context().owner)
     writers = [one.sink.writer(w, EXACT, SCHEMA) for w in works]
     handles = []
     for writer in writers:

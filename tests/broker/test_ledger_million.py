@@ -17,6 +17,7 @@ import pytest
 
 from delivered.connectors.postgres.migrate import migrate
 from delivered.connectors.sqlite import CONNECTOR
+from delivered.engine.context import open_ledger
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
@@ -52,7 +53,7 @@ def test_a_million_batches_and_two_thousand_restarts_in_sqlite(tmp_path: Path) -
         for restart in range(restarts):
             # Every fifth restart begins a new checkpoint, whose batches count from 0.
             scope = Scope("p", "t", f"checkpoint-{restart * checkpoints // restarts}")
-            ledger = sink.ledger(scope)
+            ledger = open_ledger(sink, scope)
             if restart == 0:
                 ledger.claim(Owner("owner-0"))
             connection.execute("BEGIN IMMEDIATE")
@@ -85,7 +86,7 @@ def test_markers_and_decisions_of_many_batches_in_postgres(postgres: Postgres) -
     import psycopg
 
     schema, scope, batches = "horizon", Scope("p", "t", "i"), 20_000
-    ledger = postgres.sink("t", ledgerSchema=schema).ledger(scope)
+    ledger = open_ledger(postgres.sink("t", ledgerSchema=schema), scope)
     text = text_of(scope)
     began = time.monotonic()
     sizes: list[int] = []

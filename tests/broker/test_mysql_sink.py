@@ -24,6 +24,7 @@ from tests.support.sweeps import sweep
 
 from delivered.connectors.mysql import CONNECTOR, encode
 from delivered.connectors.mysql.migrate import MIGRATIONS, migrate
+from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
@@ -427,7 +428,7 @@ def test_server_that_is_not_there_or_silent_is_told_within_15_s() -> None:
         sink = CONNECTOR.sink({"url": f"mysql://127.0.0.1:{port}/db", "dbtable": "t"})
         began = time.monotonic()
         with pytest.raises(Unreachable, match="MYSQL_UNREACHABLE"):
-            sink.ledger(Scope("p", "s", "i")).look()
+            open_ledger(sink, Scope("p", "s", "i")).look()
         assert time.monotonic() - began < 15
     began = time.monotonic()
     assert [f.code for f in sink.preflight(EXACT)] == ["MYSQL_UNREACHABLE"]
@@ -475,7 +476,7 @@ def test_names_that_need_quotes(mysql: Mysql, mechanism: str) -> None:
 
 def test_migration_by_several_at_once_and_from_the_future(mysql: Mysql) -> None:
     sink = mysql.sink(ledgerSchema="Future")
-    ledgers = [sink.ledger(Scope("p", "s", "i")) for _ in range(4)]
+    ledgers = [open_ledger(sink, Scope("p", "s", "i")) for _ in range(4)]
     done = [threading.Thread(target=ledger.claim, args=(Owner("one"),)) for ledger in ledgers]
     for thread in done:
         thread.start()
@@ -485,7 +486,7 @@ def test_migration_by_several_at_once_and_from_the_future(mysql: Mysql) -> None:
     assert mysql.execute("SELECT max(version) FROM Future.migration") == [(len(MIGRATIONS),)]
     mysql.execute("INSERT INTO Future.migration (version) VALUES (999)")
     with pytest.raises(UsageError, match="LEDGER_NEWER"):
-        sink.ledger(Scope("p", "s", "i")).claim(Owner("one"))
+        open_ledger(sink, Scope("p", "s", "i")).claim(Owner("one"))
 
 
 def test_migration_that_was_cut_short_is_finished(mysql: Mysql) -> None:
@@ -494,14 +495,14 @@ def test_migration_that_was_cut_short_is_finished(mysql: Mysql) -> None:
     mysql.execute("CREATE DATABASE cut_short")
     mysql.execute("CREATE TABLE cut_short.migration (version integer PRIMARY KEY)")
     mysql.execute(MIGRATIONS[0][0].format(s="cut_short"))
-    assert sink.ledger(Scope("p", "s", "i")).claim(Owner("one")).epoch == 1
+    assert open_ledger(sink, Scope("p", "s", "i")).claim(Owner("one")).epoch == 1
 
 
 def test_p4_ledger_stays_small(mysql: Mysql) -> None:
     """P4: decisions and markers of 1,250 batches leave 1,000 decisions and the markers of one batch."""
     schema, count = "small_ledger", 1_250
     sink = mysql.sink("t", ledgerSchema=schema)
-    ledger = sink.ledger(Scope("p", "s", "i"))
+    ledger = open_ledger(sink, Scope("p", "s", "i"))
     session = ledger._store._server.connect("test")
     migrate(session, schema)
     for first in range(0, count, 250):

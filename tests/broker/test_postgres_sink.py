@@ -21,6 +21,7 @@ from tests.support.sinks import SCHEMA, Rig, offsets, rows
 
 from delivered.connectors.postgres import CONNECTOR, encode
 from delivered.connectors.postgres.migrate import MIGRATIONS, migrate
+from delivered.engine.context import open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
 from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachable, UsageError
@@ -346,7 +347,7 @@ def test_server_that_is_not_there_or_silent_is_told_within_15_s() -> None:
         sink = CONNECTOR.sink({"url": f"postgresql://127.0.0.1:{port}/db", "dbtable": "t"})
         began = time.monotonic()
         with pytest.raises(Unreachable, match="POSTGRES_UNREACHABLE"):
-            sink.ledger(Scope("p", "s", "i")).look()
+            open_ledger(sink, Scope("p", "s", "i")).look()
         assert time.monotonic() - began < 15
     began = time.monotonic()
     assert [f.code for f in sink.preflight(EXACT)] == ["POSTGRES_UNREACHABLE"]
@@ -463,7 +464,7 @@ def test_p4_ledger_stays_small(postgres: Postgres) -> None:
     import psycopg
 
     schema = "small_ledger"
-    ledger = postgres.sink("t", ledgerSchema=schema).ledger(Scope("p", "s", "i"))
+    ledger = open_ledger(postgres.sink("t", ledgerSchema=schema), Scope("p", "s", "i"))
     with psycopg.connect(postgres.url, autocommit=True) as connection:
         migrate(connection, schema)
         for first in range(0, 6_000, 1_000):
@@ -487,7 +488,7 @@ def test_p4_ledger_stays_small(postgres: Postgres) -> None:
 
 def test_migration_by_several_at_once_and_from_the_future(postgres: Postgres) -> None:
     sink = postgres.sink(ledgerSchema="Future")
-    ledgers = [sink.ledger(Scope("p", "s", "i")) for _ in range(4)]
+    ledgers = [open_ledger(sink, Scope("p", "s", "i")) for _ in range(4)]
     from delivered.model.work import Owner
 
     done = [threading.Thread(target=ledger.claim, args=(Owner("one"),)) for ledger in ledgers]
@@ -499,7 +500,7 @@ def test_migration_by_several_at_once_and_from_the_future(postgres: Postgres) ->
     assert postgres.execute('SELECT max(version) FROM "Future".migration') == [(len(MIGRATIONS),)]
     postgres.execute('INSERT INTO "Future".migration VALUES (999)')
     with pytest.raises(UsageError, match="LEDGER_NEWER"):
-        sink.ledger(Scope("p", "s", "i")).claim(Owner("one"))
+        open_ledger(sink, Scope("p", "s", "i")).claim(Owner("one"))
 
 
 def test_reading_back_in_many_pages_and_partitions(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:

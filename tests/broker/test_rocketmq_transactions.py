@@ -32,6 +32,7 @@ from delivered.connectors.rocketmq import committer, end_journal
 from delivered.connectors.rocketmq.half_messages import COMMIT, Ending, Handle
 from delivered.connectors.rocketmq.remoting import BUSY, END, IN_FLIGHT_MAX, Answer, Cluster
 from delivered.connectors.rocketmq.topic import open_half_messages
+from delivered.engine.context import open_ledger
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -297,7 +298,7 @@ def test_a_kill_at_every_point_loses_and_repeats_nothing(rocketmq: Rocketmq, zyg
         assert kills <= len(POINTS)
     assert kills == len(POINTS)
     assert shown() == Counter(keys)
-    last = made.ledger(Scope(PIPELINE, "out", (tmp_path / "checkpoint" / "metadata").read_text())).look().last
+    last = open_ledger(made, Scope(PIPELINE, "out", (tmp_path / "checkpoint" / "metadata").read_text())).look().last
     assert last is not None
     assert last.total.count == records
 

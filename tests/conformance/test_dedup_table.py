@@ -52,9 +52,8 @@ class Once:
         """Another driver, in another process as far as the ledger can tell."""
         self.owners += 1
         owner = Owner(f"o{self.owners}")
-        scope = self.scope
         self.first = True
-        self.context = Context(scope, self.guarantee, owner, self.sink.ledger(scope), self.sink.committer(scope))
+        self.context = Context.open(self.sink, self.scope, self.guarantee, owner)
         return self.context
 
     def plan(self, batch: int, end: str) -> BatchPlan:

@@ -19,6 +19,7 @@ from tests.support.sinks import SCHEMA, SINKS
 
 from delivered.contract.powers import ready_target
 from delivered.contract.sink import Sink
+from delivered.engine.context import open_ledger
 from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import DeliveredError, Fenced
@@ -96,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.teardown()
         self.incarnation = f"i{next(self.names)}"
         self.drivers = [f"d{next(self.names)}" for _ in range(DRIVERS)]
-        self.ledgers = [[self.sink.ledger(self.scope) for _ in range(PROCESSES)] for _ in range(DRIVERS)]
+        self.ledgers = [[open_ledger(self.sink, self.scope) for _ in range(PROCESSES)] for _ in range(DRIVERS)]
         self.held = {}
 
     @rule(d=st.integers(0, DRIVERS - 1), p=st.integers(0, PROCESSES - 1))

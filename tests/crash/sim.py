@@ -107,16 +107,7 @@ class Driver:
         self.process = Process(owner)
         scope = Scope("p", sim.sink.name, sim.checkpoint.incarnation)
         self.planner, self.committer = (
-            Context(
-                scope,
-                sim.guarantee,
-                Owner(owner),
-                sim.sink.ledger(scope),
-                sim.sink.committer(scope),
-                sim.tolerance,
-                sim.sink.others if isinstance(sim.sink, SinkGroup) else frozenset(),
-            )
-            for _ in range(2)
+            Context.open(sim.sink, scope, sim.guarantee, Owner(owner), sim.tolerance) for _ in range(2)
         )
         self.before: int | None = None
         self.epoch: int | None = None

@@ -25,6 +25,7 @@ from tests.support.zygote import Zygote
 
 from delivered.connectors import delta, files, iceberg
 from delivered.contract.sink import Sink
+from delivered.engine.context import open_ledger
 from delivered.kits.table.stage import batch_of
 from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.identity import Scope
@@ -58,7 +59,7 @@ class TableWorld(World):
         return {self.format: self.options}
 
     def decisions(self) -> list[Decision]:
-        return list(self.sink.ledger(Scope(PIPELINE, self.sink.name, self.incarnation)).history())
+        return list(open_ledger(self.sink, Scope(PIPELINE, self.sink.name, self.incarnation)).history())
 
     def abort_orphans(self) -> None:
         assert isinstance(self.sink.committer(Scope(PIPELINE, self.sink.name, "other")).abort_orphans(()), Ok)

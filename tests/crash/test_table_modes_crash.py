@@ -20,6 +20,7 @@ from tests.support.zygote import Zygote
 
 from delivered.connectors import delta, iceberg
 from delivered.connectors.log import append
+from delivered.engine.context import open_ledger
 from delivered.model.identity import Scope
 
 RECORDS, KEYS, BATCHES = 1_000, 97, 3
@@ -107,7 +108,7 @@ class DeltaWorld:
     def decided(self) -> int:
         sink = self.sink()
         incarnation = (self.folder / "checkpoint" / "metadata").read_text()
-        return len(list(sink.ledger(Scope(PIPELINE, sink.name, incarnation)).history()))
+        return len(list(open_ledger(sink, Scope(PIPELINE, sink.name, incarnation)).history()))
 
     def unnamed(self) -> list[Path]:
         """Files of ours that no version of the table ever named."""

@@ -51,8 +51,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _driver(self) -> Driver:
         name = f"d{next(self.names)}"
-        ledger, committer = self.sink.ledger(self.scope), self.sink.committer(self.scope)
-        return Driver(name, Context(self.scope, self.guarantee, Owner(name), ledger, committer))
+        return Driver(name, Context.open(self.sink, self.scope, self.guarantee, Owner(name)))
 
     def _batch(self) -> int:
         return max(self.logged, default=-1) + 1

@@ -12,6 +12,7 @@ import psutil
 from tests.spark.log_to_sqlite import produce, rows, until
 
 import delivered
+from delivered.engine.context import open_ledger
 from delivered.model.identity import Scope
 from delivered.spark.messages import translated
 from delivered.spark.sinks import opened
@@ -67,7 +68,7 @@ def test_a_query_restarts_beside_its_own_orphans(spark: SparkSession, tmp_path: 
     until(lambda: rows(second) == 20 or not query.isActive)
     query.stop()
     name, sink = opened(other)
-    ledger = sink.ledger(Scope(other.name, name, str(query.id)))
+    ledger = open_ledger(sink, Scope(other.name, name, str(query.id)))
     owner = ledger.look().owner
     ledger.close()
     assert owner is not None and owner.process == jvm(spark).pid

@@ -124,17 +124,7 @@ def run(spec: dict[str, Any]) -> None:
     sink.check_schema(schema)
     ready_target(sink, schema)
     # As under Spark: one process plans, another one commits. Here each has its own ledger and committer.
-    planning, committing = (
-        Context(
-            scope,
-            guarantee,
-            owner,
-            sink.ledger(scope),
-            sink.committer(scope),
-            others=sink.others if isinstance(sink, SinkGroup) else frozenset(),
-        )
-        for _ in range(2)
-    )
+    planning, committing = (Context.open(sink, scope, guarantee, owner) for _ in range(2))
     driver = source.driver()
     for turn in itertools.count():
         planned, logged = checkpoint.newest("offsets"), checkpoint.newest("commits")

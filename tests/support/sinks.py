@@ -64,7 +64,7 @@ class Rig:
 
     def context(self, owner: str = "first", guarantee: Guarantee = EXACT) -> Context:
         sink = pickle.loads(pickle.dumps(self.sink))
-        return Context(self.scope, guarantee, Owner(owner), sink.ledger(self.scope), sink.committer(self.scope))
+        return Context.open(sink, self.scope, guarantee, Owner(owner))
 
     def plan(self, context: Context, batch: int, first: bool = True) -> BatchPlan:
         ready_target(self.sink, self.schema)

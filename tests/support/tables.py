@@ -9,6 +9,7 @@ import math
 import pyarrow as pa
 
 from delivered.connectors.delta.sink import DeltaSink
+from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
@@ -58,7 +59,7 @@ def decision(batch: int, *prepared: Prepared, owner: str = "o") -> Decision:
 
 def claimed(sink: DeltaSink, rows: pa.Table = ROWS) -> Ledger:
     sink.ready_target(rows.schema)
-    found = sink.ledger(SCOPE)
+    found = open_ledger(sink, SCOPE)
     found.claim(Owner("o"))
     return found
 

@@ -32,6 +32,7 @@ from delivered.connectors.delta.client import open_table
 from delivered.connectors.delta.commit import TableChange, commit
 from delivered.connectors.delta.committer import DeltaCommitter
 from delivered.connectors.delta.sink import DeltaSink
+from delivered.engine.context import open_ledger
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Ok
@@ -217,13 +218,13 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path) -> None
     mine = claimed(sink)
     prepared = staged(sink, ROWS)
     seen = mine._store._refresh()
-    sink.ledger(SCOPE).claim(Owner("other"))
+    open_ledger(sink, SCOPE).claim(Owner("other"))
     mine._store._refresh = lambda: seen
     outcome = mine.decide(decision(0, prepared))
     assert isinstance(outcome, Failed)
     assert "Concurrent transaction" in outcome.reason
     assert scanned_table(sink).num_rows == 0
-    assert sink.ledger(SCOPE).look().last is None
+    assert open_ledger(sink, SCOPE).look().last is None
 
 
 def test_p7_a_commit_that_met_itself_is_in(tmp_path: Path) -> None:
@@ -246,10 +247,10 @@ def test_p7_a_decision_whose_answer_was_lost_is_found_behind_later_ones(tmp_path
     mine = claimed(sink)
     prepared = staged(sink, ROWS)
     seen = mine._store._refresh()
-    twin = sink.ledger(SCOPE)
+    twin = open_ledger(sink, SCOPE)
     twin.resume("o")
     assert twin.decide(decision(0, prepared)) == Ok(None)
-    other = sink.ledger(SCOPE)
+    other = open_ledger(sink, SCOPE)
     other.claim(Owner("other"))
     assert other.decide(decision(1, staged(sink, ROWS, 1), owner="other")) == Ok(None)
     mine._store._refresh = lambda: seen
@@ -270,7 +271,7 @@ def test_two_drivers_that_claim_at_once_are_one_after_the_other(tmp_path: Path) 
 
     def claim(name: str) -> None:
         try:
-            epochs.append(sink.ledger(SCOPE).claim(Owner(name)).epoch)
+            epochs.append(open_ledger(sink, SCOPE).claim(Owner(name)).epoch)
         except Fenced as error:
             fenced.append(error)
 
@@ -280,8 +281,8 @@ def test_two_drivers_that_claim_at_once_are_one_after_the_other(tmp_path: Path) 
     for thread in threads:
         thread.join()
     assert len(set(epochs)) == len(epochs) == 6 - len(fenced) > 0
-    assert sink.ledger(SCOPE).look().epoch in epochs
-    owner = sink.ledger(SCOPE).look().owner
+    assert open_ledger(sink, SCOPE).look().epoch in epochs
+    owner = open_ledger(sink, SCOPE).look().owner
     assert owner is not None
     assert len(owner.superseded) == 5
 
@@ -333,7 +334,7 @@ def test_a_lost_record_of_the_ledger_is_told(tmp_path: Path) -> None:
     for file in (tmp_path / "t" / "_delivered").rglob("0-*.json"):
         file.unlink()
     with pytest.raises(InvariantBroken, match="DELIVERED_LEDGER_RECORD_MISSING"):
-        sink.ledger(SCOPE).look()
+        open_ledger(sink, SCOPE).look()
 
 
 def test_p4_ledger_and_log_stay_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tests.support.tables import EXACT, SCOPE, UPSERT, claimed, days, decision, 
 
 from delivered.connectors.delta.committer import DeltaCommitter
 from delivered.connectors.delta.options import DeltaOptions
+from delivered.engine.context import open_ledger
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Failed, Ok
@@ -144,7 +145,7 @@ def test_an_upsert_under_way_fails_behind_a_later_claim(tmp_path: Path, in_commi
     mine = claimed(sink, first)
     assert mine.decide(decision(0, staged(sink, first))) == Ok(None)
     prepared, before = staged(sink, items((1, 2, "b")), 1), files(tmp_path)
-    in_commit(lambda: sink.ledger(SCOPE).claim(Owner("other")))
+    in_commit(lambda: open_ledger(sink, SCOPE).claim(Owner("other")))
     assert isinstance(mine.decide(decision(1, prepared)), Failed)
     assert found(tmp_path) == [(1, 1, "a")]
     assert files(tmp_path) == before

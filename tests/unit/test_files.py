@@ -17,6 +17,7 @@ from delivered.connectors.files import CONNECTOR, options, store
 from delivered.connectors.files.committer import FilesCommitter
 from delivered.connectors.files.disk import Places
 from delivered.connectors.files.sink import FilesSink
+from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import Fenced, Refused, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -74,7 +75,7 @@ def decision(batch: int, *prepared: Prepared) -> Decision:
 
 def claimed(sink: FilesSink, rows: pa.Table = ROWS) -> Ledger:
     sink.ready_target(rows.schema)
-    found = sink.ledger(SCOPE)
+    found = open_ledger(sink, SCOPE)
     found.claim(Owner("o"))
     return found
 
@@ -162,7 +163,7 @@ def test_what_is_under_way_behind_a_later_claim_fails(tmp_path: Path, what: str)
     assert isinstance(files, store.FilesStore)
     prepared = staged(sink, ROWS)
     seen, look = files._head(), files._head
-    sink.ledger(SCOPE).claim(Owner("other"))
+    open_ledger(sink, SCOPE).claim(Owner("other"))
     looks = iter([lambda: seen])
     files._head = lambda: next(looks, look)()  # type: ignore[method-assign]
     if what == "begin":
@@ -171,7 +172,7 @@ def test_what_is_under_way_behind_a_later_claim_fails(tmp_path: Path, what: str)
         outcome = mine.decide(decision(0, *([prepared] if what == "decide" else [])))
     assert isinstance(outcome, Failed)
     assert "FENCED" in outcome.reason
-    state = sink.ledger(SCOPE).look()
+    state = open_ledger(sink, SCOPE).look()
     assert (state.last, state.begun) == (None, None)
     assert read_back(sink) == Fingerprint()
 
@@ -184,7 +185,7 @@ def test_a_claim_in_the_middle_of_a_decision_fences_it(tmp_path: Path) -> None:
     def claim(point: str, facts: dict[str, object]) -> None:
         if point == "commit.apply:after":
             install(None)
-            sink.ledger(SCOPE).claim(Owner("other"))
+            open_ledger(sink, SCOPE).claim(Owner("other"))
 
     install(claim)
     try:
@@ -204,7 +205,7 @@ def test_the_last_batch_is_known_when_the_copy_of_its_record_is_missing(tmp_path
     for batch in range(3):
         assert mine.decide(decision(batch, staged(sink, ROWS, batch))) == Ok(None)
     (Places(sink.options, SCOPE).decided("i0") / "0000000002.json").unlink()
-    state = sink.ledger(SCOPE).look()
+    state = open_ledger(sink, SCOPE).look()
     assert state.last is not None
     assert state.last.batch == 2
     assert [d.batch for d in mine.history()] == [0, 1, 2]
@@ -221,7 +222,7 @@ def test_batches_that_a_user_deletes_are_still_decided(tmp_path: Path) -> None:
         assert mine.decide(decision(batch, staged(sink, ROWS, batch))) == Ok(None)
     for folder in (tmp_path / "t").glob("batch=*"):
         shutil.rmtree(folder)
-    state = sink.ledger(SCOPE).look()
+    state = open_ledger(sink, SCOPE).look()
     assert state.last is not None
     assert state.last.batch == 1
 

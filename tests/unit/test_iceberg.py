@@ -22,6 +22,7 @@ from delivered.connectors.iceberg import CONNECTOR, disk, options
 from delivered.connectors.iceberg.committer import IcebergCommitter
 from delivered.connectors.iceberg.records import Names, Records, ledger_key
 from delivered.connectors.iceberg.sink import IcebergSink
+from delivered.engine.context import open_ledger
 from delivered.kits.table import stage
 from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, UsageError
 from delivered.model.guarantee import Guarantee
@@ -192,7 +193,7 @@ def test_a_claim_of_another_pipeline_meanwhile_fences_nobody(tmp_path: Path, bef
     assert mine.decide(decision(0, staged_in(sink))) == Ok(None)
 
     def claim(ask: Callable[[], Any]) -> Any:
-        sink.ledger(Scope("more", "t", "i0")).claim(Owner("else"))
+        open_ledger(sink, Scope("more", "t", "i0")).claim(Owner("else"))
         return ask()
 
     before_commit(claim)
@@ -207,7 +208,7 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path, before_
     prepared = staged_in(sink)
 
     def claim(ask: Callable[[], Any]) -> Any:
-        sink.ledger(SCOPE).claim(Owner("other"))
+        open_ledger(sink, SCOPE).claim(Owner("other"))
         return ask()
 
     before_commit(claim)
@@ -215,7 +216,7 @@ def test_a_decision_under_way_fails_behind_a_later_claim(tmp_path: Path, before_
     assert isinstance(outcome, Failed)
     assert "DELIVERED_FENCED" in outcome.reason
     assert scanned_table(sink).num_rows == 0
-    assert sink.ledger(SCOPE).look().last is None
+    assert open_ledger(sink, SCOPE).look().last is None
     assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(1)
     assert strays(tmp_path) == set()
 
@@ -265,7 +266,7 @@ def test_p7_a_decision_is_found_behind_later_ones(tmp_path: Path, before_commit:
     sink = sink_at(tmp_path)
     mine = claimed(sink)
     prepared = staged_in(sink)
-    other = sink.ledger(SCOPE)
+    other = open_ledger(sink, SCOPE)
 
     def lose(ask: Callable[[], Any]) -> Any:
         ask()
@@ -310,7 +311,7 @@ def test_drivers_that_claim_at_once_are_one_after_the_other(tmp_path: Path) -> N
 
     def claim(name: str) -> None:
         try:
-            epochs.append(sink.ledger(SCOPE).claim(Owner(name)).epoch)
+            epochs.append(open_ledger(sink, SCOPE).claim(Owner(name)).epoch)
         except Fenced as error:
             fenced.append(error)
 
@@ -320,7 +321,7 @@ def test_drivers_that_claim_at_once_are_one_after_the_other(tmp_path: Path) -> N
     for thread in threads:
         thread.join()
     assert len(set(epochs)) == len(epochs) == 6 - len(fenced) > 0
-    state = sink.ledger(SCOPE).look()
+    state = open_ledger(sink, SCOPE).look()
     assert state.epoch == 6
     assert state.owner is not None
     assert len(state.owner.superseded) == 5
@@ -341,7 +342,7 @@ def test_expired_snapshots_take_no_decision_along(tmp_path: Path) -> None:
         [s.snapshot_id for s in table.snapshots() if s.snapshot_id not in refs]
     ).commit()
     assert len(theirs(tmp_path).snapshots()) == 2
-    assert sink.ledger(SCOPE).look().last == decisions[-1]
+    assert open_ledger(sink, SCOPE).look().last == decisions[-1]
     assert mine.decide(decisions[-1]) == Ok(None)
     outcome = mine.decide(decisions[0])
     assert isinstance(outcome, Failed)
@@ -418,11 +419,11 @@ def test_abort_orphans_leaves_files_of_others_in_the_table_alone(tmp_path: Path)
         file.write_bytes(b"of somebody else")
     more = Scope("orders", "t.more", "i0")
     prepared = staged_in(sink, scope=more)
-    sink.ledger(more).claim(Owner("else"))
+    open_ledger(sink, more).claim(Owner("else"))
     assert IcebergCommitter(sink.options, SCOPE).abort_orphans(()) == Ok(0)
     assert all(file.exists() for file in foreign)
     assert (tmp_path / "shop" / "t" / "data" / f"{prepared.handle['writer']}-0.parquet").exists()
-    assert sink.ledger(more).resume("else").epoch == 1
+    assert open_ledger(sink, more).resume("else").epoch == 1
     assert seen(tmp_path).num_rows == ROWS.num_rows
 
 
@@ -450,8 +451,8 @@ def test_f7_a_driver_that_lost_its_claim_removes_nothing(tmp_path: Path) -> None
     """F7: paused between its claim and aborting orphans; meanwhile another one claimed, and its tasks write."""
     sink = sink_at(tmp_path)
     claimed(sink)
-    mine = sink.ledger(SCOPE).look().epoch
-    other = sink.ledger(SCOPE)
+    mine = open_ledger(sink, SCOPE).look().epoch
+    other = open_ledger(sink, SCOPE)
     other.claim(Owner("other"))
     prepared = staged_in(sink)
     stage.note_claim(ledger_key(sink.options, SCOPE), mine)  # as the process of the first one has it
@@ -468,7 +469,7 @@ def test_a_spoiled_record_of_the_ledger_is_told(tmp_path: Path) -> None:
     with theirs(tmp_path).transaction() as change:
         change.set_properties({Names(SCOPE).decided("i0"): "0 mark ???"})
     with pytest.raises(InvariantBroken, match="DELIVERED_LEDGER_RECORD_MISSING"):
-        sink.ledger(SCOPE).look()
+        open_ledger(sink, SCOPE).look()
 
 
 def test_what_the_catalog_points_to_is_durable_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,5 +522,5 @@ def test_rest_catalog_whose_answer_is_lost(tmp_path: Path, rest_catalog: Any) ->
     assert mine.decide(decision(0, prepared)) == Ok(None)
     assert rest_catalog.commits == before + 1
     assert scanned_table(sink).num_rows == ROWS.num_rows
-    sink.ledger(SCOPE).claim(Owner("other"))
+    open_ledger(sink, SCOPE).claim(Owner("other"))
     assert "DELIVERED_FENCED" in mine.decide(decision(1, staged_in(sink, ROWS, 1))).reason

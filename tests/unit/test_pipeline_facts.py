@@ -66,7 +66,7 @@ def pipeline(tmp_path: Path, checkpoint: str = "checkpoint", **options: object) 
 def decide(made: delivered.Pipeline, batches: int, owner: Owner, incarnation: str = "incarnation-1") -> None:
     sink = made.sinks[0].sink()
     scope = Scope(made.name, sink.name, incarnation)
-    context = Context(scope, Guarantee.EXACTLY_ONCE, owner, sink.ledger(scope), sink.committer(scope))
+    context = Context.open(sink, scope, Guarantee.EXACTLY_ONCE, owner)
     for batch in range(batches):
         offsets = f'{{"0":{batch}}}'
         plan = plan_batch(context, CheckpointView(incarnation, batch, offsets, None), first=batch == 0)

@@ -14,7 +14,7 @@ from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
 from delivered.contract.sink import Member, Sink, SinkGroup
-from delivered.engine.context import Context
+from delivered.engine.context import Context, open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
@@ -66,8 +66,7 @@ SINKS: dict[str, Callable[[Path], Sink | SinkGroup]] = {
 
 def run_one_batch(sink: Sink | SinkGroup, guarantee: Guarantee, shards: int = 2) -> None:
     scope = Scope("orders", sink.name, "incarnation-1")
-    others = sink.others if isinstance(sink, SinkGroup) else frozenset()
-    context = Context(scope, guarantee, Owner("driver-1"), sink.ledger(scope), sink.committer(scope), others=others)
+    context = Context.open(sink, scope, guarantee, Owner("driver-1"))
     plan = plan_batch(context, CheckpointView("incarnation-1", 0, '{"0":2}', None), first=True)
     messages = []
     for shard in range(shards):
@@ -116,7 +115,7 @@ def test_the_deciding_step_is_the_one_after_which_the_ledger_knows_the_batch(nam
 
     def look(point: str, facts: dict[str, Any]) -> None:
         try:
-            ledger = sink.ledger(scope)
+            ledger = open_ledger(sink, scope)
             known.setdefault(point, ledger.look().last is not None)
             ledger.close()
         except Exception:  # a ledger that does not exist yet, or is being written, knows nothing

@@ -57,7 +57,7 @@ def group(name: str, *commits: str) -> Group:
 
 def context(sink: Group, owner: str = "o") -> Context:
     scope = Scope("p", sink.name, "i")
-    return Context(scope, EXACTLY, Owner(owner), sink.ledger(scope), sink.committer(scope), others=sink.others)
+    return Context.open(sink, scope, EXACTLY, Owner(owner))
 
 
 def run(sink: Group, batch: int, on: Context) -> Decision | None:

@@ -24,6 +24,7 @@ from delivered.connectors.sqlite.migrate import MIGRATIONS, migrate
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.connectors.sqlite.stage import folder_of
+from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint, fingerprint
@@ -80,7 +81,7 @@ def decision(*prepared: Prepared, owner: str = "me", batch: int = 0, scope: Scop
 
 
 def claimed(sink: SqliteSink, owner: str = "me", scope: Scope = SCOPE) -> Ledger:
-    ledger = sink.ledger(scope)
+    ledger = open_ledger(sink, scope)
     ledger.claim(Owner(owner))
     return ledger
 
@@ -289,7 +290,7 @@ def test_a_writer_killed_in_its_commit_keeps_nobody_from_reading(tmp_path: Path)
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             connection.execute("DELETE FROM t")
     killed_while_it_writes(path)
-    assert [d.batch for d in sink.ledger(SCOPE).history()] == [0]
+    assert [d.batch for d in open_ledger(sink, SCOPE).history()] == [0]
     assert count(sink) == 2
 
 
@@ -373,12 +374,12 @@ def test_names_cannot_leave_their_folder(tmp_path: Path) -> None:
 def test_superseded_owners_are_remembered_and_bounded(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
     for i in range(OWNERS_REMEMBERED + 5):
-        state = sink.ledger(SCOPE).claim(Owner(f"o{i}"))
+        state = open_ledger(sink, SCOPE).claim(Owner(f"o{i}"))
         assert state.epoch == i + 1
     assert state.owner is not None
     assert state.owner.superseded == tuple(f"o{i}" for i in range(OWNERS_REMEMBERED + 3, 3, -1))
     with pytest.raises(Fenced, match="o20"):
-        sink.ledger(SCOPE).claim(Owner("o4"))
+        open_ledger(sink, SCOPE).claim(Owner("o4"))
 
 
 def test_p4_earlier_incarnations_are_bounded(tmp_path: Path) -> None:
@@ -398,8 +399,8 @@ def test_p4_earlier_incarnations_are_bounded(tmp_path: Path) -> None:
 
 def test_look_and_history_write_nothing(tmp_path: Path) -> None:
     sink = sink_at(tmp_path)
-    assert sink.ledger(SCOPE).look().last is None
-    assert list(sink.ledger(SCOPE).history()) == []
+    assert open_ledger(sink, SCOPE).look().last is None
+    assert list(open_ledger(sink, SCOPE).history()) == []
     assert not sink.committer(SCOPE).was_committed(Work(SCOPE, 0, 0))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DeliveredError):
@@ -445,6 +446,7 @@ CHILD = """
     import sys, os
     import pyarrow as pa
     from delivered.connectors.sqlite import CONNECTOR
+    from delivered.engine.context import open_ledger
     from delivered.model.fingerprint import Fingerprint
     from delivered.model.guarantee import Guarantee
     from delivered.model.identity import Scope, Work
@@ -467,7 +469,7 @@ def child(body: str, *arguments: str, prefix: tuple[str, ...] = ()) -> subproces
 def test_p26_a_large_shard_takes_no_more_memory_than_a_small_one(tmp_path: Path) -> None:
     """P26: elsewhere all rows of a batch were collected before the send. 512 MB of rows; staging, then deciding."""
     body = """
-        ledger = sink.ledger(scope); ledger.claim(Owner("me"))
+        ledger = open_ledger(sink, scope); ledger.claim(Owner("me"))
         writer = sink.writer(Work(scope, 0, 0), Guarantee.EXACTLY_ONCE, schema)
         for i in range(rows // 1024):
             writer.stage(pa.record_batch([pa.array([i.to_bytes(4, "big") * 256] * 1024)], schema=schema))

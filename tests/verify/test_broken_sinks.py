@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from delivered.verify.services import ENGINE, SPARK
 from delivered.verify.systems import DELTA, FILES, POSTGRES, SQLITE
 
 BROKEN = Path(__file__).parent / "broken"
+_PATH = os.pathsep.join([str(BROKEN), os.environ.get("PYTHONPATH", "")])
 
 
 def run(
@@ -28,7 +30,7 @@ def run(
     **more: str,
 ) -> Result:
     found = next(f for f in catalogue(Guarantee.EXACTLY_ONCE, sink) if f.name == fault)
-    environment = Environment(tmp_path, print, {"PYTHONPATH": str(BROKEN)}, sink_options={"format": connector, **more})
+    environment = Environment(tmp_path, print, {"PYTHONPATH": _PATH}, sink_options={"format": connector, **more})
     try:
         return run_case(Case(sink, Guarantee.EXACTLY_ONCE, workload, found, 1, service), environment)
     finally:

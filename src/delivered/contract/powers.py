@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import OtherLedger, Scope, Target
+from delivered.model.identity import Scope, Target
 
 S = TypeVar("S")
 
@@ -152,16 +152,4 @@ class KnowsTarget(Protocol):
         The id is the same for as long as the target lives, whatever is written to it and however the options spell it;
         another once it was dropped and made anew.
         Runs on the driver at recovery, after the claim. May be called again. Changes nothing.
-        """
-
-
-@runtime_checkable
-class KnowsOthers(Protocol):
-    """A ledger that can tell which others lie in the same place. A checkpoint that finds no batch of its own asks:
-    its pipeline may have been renamed. Opt-in."""
-
-    def others(self) -> Sequence[OtherLedger]:
-        """Of other pipelines and sinks, those that know this incarnation first; at most `OTHERS_MAX`.
-
-        Runs on the driver, after a claim. May be called again. Changes nothing.
         """

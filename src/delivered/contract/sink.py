@@ -1,4 +1,4 @@
-"""What a sink is: a writer, a committer, a ledger. Small protocols; engine and planner know nothing else of it.
+"""What a sink is: a writer, a committer, a store for a ledger. Small protocols; engine and planner know no more of it.
 
 Every docstring says: the promise in one line; runs on; may it be called again; what is true before and after it.
 `Outcome` has three cases. A method that returns one never raises for a server's answer: it says Failed when the
@@ -7,9 +7,9 @@ change is not in and will not get in, and Unknown when it cannot tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -21,7 +21,10 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Outcome
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Prepared
+
+if TYPE_CHECKING:  # executors do without
+    from delivered.ledger.store import Store
 
 
 class Writer(Protocol):
@@ -86,52 +89,6 @@ class Committer(Protocol):
         """Give connections back. May be called again."""
 
 
-class Ledger(Protocol):
-    """Where decisions are durable: one writer at a time. Runs on the driver, in two processes of one owner."""
-
-    def claim(self, owner: Owner) -> LedgerState:
-        """Become the one owner, fence every other, and return what the ledger holds.
-
-        After it returns, nothing that was under way can get in any more: no `begin` or `decide` of an earlier
-        owner, and none of this owner's own that had no answer. May be called again by the same owner.
-        Raises Fenced if this owner was superseded before.
-        """
-
-    def resume(self, owner_id: str) -> LedgerState:
-        """As the owner who claimed before, perhaps in another process, go on; fences nobody else.
-
-        Raises Fenced if somebody else owns the ledger now.
-        """
-
-    def look(self) -> LedgerState:
-        """What the ledger holds now. Takes nothing, fences nobody, writes nothing: for the planner and the audit.
-
-        May be called by any process, with or without an owner, while a driver runs.
-        """
-
-    def begin(self, begun: Begun) -> Outcome[None]:
-        """Record that a batch may send records from now on, durably, if this owner still owns the ledger.
-
-        Runs before the batch's tasks. May be called again for the same batch. Failed: this owner was fenced.
-        """
-
-    def decide(self, decision: Decision) -> Outcome[None]:
-        """Record the decision, durably, if this owner still owns the ledger.
-
-        With `Commit.ONE_TRANSACTION`: rows of the participants in `decision.to_move` become visible in the same
-        transaction, which reaches the crash points of `commit.apply` once for each; Failed if staged rows of one are
-        gone. Participants of other sinks are recorded and not touched. A later revision of a batch takes the place of
-        the earlier one.
-        Failed: it is not in, and will not get in. Unknown: `claim` again, then look.
-        """
-
-    def history(self) -> Iterable[Decision]:
-        """Decisions of this incarnation that are still kept, oldest first."""
-
-    def close(self) -> None:
-        """Give connections back. May be called again."""
-
-
 class BoundedScan(Protocol):
     """What a sink holds now, once, and not as a stream. Picklable; holds no connection."""
 
@@ -178,7 +135,8 @@ class Sink(Protocol):
     def scan(self) -> BoundedScan:
         """All records that a reader of this sink sees, for the audit. Raises Refused if nobody can read them back."""
 
-    def ledger(self, scope: Scope) -> Ledger: ...
+    def store(self, scope: Scope) -> Store:
+        """Where decisions of this scope are durable, below the rules of `ledger.Ledger`. Opens nothing yet."""
 
     def committer(self, scope: Scope) -> Committer: ...
 
@@ -246,6 +204,7 @@ class SinkGroup(Protocol):
     def check_schema(self, schema: pa.Schema) -> None:
         """As of a sink: rows before the routes."""
 
-    def ledger(self, scope: Scope) -> Ledger: ...
+    def store(self, scope: Scope) -> Store:
+        """Of the sink that keeps the ledger, for all."""
 
     def committer(self, scope: Scope) -> Committer: ...

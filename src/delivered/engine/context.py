@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delivered.contract.sink import Committer, Ledger
+from delivered.contract.sink import Committer, Sink, SinkGroup
+from delivered.ledger.ledger import Ledger
+from delivered.model.capability import LedgerPlace
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Owner, Tolerance
+
+_NONE_TAKEN = Tolerance()
 
 
 @dataclass(frozen=True)
@@ -28,3 +32,25 @@ class Context:
     tolerance: Tolerance = Tolerance()
     others: frozenset[str] = frozenset()
     transform: str = ""
+
+    @classmethod
+    def open(
+        cls,
+        sink: Sink | SinkGroup,
+        scope: Scope,
+        guarantee: Guarantee,
+        owner: Owner,
+        tolerance: Tolerance = _NONE_TAKEN,
+        transform: str = "",
+    ) -> Context:
+        """Of a sink, or of several as one. Connects to nobody yet."""
+        others = sink.others if isinstance(sink, SinkGroup) else frozenset[str]()
+        ledger, committer = open_ledger(sink, scope), sink.committer(scope)
+        return cls(scope, guarantee, owner, ledger, committer, tolerance, others, transform)
+
+
+def open_ledger(sink: Sink | SinkGroup, scope: Scope) -> Ledger:
+    """The rules above the store of the sink that keeps the ledger, as the plan places it."""
+    sinks = [m.sink for m in sink.members] if isinstance(sink, SinkGroup) else [sink]
+    place = LedgerPlace.among([s.capability() for s in sinks])
+    return Ledger(sink.store(scope), scope, carries_rows=place.carries_rows)

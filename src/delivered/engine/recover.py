@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from delivered.contract.powers import KnowsOthers
-from delivered.contract.sink import Ledger
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
 from delivered.engine.orphans import abort_orphans
 from delivered.engine.rules import ArchivedRun, BegunBatch, DecidedBatch, NewBatch, judge
 from delivered.engine.target import check_targets, known_targets
+from delivered.ledger.ledger import Ledger
 from delivered.model.dialect import shown
 from delivered.model.errors import DeliveredError, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
@@ -83,7 +82,7 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
 def other_ledgers(ledger: Ledger, view: CheckpointView, state: LedgerState) -> Sequence[OtherLedger]:
     """Other ledgers in the same place, if this one should hold the checkpoint but does not, perhaps for a rename."""
     known = state.last is not None or state.begun is not None or state.archived is not None
-    if known or view.batch == 0 or not isinstance(ledger, KnowsOthers):
+    if known or view.batch == 0:
         return ()
     try:
         return ledger.others()

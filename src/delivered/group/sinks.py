@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from delivered.contract.powers import ready_target
-from delivered.contract.sink import DEAD_LETTERS, Committer, Ledger, Member, Route, Sink
+from delivered.contract.sink import DEAD_LETTERS, Committer, Member, Route, Sink
 from delivered.group.committer import GroupCommitter
-from delivered.group.ledger import GroupLedger
 from delivered.group.route import dead_letters_route
 from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import deciding
+from delivered.model.capability import LedgerPlace
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, checked_name
+
+if TYPE_CHECKING:  # executors do without
+    from delivered.ledger.store import Store
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Group:
         """
         if dead_letter is not None:
             sinks = [*sinks, (*dead_letter, dead_letters_route(dead_letter[1]))]
-        first = deciding([sink.capability() for _, sink, _ in sinks])
+        first = LedgerPlace.among([sink.capability() for _, sink, _ in sinks]).sink
         names = [checked_name("sink", name or sink.name) for name, sink, _ in sinks]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
@@ -82,13 +85,11 @@ class Group:
             unrouted = pa.RecordBatch.from_pylist([], schema=DEAD_LETTERS if member.dead_letters else schema)
             ready_target(member.sink, unrouted.schema if member.route is None else member.route(unrouted).schema)
 
-    def ledger(self, scope: Scope) -> Ledger:
-        others = [m for m in self.members if m.id]
-        return GroupLedger(
-            scope,
-            self.decider.sink.ledger(scope),
-            [(m, replace(scope, sink=m.name)) for m in others],
-        )
+    def store(self, scope: Scope) -> Store:
+        from delivered.group.store import GroupStore
+
+        others = [(m, replace(scope, sink=m.name)) for m in self.members if m.id]
+        return GroupStore(scope, self.decider.sink.store(scope), others)
 
     def committer(self, scope: Scope) -> Committer:
         return GroupCommitter(

@@ -15,7 +15,7 @@ from delivered.model.identity import Scope, Work
 if TYPE_CHECKING:
     from delivered.contract.finding import Finding
     from delivered.contract.sink import BoundedScan, Committer, Writer
-    from delivered.ledger.ledger import Ledger
+    from delivered.ledger.store import Store
 
 
 class Parts:
@@ -72,10 +72,9 @@ class StoreSink(ABC):
         made: BoundedScan = self.parts["scan"](self.options)
         return made
 
-    def ledger(self, scope: Scope) -> Ledger:
-        from delivered.ledger.ledger import Ledger
-
-        return Ledger(self.parts["store"](self.options, scope), scope)
+    def store(self, scope: Scope) -> Store:
+        made: Store = self.parts["store"](self.options, scope)
+        return made
 
     def committer(self, scope: Scope) -> Committer:
         made: Committer = self.parts["committer"](self.options, scope)

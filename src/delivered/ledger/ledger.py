@@ -19,11 +19,15 @@ class Ledger:
     """Where decisions are durable: one writer at a time. Runs on the driver, in two processes of one owner.
 
     It works under one claim, its own or the other process's; a later claim, even of the same owner, voids it.
+
+    Args:
+        carries_rows: the write of a decision makes rows visible too, as the plan says (`LedgerPlace`).
     """
 
-    def __init__(self, store: Store, scope: Scope) -> None:
+    def __init__(self, store: Store, scope: Scope, *, carries_rows: bool = False) -> None:
         self._store = store
         self._scope = scope
+        self._carries_rows = carries_rows
         self._claim: tuple[str, int] | None = None
 
     def claim(self, owner: Owner) -> LedgerState:
@@ -86,14 +90,14 @@ class Ledger:
     def decide(self, decision: Decision) -> Outcome[None]:
         """Record the decision durably, if this owner still owns the ledger.
 
-        Staged rows within reach of the store's transaction become visible with it. Participants of other sinks are
-        recorded, not touched. A later revision of a batch replaces the earlier one.
+        If the ledger carries rows, those that its own sink staged become visible with it. Participants of other
+        sinks are recorded, not touched. A later revision of a batch replaces the earlier one.
         Failed: it is not written and never will be. Unknown: `claim` again, then look.
         """
         text = decision.to_json()
-        exactly_once = decision.guarantee is Guarantee.EXACTLY_ONCE
+        carries_rows = self._carries_rows and decision.guarantee is Guarantee.EXACTLY_ONCE
         claim = self._claim  # of this call: a late write is judged by the claim under which it was sent
-        move = tuple(p for p in decision.to_move if p.holds) if exactly_once else ()
+        move = tuple(p for p in decision.to_move if p.holds) if carries_rows else ()
 
         def rule(head: Head) -> Change | None:
             if head.batch is not None and head.batch >= decision.batch:

@@ -40,8 +40,8 @@ class Change:
     """What one write stores, all or nothing: a begun batch or a decision.
 
     Attributes:
-        move: participants whose staged rows this very write makes visible, if the store's transaction reaches them. A
-            store whose sink commits in two phases leaves them alone.
+        move: participants whose staged rows this very write makes visible. Empty where the plan has every sink commit
+            what it prepared after the decision.
     """
 
     begun: Begun | None = None

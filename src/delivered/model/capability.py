@@ -104,7 +104,23 @@ class SinkCapability:
     limits: tuple[str, ...] = field(default=())
 
 
-def deciding(sinks: Sequence[SinkCapability]) -> int:
-    """Which of several sinks keeps the ledger: the first that cannot prepare, since its own transaction must carry the
-    decision; otherwise the first. Independent of the guarantee, so that a pipeline can change it."""
-    return next((i for i, s in enumerate(sinks) if s.commit is Commit.ONE_TRANSACTION), 0)
+@dataclass(frozen=True)
+class LedgerPlace:
+    """Where the ledger of a plan lies. The guarantee plays no part, so that a pipeline can change it.
+
+    Attributes:
+        sink: place among the plan's sinks of the one in whose store the ledger lies.
+        carries_rows: the transaction that writes the decision makes the rows of this sink visible too. Else every sink
+            commits what it prepared, after the decision.
+    """
+
+    sink: int
+    carries_rows: bool
+
+    @classmethod
+    def among(cls, sinks: Sequence[SinkCapability]) -> LedgerPlace:
+        """The first sink that cannot prepare, for its own transaction must carry the decision; else the first."""
+        for place, sink in enumerate(sinks):
+            if sink.commit is Commit.ONE_TRANSACTION:
+                return cls(place, carries_rows=True)
+        return cls(0, carries_rows=False)

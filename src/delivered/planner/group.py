@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step, StepId
 from delivered.planner.request import Request, SinkFacts
@@ -77,7 +76,7 @@ def limits(request: Request) -> tuple[str, ...]:
 
 
 def _last_resource(request: Request) -> bool:
-    return request.decider.capability.commit is Commit.ONE_TRANSACTION
+    return request.ledger.carries_rows
 
 
 def _others(request: Request) -> list[SinkFacts]:

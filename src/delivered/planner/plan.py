@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, LedgerPlace
 from delivered.model.errors import Refused, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step
@@ -24,6 +24,7 @@ class Plan:
         mechanism: how the guarantee is kept, as a phrase.
         steps: of one batch, in order; exactly one decides.
         recovery: what a start runs before its first batch.
+        ledger: in whose store the decision is written, and whether rows become visible with it.
         assumptions: what must hold outside the pipeline.
         limits: bounds worth knowing before the start.
         warnings: what preflight and the ledger found that is no reason to refuse.
@@ -36,6 +37,7 @@ class Plan:
     mechanism: str
     steps: tuple[Step, ...]
     recovery: tuple[Step, ...]
+    ledger: LedgerPlace
     assumptions: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -96,6 +98,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         mechanism=mechanism(request),
         steps=repeats.with_steps(request.dedup, batch_steps(request)),
         recovery=recovery_steps(request),
+        ledger=request.ledger,
         assumptions=tuple(_assumptions(request)),
         limits=tuple(_limits(request)),
         warnings=(

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from delivered.contract.finding import Finding
 from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import SinkCapability, SourceCapability, deciding
+from delivered.model.capability import LedgerPlace, SinkCapability, SourceCapability
 from delivered.model.dedup import Dedup
 from delivered.model.guarantee import Guarantee
 
@@ -155,9 +155,13 @@ class Request:
     dedup: Dedup | None = None
 
     @property
+    def ledger(self) -> LedgerPlace:
+        return LedgerPlace.among([s.capability for s in self.sinks])
+
+    @property
     def decider(self) -> SinkFacts:
         """The sink that keeps the ledger."""
-        return self.sinks[deciding([s.capability for s in self.sinks])]
+        return self.sinks[self.ledger.sink]
 
     @property
     def is_group(self) -> bool:

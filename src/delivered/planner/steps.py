@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import SinkCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step, StepId
 from delivered.planner import group
@@ -18,8 +18,8 @@ def batch_steps(request: Request) -> tuple[Step, ...]:
     if request.is_group:
         return group.batch_steps(request)
     sink = request.sinks[0].capability
-    match request.guarantee, sink.commit:
-        case Guarantee.EXACTLY_ONCE, Commit.ONE_TRANSACTION:
+    match request.guarantee, request.ledger.carries_rows:
+        case Guarantee.EXACTLY_ONCE, True:
             return _one_transaction(request, sink)
         case Guarantee.EXACTLY_ONCE, _:
             return _two_phase(request, sink)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from delivered.audit.history import History, check_history
 from delivered.contract.sink import Committer, Sink, SinkGroup
+from delivered.engine.context import open_ledger
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.transactions import HoldsTransactions, OpenTransaction
@@ -38,7 +39,7 @@ def read_ledger(
 ) -> LedgerAccount:
     """Read the ledger and the state of its newest decision. Takes nothing and fences nobody."""
     name, ledger_sink = decided_by or (scope.sink, sink)
-    ledger = ledger_sink.ledger(replace(scope, sink=name))
+    ledger = open_ledger(ledger_sink, replace(scope, sink=name))
     ends: list[tuple[int, str]] = []
     try:
         last = ledger.look().last if dead_letters is not None else None

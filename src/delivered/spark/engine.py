@@ -40,15 +40,8 @@ def context(
     if key in _contexts:
         _contexts.move_to_end(key)
         return _contexts[key]
-    _contexts[key] = Context(
-        scope,
-        settings.guarantee,
-        owner(driver),
-        sink.ledger(scope),
-        sink.committer(scope),
-        settings.tolerance,
-        sink.others if isinstance(sink, SinkGroup) else frozenset(),
-        settings.transform,
+    _contexts[key] = Context.open(
+        sink, scope, settings.guarantee, owner(driver), settings.tolerance, settings.transform
     )
     while len(_contexts) > _CONTEXTS_MAX:
         _, old = _contexts.popitem(last=False)

@@ -15,6 +15,7 @@ from pyarrow import fs
 from delivered.contract.finding import Finding
 from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import Sink
+from delivered.engine.context import open_ledger
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import MissingExtra, Refused, Unreachable
 from delivered.model.extras import missing_extra
@@ -157,7 +158,7 @@ def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFac
     incarnation, newest = logged(pipeline.checkpoint)
     # Before the ledger, which a pipeline that runs moves on.
     done = newest is not None and _is_done(pipeline.checkpoint, newest)
-    ledger = sink.ledger(Scope(pipeline.name, sink_name, incarnation or _NO_INCARNATION))
+    ledger = open_ledger(sink, Scope(pipeline.name, sink_name, incarnation or _NO_INCARNATION))
     try:
         state = ledger.look()
     finally:

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from delivered.contract.sink import Ledger
+from delivered.engine.context import open_ledger
+from delivered.ledger.ledger import Ledger
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
 from delivered.model.patience import within
@@ -117,7 +118,7 @@ class Progress:
 def watch(pipeline: Pipeline, query: StreamingQuery) -> Iterator[Progress]:
     """Progress of a query from `Pipeline.start`; counts from now."""
     name, sink = opened(pipeline)
-    ledger = sink.ledger(Scope(pipeline.name, name, str(query.id)))
+    ledger = open_ledger(sink, Scope(pipeline.name, name, str(query.id)))
     try:
         progress = Progress(ledger, lambda: _first_source(query))
         progress.refresh()

@@ -15,6 +15,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from delivered.contract.sink import Sink, SinkGroup
+from delivered.engine.context import open_ledger
 from delivered.engine.recover import other_ledgers
 from delivered.engine.rules import judge
 from delivered.model.capability import SourceCapability
@@ -96,7 +97,7 @@ def _refused_by_plan(system: str, sink: Sink, options: Mapping[str, str], settin
 def _refused_by_ledger(sink: Sink, settings: PipelineSettings, checkpoint: str) -> None:
     view = _next_batch(checkpoint)
     scope = Scope(settings.pipeline, settings.sink or sink.name, view.incarnation)
-    ledger = sink.ledger(scope)
+    ledger = open_ledger(sink, scope)
     try:
         state = ledger.look()
         others = other_ledgers(ledger, view, state)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from delivered.contract.sink import Committer
+from delivered.engine.context import open_ledger
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
@@ -121,7 +122,7 @@ def _sinks(pipeline: Pipeline) -> list[tuple[_Holder, LedgerState]]:
     found: list[tuple[_Holder, LedgerState]] = []
     incarnation, _ = logged(pipeline.checkpoint)
     decider, everything = opened(pipeline)
-    ledger = everything.ledger(Scope(pipeline.name, decider, incarnation or "new"))
+    ledger = open_ledger(everything, Scope(pipeline.name, decider, incarnation or "new"))
     try:
         state = ledger.look()
     finally:

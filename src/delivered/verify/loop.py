@@ -129,9 +129,7 @@ class Loop:
             missing_ledger=self.pipeline.missing_ledger,
             new_target=self.pipeline.new_target,
         )
-        guarantee, sink = self.pipeline.guarantee, self.sink
-        others = sink.others if isinstance(sink, SinkGroup) else frozenset()
-        return Context(scope, guarantee, owner, sink.ledger(scope), sink.committer(scope), tolerance, others)
+        return Context.open(self.sink, scope, self.pipeline.guarantee, owner, tolerance)
 
     def accounts(self) -> dict[str, int]:
         context = self.context(Checkpoint(Path(self.pipeline.checkpoint)))

@@ -23,11 +23,12 @@ from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.sink import SqliteSink
 from delivered.contract.connector import Connector, Made
 from delivered.contract.sink import Sink
+from delivered.ledger.store import Change, Head
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope, Work
+from delivered.model.identity import OtherLedger, Scope, Work
 from delivered.model.outcome import Ok, Outcome
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.work import Decision, LedgerState, Owner, Prepared
 
 Put = Callable[[Sequence["Row"]], None]
 Row = tuple[bytes | None, bytes | None]
@@ -78,27 +79,53 @@ class Writer:
         self._rows = []
 
 
-class Ledger:
+class Anybody(str):
+    """Takes himself for everybody."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+class Store:
+    """Shows the rules of the ledger what they want to see: nobody is fenced, and no batch was decided before."""
+
+    where = "in the table's file"
+
     def __init__(self, sink: BrokenSink, scope: Scope) -> None:
         self._sink, self._scope = sink, scope
+        self._claim: tuple[Owner | None, int] = (None, 0)
 
-    def claim(self, owner: Owner) -> LedgerState:
+    def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
+        owner = successor(Head(None, 0, None, lambda: None, lambda: None))
         with closing(connect(self._sink.options.path)) as connection:
             (epoch,) = connection.execute("SELECT ifnull(max(epoch), 0) FROM owner").fetchone()
             connection.execute("INSERT INTO owner VALUES (?, ?)", (owner.id, epoch + 1))
-            return self._state(connection)
+        return Ok(epoch + 1)
 
-    def resume(self, owner_id: str) -> LedgerState:
+    def read(self) -> LedgerState:
+        """It is owned by whoever asks."""
+        state = self.peek()
+        self._claim = Owner(Anybody()), state.epoch
+        return replace(state, owner=self._claim[0])
+
+    def peek(self) -> LedgerState:
         with closing(connect(self._sink.options.path)) as connection:
             return self._state(connection)
 
-    def look(self) -> LedgerState:
-        return self.resume("")
-
-    def begin(self, begun: Begun) -> Outcome[None]:
+    def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
+        change = rule(Head(*self._claim, None, lambda: None, lambda: None))
+        if change is not None and change.decision is not None:
+            self._decide(change.decision)
         return Ok(None)
 
-    def decide(self, decision: Decision) -> Outcome[None]:
+    def _decide(self, decision: Decision) -> None:
         with closing(connect(self._sink.options.path)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             known = connection.execute("SELECT 1 FROM ledger WHERE batch = ?", (decision.batch,)).fetchone()
@@ -114,7 +141,6 @@ class Ledger:
                 (self._scope.incarnation, decision.batch, decision.to_json()),
             )
             connection.execute("COMMIT")
-        return Ok(None)
 
     def _add(self, connection: sqlite3.Connection, prepared: Prepared) -> None:
         rows: list[Row] = pickle.loads(Path(prepared.handle["file"]).read_bytes())
@@ -128,6 +154,9 @@ class Ledger:
 
     def history(self) -> list[Decision]:
         return []
+
+    def others(self) -> Sequence[OtherLedger]:
+        return ()
 
     def close(self) -> None:
         pass
@@ -203,8 +232,8 @@ class BrokenSink(SqliteSink):
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Any:
         return Writer(self.options.path, self.flaw == "sends_at_once", self.options.write.upserts)
 
-    def ledger(self, scope: Scope) -> Any:
-        return Ledger(self, scope)
+    def store(self, scope: Scope) -> Any:
+        return Store(self, scope)
 
     def committer(self, scope: Scope) -> Any:
         return Committer(self)

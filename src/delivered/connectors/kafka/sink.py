@@ -12,7 +12,7 @@ from delivered.connectors.kafka.settings import check_settings
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer
-from delivered.ledger.ledger import Ledger
+from delivered.ledger.store import Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
@@ -112,10 +112,10 @@ class KafkaSink:
         options |= {"startingOffsets": "earliest", "endingOffsets": "latest", "includeHeaders": "true"}
         return SourceScan(CONNECTOR.source(options))
 
-    def ledger(self, scope: Scope) -> Ledger:
+    def store(self, scope: Scope) -> Store:
         from delivered.connectors.kafka.store import KafkaStore
 
-        return Ledger(KafkaStore(self.options, scope), scope)
+        return KafkaStore(self.options, scope)
 
     def committer(self, scope: Scope) -> Committer:
         from delivered.connectors.kafka.committer import KafkaCommitter

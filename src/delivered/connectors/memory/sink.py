@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,12 +14,15 @@ from delivered.connectors.memory.options import MemorySinkOptions
 from delivered.connectors.memory.world import ROWS, World, world
 from delivered.connectors.memory.writer import SendingWriter, StagingWriter
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Ledger, Writer
+from delivered.contract.sink import Writer
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
+
+if TYPE_CHECKING:  # executors do without
+    from delivered.ledger.store import Store
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,10 @@ class MemorySink:
     def scan(self) -> MemoryScan:
         return MemoryScan(self.options.world)
 
-    def ledger(self, scope: Scope) -> Ledger:
+    def store(self, scope: Scope) -> Store:
         from delivered.connectors.memory.store import MemoryStore
-        from delivered.ledger.ledger import Ledger
 
-        return Ledger(MemoryStore(self._world, scope, self.options.commit), scope)
+        return MemoryStore(self._world, scope)
 
     def committer(self, scope: Scope) -> MemoryCommitter:
         return MemoryCommitter(self._world, scope, self.options.commit)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from delivered.connectors.memory.world import Answer, State, World
 from delivered.ledger.history import state_of
 from delivered.ledger.store import Change, Head
-from delivered.model.capability import Commit
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
@@ -21,10 +20,9 @@ class MemoryStore:
 
     where = "in memory"
 
-    def __init__(self, world: World, scope: Scope, commit: Commit) -> None:
+    def __init__(self, world: World, scope: Scope) -> None:
         self._world = world
         self._scope = scope
-        self._moves = commit is Commit.ONE_TRANSACTION
         self._room = world.room(scope)
 
     def read(self) -> LedgerState:
@@ -49,12 +47,11 @@ class MemoryStore:
             change = rule(self._head())
         if change is None:
             return Ok(None)
-        if change.decision is not None and self._moves:
-            # The transaction is open here and holds no lock: a driver that is paused in it blocks nobody.
-            for p in change.move:
-                facts = {"batch": change.decision.batch, "shard": p.shard}
-                reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
-                reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
+        # The transaction is open here and holds no lock: a driver that is paused in it blocks nobody.
+        for p in change.move:
+            facts = {"batch": change.decision.batch if change.decision else None, "shard": p.shard}
+            reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
+            reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
         self._world.gate()
 
         def arrive() -> Outcome[None]:
@@ -103,7 +100,7 @@ class MemoryStore:
         if change.begun is not None:
             self._room.begun[self._scope.incarnation] = change.begun
         staged = []
-        for p in change.move if self._moves else ():
+        for p in change.move:
             found = self._world.participants.get(int(p.handle["id"]))
             if found is None or found.state is not State.PREPARED:
                 return Failed(f"the staged rows of shard {p.shard} are gone")

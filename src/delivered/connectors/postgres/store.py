@@ -79,8 +79,7 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
         """The staging tables go with the transaction that empties them."""
         super()._move(connection, change)
         for prepared in change.move:
-            if KEY in prepared.handle:
-                self._staging.drop(connection, str(prepared.handle[KEY]))
+            self._staging.drop(connection, str(prepared.handle[KEY]))
 
     def _end_holders(self) -> None:
         import psycopg

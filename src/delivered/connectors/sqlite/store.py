@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from delivered.connectors.sqlite import stage, target
+from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.database import SqliteDatabase, begin, rollback, writing
 from delivered.connectors.sqlite.merge import Merging
 from delivered.connectors.sqlite.migrate import migrate, version_of
@@ -103,14 +103,13 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         return Ok(None) if found else Failed(str(reason))
 
     def _move(self, connection: sqlite3.Connection, change: Change) -> None:
-        participants = [p for p in change.move if stage.KEY in p.handle]  # else they lie in another system
         merging = None
-        if participants:
-            schema = staged_schema(self._options, self._scope, participants[0].handle)
+        if change.move:
+            schema = staged_schema(self._options, self._scope, change.move[0].handle)
             target.ready(connection, self._options, schema)
             if self._options.write.upserts:
                 merging = Merging(connection, self._options, schema)
-        for prepared in participants:
+        for prepared in change.move:
             facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
             self._add_shard(connection, prepared, merging)

@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.contract.finding import Finding
-from delivered.contract.sink import Committer, Ledger, Sink, Writer
+from delivered.contract.sink import Committer, Sink, Writer
 from delivered.kits.queue.columns import as_bytes
+from delivered.ledger.store import Store
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -59,8 +60,8 @@ class SendingSink(ABC):
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         """See `kits.queue.writer`."""
 
-    def ledger(self, scope: Scope) -> Ledger:
-        return self.ledger_sink.ledger(scope)
+    def store(self, scope: Scope) -> Store:
+        return self.ledger_sink.store(scope)
 
     def committer(self, scope: Scope) -> Committer:
         del scope

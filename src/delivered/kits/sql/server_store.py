@@ -107,14 +107,13 @@ class ServerStore(SqlStore[C]):
         raise AssertionError("not reached")
 
     def _move(self, connection: C, change: Change) -> None:
-        staged = [p for p in change.move if stage.KEY in p.handle]
-        self._staging.check_keys(connection, staged)
-        for prepared in staged:
+        self._staging.check_keys(connection, change.move)
+        for prepared in change.move:
             facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
             self._staging.move(connection, prepared)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
-        self._staging.delete(connection, staged)
+        self._staging.delete(connection, change.move)
 
     def _forget_incarnations(self, connection: C) -> None:
         super()._forget_incarnations(connection)

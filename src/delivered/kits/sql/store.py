@@ -71,8 +71,7 @@ class SqlStore(ABC, Generic[C]):
     def _move(self, connection: C, change: Change) -> None:
         """Inside the decision's transaction, make staged rows of `change.move` those of the table.
 
-        Reaches the crash points of `commit.apply` once per participant that staged. Participants that lie in another
-        system, or were prepared as transactions of their own, are left alone.
+        Reaches the crash points of `commit.apply` once per participant.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The deciding sink's ledger, for all sinks.
+"""The store of the sink that keeps the ledger, for all sinks.
 
 A change of sinks may change which ledger decides. Until the new one holds a decision of this checkpoint, the ledgers of
 the other sinks count: their state is read, projected to the new ledger's sink, and carried over. Their owners are
@@ -8,15 +8,17 @@ fenced: a driver may still run with the previous sinks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from delivered.contract.powers import KnowsOthers, SetsUp
-from delivered.contract.sink import Ledger, Member
+from delivered.contract.powers import SetsUp
+from delivered.contract.sink import Member
+from delivered.ledger.ledger import Ledger
+from delivered.ledger.store import Change, Head, Store
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope
 from delivered.model.outcome import Ok, Outcome
-from delivered.model.work import Begun, Decision, LedgerState, Owner
+from delivered.model.work import Decision, LedgerState, Owner
 
 FORGET_EVERY = 64
 """How often, in batches, the markers of other sinks are deleted."""
@@ -24,51 +26,65 @@ FORGET_EVERY = 64
 log = logging.getLogger(__name__)
 
 
-class GroupLedger:
-    """See `delivered.contract.sink.Ledger`."""
+class GroupStore:
+    """See `delivered.ledger.store.Store`."""
 
-    def __init__(self, scope: Scope, deciding: Ledger, others: Sequence[tuple[Member, Scope]]) -> None:
+    def __init__(self, scope: Scope, deciding: Store, others: Sequence[tuple[Member, Scope]]) -> None:
         self._scope = scope
         self._deciding = deciding
         self._others = others
-        self._ledgers = [member.sink.ledger(theirs) for member, theirs in others]
+        self._ledgers = [Ledger(member.sink.store(theirs), theirs) for member, theirs in others]
 
-    def claim(self, owner: Owner) -> LedgerState:
-        """The deciding ledger first, so that a driver superseded there fences nobody elsewhere."""
-        state = self._deciding.claim(owner)
-        for ledger in self._ledgers:
-            if ledger.look().owner is not None:
-                ledger.claim(owner)
-        return self._carried_on(state)
+    @property
+    def where(self) -> str:
+        return self._deciding.where
 
-    def resume(self, owner_id: str) -> LedgerState:
-        return self._carried_on(self._deciding.resume(owner_id))
+    def read(self) -> LedgerState:
+        return self._carried_on(self._deciding.read())
 
-    def look(self) -> LedgerState:
-        return self._carried_on(self._deciding.look())
+    def peek(self) -> LedgerState:
+        return self._carried_on(self._deciding.peek())
 
-    def begin(self, begun: Begun) -> Outcome[None]:
-        return self._deciding.begin(begun)
+    def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
+        """The deciding ledger first: a driver superseded there fences nobody elsewhere."""
+        asked: list[Owner] = []
 
-    def decide(self, decision: Decision) -> Outcome[None]:
-        outcome = self._deciding.decide(decision)
-        if isinstance(outcome, Ok) and decision.batch % FORGET_EVERY == 0:
-            self._forget(decision.batch)
+        def noted(head: Head) -> Owner:
+            asked.append(successor(head))
+            return asked[-1]
+
+        outcome = self._deciding.take(noted)
+        if isinstance(outcome, Ok) and self._ledgers and self._deciding.read().epoch == outcome.value:
+            for ledger in self._ledgers:
+                if ledger.look().owner is not None:
+                    ledger.claim(asked[-1])
+        return outcome
+
+    def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
+        decided: list[int] = []
+
+        def noted(head: Head) -> Change | None:
+            change = rule(head)
+            decided[:] = [] if change is None or change.decision is None else [change.decision.batch]
+            return change
+
+        outcome = self._deciding.write(noted)
+        if isinstance(outcome, Ok) and decided and decided[0] % FORGET_EVERY == 0:
+            self._forget(decided[0])
         return outcome
 
     def history(self) -> Iterable[Decision]:
         return self._deciding.history()
 
     def others(self) -> Sequence[OtherLedger]:
-        """See `delivered.contract.powers.KnowsOthers`: next to the deciding ledger, except this group's own."""
-        if not isinstance(self._deciding, KnowsOthers):
-            return ()
+        """All but this group's own."""
         own = {scope.sink for _, scope in self._others}
         found = self._deciding.others()
         return [o for o in found if not (o.pipeline == self._scope.pipeline and o.sink in own)]
 
     def close(self) -> None:
-        for ledger in (self._deciding, *self._ledgers):
+        self._deciding.close()
+        for ledger in self._ledgers:
             ledger.close()
 
     def _carried_on(self, state: LedgerState) -> LedgerState:
