@@ -162,7 +162,7 @@ def test_a_lost_reply_means_that_the_server_did_the_work(
 
 
 def test_a_late_commit_gets_in_when_its_sender_has_moved_on(drain: Drained, client: Client, proxy: SqlProxy) -> None:
-    proxy.add(Rule("COMMIT", NetworkFault.LATE_REQUEST, "INSERT", seconds=0.3))
+    proxy.add(Rule("COMMIT", NetworkFault.LATE_REQUEST, "INSERT", seconds=3))
     with pytest.raises(ERRORS), client() as connection:
         run(connection, "BEGIN")
         insert(connection, "late")

@@ -29,7 +29,7 @@ def test_pasted_from_top_to_bottom(installed: Callable[[str], Installed], tmp_pa
             (cache / fetched.name).symlink_to(fetched)
     (port,) = free_ports(1)
     readme = (ROOT / "README.md").read_text()
-    path = readme[readme.index("## Try it") : readme.index("## What can be had")].replace("9092", str(port))
+    path = readme[readme.index("## Try it") : readme.index("## Comparison")].replace("9092", str(port))
     blocks = [(kind, text) for kind, text in _BLOCK.findall(path)]
     assert [k for k, _ in blocks] == ["sh", "python", "python", "sh"]
     shells = [text for kind, text in blocks if kind == "sh"]

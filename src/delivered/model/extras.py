@@ -24,6 +24,7 @@ EXTRA_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
         "pulsar": ("pulsar-client", "pulsar"),
         "_pulsar": ("pulsar-client", "pulsar"),
         "fastavro": ("fastavro", "pulsar"),
+        "urllib3": ("urllib3", "pulsar"),
         "pika": ("pika", "rabbitmq"),
         "rocketmq": ("rocketmq-python-client", "rocketmq"),
         "grpc": ("grpcio", "rocketmq"),
