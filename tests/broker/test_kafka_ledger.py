@@ -66,7 +66,9 @@ def decision(scope: Scope, batch: int, owner: str = "first", participants: int =
         guarantee=EXACT,
         batch=batch,
         offsets=json.dumps({"t": {"0": batch}}),
-        participants=tuple(Prepared(s, 0, Fingerprint(1, s, batch), handle) for s in range(participants)),
+        participants=tuple(
+            Prepared(s, 0, Fingerprint(1, s, batch), handle, sink=scope.sink) for s in range(participants)
+        ),
         total=Fingerprint(batch + 1, 5, 6),
         given_up=Fingerprint(),
         decided_at_ms=time.time_ns() // 1_000_000,

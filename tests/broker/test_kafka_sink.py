@@ -48,7 +48,7 @@ def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 
         writer.abort()
         raise
     if guarantee is EXACT and handle:
-        assert rig.committer().commit(work, Prepared(0, 0, Fingerprint(), handle)) == Ok(None)
+        assert rig.committer().commit(work, Prepared(0, 0, Fingerprint(), handle, sink=work.scope.sink)) == Ok(None)
     return handle
 
 

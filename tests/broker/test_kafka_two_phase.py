@@ -203,7 +203,7 @@ def test_rows_that_waited_for_the_id_are_in_and_come_first(kafka: Any) -> None:
     writer.stage(rows(values[20:40]))
     writer.stage(rows(values[40:]))
     handle = writer.prepare(Fingerprint())
-    assert context.committer.commit(work, Prepared(0, 0, Fingerprint(), handle)) == Ok(None)
+    assert context.committer.commit(work, Prepared(0, 0, Fingerprint(), handle, sink=work.scope.sink)) == Ok(None)
     assert [m.value() for m in read_committed(kafka.bootstrap, rig.topic)] == values
 
 
@@ -301,7 +301,7 @@ def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any) 
     # One of the two pipelines recovers; the other's promise must hold.
     assert one.sink.committer(scopes[0]).abort_orphans(()) == Ok(1)
     kept = one.sink.committer(scopes[1])
-    assert kept.commit(works[1], Prepared(0, 0, Fingerprint(), handles[1])) == Ok(None)
+    assert kept.commit(works[1], Prepared(0, 0, Fingerprint(), handles[1], sink=works[1].scope.sink)) == Ok(None)
 
 
 def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
@@ -312,7 +312,9 @@ def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
         writer.stage(rows(rig.values_of(0, s)))
     writers[0].abort()
     handle = writers[1].prepare(Fingerprint())
-    assert context.committer.commit(rig.work(0, 1), Prepared(1, 0, Fingerprint(), handle)) == Ok(None)
+    assert context.committer.commit(rig.work(0, 1), Prepared(1, 0, Fingerprint(), handle, sink=rig.scope.sink)) == Ok(
+        None
+    )
     assert rig.visible() == rig.expected([0], [1])
 
 

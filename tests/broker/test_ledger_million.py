@@ -33,7 +33,9 @@ SECONDS_MAX = 60
 
 def text_of(scope: Scope) -> str:
     """A decision of four shards; the batch's number is written over its place."""
-    prepared = tuple(Prepared(i, 0, Fingerprint(1_000, 1 << 60, 1 << 60), {"path": "x" * 60}) for i in range(SHARDS))
+    prepared = tuple(
+        Prepared(i, 0, Fingerprint(1_000, 1 << 60, 1 << 60), {"path": "x" * 60}, sink="t") for i in range(SHARDS)
+    )
     made = Decision(
         scope, "owner", Guarantee.EXACTLY_ONCE, 987_654_321, "{}", prepared, Fingerprint(), Fingerprint(), 1
     )

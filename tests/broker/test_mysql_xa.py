@@ -45,7 +45,7 @@ class Hanging(LoadWriter):
         self.stage(rows(self._work.batch, self._work.shard))
         handle = self.prepare(Fingerprint(rows(0, 0).num_rows))
         self.session = kept[0]
-        return Prepared(self._work.shard, self._work.attempt, Fingerprint(), handle)
+        return Prepared(self._work.shard, self._work.attempt, Fingerprint(), handle, sink=self._work.scope.sink)
 
 
 def _KeepsOpen(options: Any, kept: list[Any]) -> Any:  # noqa: N802

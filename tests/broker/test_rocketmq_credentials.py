@@ -95,7 +95,7 @@ def test_good_credentials_work_and_others_are_refused(tmp_path: Path, monkeypatc
                     written(sink, Guarantee.AT_LEAST_ONCE)
             assert codes(RocketmqQueue(parse({**received, **who})).preflight()) == ["ROCKETMQ_CREDENTIALS"]
         sink = find_sink("rocketmq", {**transactions, **good})
-        prepared = Prepared(0, 0, Fingerprint(2), written(sink, Guarantee.EXACTLY_ONCE))
+        prepared = Prepared(0, 0, Fingerprint(2), written(sink, Guarantee.EXACTLY_ONCE), sink=sink.name)
         assert sink.committer(WORK.scope).commit(WORK, prepared) == Ok(None)
         rows = [r for b in scanned(sink) for r in b.to_pylist()]
         assert sorted(r["value"] for r in rows) == [b"a", b"b"]

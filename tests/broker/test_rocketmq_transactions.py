@@ -65,7 +65,7 @@ class Rig:
         """A shard, sent as a task does."""
         writer = self.sink.writer(self.work(batch, shard), EXACT, SCHEMA)
         writer.stage(pa.record_batch([[b"%d/%d/%d" % (batch, shard, n) for n in range(rows)]], schema=SCHEMA))
-        return Prepared(shard, 0, Fingerprint(rows), writer.prepare(Fingerprint(rows)))
+        return Prepared(shard, 0, Fingerprint(rows), writer.prepare(Fingerprint(rows)), sink="out")
 
     def shown(self) -> Counter[bytes]:
         return Counter(v for b in scanned(self.sink) for v in b.column("value").to_pylist())

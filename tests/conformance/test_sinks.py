@@ -65,7 +65,7 @@ def test_the_ledger_keeps_which_transform_a_batch_ran_with(rig: Rig) -> None:
     assert [(t.fingerprint, t.batch, t.after) for t in last.transforms] == [
         ("", 0, ""), ("a", 1, offsets(0)), ("b", 3, offsets(2))
     ]  # fmt: skip
-    assert last.transforms[2].accounts[""].total == rig.expected(0, 1, 2)
+    assert last.transforms[2].accounts[rig.scope.sink].total == rig.expected(0, 1, 2)
 
 
 @OVER_HTTP
@@ -118,7 +118,7 @@ def test_participants_of_other_sinks_are_recorded_and_left_alone(rig: Rig) -> No
     context = rig.context()
     plan = rig.plan(context, 0)
     own = tuple(m.prepared for m in rig.write(plan) if m.prepared is not None)
-    other = Prepared(0, 0, Fingerprint(7, 7, 7), {"only": "they know"}, "elsewhere")
+    other = Prepared(0, 0, Fingerprint(7, 7, 7), {"only": "they know"}, sink="elsewhere")
     total = sum((p.fingerprint for p in own), Fingerprint())
     accounts = {"elsewhere": Account(other.fingerprint)}
     decision = Decision(

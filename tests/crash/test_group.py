@@ -207,11 +207,15 @@ def test_two_sinks_of_one_name_are_refused() -> None:
 
 def second_sink_not_applied(patch: pytest.MonkeyPatch) -> None:
     honest = GroupCommitter.commit
-    patch.setattr(GroupCommitter, "commit", lambda self, w, p: Ok(None) if p.sink else honest(self, w, p))
+    patch.setattr(
+        GroupCommitter, "commit", lambda self, w, p: Ok(None) if p.sink != self._scope.sink else honest(self, w, p)
+    )
 
 
 def second_sink_not_aborted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupCommitter, "abort_orphans", lambda self, keep: self._by_id[""].abort_orphans(keep))
+    patch.setattr(
+        GroupCommitter, "abort_orphans", lambda self, keep: self._by_name[self._scope.sink].abort_orphans(keep)
+    )
 
 
 def every_sink_written_again(patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +228,7 @@ def every_sink_written_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def moved_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Decision, "to_move", property(lambda self: tuple(p for p in self.participants if not p.sink)))
+    patch.setattr(Decision, "to_move", property(lambda self: self.of(self.scope.sink)))
 
 
 def all_seen_as_own(patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +246,7 @@ def marker_of_the_deciding_sink_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         GroupCommitter,
         "was_committed",
-        lambda self, w: self._by_id[""].was_committed(replace(w, scope=replace(w.scope, sink="first"))),
+        lambda self, w: self._by_name[self._scope.sink].was_committed(replace(w, scope=replace(w.scope, sink="first"))),
     )
 
 

@@ -49,7 +49,7 @@ def staged(sink: DeltaSink, rows: pa.Table, batch: int = 0, scope: Scope = SCOPE
     for part in rows.to_batches():
         total += fingerprint(sink.records(part), 0)
         writer.stage(part)
-    return Prepared(shard, 0, total, writer.prepare(total))
+    return Prepared(shard, 0, total, writer.prepare(total), sink=scope.sink)
 
 
 def decision(batch: int, *prepared: Prepared, owner: str = "o") -> Decision:

@@ -86,7 +86,15 @@ def chain(*counts: int, guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> list[D
         total = total + own
         decisions.append(
             Decision(
-                Scope("p", "s", "i"), "owner", guarantee, batch, "{}", (Prepared(0, 0, own),), total, Fingerprint(), 0
+                Scope("p", "s", "i"),
+                "owner",
+                guarantee,
+                batch,
+                "{}",
+                (Prepared(0, 0, own, sink="s"),),
+                total,
+                Fingerprint(),
+                0,
             )
         )
     return decisions

@@ -65,7 +65,7 @@ def staged(sink: FilesSink, rows: pa.Table, batch: int = 0, shard: int = 0, guar
     for part in rows.to_batches():
         total += fingerprint(sink.records(part), 0)
         writer.stage(part)
-    return Prepared(shard, 0, total, writer.prepare(total))
+    return Prepared(shard, 0, total, writer.prepare(total), sink=SCOPE.sink)
 
 
 def decision(batch: int, *prepared: Prepared) -> Decision:

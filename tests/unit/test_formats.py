@@ -55,6 +55,10 @@ def test_record_without_a_format_is_read(kind: str, tmp_path: Path) -> None:
         case "decision":
             assert (found.batch, found.revision, found.total.count, found.given_up.count) == (41, 1, 100, 3)
             assert [p.fingerprint.count for p in found.participants] == [10, 2, 2]
+            assert [p.sink for p in found.participants] == ["kafka", "kafka", "audit"], (
+                "the ledger's sink was not named"
+            )
+            assert [*found.transforms[1].accounts] == ["kafka"]
             assert (found.transform, found.transforms[1].batch) == ("def", 40)
             assert json.loads(found.to_json()) == {"format": FORMAT, **json.loads(UNNUMBERED[kind])}
         case "owner":

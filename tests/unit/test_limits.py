@@ -46,7 +46,7 @@ def test_ids_fit_into_topic_names_and_prepared_transaction_ids() -> None:
 def test_a_usual_batch_is_far_below_the_limit_of_a_decision() -> None:
     """1000 shards with handles like Kafka's and offsets of 1000 partitions still fit."""
     handle = {"transactional_id": "delivered.pipeline.sink.0000.0", "producer_id": 2**40, "epoch": 32_000}
-    shards = tuple(Prepared(i, 0, Fingerprint(10**9, 2**64 - 1, 2**64 - 1), handle) for i in range(1000))
+    shards = tuple(Prepared(i, 0, Fingerprint(10**9, 2**64 - 1, 2**64 - 1), handle, sink="s") for i in range(1000))
     offsets = json.dumps({"topic": {str(p): 10**12 for p in range(1000)}})
     decision = Decision(
         Scope("p", "s", "i"), "o", Guarantee.EXACTLY_ONCE, 1, offsets, shards, Fingerprint(), Fingerprint(), 0

@@ -78,7 +78,7 @@ def run_one_batch(sink: Sink | SinkGroup, guarantee: Guarantee, shards: int = 2)
 
 
 def planned(sink: Sink | SinkGroup, guarantee: Guarantee) -> Plan:
-    members = sink.members if isinstance(sink, SinkGroup) else [Member("", sink.name, sink)]
+    members = sink.members if isinstance(sink, SinkGroup) else [Member(sink.name, sink)]
     plan = make_plan(
         Request(
             pipeline="orders",

@@ -142,7 +142,9 @@ def test_the_plan_of_transactions_says_what_readers_get() -> None:
 
 def test_batches_decided_as_transactions_are_not_passed_over_by_another_type() -> None:
     work = Work(Scope("p", "s", "i"), 3, 1)
-    prepared = Prepared(1, 0, Fingerprint(1), Handle("n", {"b": [HalfMessage(1, 2)]}, {"b": {0: 0}}).to_json())
+    prepared = Prepared(
+        1, 0, Fingerprint(1), Handle("n", {"b": [HalfMessage(1, 2)]}, {"b": {0: 0}}).to_json(), sink="out"
+    )
     outcome = find_sink("rocketmq", SINK).committer(work.scope).commit(work, prepared)
     assert isinstance(outcome, Unknown)
     assert "messageType=transaction" in outcome.reason

@@ -145,7 +145,8 @@ def test_what_travels_in_the_option_is_the_same_group(tmp_path: Path) -> None:
     sinks = pipeline.sinks
     text = packed(pipeline, plain_routes([s.projection for s in sinks]))
     made = unpacked({OPTION: text})
-    assert [(m.id, m.name) for m in made.members] == [("events", "events"), ("", "large")]
+    assert [m.name for m in made.members] == ["events", "large"]
+    assert (made.name, made.others) == ("large", {"events"})
     assert made.name == opened(pipeline)[0] == "large"
     assert pickle.loads(pickle.dumps(made)) == made
     with pytest.raises(UsageError, match="SINKS_OPTION"):
@@ -238,7 +239,7 @@ assert len(write_shard(sink, plan, 0, 0, iter(()), schema).participants) == 2
 
 
 def test_a_decision_is_the_same_text_for_one_sink_and_keeps_all_for_several() -> None:
-    own = Prepared(0, 0, Fingerprint(1, 2, 3), {"id": 1})
+    own = Prepared(0, 0, Fingerprint(1, 2, 3), {"id": 1}, sink="a")
     one = Decision(Scope("p", "a", "i"), "o", EXACTLY, 4, "x", (own,), Fingerprint(9, 9, 9), Fingerprint(), 7)
     assert "others" not in json.loads(one.to_json())
     assert "sink" not in json.loads(one.to_json())["participants"][0]
@@ -250,7 +251,7 @@ def test_a_decision_is_the_same_text_for_one_sink_and_keeps_all_for_several() ->
     assert replace(two, revision=1).to_move == ()
     told = two.for_sink("b")
     assert (told.scope.sink, told.total, told.others["a"].total) == ("b", account.total, one.total)
-    assert [p.sink for p in told.participants] == ["a", ""]
+    assert [p.sink for p in told.participants] == ["a", "b"]
     assert told.for_sink("a") == two
     assert two.projected("b").total == account.total
     assert two.projected("a") == one

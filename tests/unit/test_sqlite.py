@@ -73,7 +73,7 @@ def stage(sink: SqliteSink, table: pa.Table, shard: int = 0, scope: Scope = SCOP
     writer = sink.writer(Work(scope, batch, shard), EXACT, table.schema)
     for part in table.to_batches():
         writer.stage(part)
-    return Prepared(shard, 0, Fingerprint(table.num_rows), writer.prepare(Fingerprint()))
+    return Prepared(shard, 0, Fingerprint(table.num_rows), writer.prepare(Fingerprint()), sink=SCOPE.sink)
 
 
 def decision(*prepared: Prepared, owner: str = "me", batch: int = 0, scope: Scope = SCOPE) -> Decision:
@@ -355,7 +355,7 @@ def test_staged_file_that_is_not_what_was_prepared_is_not_decided(tmp_path: Path
     elif damage == "gone":
         path.unlink()
     else:
-        prepared = Prepared(1, 0, Fingerprint(99), prepared.handle)
+        prepared = Prepared(1, 0, Fingerprint(99), prepared.handle, sink=SCOPE.sink)
     outcome = claimed(sink).decide(decision(whole, prepared))
     assert isinstance(outcome, Failed)
     assert "DELIVERED_STAGED_" in outcome.reason
@@ -473,7 +473,7 @@ def test_p26_a_large_shard_takes_no_more_memory_than_a_small_one(tmp_path: Path)
         writer = sink.writer(Work(scope, 0, 0), Guarantee.EXACTLY_ONCE, schema)
         for i in range(rows // 1024):
             writer.stage(pa.record_batch([pa.array([i.to_bytes(4, "big") * 256] * 1024)], schema=schema))
-        prepared = Prepared(0, 0, Fingerprint(rows), writer.prepare(Fingerprint()))
+        prepared = Prepared(0, 0, Fingerprint(rows), writer.prepare(Fingerprint()), sink="t")
         print(peak_mib())
         outcome = ledger.decide(Decision(scope, "me", Guarantee.EXACTLY_ONCE, 0, "{}", (prepared,), Fingerprint(),
                                          Fingerprint(), 1))

@@ -97,7 +97,8 @@ def decision(last: Decision | None, transform: str, count: int = 10, offsets: st
     own = Fingerprint(count, count * 17 + batch, count * 31 + batch)
     return Decision(
         SCOPE, "owner", Guarantee.EXACTLY_ONCE, batch, offsets or json.dumps({"t": {"0": batch}}),
-        (Prepared(0, 0, own), Prepared(0, 0, own, sink="b")), (last.total if last else Fingerprint()) + own,
+        (Prepared(0, 0, own, sink=SCOPE.sink), Prepared(0, 0, own, sink="b")),
+        (last.total if last else Fingerprint()) + own,
         Fingerprint(), 0, others={"b": Account((last.others["b"].total if last else Fingerprint()) + own)},
         transforms=transforms_after(last, transform, batch),
     )  # fmt: skip
@@ -147,7 +148,7 @@ def test_versions_are_bounded_in_bytes_too() -> None:
     for i in range(20):
         last = decision(last, f"v{i}", offsets=json.dumps({"t": {str(p): i for p in range(3_000)}}))
     assert last is not None
-    assert len(json.dumps([t.to_json() for t in last.transforms])) <= TRANSFORM_VERSIONS_BYTES_MAX
+    assert len(json.dumps([t.to_json(SCOPE.sink) for t in last.transforms])) <= TRANSFORM_VERSIONS_BYTES_MAX
     assert (last.transforms[0].fingerprint, last.transforms[0].batch, last.transform) == (MIXED, 0, "v19")
     huge = decision(decision(None, "a", offsets='{"t": "' + "x" * TRANSFORM_VERSIONS_BYTES_MAX + '"}'), "b")
     assert huge.transforms == (TransformVersion(MIXED),)

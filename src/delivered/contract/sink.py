@@ -167,13 +167,11 @@ class Member:
     """One of several sinks that a batch is written to, all or nothing.
 
     Attributes:
-        id: as in `Prepared.sink`: empty for the sink that keeps the ledger, else its name.
-        name: in the pipeline.
+        name: in the pipeline; tells whose a participant is (`Prepared.sink`).
         route: None: all rows, all columns.
         dead_letters: it gets the dead letters of the others, through its route, and no rows.
     """
 
-    id: str
     name: str
     sink: Sink
     route: Route | None = None
@@ -191,7 +189,7 @@ class SinkGroup(Protocol):
 
     @property
     def members(self) -> Sequence[Member]:
-        """In the order in which they are prepared and applied. Exactly one has an empty id."""
+        """In the order in which they are prepared and applied."""
 
     @property
     def on_bad_row(self) -> OnBadRow:
@@ -199,7 +197,7 @@ class SinkGroup(Protocol):
 
     @property
     def others(self) -> frozenset[str]:
-        """Ids of all but the sink that keeps the ledger."""
+        """Names of all but the sink that keeps the ledger."""
 
     def check_schema(self, schema: pa.Schema) -> None:
         """As of a sink: rows before the routes."""

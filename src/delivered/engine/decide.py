@@ -163,7 +163,7 @@ def _decision(
         total = sum((p.fingerprint for p in participants if p.sink == sink), before.total)
         return Account(total, sum((m.given_up.get(sink, Fingerprint()) for m in shards), before.given_up))
 
-    own = account("", Account(last.total, last.given_up) if last else Account())
+    own = account(context.scope.sink, Account(last.total, last.given_up) if last else Account())
     before = last.others if last else {}
     return Decision(
         scope=context.scope,

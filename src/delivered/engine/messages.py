@@ -68,7 +68,7 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
         Refused: it has other rows. None of them was written.
     """
     rows = sum((m.compared for m in messages), Fingerprint())
-    rows += sum((p.fingerprint for p in written(messages) if not p.sink), Fingerprint())
+    rows += sum((p.fingerprint for p in written(messages) if p.sink == context.scope.sink), Fingerprint())
     if decided.holds(rows):
         return
     what = "different ones" if rows.count == decided.rows else str(rows.count)
@@ -88,7 +88,7 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
     Raises:
         InvariantBroken: a decision would lose a shard's records.
     """
-    sinks = sorted(("", *context.others))
+    sinks = sorted((context.scope.sink, *context.others))
     for m in messages:
         named = sorted(p.sink for p in m.participants if p.shard == m.shard)
         wrote = m.did is Action.WRITE and named == sinks and len(m.participants) == len(sinks)

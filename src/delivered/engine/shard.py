@@ -63,13 +63,15 @@ def write_shard(
         for batch in batches:
             for _ in _shared(lines, batch, plan.batch, shard):
                 pass  # counted
-        return ShardMessage(plan, shard, attempt, action, compared=next(n.total for n in lines if not n.member.id))
+        return ShardMessage(
+            plan, shard, attempt, action, compared=next(n.total for n in lines if n.scope == plan.scope)
+        )
     if action is Action.GIVE_UP:
         for batch in batches:
             for line, _ in _shared(lines, batch, plan.batch, shard):
                 line.total += line.dropped
                 line.dropped = Fingerprint()
-        return ShardMessage(plan, shard, attempt, Action.GIVE_UP, given_up={n.member.id: n.total for n in lines})
+        return ShardMessage(plan, shard, attempt, Action.GIVE_UP, given_up={n.scope.sink: n.total for n in lines})
     with ExitStack() as undo:
         for line in lines:
             if line.wanted:
@@ -82,7 +84,7 @@ def write_shard(
             undo.callback(line.abort_prepared, prepared)
         undo.pop_all()
     # Records of a written shard that the sink gave up unacknowledged: a count only, as it is unknown which.
-    dropped = {n.member.id: n.dropped for n in lines}
+    dropped = {n.scope.sink: n.dropped for n in lines}
     unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) + dropped[p.sink] for p in participants}
     return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered)
 
@@ -145,13 +147,13 @@ class _Line:
 
 def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
     """One for each sink that this shard is written to; with dead letters, also for those that reject rows."""
-    members = sink.members if isinstance(sink, SinkGroup) else (Member("", plan.scope.sink, sink),)
+    members = sink.members if isinstance(sink, SinkGroup) else (Member(plan.scope.sink, sink),)
     on_bad_row = sink.on_bad_row if isinstance(sink, SinkGroup) else OnBadRow.FAIL
     asked = plan.rewrite.get(shard)
-    wanted = [m for m in members if asked is None or m.id in asked]
+    wanted = [m for m in members if asked is None or m.name in asked]
     found = []
     for member in members if any(m.dead_letters for m in wanted) else wanted:
-        scope = replace(plan.scope, sink=member.id) if member.id else plan.scope
+        scope = replace(plan.scope, sink=member.name)
         found.append(_Line(member, scope, fingerprint_seed(scope), on_bad_row, member in wanted))
     return found
 
@@ -198,6 +200,6 @@ def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) 
         if line.writer is not None:
             reach(step, Moment.BEFORE, sink=line.scope.sink, **facts)
             # The writer learns the fingerprint only now: sinks that store it with the rows write it last.
-            prepared = Prepared(shard, attempt, line.total, line.writer.prepare(line.total), line.member.id)
+            prepared = Prepared(shard, attempt, line.total, line.writer.prepare(line.total), sink=line.scope.sink)
             yield line, prepared
             reach(step, Moment.AFTER, sink=line.scope.sink, **facts)

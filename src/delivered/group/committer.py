@@ -15,10 +15,9 @@ from delivered.model.work import Prepared
 class GroupCommitter:
     """See `delivered.contract.sink.Committer`."""
 
-    def __init__(self, committers: Mapping[str, tuple[str, Committer]], scope: Scope) -> None:
+    def __init__(self, committers: Mapping[str, Committer], scope: Scope) -> None:
         self._scope = scope
-        self._by_id = {i: committer for i, (_, committer) in committers.items()}
-        self._by_name = dict(committers.values())
+        self._by_name = committers
         self._is_set_up = False
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
@@ -28,14 +27,14 @@ class GroupCommitter:
         return self._named(work.scope.sink).was_committed(work)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        return self._by_id[prepared.sink].abort(prepared)
+        return self._named(prepared.sink).abort(prepared)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Abort every sink's orphans, even after a sink failed to answer: open transactions block its readers."""
         self._set_up()
         count = 0
         failure: Outcome[int] | None = None
-        for sink, committer in self._by_id.items():
+        for sink, committer in self._by_name.items():
             match committer.abort_orphans([p for p in keep if p.sink == sink]):
                 case Ok(gone):
                     count += gone
@@ -45,19 +44,19 @@ class GroupCommitter:
 
     def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`: of every sink that has it."""
-        known = [r.targets() for r in self._by_id.values() if isinstance(r, KnowsTarget)]
+        known = [r.targets() for r in self._by_name.values() if isinstance(r, KnowsTarget)]
         return {sink: target for targets in known for sink, target in targets.items()}
 
     def close(self) -> None:
-        for committer in self._by_id.values():
+        for committer in self._by_name.values():
             committer.close()
 
     def _set_up(self) -> None:
         """What a claim of its own ledger would have created at a sink."""
         if self._is_set_up:
             return
-        for sink, committer in self._by_id.items():
-            if sink and isinstance(committer, SetsUp):
+        for sink, committer in self._by_name.items():
+            if sink != self._scope.sink and isinstance(committer, SetsUp):
                 committer.set_up()
         self._is_set_up = True
 

@@ -42,7 +42,6 @@ class Group:
         """
         if dead_letter is not None:
             sinks = [*sinks, (*dead_letter, dead_letters_route(dead_letter[1]))]
-        first = LedgerPlace.among([sink.capability() for _, sink, _ in sinks]).sink
         names = [checked_name("sink", name or sink.name) for name, sink, _ in sinks]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
@@ -55,7 +54,7 @@ class Group:
         last = len(sinks) - 1 if dead_letter is not None else None
         return cls(
             tuple(
-                Member("" if i == first else name, name, sink, route, dead_letters=i == last)
+                Member(name, sink, route, dead_letters=i == last)
                 for i, (name, (_, sink, route)) in enumerate(zip(names, sinks, strict=True))
             ),
             on_bad_row,
@@ -63,7 +62,7 @@ class Group:
 
     @property
     def decider(self) -> Member:
-        return next(m for m in self.members if not m.id)
+        return self.members[LedgerPlace.among([m.sink.capability() for m in self.members]).sink]
 
     @property
     def name(self) -> str:
@@ -71,7 +70,7 @@ class Group:
 
     @property
     def others(self) -> frozenset[str]:
-        return frozenset(m.id for m in self.members if m.id)
+        return frozenset(m.name for m in self.members) - {self.name}
 
     def check_schema(self, schema: pa.Schema) -> None:
         empty = pa.RecordBatch.from_pylist([], schema=schema)
@@ -88,11 +87,12 @@ class Group:
     def store(self, scope: Scope) -> Store:
         from delivered.group.store import GroupStore
 
-        others = [(m, replace(scope, sink=m.name)) for m in self.members if m.id]
-        return GroupStore(scope, self.decider.sink.store(scope), others)
+        decider = self.decider
+        others = [(m, replace(scope, sink=m.name)) for m in self.members if m is not decider]
+        return GroupStore(scope, decider.sink.store(scope), others)
 
     def committer(self, scope: Scope) -> Committer:
         return GroupCommitter(
-            {m.id: (m.name, m.sink.committer(replace(scope, sink=m.name) if m.id else scope)) for m in self.members},
+            {m.name: m.sink.committer(replace(scope, sink=m.name)) for m in self.members},
             scope,
         )

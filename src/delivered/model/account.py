@@ -32,7 +32,7 @@ class TransformVersion:
         fingerprint: of the transform; empty: unknown; `transforms.MIXED`: several.
         batch: the first one.
         after: the sources' offsets at which the previous batch ended; empty: there was none.
-        accounts: what was decided before that batch, by sink, as `Prepared.sink` names it.
+        accounts: what was decided before that batch, by the sink's name.
     """
 
     fingerprint: str
@@ -40,15 +40,16 @@ class TransformVersion:
     after: str = ""
     accounts: Mapping[str, Account] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, ledger_sink: str) -> dict[str, Any]:
+        """A record leaves the name of the sink empty that keeps the ledger."""
         return {
             "fingerprint": self.fingerprint,
             "batch": self.batch,
             "after": self.after,
-            "accounts": {name: a.to_json() for name, a in self.accounts.items()},
+            "accounts": {"" if name == ledger_sink else name: a.to_json() for name, a in self.accounts.items()},
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TransformVersion:
-        accounts = {name: Account.from_json(a) for name, a in data["accounts"].items()}
+    def from_json(cls, data: Mapping[str, Any], ledger_sink: str) -> TransformVersion:
+        accounts = {name or ledger_sink: Account.from_json(a) for name, a in data["accounts"].items()}
         return cls(data["fingerprint"], data["batch"], data["after"], accounts)

@@ -24,14 +24,15 @@ def transforms_after(last: Decision | None, fingerprint: str, batch: int) -> tup
         return (TransformVersion(fingerprint, batch),) if fingerprint else ()
     if last.transform == fingerprint:
         return last.transforms
-    accounts = {"": Account(last.total, last.given_up), **last.others}
+    sink = last.scope.sink
+    accounts = {sink: Account(last.total, last.given_up), **last.others}
     known = [
         *(last.transforms or (TransformVersion(""),)),
         TransformVersion(fingerprint, batch, last.offsets, accounts),
     ]
     while len(known) > 1 and (
         len(known) > TRANSFORM_VERSIONS_KEPT
-        or len(json.dumps([t.to_json() for t in known])) > TRANSFORM_VERSIONS_BYTES_MAX
+        or len(json.dumps([t.to_json(sink) for t in known])) > TRANSFORM_VERSIONS_BYTES_MAX
     ):
         known[:2] = [replace(known[0], fingerprint=MIXED)]
     return tuple(known)

@@ -82,15 +82,14 @@ class Prepared:
         handle: all that another process needs to apply or abort it. JSON values only. Names the rows of this one
             writer: Spark restarts attempts at 0 when a batch or stage reruns, so two writers may share one `Work`.
             Empty if there is nothing to apply.
-        sink: where several sinks share a batch, the name of the one that prepared; empty: the sink that keeps the
-            ledger.
+        sink: name of the one that prepared.
     """
 
     shard: int
     attempt: int
     fingerprint: Fingerprint
     handle: Mapping[str, Any] = field(default_factory=dict)
-    sink: str = ""
+    sink: str = field(kw_only=True)
 
     @property
     def holds(self) -> bool:
@@ -98,23 +97,24 @@ class Prepared:
         not."""
         return bool(self.handle) and "given_up" not in self.handle
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, ledger_sink: str) -> dict[str, Any]:
+        """A record names all sinks but the one that keeps the ledger."""
         return {
             "shard": self.shard,
             "attempt": self.attempt,
             "fingerprint": str(self.fingerprint),
             "handle": dict(self.handle),
-            **({"sink": self.sink} if self.sink else {}),
+            **({"sink": self.sink} if self.sink != ledger_sink else {}),
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Prepared:
+    def from_json(cls, data: Mapping[str, Any], ledger_sink: str) -> Prepared:
         return cls(
             int(data["shard"]),
             int(data["attempt"]),
             Fingerprint.parse(data["fingerprint"]),
             dict(data["handle"]),
-            str(data.get("sink", "")),
+            sink=str(data.get("sink", ledger_sink)),
         )
 
 
@@ -141,7 +141,7 @@ class ShardMessage:
     @property
     def prepared(self) -> Prepared | None:
         """At the sink that keeps the ledger."""
-        return next((p for p in self.participants if not p.sink), None)
+        return next((p for p in self.participants if p.sink == self.plan.scope.sink), None)
 
 
 @dataclass(frozen=True)
@@ -184,21 +184,25 @@ class Decision:
     @property
     def fingerprint(self) -> Fingerprint:
         """Of this batch alone, at the sink that keeps the ledger."""
-        return sum((p.fingerprint for p in self.participants if not p.sink), Fingerprint())
+        return sum((p.fingerprint for p in self.of(self.scope.sink)), Fingerprint())
 
     @property
     def to_move(self) -> tuple[Prepared, ...]:
         """Whose rows the deciding transaction itself makes visible, if the ledger's sink commits so: its own, and only
         in the first decision of a batch. A later revision replaces participants of other sinks."""
-        return () if self.revision else tuple(p for p in self.participants if not p.sink)
+        return () if self.revision else self.of(self.scope.sink)
 
     @property
     def archived(self) -> Archived:
         """What is kept of this incarnation once its newest decision, this one, is forgotten."""
         return Archived.of(self.scope.incarnation, self.total, self.given_up)
 
+    def of(self, sink: str) -> tuple[Prepared, ...]:
+        """The participants at the sink of this name."""
+        return tuple(p for p in self.participants if p.sink == sink)
+
     def scope_of(self, prepared: Prepared) -> Scope:
-        return replace(self.scope, sink=prepared.sink) if prepared.sink else self.scope
+        return replace(self.scope, sink=prepared.sink)
 
     def total_of(self, sink: str) -> Fingerprint:
         """Running fingerprint at the sink of this name."""
@@ -211,30 +215,18 @@ class Decision:
         accounts = {**self.others, self.scope.sink: Account(self.total, self.given_up)}
         own = accounts.pop(sink, Account())
 
-        def called(name: str) -> str:
-            name = name or self.scope.sink
-            return "" if name == sink else name
-
-        def named(p: Prepared) -> Prepared:
-            return replace(p, sink=called(p.sink))
-
-        def renamed(t: TransformVersion) -> TransformVersion:
-            return replace(t, accounts={called(name): a for name, a in t.accounts.items()})
-
         return replace(
             self,
             scope=replace(self.scope, sink=sink),
-            participants=tuple(named(p) for p in self.participants),
             total=own.total,
             given_up=own.given_up,
             others=accounts,
-            transforms=tuple(renamed(t) for t in self.transforms),
         )
 
     def projected(self, sink: str) -> Decision:
         """This decision as if only `sink` were written: what an audit of that sink needs."""
         own = self.for_sink(sink)
-        return replace(own, participants=tuple(p for p in own.participants if not p.sink), others={})
+        return replace(own, participants=own.of(sink), others={})
 
     def to_json(self) -> str:
         return json.dumps(
@@ -247,14 +239,14 @@ class Decision:
                 "guarantee": self.guarantee.value,
                 "batch": self.batch,
                 "offsets": self.offsets,
-                "participants": [p.to_json() for p in self.participants],
+                "participants": [p.to_json(self.scope.sink) for p in self.participants],
                 "total": str(self.total),
                 "given_up": str(self.given_up),
                 "decided_at_ms": self.decided_at_ms,
                 "revision": self.revision,
                 **({"others": {n: a.to_json() for n, a in self.others.items()}} if self.others else {}),
                 **({"targets": dict(self.targets)} if self.targets else {}),
-                **({"transforms": [t.to_json() for t in self.transforms]} if self.transforms else {}),
+                **({"transforms": [t.to_json(self.scope.sink) for t in self.transforms]} if self.transforms else {}),
             },
             separators=(",", ":"),
             sort_keys=True,  # one text per decision, in any store
@@ -269,14 +261,14 @@ class Decision:
             guarantee=Guarantee(data["guarantee"]),
             batch=data["batch"],
             offsets=data["offsets"],
-            participants=tuple(Prepared.from_json(p) for p in data["participants"]),
+            participants=tuple(Prepared.from_json(p, data["sink"]) for p in data["participants"]),
             total=Fingerprint.parse(data["total"]),
             given_up=Fingerprint.parse(data["given_up"]),
             decided_at_ms=data["decided_at_ms"],
             revision=data["revision"],
             others={n: Account.from_json(a) for n, a in data.get("others", {}).items()},
             targets=dict(data.get("targets", {})),
-            transforms=tuple(TransformVersion.from_json(t) for t in data.get("transforms", ())),
+            transforms=tuple(TransformVersion.from_json(t, data["sink"]) for t in data.get("transforms", ())),
         )
 
 

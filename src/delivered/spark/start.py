@@ -101,7 +101,7 @@ def _once(pipeline: Pipeline, spark: SparkSession, frame: DataFrame, dedup: Dedu
     if not dedup.in_table:
         return without_repeats(frame, dedup)
     name, sinks = opened(pipeline)
-    sink = next(m.sink for m in sinks.members if not m.id) if isinstance(sinks, SinkGroup) else sinks
+    sink = next(m.sink for m in sinks.members if m.name == name) if isinstance(sinks, SinkGroup) else sinks
     shards = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
     return without_seen_repeats(frame, dedup, sink, pipeline.name, name, shards)
 

@@ -91,8 +91,7 @@ class DeltaCommitter:
             return newest[0] + 1, set()
         if self._options.write.upserts:  # staged rows are not what the table took in
             return newest[0], {record.writer} - {""}
-        participants = record.decision.participants
-        return newest[0], {writer for p in participants if not p.sink for writer in _writers(p)}
+        return newest[0], {writer for p in record.decision.of(self._scope.sink) for writer in _writers(p)}
 
 
 def _writers(prepared: Prepared) -> set[str]:

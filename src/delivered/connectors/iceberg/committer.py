@@ -85,7 +85,7 @@ class IcebergCommitter:
             # Of an archived incarnation nothing is open, and all of its files may count.
             long_past = records is not None and records.archived(incarnation) is not None
             return sys.maxsize if long_past else None, set()
-        named = {str(p.handle["writer"]) for p in decision.participants if not p.sink and "writer" in p.handle}
+        named = {str(p.handle["writer"]) for p in decision.of(self._scope.sink) if "writer" in p.handle}
         made = records.writer(incarnation)
         named |= {made} if made is not None else set()
         return decision.batch, {stage.writer_of(f"{writer}-") for writer in named}

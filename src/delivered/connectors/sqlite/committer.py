@@ -43,8 +43,8 @@ class SqliteCommitter:
             raise explained(error, self._options.path) from error
         finally:
             connection.close()
-        participants = Decision.from_json(row[0]).participants if row is not None else ()
-        return any(p.shard == work.shard and not p.sink for p in participants)
+        participants = Decision.from_json(row[0]).of(work.scope.sink) if row is not None else ()
+        return any(p.shard == work.shard for p in participants)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         if not prepared.handle:

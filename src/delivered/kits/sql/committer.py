@@ -234,8 +234,8 @@ class ServerCommitter(ABC, Generic[C]):
             row = connection.execute(
                 self._sql(f"SELECT decision FROM {{decision}} WHERE {_BATCHES} = :batch"), _values(work)
             ).fetchone()
-            participants = Decision.from_json(row[0]).participants if row else ()
-            return any(p.shard == work.shard and not p.sink and stage.KEY in p.handle for p in participants)
+            participants = Decision.from_json(row[0]).of(work.scope.sink) if row else ()
+            return any(p.shard == work.shard and stage.KEY in p.handle for p in participants)
 
         return self._ask(question)
 
