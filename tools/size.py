@@ -54,7 +54,9 @@ def _returned(protocol: type, name: str) -> list[type]:
     """Protocols of ours in what a method returns, at any depth of the annotation."""
     member = inspect.getattr_static(protocol, name, None)
     function = member.fget if isinstance(member, property) else member
-    open_: list[Any] = [typing.get_type_hints(function).get("return")] if function is not None else []
+    # Named in annotations alone, so that executors do not load it.
+    names = {"Store": importlib.import_module("delivered.ledger.store").Store}
+    open_: list[Any] = [typing.get_type_hints(function, localns=names).get("return")] if function is not None else []
     found = []
     while open_:
         kind = open_.pop()
