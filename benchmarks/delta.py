@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
-import tempfile
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,8 +78,6 @@ def spark_direct(running: bool = False) -> Case:
     Args:
         running: the query runs already; else its start and its end are in the time.
     """
-    from delivered.engine.direct import ArrowTransform, Direct
-    from delivered.spark.direct import mark_sink, mark_source
     from delivered.spark.session import session
 
     spark = session("bench", f"local[{CORES}]", {"spark.driver.memory": "1g"})
@@ -89,16 +85,7 @@ def spark_direct(running: bool = False) -> Case:
     parquet_source.register(spark)
 
     def writer(folder: str, table: str) -> DataStreamWriter:
-        reader = spark.readStream.format(parquet_source.FORMAT).option("path", folder).option("shards", CORES)
-        read = Direct(parquet_source.ParquetSource(folder, CORES), ArrowTransform())
-        return (
-            mark_sink(mark_source(reader).load().writeStream, read)
-            .format("delivered_delta")
-            .option("guarantee", "exactly_once")
-            .option("pipeline", uuid.uuid4().hex)
-            .option("path", table)
-            .option("checkpointLocation", tempfile.mkdtemp(prefix="bench-"))
-        )
+        return parquet_source.direct_stream(spark, folder, CORES, "exactly_once", "delta", path=table)
 
     if running:
         return parquet_source.Running(lambda folder, table: writer(folder, table).start())

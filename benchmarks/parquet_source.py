@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from delivered.model.capability import SourceCapability
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 FORMAT = "delivered_bench_parquet"
 
@@ -97,6 +98,30 @@ def register(spark: SparkSession) -> None:
             return ParquetSource(options["path"], int(options["shards"]))
 
     spark.dataSource.register(BenchParquet)
+
+
+def direct_stream(
+    spark: SparkSession, folder: str, shards: int, guarantee: str, system: str, **options: str
+) -> DataStreamWriter:
+    """A stream of the files into a sink, as `Pipeline` makes it where no operation of Spark's stands between them."""
+    from pyspark.cloudpickle import dumps
+
+    from delivered.engine.direct import ArrowTransform, Direct
+    from delivered.model.guarantee import Guarantee
+    from delivered.pipeline.spec import OPTION, PipelineSpec, SinkSpec
+
+    checkpoint = tempfile.mkdtemp(prefix="bench-")
+    spec = PipelineSpec(
+        pipeline=uuid.uuid4().hex,
+        guarantee=Guarantee.parse(guarantee),
+        sinks=(SinkSpec(system, options),),
+        checkpoint=checkpoint,
+        direct=dumps(Direct(ParquetSource(folder, shards), ArrowTransform())),
+        start=uuid.uuid4().hex,
+    )
+    reader = spark.readStream.format(FORMAT).option("path", folder).option("shards", shards)
+    writer = reader.option(OPTION, spec.to_option()).load().writeStream.format(f"delivered_{system}")
+    return writer.option(OPTION, spec.to_option()).option("checkpointLocation", checkpoint)
 
 
 class Running:

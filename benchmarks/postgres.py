@@ -191,15 +191,10 @@ def _writer(
     spark: SparkSession, world: World, folder: str, table: str, guarantee: str, mechanism: str, direct: bool
 ) -> DataStreamWriter:
     if direct:
-        from delivered.engine.direct import ArrowTransform, Direct
-        from delivered.spark.direct import mark_sink, mark_source
-
-        reader = spark.readStream.format(parquet_source.FORMAT).option("path", folder).option("shards", CORES)
-        read = Direct(parquet_source.ParquetSource(folder, CORES), ArrowTransform())
-        writer = mark_sink(mark_source(reader).load().writeStream, read)
-    else:
-        schema = spark.read.parquet(folder).schema
-        writer = spark.readStream.schema(schema).parquet(folder).coalesce(CORES).writeStream
+        options = {"url": world.url, "dbtable": table, "mechanism": mechanism}
+        return parquet_source.direct_stream(spark, folder, CORES, guarantee, "postgres", **options)
+    schema = spark.read.parquet(folder).schema
+    writer = spark.readStream.schema(schema).parquet(folder).coalesce(CORES).writeStream
     return (
         writer.format("delivered_postgres")
         .option("guarantee", guarantee)

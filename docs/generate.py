@@ -11,7 +11,7 @@ from docs import behaviours, benchmark, pitfalls, support, verified
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
 from delivered.pipeline.schema import as_text
-from delivered.spark.settings import PIPELINE_OPTIONS
+from delivered.pipeline.spec import PIPELINE_OPTIONS
 
 DOCS = Path(__file__).parent
 

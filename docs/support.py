@@ -12,7 +12,7 @@ import delivered
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import connectors
-from delivered.planner.plan import Plan, Refusal
+from delivered.planner.answer import Plan, Refusal
 
 GUARANTEES = tuple(reversed(Guarantee))
 

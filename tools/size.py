@@ -67,14 +67,14 @@ def _returned(protocol: type, name: str) -> list[type]:
 
 
 def import_cycles() -> list[list[str]]:
-    """Modules that import each other, directly or by way of others, imports within functions included."""
-    graph = grimp.build_graph("delivered", exclude_type_checking_imports=True)
+    """Modules that import each other, directly or by way of others; imports in functions and for types count, too."""
+    graph = grimp.build_graph("delivered")
     cycles, seen = [], set[str]()
     for module in sorted(graph.modules):
         if module in seen:
             continue
         circle = graph.find_upstream_modules(module) & graph.find_downstream_modules(module)
-        if circle:
+        if circle - {module}:
             cycles.append(sorted(circle | {module}))
             seen |= circle
     return cycles

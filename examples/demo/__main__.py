@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import delivered
-from delivered.audit.table import render
+from delivered.audit.report import render
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -12,8 +12,7 @@ from rich import box
 from rich.table import Table
 
 from delivered.audit.page import Row, page
-from delivered.audit.report import AuditReport
-from delivered.audit.table import as_text
+from delivered.audit.report import AuditReport, as_text
 
 _COLUMNS = ("sent", "delivered", "lost", "duplicated", "given up")
 

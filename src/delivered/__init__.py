@@ -47,10 +47,9 @@ if TYPE_CHECKING:
     )
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
-    from delivered.planner.plan import Plan, Refusal
-    from delivered.spark.formats import register
+    from delivered.planner.answer import Plan, Refusal
     from delivered.spark.pipeline import Pipeline
-    from delivered.spark.session import session
+    from delivered.spark.session import register, session
 
 _WHERE = {
     "AuditReport": "delivered.audit.report",
@@ -66,9 +65,9 @@ _WHERE = {
     "MissingExtra": "delivered.model.errors",
     "OutcomeUnknown": "delivered.model.errors",
     "Pipeline": "delivered.spark.pipeline",
-    "Plan": "delivered.planner.plan",
+    "Plan": "delivered.planner.answer",
     "PromiseBroken": "delivered.model.errors",
-    "Refusal": "delivered.planner.plan",
+    "Refusal": "delivered.planner.answer",
     "Refused": "delivered.model.errors",
     "ReplayDiffers": "delivered.model.errors",
     "Transform": "delivered.pipeline.transform",
@@ -85,7 +84,7 @@ _WHERE = {
     "mysql": "delivered.pipeline.endpoint",
     "postgres": "delivered.pipeline.endpoint",
     "receive": "delivered.pipeline.receive",
-    "register": "delivered.spark.formats",
+    "register": "delivered.spark.session",
     "session": "delivered.spark.session",
     "sqlite": "delivered.pipeline.endpoint",
     "transform": "delivered.pipeline.transform",

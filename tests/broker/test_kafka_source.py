@@ -18,10 +18,10 @@ from confluent_kafka import Consumer, TopicPartition
 from tests.broker.source_help import Transactions, positions, produce, read_all, read_range, source, values
 from tests.kafka_tools import read_committed
 
+from delivered.checkpoint.offset_metadata import FILE, stream_driver
 from delivered.connectors.kafka import reader
 from delivered.contract.source import Slice, Source
 from delivered.model.errors import InvariantBroken, UsageError
-from delivered.spark.offset_metadata import FILE, stream_driver
 
 
 def test_columns_are_those_of_sparks_own_source(kafka: Any) -> None:

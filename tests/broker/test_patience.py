@@ -18,7 +18,7 @@ import yaml
 import delivered
 from delivered.connectors.log.produce import append
 from delivered.model.errors import Unreachable
-from delivered.pipeline.patience import patiently
+from delivered.model.patience import patiently
 from delivered.planner import Plan, Refusal
 
 RUN = [sys.executable, "-m", "delivered.cli.main", "run"]

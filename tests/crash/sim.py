@@ -25,19 +25,20 @@ import pyarrow as pa
 
 from delivered.connectors.memory import CONNECTOR
 from delivered.connectors.memory.world import ROWS, Answer, State, make_world
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.sink import Member, Sink, SinkGroup
 from delivered.engine.context import Context
 from delivered.engine.decide import abort_batch, commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model import step
-from delivered.model.capability import Commit
+from delivered.model.capability import Commit, SourceCapability
 from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.step import ROLE_OF_STEP, Moment, Role, StepId
 from delivered.model.work import BatchPlan, CheckpointView, Decision, Owner, ShardMessage, Tolerance
+from delivered.planner import CheckpointFacts, Plan, Request, SinkFacts, SourceFacts, make_plan
 
 T = TypeVar("T")
 HOWS = ("kill", "tree", "fail", "zombie", "zombie_task")
@@ -104,6 +105,7 @@ class Driver:
 
     def __init__(self, sim: Sim, owner: str) -> None:
         self.sim = sim
+        sim.hold()
         self.process = Process(owner)
         scope = Scope("p", sim.sink.name, sim.checkpoint.incarnation)
         self.planner, self.committer = (
@@ -141,6 +143,22 @@ class Driver:
                 raise
 
 
+def planned(sink: Sink | SinkGroup, guarantee: Guarantee) -> Plan:
+    """What the planner says of a pipeline with this sink."""
+    members = sink.members if isinstance(sink, SinkGroup) else [Member(sink.name, sink)]
+    plan = make_plan(
+        Request(
+            pipeline="orders",
+            guarantee=guarantee,
+            source=SourceFacts("log in", SourceCapability("log", replayable=True)),
+            sinks=tuple(SinkFacts(m.name, "sink", m.sink.capability()) for m in members),
+            checkpoint=CheckpointFacts("/checkpoint"),
+        )
+    )
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
 def _travel(value: T) -> T:
     copy: T = pickle.loads(pickle.dumps(value))
     return copy
@@ -173,6 +191,8 @@ class Sim:
     errors: list[BaseException] = field(default_factory=list)
     reached: Counter[str] = field(default_factory=Counter)
     starts: int = 0
+    guarantees: set[Guarantee] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.name = f"sim-{id(self)}"
@@ -191,6 +211,14 @@ class Sim:
     def make_sink(self) -> Sink | SinkGroup:
         return CONNECTOR.sink({"world": self.name, "commit": self.commit.value})
 
+    def hold(self) -> None:
+        """From here on the steps of this guarantee's plan may be reached. A batch that was decided is finished under
+        its own guarantee."""
+        if self.guarantee not in self.guarantees:
+            plan = planned(self.sink, self.guarantee)
+            self.guarantees.add(self.guarantee)
+            self.held |= {step.id.value for step in (*plan.steps, *plan.recovery)}
+
     # -- the world's side --------------------------------------------------------------------------------------
 
     def gate(self) -> None:
@@ -208,6 +236,8 @@ class Sim:
     def reach(self, point: str, facts: dict[str, object]) -> None:
         self.gate()
         self.reached[point] += 1
+        if point.partition(":")[0] not in self.held:
+            self.problems.append(f"{point} is reached, and no plan of {sorted(self.guarantees)} holds it")
         self.watch(point)
         for crash, pause in self._pauses:
             if crash.resume == point and not getattr(self._local, "zombie", False):

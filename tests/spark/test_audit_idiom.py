@@ -10,7 +10,7 @@ import yaml
 
 import delivered
 from delivered.audit.classes import Counts, Verdict
-from delivered.spark import first_offsets
+from delivered.checkpoint import first_offsets
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,13 +14,13 @@ import pytest
 
 import delivered
 from delivered.audit.classes import Counts, Damage, Verdict
+from delivered.audit.request import AuditRequest
 from delivered.connectors.log import append
 from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
 from delivered.planner import Plan
 from delivered.spark.audit import audit
-from delivered.spark.audit_spec import AuditSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -59,8 +59,8 @@ def copy(ran: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def spec(folder: Path, **changes: Any) -> AuditSpec:
-    made = AuditSpec(
+def spec(folder: Path, **changes: Any) -> AuditRequest:
+    made = AuditRequest(
         pipeline="audited",
         guarantee=Guarantee.EXACTLY_ONCE,
         checkpoint=str(folder / "checkpoint"),

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 
 from delivered.audit.classes import Counts, Verdict
+from delivered.audit.request import AuditRequest
 from delivered.connectors.log import append
 from delivered.model.guarantee import Guarantee
 from delivered.pipeline.registry import find_sink, find_source
 from delivered.spark.audit import audit
-from delivered.spark.audit_spec import AuditSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -64,8 +64,8 @@ def deliver(spark: SparkSession, folder: Path, partitions: int) -> Path:
     return folder
 
 
-def spec(folder: Path, **mode: str) -> AuditSpec:
-    return AuditSpec(
+def spec(folder: Path, **mode: str) -> AuditRequest:
+    return AuditRequest(
         pipeline="audited",
         guarantee=Guarantee.EXACTLY_ONCE,
         checkpoint=str(folder / "checkpoint"),

@@ -20,8 +20,7 @@ import pytest
 import yaml
 
 import delivered
-from delivered.audit.classes import Counts, Verdict
-from delivered.audit.report import DedupCounts
+from delivered.audit.classes import Counts, DedupCounts, Verdict
 from delivered.connectors.log import append
 from delivered.testing import supervisor
 

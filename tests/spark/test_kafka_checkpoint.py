@@ -20,7 +20,7 @@ from tests.kafka_tools import produce, read_committed
 import delivered
 from delivered.brokers.fetch import fetch_jars
 from delivered.brokers.java import java_home
-from delivered.spark.offset_metadata import FILE
+from delivered.checkpoint.offset_metadata import FILE
 from delivered.testing.supervisor import run
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(kafka: Any, spark: SparkSess
 def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
     kafka: Any, spark: SparkSession, tmp_path: Path
 ) -> None:
-    """The source does not know the checkpoint; the sink keeps the topic's id for it and compares."""
+    """`start()` tells the source its checkpoint, where it keeps the topic's id."""
     delivered.register(spark)
     source, sink = kafka.topic(1), kafka.topic(1)
 
@@ -159,9 +159,11 @@ def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
         assert time.monotonic() < deadline
     kafka.topic(1, name=source)
     produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(100, 140)))
-    for _ in range(2):  # as the batch is planned anew, and as a start finds it logged
-        with pytest.raises(StreamingQueryException, match=f"DATA_LOST.*{source} was deleted and made again"):
+    before = logged(tmp_path / "checkpoint")
+    for _ in range(2):
+        with pytest.raises(StreamingQueryException, match=f"DATA_LOST.*{source}-0 was deleted and made again"):
             run_once()
+        assert logged(tmp_path / "checkpoint") == before, "it is noticed before Spark logs a batch of it"
     assert seen() == list(range(15))
 
 

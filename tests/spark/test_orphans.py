@@ -13,9 +13,7 @@ from tests.spark.log_to_sqlite import produce, rows, until
 
 import delivered
 from delivered.engine.context import open_ledger
-from delivered.model.identity import Scope
-from delivered.spark.messages import translated
-from delivered.spark.sinks import opened
+from delivered.model.translate import translated
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,8 +65,9 @@ def test_a_query_restarts_beside_its_own_orphans(spark: SparkSession, tmp_path: 
     query = other.start(spark)
     until(lambda: rows(second) == 20 or not query.isActive)
     query.stop()
-    name, sink = opened(other)
-    ledger = open_ledger(sink, Scope(other.name, name, str(query.id)))
+    spec = other.spec
+    sink = spec.open()
+    ledger = open_ledger(sink, spec.scope(sink, str(query.id)))
     owner = ledger.look().owner
     ledger.close()
     assert owner is not None and owner.process == jvm(spark).pid

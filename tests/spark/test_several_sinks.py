@@ -74,7 +74,7 @@ def test_rows_and_columns_of_each_sink(spark: SparkSession, tmp_path: Path) -> N
     """Expressions see only their own sink's rows; none may add rows or lose them."""
     from delivered.group import Columns
     from delivered.pipeline.projection import parse_projection
-    from delivered.spark.sinks import projected, routed
+    from delivered.spark.rows import projected, routed
 
     frame = spark.createDataFrame([("a", "1"), ("b", "x"), ("c", None)], "key string, value string")
     numbers = parse_projection(["key", "CAST(value AS INT) AS number"], "value RLIKE '^[0-9]+$'")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from delivered.audit.classes import Counts, Damage, Verdict
+from delivered.audit.classes import Counts, Damage, Fingerprints, PartitionLine, Sample, Verdict
 from delivered.audit.judge import judged, with_earlier
-from delivered.audit.report import AuditReport, Fingerprints, PartitionLine, Sample
+from delivered.audit.report import AuditReport
 from delivered.audit.versions import Earlier
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee

@@ -9,10 +9,9 @@ from html import unescape
 
 import pytest
 
-from delivered.audit.classes import Counts, Damage
+from delivered.audit.classes import Counts, Damage, Fingerprints, PartitionLine, Sample
 from delivered.audit.history import check_history
-from delivered.audit.report import AuditReport, Fingerprints, PartitionLine, Sample
-from delivered.audit.table import as_text
+from delivered.audit.report import AuditReport, as_text
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope

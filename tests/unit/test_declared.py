@@ -13,7 +13,7 @@ import pytest
 
 from delivered.model.errors import MissingExtra
 from delivered.model.extras import EXTRA_OF, missing_extra
-from delivered.spark.messages import translated
+from delivered.model.translate import translated
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import delivered
+from delivered.audit.dedup import STRETCHES_MAX, Stretch, stretches
+from delivered.checkpoint import dedup as dedup_kept
 from delivered.model.dedup import TABLE, Dedup
 from delivered.model.errors import InvariantBroken, Refused, UsageError
-from delivered.pipeline.load import load_text
-from delivered.spark import dedup_kept
-from delivered.spark.audit_dedup import STRETCHES_MAX, Stretch, stretches
+from delivered.pipeline.file import load_text
 from delivered.spark.pipeline import Pipeline
 
 HOUR = delivered.dedup("key", within="1 hour")
@@ -64,15 +64,15 @@ sinks: [{format: sqlite, path: /nowhere/x.db, table: orders}]
 
 
 def test_in_a_file() -> None:
-    made = Pipeline.from_spec(load_text(TEXT), Path())
+    made = Pipeline.from_parsed(load_text(TEXT), Path())
     assert made.dedup == Dedup(("key",), 3_600_000, "timestamp", drops_late=True)
-    made = Pipeline.from_spec(load_text(TEXT, overrides={"dedup.within": "2 hours"}), Path())
+    made = Pipeline.from_parsed(load_text(TEXT, overrides={"dedup.within": "2 hours"}), Path())
     assert made.dedup is not None
     assert made.dedup.within == "2 hours"
     with pytest.raises(UsageError, match=r"line 5: unknown key 'dedup.withn'; known: by, within, time, late, memory"):
         load_text(TEXT.replace("within", "withn"))
     with pytest.raises(UsageError, match="DEDUP_VALUE"):
-        Pipeline.from_spec(load_text(TEXT), Path()).__class__(
+        Pipeline.from_parsed(load_text(TEXT), Path()).__class__(
             name="orders",
             guarantee="exactly_once",
             checkpoint="c",
@@ -83,10 +83,10 @@ def test_in_a_file() -> None:
 
 
 def test_the_plan_says_what_is_forgotten_and_is_refused_where_nobody_knows() -> None:
-    made = Pipeline.from_spec(load_text(TEXT), Path())
+    made = Pipeline.from_parsed(load_text(TEXT), Path())
     assert "2 hours past that first record" in str(made.plan(offline=True))
     for guarantee in delivered.Guarantee:
-        made = Pipeline.from_spec(load_text(TEXT.replace(", late: drop", "")), Path())
+        made = Pipeline.from_parsed(load_text(TEXT.replace(", late: drop", "")), Path())
         made.guarantee = guarantee
         answer = made.plan(offline=True)
         assert isinstance(answer, delivered.Refusal)
@@ -138,7 +138,7 @@ def test_a_range_is_cut_where_batches_ended() -> None:
 
 
 def test_a_table_in_a_file() -> None:
-    made = Pipeline.from_spec(load_text(TEXT.replace("late: drop", "memory: table")), Path())
+    made = Pipeline.from_parsed(load_text(TEXT.replace("late: drop", "memory: table")), Path())
     assert made.dedup == Dedup(("key",), 3_600_000, "timestamp", kind=TABLE)
     with pytest.raises(UsageError, match="DEDUP_LATE_TABLE"):
         delivered.dedup("key", within="1 hour", late="drop", memory="table")

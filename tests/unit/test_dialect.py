@@ -17,8 +17,8 @@ from delivered.model.capability import Commit, SinkCapability, SourceCapability
 from delivered.model.dialect import in_file_words, shown, starting_at
 from delivered.model.errors import Refused, Unreachable, UsageError
 from delivered.model.guarantee import Guarantee
+from delivered.model.translate import translated
 from delivered.planner import CheckpointFacts, Refusal, Request, SinkFacts, SourceFacts, make_plan, to_text
-from delivered.spark.messages import translated
 
 SRC = Path(__file__).parents[2] / "src" / "delivered"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from delivered.checkpoint import first_offsets
 from delivered.connectors.kafka.markers import read_marker
 from delivered.connectors.log.produce import append
 from delivered.connectors.log.progress import read_progress
@@ -17,7 +18,6 @@ from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.record_format import FORMAT, LOG_PROPERTY
 from delivered.model.work import Begun, Decision, Owner
-from delivered.spark import first_offsets
 
 UNNUMBERED: dict[str, str] = json.loads((Path(__file__).parent / "formats" / "unnumbered.json").read_text())
 """As they were written before formats were numbered."""

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivered.checkpoint.offset_metadata import FILE, OffsetMetadata
 from delivered.connectors.kafka.offsets import LASTING, METADATA
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
-from delivered.spark.offset_metadata import FILE, OffsetMetadata
 
 IDS, FIRST, FROM = "#topic ids", "#first", "#from"
 

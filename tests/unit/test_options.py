@@ -12,7 +12,7 @@ from delivered.contract.connector import Connector, Made
 from delivered.model.errors import UsageError
 from delivered.model.options import Options, OptionTable, option, redacted, whole
 from delivered.pipeline.registry import connectors
-from delivered.spark.settings import PIPELINE_OPTIONS
+from delivered.pipeline.spec import PIPELINE_OPTIONS
 
 ALL = {**connectors(), "memory": MEMORY}
 PARTS = [

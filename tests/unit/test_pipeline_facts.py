@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,20 +16,20 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 import delivered
+from delivered.checkpoint import first_offsets
 from delivered.connectors.log.produce import append
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
+from delivered.engine.owner import living
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.model.errors import InvariantBroken, OutcomeUnknown
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.translate import translated
 from delivered.model.work import CheckpointView, Owner
+from delivered.pipeline.spec import Reading
 from delivered.planner import Plan, Refusal
-from delivered.spark import first_offsets
-from delivered.spark.facts import living
-from delivered.spark.handover import told
-from delivered.spark.messages import translated
 from delivered.spark.readers import StreamReader
 
 ROWS = pa.schema([pa.field("value", pa.binary())])
@@ -192,68 +191,35 @@ def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
     """A source at "latest" must mean the same place when batch 0 runs again: what came in between would be lost."""
     made = pipeline(tmp_path)
     source = made.source.with_options(startingOffsets="latest").source()
-    first = first_offsets.keep(made.checkpoint, source)
+    first = first_offsets.keep(made.checkpoint, source.driver().initial)
+    assert first is not None
     append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
     assert source.driver().initial() != first
-    assert first_offsets.keep(made.checkpoint, source) == first
+    assert first_offsets.keep(made.checkpoint, source.driver().initial) == first
     assert first_offsets.kept(made.checkpoint) == first
     explicit = made.source.with_options(startingOffsets=json.dumps(first)).source()
     assert explicit.driver().initial()["offsets"] == first["offsets"]
     assert [p.name for p in (Path(made.checkpoint) / "delivered").iterdir()] == ["source-offsets.json"]
 
 
-def test_batch_0_of_the_idiom_begins_where_it_began_if_the_source_knows_the_checkpoint(tmp_path: Path) -> None:
-    """The source tells the sink, which keeps it: with another "latest" what lies between would be lost."""
+def test_batch_0_begins_where_it_began_if_the_source_knows_the_checkpoint(tmp_path: Path) -> None:
+    """With another "latest" what lies between would be lost. In the idiom `start()` tells the source the checkpoint."""
     made = pipeline(tmp_path)
     source = made.source.with_options(startingOffsets="latest").source()
-    reader = StreamReader(source, False, driver_id="d" * 32, checkpoint=made.checkpoint)
+    reader = StreamReader(source, Reading(made.checkpoint))
     began = reader.initialOffset()
     append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
     end = reader.latestOffset(began, ReadAllAvailable())
-    assert told("d" * 32, json.dumps(end)).start is None
-    reader.partitions(began, end)
-    assert told("other", json.dumps(end)).start is None
-    assert told("d" * 32, json.dumps(end)).start == began
+    assert reader.partitions(began, end)
     reader.stop()
-    assert told("d" * 32, json.dumps(end)).start is None
-    first_offsets.note(made.checkpoint, began)
+    assert first_offsets.kept(made.checkpoint) == began
 
-    again = StreamReader(source, False, driver_id="e" * 32, checkpoint=made.checkpoint)
+    again = StreamReader(source, Reading(made.checkpoint))
     assert again.initialOffset() == began != source.driver().initial()
-    # Two queries that end at one place and began at two: nothing is said.
-    again.partitions(began, end)
-    elsewhere = StreamReader(source, False, driver_id="e" * 32)
-    elsewhere.partitions(elsewhere.initialOffset(), end)
-    assert told("e" * 32, json.dumps(end)).start is None
-    elsewhere.stop()
-    assert told("e" * 32, json.dumps(end)).start == began
     again.stop()
-    assert told("e" * 32, json.dumps(end)).start is None
-    assert not [
-        p for p in Path(tempfile.gettempdir()).glob("delivered-batch-*") if p.name[-32:] in ("d" * 32, "e" * 32)
-    ]
-
-
-def test_batch_0_that_runs_again_begins_where_it_began(tmp_path: Path) -> None:
-    """In the idiom "latest" is elsewhere by then: what came in between is asked for, not lost."""
-    first, end, now = {"t": {"0": 1}}, {"t": {"0": 2}}, {"t": {"0": 3}}
-    location = str(tmp_path)
-    first_offsets.check(location, now, end)  # nothing is known: an earlier version began it
-    first_offsets.note(location, {**first, "#topic ids": {"t": "a"}})
-    first_offsets.check(location, first, end, ["#topic ids"])
-    first_offsets.check(location, now, first, ["#topic ids"])  # without records
-    with pytest.raises(InvariantBroken, match="START_CHANGED") as refused:
-        first_offsets.check(location, now, end, ["#topic ids"])
-    assert f"""startingOffsets", '{json.dumps(first, separators=(",", ":"))}'""" in str(refused.value)
-
-
-def test_where_batch_0_began_is_told_in_full(tmp_path: Path) -> None:
-    first, end, now = ({"t": {str(p): p + more for p in range(2_000)}} for more in range(3))
-    first_offsets.note(str(tmp_path), first)
-    with pytest.raises(InvariantBroken, match="START_CHANGED") as refused:
-        first_offsets.check(str(tmp_path), now, end)
-    assert f"""startingOffsets", '{json.dumps(first, separators=(",", ":"))}'""" in str(refused.value.next_step)
-    assert len(refused.value.message) < 2_000
+    elsewhere = StreamReader(source, Reading())
+    assert elsewhere.initialOffset() == source.driver().initial(), "nobody told it of a checkpoint"
+    elsewhere.stop()
 
 
 def test_first_offsets_of_sparks_own_source_are_known(tmp_path: Path) -> None:
@@ -270,7 +236,7 @@ def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
     made = pipeline(tmp_path)
     (Path(made.checkpoint) / "offsets").mkdir(parents=True)
     (Path(made.checkpoint) / "offsets" / "0").write_text("v1\n{}\n{}")
-    assert first_offsets.keep(made.checkpoint, made.source.source()) is None
+    assert first_offsets.keep(made.checkpoint, made.source.source().driver().initial) is None
     assert first_offsets.kept(made.checkpoint) is None
 
 
@@ -281,7 +247,7 @@ def test_damaged_first_offsets_stop_the_start(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text('{"offs')
     with pytest.raises(InvariantBroken, match="SOURCE_OFFSETS_DAMAGED"):
-        first_offsets.keep(made.checkpoint, made.source.source())
+        first_offsets.keep(made.checkpoint, made.source.source().driver().initial)
 
 
 def test_an_error_of_ours_is_found_in_the_text_of_spark() -> None:

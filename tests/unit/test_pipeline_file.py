@@ -9,7 +9,7 @@ import pytest
 
 from delivered.cli.example import FILE, write_example
 from delivered.model.errors import UsageError
-from delivered.pipeline.load import load_file, load_text, parse_override
+from delivered.pipeline.file import load_file, load_text, parse_override
 from delivered.pipeline.schema import as_text, schema
 from delivered.pipeline.transform import load_function, transform
 from delivered.pipeline.trigger import parse_trigger
@@ -58,7 +58,7 @@ def test_a_reference_stays_a_reference(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_secret_in_clear_is_not_shown() -> None:
-    pipeline = Pipeline.from_spec(load_text(GOOD.replace("${env:KAFKA_PASSWORD}", "hunter2")), Path())
+    pipeline = Pipeline.from_parsed(load_text(GOOD.replace("${env:KAFKA_PASSWORD}", "hunter2")), Path())
     assert pipeline.sinks[0].options["kafka.sasl.password"] == "hunter2"
     assert "hunter2" not in repr(pipeline)
 
@@ -105,7 +105,7 @@ def test_every_fault_of_a_file_is_told_at_once() -> None:
 def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
     spec = load_text(GOOD.replace("maxOffsetsPerTrigger", "maxOffsetPerTrigger"))
     with pytest.raises(UsageError) as caught:
-        Pipeline.from_spec(spec, Path()).plan(offline=True)
+        Pipeline.from_parsed(spec, Path()).plan(offline=True)
     assert caught.value.code == "DELIVERED_OPTION_UNKNOWN"
     assert "maxOffsetsPerTrigger" in str(caught.value.next_step)
 
@@ -113,7 +113,7 @@ def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
 def test_an_unknown_format_is_refused_with_a_suggestion() -> None:
     spec = load_text(GOOD.replace("format: kafka, ", "format: kafak, "))
     with pytest.raises(UsageError) as caught:
-        Pipeline.from_spec(spec, Path()).plan(offline=True)
+        Pipeline.from_parsed(spec, Path()).plan(offline=True)
     assert caught.value.code == "DELIVERED_FORMAT_UNKNOWN"
     assert "kafka" in str(caught.value.next_step)
 
@@ -132,7 +132,7 @@ def test_overrides_reach_options() -> None:
     spec = load_text(
         GOOD, overrides=dict([parse_override("source.subscribe=other"), parse_override("sinks.0.topic=t")])
     )
-    pipeline = Pipeline.from_spec(spec, Path())
+    pipeline = Pipeline.from_parsed(spec, Path())
     assert pipeline.source.options["subscribe"] == "other"
     assert pipeline.sinks[0].options["topic"] == "t"
     assert refused(GOOD, **{"sinks.1.topic": "t"}).code == "DELIVERED_OVERRIDE_VALUE"
@@ -205,7 +205,7 @@ def test_the_published_schema_is_up_to_date() -> None:
 
 
 def test_the_schema_knows_every_option_and_no_other() -> None:
-    shapes = {s["title"]: s for s in schema()["$defs"]["SourceSpec"]["oneOf"]}
+    shapes = {s["title"]: s for s in schema()["$defs"]["SourceEntry"]["oneOf"]}
     assert shapes["kafka"]["additionalProperties"] is False
     assert {"format", "subscribe", "maxOffsetsPerTrigger"} <= set(shapes["kafka"]["properties"])
     assert "^kafka\\." in shapes["kafka"]["patternProperties"]

@@ -18,12 +18,12 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import TABLE, Dedup
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
+from delivered.model.work import Owner
 from delivered.pipeline.registry import find_source
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
     Execution,
-    OwnerFacts,
     Plan,
     Refusal,
     Request,
@@ -88,7 +88,7 @@ REFUSALS = {
     "refused_async_progress": replace(ASKED, execution=Execution(async_progress=True)),
     "refused_timeout_above_limit": replace(ASKED, sinks=(TIGHT,)),
     "refused_timeout_below_batch": replace(ASKED, execution=Execution(batch_s_max=600)),
-    "refused_owner_alive": replace(ASKED, checkpoint=replace(USED, owner=OwnerFacts("here", 4711))),
+    "refused_owner_alive": replace(ASKED, checkpoint=replace(USED, owner=Owner("other", "here", 4711))),
     "refused_ledger_ahead": replace(ASKED, checkpoint=replace(USED, newest=6)),
     "refused_dedup_late": replace(ASKED, dedup=Dedup(("order_id",), 3_600_000)),
     "refused_dedup_changed": replace(
@@ -190,7 +190,7 @@ def test_json_says_the_same(request_: Request) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        replace(ASKED, checkpoint=replace(USED, owner=OwnerFacts("here", 4711), takeover=True)),
+        replace(ASKED, checkpoint=replace(USED, owner=Owner("other", "here", 4711), takeover=True)),
         replace(ASKED, checkpoint=replace(USED, ledger_newest=6)),
         replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE, source=QUEUE),
         replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE, sinks=(TIGHT,)),

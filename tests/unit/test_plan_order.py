@@ -9,23 +9,22 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.crash.sim import planned
 
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, make_world
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.sink import Member, Sink, SinkGroup
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import Context, open_ledger
 from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.group import Group
 from delivered.model import step
-from delivered.model.capability import SourceCapability
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.step import StepId
 from delivered.model.work import CheckpointView, Owner
-from delivered.planner import CheckpointFacts, Plan, Request, SinkFacts, SourceFacts, make_plan
 
 SPARK_OWN = {StepId.SOURCE_READ, StepId.LOG}
 """Reached by the Spark glue, around the engine."""
@@ -75,21 +74,6 @@ def run_one_batch(sink: Sink | SinkGroup, guarantee: Guarantee, shards: int = 2)
     commit_batch(context, 0, '{"0":2}', messages)
     context.ledger.close()
     context.committer.close()
-
-
-def planned(sink: Sink | SinkGroup, guarantee: Guarantee) -> Plan:
-    members = sink.members if isinstance(sink, SinkGroup) else [Member(sink.name, sink)]
-    plan = make_plan(
-        Request(
-            pipeline="orders",
-            guarantee=guarantee,
-            source=SourceFacts("log in", SourceCapability("log", replayable=True)),
-            sinks=tuple(SinkFacts(m.name, "sink", m.sink.capability()) for m in members),
-            checkpoint=CheckpointFacts("/checkpoint"),
-        )
-    )
-    assert isinstance(plan, Plan)
-    return plan
 
 
 @pytest.mark.parametrize("guarantee", Guarantee)

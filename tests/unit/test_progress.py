@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from delivered.spark import progress
-from delivered.spark.progress import Progress, lag
+from delivered.pipeline import progress
+from delivered.pipeline.progress import Progress
+from delivered.source.lag import lag
 
 
 @dataclass

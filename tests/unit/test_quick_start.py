@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delivered.spark import class_archive
-from delivered.spark.worker_python import worker_python
+from delivered.spark.quick_start import with_archive, worker_python
 
 _OPTIONS = "spark.driver.extraJavaOptions"
 
@@ -56,18 +56,16 @@ def test_a_cache_that_cannot_be_written_costs_time_and_nothing_else(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DELIVERED_CACHE", str(tmp_path / "file"))
     assert worker_python() == sys.executable
-    assert class_archive.with_archive({"a": "b"}) == {"a": "b"}
+    assert with_archive({"a": "b"}) == {"a": "b"}
 
 
 def test_the_archive_is_used_only_if_it_is_there() -> None:
-    assert class_archive.with_archive({_OPTIONS: "-Xmx1g"}) == {_OPTIONS: "-Xmx1g"}
+    assert with_archive({_OPTIONS: "-Xmx1g"}) == {_OPTIONS: "-Xmx1g"}
     file = class_archive.archive()
     file.parent.mkdir(parents=True)
     file.write_bytes(b"")
-    assert class_archive.with_archive({_OPTIONS: "-Xmx1g"})[_OPTIONS].startswith(
-        f'-Xmx1g "-XX:SharedArchiveFile={file}"'
-    )
-    assert "SharedArchiveFile" in class_archive.with_archive({})[_OPTIONS]
+    assert with_archive({_OPTIONS: "-Xmx1g"})[_OPTIONS].startswith(f'-Xmx1g "-XX:SharedArchiveFile={file}"')
+    assert "SharedArchiveFile" in with_archive({})[_OPTIONS]
 
 
 def test_an_archive_that_the_user_names_stays_his() -> None:
@@ -75,4 +73,4 @@ def test_an_archive_that_the_user_names_stays_his() -> None:
     file.parent.mkdir(parents=True)
     file.write_bytes(b"")
     own = {_OPTIONS: "-XX:SharedArchiveFile=/mine.jsa"}
-    assert class_archive.with_archive(own) == own
+    assert with_archive(own) == own

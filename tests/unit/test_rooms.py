@@ -8,6 +8,7 @@ import pickle
 import pkgutil
 from pathlib import Path
 
+import grimp
 import pytest
 from tests.support.interpreter import SOURCE, fresh
 
@@ -116,6 +117,18 @@ def test_house(path: Path) -> None:
     assert name.startswith(PRINTS) or "print" not in calls, f"{name} prints"
     asserts = any(isinstance(n, ast.Assert) for n in ast.walk(tree))
     assert not asserts or name in KNOWN_ASSERTS, f"{name}: a broken invariant raises"
+
+
+WITHOUT_PYSPARK = {
+    "delivered.spark": "says what the room holds",
+    "delivered.spark.pipeline": "a pipeline is made, and planned offline, where no Spark is installed",
+}
+
+
+def test_what_lies_in_spark_imports_pyspark() -> None:
+    graph = grimp.build_graph("delivered", include_external_packages=True, exclude_type_checking_imports=True)
+    room = {"delivered.spark", *graph.find_descendants("delivered.spark")}
+    assert room - graph.find_modules_that_directly_import("pyspark") == set(WITHOUT_PYSPARK)
 
 
 def test_known_violations_are_still_needed() -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.support.interpreter import fresh
 
 import delivered
+from delivered.audit.ledger import read_ledger
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.memory.world import ROWS, State, make_world, world
 from delivered.engine.context import Context
@@ -29,10 +30,9 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
 from delivered.pipeline.projection import Item, parse_projection
+from delivered.pipeline.spec import GROUP, OPTION, PipelineSpec
 from delivered.planner import Plan, Refusal
-from delivered.spark.audit_ledger import read_ledger
 from delivered.spark.pipeline import Pipeline
-from delivered.spark.sinks import OPTION, opened, packed, plain_routes, unpacked
 
 FILE = """\
 pipeline: orders
@@ -137,20 +137,29 @@ def test_two_sinks_of_one_name_are_refused_by_the_plan(tmp_path: Path) -> None:
     assert plan.code == "SINK_NAME_TWICE"
 
 
+def travelled(pipeline: Pipeline) -> PipelineSpec:
+    """What a process of Spark's parses of what `start` says."""
+    routed = zip(pipeline.spec.sinks, (s.projection.route for s in pipeline.sinks), strict=True)
+    spec = replace(pipeline.spec, sinks=tuple(replace(s, route=r) for s, r in routed), start="1", drain="/tmp/d")
+    found = PipelineSpec.parse(GROUP, {OPTION: spec.to_option(), "checkpointlocation": spec.checkpoint or ""})
+    assert found == spec
+    return found
+
+
 def test_what_travels_in_the_option_is_the_same_group(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(
         FILE.replace('"CAST(key AS STRING) AS id"', "key").replace('where: "length(value) > 3", ', "")
     )
     pipeline = Pipeline.from_file(tmp_path / "p.yaml")
-    sinks = pipeline.sinks
-    text = packed(pipeline, plain_routes([s.projection for s in sinks]))
-    made = unpacked({OPTION: text})
+    spec = travelled(pipeline)
+    made = spec.open()
+    assert isinstance(made, Group)
     assert [m.name for m in made.members] == ["events", "large"]
     assert (made.name, made.others) == ("large", {"events"})
-    assert made.name == opened(pipeline)[0] == "large"
+    assert made.name == pipeline.spec.scope(made, "i").sink == "large"
     assert pickle.loads(pickle.dumps(made)) == made
     with pytest.raises(UsageError, match="SINKS_OPTION"):
-        unpacked({})
+        PipelineSpec.parse(GROUP, {})
 
 
 def test_a_route_leaves_out_what_is_not_true() -> None:
@@ -179,13 +188,10 @@ def test_dead_letters_in_a_file(tmp_path: Path) -> None:
     assert isinstance(plan, Plan)
     assert any("a row that is invalid for events or large goes to bad" in line for line in plan.limits)
     assert "bad decides for all" in " ".join(plan.order)
-    name, group_ = opened(pipeline)
-    assert name == "bad"
-    assert (
-        unpacked({OPTION: packed(pipeline, plain_routes([s.projection for s in pipeline.sinks]))})
-        .members[-1]
-        .dead_letters
-    )
+    group_ = travelled(pipeline).open()
+    assert isinstance(group_, Group)
+    assert group_.name == "bad"
+    assert group_.members[-1].dead_letters
     assert group_.members[-1].route is None  # SQLite takes letters as columns
 
 

@@ -27,8 +27,7 @@ from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSI
 from delivered.model.transforms import MIXED, transforms_after
 from delivered.model.work import Decision, Prepared
 from delivered.pipeline.projection import parse_projection
-from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform
-from delivered.pipeline.version import version_of
+from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform, version_of
 from delivered.planner import CheckpointFacts, Plan, make_plan
 
 SCOPE = Scope("p", "s", "i")

@@ -1,10 +1,12 @@
-"""What can happen to a record on its way, and what each guarantee allows."""
+"""What can happen to a record on its way, what each guarantee allows, and what an audit counts of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
+from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 
 
@@ -98,3 +100,114 @@ def breaches(guarantee: Guarantee, counts: Counts, given_up: int) -> list[str]:
     if counts.unexpected:
         found.append(f"{counts.unexpected} records in the sink were never sent")
     return found
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One damaged record, by id. Its value stays in the cluster.
+
+    Attributes:
+        id: from the audit's `id` expression, or a hash of the record.
+        key: as text, shortened.
+        source, sink: partition and position, as in `orders-0 @ 17`; None: not there.
+        sent, delivered: copies under this id.
+    """
+
+    damage: Damage
+    id: str
+    key: str | None
+    source: str | None
+    sink: str | None
+    sent: int
+    delivered: int
+
+
+@dataclass(frozen=True)
+class PartitionLine:
+    """One partition of the source.
+
+    Attributes:
+        partition: its name; `-` for records that were never sent.
+        sent_fingerprint, delivered_fingerprint: of what came from this partition.
+    """
+
+    partition: str
+    counts: Counts
+    sent_fingerprint: Fingerprint
+    delivered_fingerprint: Fingerprint
+
+    def __add__(self, other: PartitionLine) -> PartitionLine:
+        """Both together, under this one's name."""
+        return PartitionLine(
+            self.partition,
+            self.counts + other.counts,
+            self.sent_fingerprint + other.sent_fingerprint,
+            self.delivered_fingerprint + other.delivered_fingerprint,
+        )
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Three accounts of the same records. Look for the fault where one differs from the other two.
+
+    Attributes:
+        sent: reread from the source, through the transform.
+        ledger: what the tasks handed to the sink, summed over all decided batches; None: no ledger was read.
+        given_up: what at_most_once gave up, from the ledger.
+        delivered: read back from the sink.
+    """
+
+    sent: Fingerprint
+    ledger: Fingerprint | None
+    given_up: Fingerprint
+    delivered: Fingerprint
+
+    @property
+    def says(self) -> str:
+        if self.ledger is None:
+            return "source and sink agree" if self.sent == self.delivered else "source and sink differ"
+        accounted = self.ledger + self.given_up
+        if self.sent == accounted:
+            if self.delivered == self.ledger:
+                return "source, ledger and sink agree"
+            return "source and ledger agree, the sink differs"
+        if self.delivered == self.ledger:
+            return (
+                "ledger and sink agree, the source differs: the transform is not deterministic, or the source's "
+                "records have changed or expired since"
+            )
+        if self.delivered == self.sent:
+            return "source and sink agree, the ledger differs"
+        return "source, ledger and sink all differ"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sent": str(self.sent),
+            "ledger": str(self.ledger) if self.ledger is not None else None,
+            "given_up": str(self.given_up),
+            "delivered": str(self.delivered),
+            "says": self.says,
+        }
+
+
+@dataclass(frozen=True)
+class DedupCounts:
+    """What the audit of a pipeline with dedup found in the source range.
+
+    Attributes:
+        records: of the source, in the range.
+        deduplicated: of these, duplicates that must not be in the sink.
+        judged: keys that must be in the sink once.
+        unclear: keys for which the source alone does not tell how often they must be there.
+        late: of these, keys that may have been dropped as late.
+        unlike: ids whose copies differ in the sink's columns; one of them was checked to be there.
+        unlike_unclear: ids whose copies do not even yield the same number of records; they were not judged.
+    """
+
+    records: int = 0
+    deduplicated: int = 0
+    judged: int = 0
+    unclear: int = 0
+    late: int = 0
+    unlike: int = 0
+    unlike_unclear: int = 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from delivered.audit.classes import Counts, Damage
-from delivered.audit.report import AuditReport, PartitionLine
+from delivered.audit.classes import Counts, Damage, PartitionLine
+from delivered.audit.report import AuditReport
 from delivered.audit.versions import Earlier
 
 NOBODY = "-"

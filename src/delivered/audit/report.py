@@ -1,130 +1,29 @@
-"""What an audit found, as data."""
+"""What an audit found: as data, as JSON, and as the table that people read."""
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
-from delivered.audit.classes import Counts, Damage, Verdict, breaches
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from delivered.audit.classes import Counts, Damage, DedupCounts, Fingerprints, PartitionLine, Sample, Verdict, breaches
 from delivered.audit.history import History
 from delivered.audit.versions import Earlier
-from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 
 FORMAT = 1
 """Version of the JSON."""
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One damaged record, by id. Its value stays in the cluster.
-
-    Attributes:
-        id: from the audit's `id` expression, or a hash of the record.
-        key: as text, shortened.
-        source, sink: partition and position, as in `orders-0 @ 17`; None: not there.
-        sent, delivered: copies under this id.
-    """
-
-    damage: Damage
-    id: str
-    key: str | None
-    source: str | None
-    sink: str | None
-    sent: int
-    delivered: int
-
-
-@dataclass(frozen=True)
-class PartitionLine:
-    """One partition of the source.
-
-    Attributes:
-        partition: its name; `-` for records that were never sent.
-        sent_fingerprint, delivered_fingerprint: of what came from this partition.
-    """
-
-    partition: str
-    counts: Counts
-    sent_fingerprint: Fingerprint
-    delivered_fingerprint: Fingerprint
-
-    def __add__(self, other: PartitionLine) -> PartitionLine:
-        """Both together, under this one's name."""
-        return PartitionLine(
-            self.partition,
-            self.counts + other.counts,
-            self.sent_fingerprint + other.sent_fingerprint,
-            self.delivered_fingerprint + other.delivered_fingerprint,
-        )
-
-
-@dataclass(frozen=True)
-class Fingerprints:
-    """Three accounts of the same records. Look for the fault where one differs from the other two.
-
-    Attributes:
-        sent: reread from the source, through the transform.
-        ledger: what the tasks handed to the sink, summed over all decided batches; None: no ledger was read.
-        given_up: what at_most_once gave up, from the ledger.
-        delivered: read back from the sink.
-    """
-
-    sent: Fingerprint
-    ledger: Fingerprint | None
-    given_up: Fingerprint
-    delivered: Fingerprint
-
-    @property
-    def says(self) -> str:
-        if self.ledger is None:
-            return "source and sink agree" if self.sent == self.delivered else "source and sink differ"
-        accounted = self.ledger + self.given_up
-        if self.sent == accounted:
-            if self.delivered == self.ledger:
-                return "source, ledger and sink agree"
-            return "source and ledger agree, the sink differs"
-        if self.delivered == self.ledger:
-            return (
-                "ledger and sink agree, the source differs: the transform is not deterministic, or the source's "
-                "records have changed or expired since"
-            )
-        if self.delivered == self.sent:
-            return "source and sink agree, the ledger differs"
-        return "source, ledger and sink all differ"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "sent": str(self.sent),
-            "ledger": str(self.ledger) if self.ledger is not None else None,
-            "given_up": str(self.given_up),
-            "delivered": str(self.delivered),
-            "says": self.says,
-        }
-
-
-@dataclass(frozen=True)
-class DedupCounts:
-    """What the audit of a pipeline with dedup found in the source range.
-
-    Attributes:
-        records: of the source, in the range.
-        deduplicated: of these, duplicates that must not be in the sink.
-        judged: keys that must be in the sink once.
-        unclear: keys for which the source alone does not tell how often they must be there.
-        late: of these, keys that may have been dropped as late.
-        unlike: ids whose copies differ in the sink's columns; one of them was checked to be there.
-        unlike_unclear: ids whose copies do not even yield the same number of records; they were not judged.
-    """
-
-    records: int = 0
-    deduplicated: int = 0
-    judged: int = 0
-    unclear: int = 0
-    late: int = 0
-    unlike: int = 0
-    unlike_unclear: int = 0
+_PARTITIONS_SHOWN = 50
+_STYLE = {Verdict.HELD: "bold green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "bold yellow"}
+_ELEMENT = '<pre style="font-family: monospace; line-height: 1.2">{code}</pre>'
+_COLUMNS = ("sent", "delivered", "lost", "duplicated", "altered", "unexpected", "reordered")
 
 
 @dataclass(frozen=True)
@@ -261,14 +160,10 @@ class AuditReport:
 
     def __str__(self) -> str:
         """The table that `delivered audit` prints."""
-        from delivered.audit.table import as_text
-
         return as_text(self).rstrip("\n")
 
     def _repr_html_(self) -> str:
         """The same table, for a notebook."""
-        from delivered.audit.table import as_html
-
         return as_html(self)
 
 
@@ -295,3 +190,102 @@ def _json_or_text(text: str) -> Any:
 def unknown_report(pipeline: str, sink: str, guarantee: Guarantee, reason: str) -> AuditReport:
     """The report of an audit that could not run: never a pass."""
     return AuditReport(pipeline, sink, guarantee, unknowns=(reason,))
+
+
+def render(report: AuditReport) -> RenderableType:
+    """The whole report, for a console."""
+    parts: list[RenderableType] = [_headline(report), _partitions(report)]
+    parts.extend(_samples(damage, report.samples_of(damage)) for damage in Damage if report.samples_of(damage))
+    if report.fingerprints is not None:
+        parts.append(Text(f"fingerprints: {report.fingerprints.says}"))
+    if report.history.batches:
+        parts.append(_history(report))
+    parts.extend(Text(f"  ledger: {fault}", style="yellow") for fault in report.history.faults)
+    parts.extend(Text(f"  open transaction: {t}", style="yellow") for t in report.transactions)
+    parts.extend(Text(f"  note: {note}", style="dim") for note in report.notes)
+    return Group(*parts)
+
+
+def as_text(report: AuditReport, width: int = 110) -> str:
+    """The whole report as plain text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+    console.print(render(report))
+    file = console.file
+    return file.getvalue() if isinstance(file, io.StringIO) else ""
+
+
+def as_html(report: AuditReport, width: int = 110) -> str:
+    """The whole report as one HTML element, in colour; all text in it is escaped."""
+    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False)
+    console.print(render(report))
+    return console.export_html(inline_styles=True, code_format=_ELEMENT)
+
+
+def _headline(report: AuditReport) -> Text:
+    text = Text()
+    text.append(f"{report.pipeline} -> {report.sink}: {report.guarantee.value} ")
+    text.append(report.verdict.value, style=_STYLE[report.verdict])
+    for breach in report.breaches:
+        text.append(f"\n  broken: {breach}", style="red")
+    for reason in report.unknowns:
+        text.append(f"\n  unknown: {reason}", style="yellow")
+    if report.guarantee.may_lose:
+        text.append(f"\n  given up, according to the ledger: {report.given_up:,}")
+    if report.counts.in_progress:
+        whose = "of undecided batches" if report.dedup is None else "may or may not be there"
+        text.append(f"\n  {whose}: {report.counts.in_progress:,}")
+    if report.counts.earlier:
+        text.append(f"\n  of batches with another transform, according to the ledger: {report.counts.earlier:,}")
+    if report.own:
+        text.append(f"\n  foreign records, for which {report.own} is not true: {report.foreign:,}")
+    if report.dedup is not None:
+        text.append(
+            f"\n  duplicates in the source: {report.dedup.deduplicated:,} of {report.dedup.records:,} records; "
+            f"unclear: {report.dedup.unclear:,} keys"
+        )
+    text.append(f"\n  records are identified by {report.id_says}")
+    return text
+
+
+def _partitions(report: AuditReport) -> Table:
+    table = Table(title="records by source partition", title_justify="left", show_footer=len(report.partitions) > 1)
+    total = report.counts
+    table.add_column("partition", footer="all")
+    for name in _COLUMNS:
+        table.add_column(name, justify="right", footer=f"{getattr(total, name):,}")
+    for line in report.partitions[:_PARTITIONS_SHOWN]:
+        table.add_row(line.partition, *(f"{getattr(line.counts, name):,}" for name in _COLUMNS))
+    if len(report.partitions) > _PARTITIONS_SHOWN:
+        table.add_row(f"... {len(report.partitions) - _PARTITIONS_SHOWN} more", *([""] * len(_COLUMNS)))
+    return table
+
+
+def _samples(damage: Damage, samples: list[Sample]) -> Table:
+    table = Table(title=f"{damage.value}, the first {len(samples)}", title_justify="left")
+    for name in ("id", "key", "source", "sink"):
+        table.add_column(name, overflow="fold")
+    for name in ("sent", "found"):
+        table.add_column(name, justify="right")
+    for s in samples:
+        table.add_row(s.id, s.key or "", s.source or "", s.sink or "", str(s.sent), str(s.delivered))
+    return table
+
+
+def _history(report: AuditReport) -> Table:
+    lines = report.history.lines
+    table = Table(title=f"ledger, the last {len(lines)} of {report.history.batches} batches kept", title_justify="left")
+    table.add_column("batch", justify="right")
+    table.add_column("decided at (UTC)")
+    for name in ("shards", "records", "given up", "rewritten"):
+        table.add_column(name, justify="right")
+    for line in lines:
+        at = datetime.fromtimestamp(line.decided_at_ms / 1000, UTC).isoformat(sep=" ", timespec="seconds")
+        table.add_row(
+            str(line.batch),
+            at.removesuffix("+00:00"),
+            str(line.shards),
+            f"{line.records:,}",
+            f"{line.given_up:,}",
+            str(line.revision),
+        )
+    return table

@@ -103,7 +103,7 @@ def _pyspark() -> Check:
 
 
 def _class_archive() -> Check:
-    from delivered.spark.class_archive import archive
+    from delivered.spark.quick_start import archive
 
     make = f"{sys.executable} -m delivered.spark.class_archive"
     try:

@@ -14,7 +14,7 @@ from delivered.cli import servers
 from delivered.cli.output import Output, OutputOption, command, console, say, say_json, spoken, tell_warnings, working
 from delivered.model.errors import UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
-from delivered.pipeline.load import parse_override
+from delivered.pipeline.file import parse_override
 from delivered.spark.pipeline import Pipeline
 
 app = typer.Typer(
@@ -184,7 +184,7 @@ def audit(
 ) -> int:
     """Read source and sink back and list lost, duplicated and altered records; exit code 1 if the guarantee was
     violated, 3 if unknown."""
-    from delivered.audit.table import render
+    from delivered.audit.report import render
     from delivered.cli.run import SparkLog, quiet_spark
 
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master)

@@ -23,7 +23,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Even if it contradic
 @command
 def list_(file: FileArgument, output: OutputOption = Output.TEXT) -> None:
     """List this pipeline's open transactions, oldest first, and whether the ledger decided them."""
-    from delivered.spark.transactions import open_transactions
+    from delivered.pipeline.transactions import open_transactions
 
     with working("querying the sink"):
         found = open_transactions(Pipeline.from_file(file))
@@ -62,7 +62,7 @@ def apply(file: FileArgument, id: IdArgument, force: ForceOption = False, output
 
 
 def _end(file: Path, transaction: str, commit: bool, force: bool, output: Output) -> int:
-    from delivered.spark.transactions import end_transaction
+    from delivered.pipeline.transactions import end_transaction
 
     with working("querying the sink"):
         end_transaction(Pipeline.from_file(file), transaction, commit=commit, force=force)

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from delivered.model.dialect import in_file_words
 from delivered.model.errors import DeliveredError
+from delivered.model.translate import translated
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -161,8 +162,6 @@ def fail(error: Exception, as_json: bool) -> int:
 
 
 def _ours(error: Exception) -> DeliveredError:
-    from delivered.spark.messages import translated
-
     found = translated(error)
     if found is not None:
         return found

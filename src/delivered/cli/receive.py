@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.cli.output import Output, log_line, say, say_json, stamp, tell_warnings
 from delivered.model.limits import OUTAGE_PATIENCE_S
-from delivered.pipeline.load import load_file
+from delivered.pipeline.file import load_file
 
 if TYPE_CHECKING:
     from delivered.source.receive import Counts

@@ -19,14 +19,14 @@ from rich.console import Console
 from delivered.cli.output import Output, log_line, messages, note, say, say_json, stamp, tell_warnings, working
 from delivered.model.errors import DeliveredError
 from delivered.model.limits import OUTAGE_PATIENCE_S
-from delivered.pipeline.patience import StoppedWaiting, patiently
-from delivered.spark.crash import TOLD
+from delivered.model.patience import StoppedWaiting, patiently
+from delivered.model.translate import WARNING_MARK, translated
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from delivered.pipeline.progress import Progress
     from delivered.spark.pipeline import Pipeline
-    from delivered.spark.progress import Progress
 
 _POLL_S = 0.2
 _LINE_EVERY_S = 2.0
@@ -60,8 +60,8 @@ def run_pipeline(
         beside: raises if something that runs beside the query failed; it ends the query.
         wait: for a server that is away, as long as a restart of it may take.
     """
+    from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
-    from delivered.spark.progress import watch
 
     asked = Asked(threading.Event(), threading.Event())
     _listen(asked)
@@ -156,8 +156,8 @@ class _Told:
         if self._file is None:
             return []
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        ours = (line.decode(errors="replace") for line in lines if TOLD.encode() in line)
-        return list(dict.fromkeys(line.partition(TOLD)[2] for line in ours))
+        ours = (line.decode(errors="replace") for line in lines if WARNING_MARK.encode() in line)
+        return list(dict.fromkeys(line.partition(WARNING_MARK)[2] for line in ours))
 
     def close(self) -> None:
         if self._file is not None:
@@ -220,7 +220,6 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
 
 def _said(failure: Any, log: SparkLog) -> Exception:
     """A failed query's own words, with where Spark says more."""
-    from delivered.spark.messages import translated
 
     found = translated(failure)
     if found is not None:

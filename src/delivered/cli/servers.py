@@ -9,6 +9,7 @@ import typer
 
 from delivered import brokers
 from delivered.cli.output import Output, OutputOption, command, say, say_json, working
+from delivered.model.errors import UsageError
 
 app = typer.Typer(help="Start and stop real servers for development, on 127.0.0.1.", no_args_is_help=True)
 
@@ -145,7 +146,6 @@ def _shown(given: bytes | None) -> str:
 
 
 def _properties(given: list[str]) -> dict[str, str]:
-    from delivered.model.errors import UsageError
 
     bad = next((x for x in given if not x.partition("=")[0] or "=" not in x), None)
     if bad is not None:

@@ -132,15 +132,6 @@ class HasOffsetMetadata(Protocol):
     def lasting_metadata(self) -> frozenset[str]:
         """Those of them that hold for every offset until they change; the others belong to one offset."""
 
-    @property
-    def identity_metadata(self) -> frozenset[str]:
-        """Those of them whose value maps what is read to an id: another id under one name is another thing, whose
-        offsets mean other records."""
-
-    @property
-    def stops_on_data_loss(self) -> bool:
-        """Whether the query must stop when records may be lost."""
-
 
 @runtime_checkable
 class KnowsTarget(Protocol):

@@ -23,8 +23,9 @@ from delivered.model.errors import (
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
+from delivered.model.mechanism import parts
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.step import Moment, StepId, reach
+from delivered.model.step import Moment, reach
 from delivered.model.transforms import transforms_after
 from delivered.model.work import Action, Decision, LedgerState, Prepared, ShardMessage
 
@@ -92,7 +93,7 @@ def commit_batch(
     _decide(context, decision, orphans(shards, last) if last else list(written(shards)))
     decided = time.monotonic()
     _apply(context, decision)
-    if context.others and decision.guarantee is Guarantee.EXACTLY_ONCE:
+    if context.others and parts(decision.guarantee).apply is not None:
         ms = (time.monotonic() - decided) * 1000
         log.info("batch %d: visible at all %d sinks %.1f ms after its decision", batch, 1 + len(context.others), ms)
     _tidy(context, decision, shards)
@@ -183,8 +184,7 @@ def _decision(
 
 def _decide(context: Context, decision: Decision, new: Sequence[Prepared]) -> None:
     """Write the decision. `new`: participants to abort if it is not written."""
-    exactly_once = decision.guarantee is Guarantee.EXACTLY_ONCE
-    step = StepId.COMMIT_DECIDE if exactly_once else StepId.COMMIT_RECORD
+    step = parts(decision.guarantee).decide
     size = len(decision.to_json())
     if size > DECISION_BYTES_MAX:
         _abort(context, new)
@@ -254,9 +254,10 @@ def _abort(context: Context, participants: Sequence[Prepared]) -> None:
 
 
 def _apply(context: Context, decision: Decision) -> None:
-    if decision.guarantee is not Guarantee.EXACTLY_ONCE:
+    step = parts(decision.guarantee).apply
+    if step is None:
         return
-    broken = apply_decided(context, decision, StepId.COMMIT_APPLY)
+    broken = apply_decided(context, decision, step)
     gone = [
         (p.shard, decision.scope_of(p).sink)
         for p in broken
@@ -274,7 +275,7 @@ def _apply(context: Context, decision: Decision) -> None:
 
 def _tidy(context: Context, decision: Decision, shards: Sequence[ShardMessage]) -> None:
     """Abort what failed attempts of this batch left open, so that no participant outlives its batch."""
-    if decision.guarantee is not Guarantee.EXACTLY_ONCE or not any(m.attempt for m in shards):
+    if parts(decision.guarantee).apply is None or not any(m.attempt for m in shards):
         return
     try:
         abort_orphans(context, decision)

@@ -15,6 +15,7 @@ from delivered.model.dialect import shown
 from delivered.model.errors import DeliveredError, OutcomeUnknown, PromiseBroken, Refused
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger
+from delivered.model.mechanism import RECOVERY, parts
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decision, LedgerState
@@ -72,8 +73,9 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
             fresh = state.last is None
             if first:
                 _undo(context, state.earlier[0] if fresh and state.earlier else None)
-            if guarantee is Guarantee.AT_MOST_ONCE or (guarantee is Guarantee.AT_LEAST_ONCE and fresh):
-                _begin(context, view)
+            begin = parts(guarantee).begin
+            if begin is not None and (fresh or guarantee is Guarantee.AT_MOST_ONCE):
+                _begin(context, view, begin)
     return BatchPlan(
         context.scope, context.owner.id, guarantee, view.batch, view.offsets, action, rewrite, state.epoch, targets
     )
@@ -107,7 +109,7 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
     """
     _known_sinks(context, decision)
     keep = (decision,) if other is None else (decision, other)
-    if decision.guarantee is not Guarantee.EXACTLY_ONCE:
+    if StepId.RECOVER_APPLY not in RECOVERY[decision.guarantee]:
         abort_orphans(context, *keep)
         return {}
     reach(StepId.RECOVER_APPLY, Moment.BEFORE, batch=decision.batch)
@@ -158,8 +160,8 @@ def _undo(context: Context, earlier: Decision | None) -> None:
         )
 
 
-def _begin(context: Context, view: CheckpointView) -> None:
-    reach(StepId.BATCH_BEGIN, Moment.BEFORE, batch=view.batch)
+def _begin(context: Context, view: CheckpointView, step: StepId) -> None:
+    reach(step, Moment.BEFORE, batch=view.batch)
     match context.ledger.begin(Begun(view.batch, view.offsets)):
         case Ok():
             pass
@@ -170,4 +172,4 @@ def _begin(context: Context, view: CheckpointView) -> None:
                 f"Batch {view.batch} could not be recorded as begun: {reason}. None of its records was sent.",
                 next_step="start again once the ledger responds",
             )
-    reach(StepId.BATCH_BEGIN, Moment.AFTER, batch=view.batch)
+    reach(step, Moment.AFTER, batch=view.batch)

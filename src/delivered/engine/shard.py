@@ -17,7 +17,8 @@ from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import SHARDS_MAX
-from delivered.model.step import Moment, StepId, reach
+from delivered.model.mechanism import parts
+from delivered.model.step import Moment, reach
 from delivered.model.work import Action, BatchPlan, Prepared, ShardMessage
 
 log = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ def _shared(
 def _stage(
     lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int, batches: Iterator[pa.RecordBatch]
 ) -> None:
-    write = StepId.WRITE_STAGE if plan.guarantee is Guarantee.EXACTLY_ONCE else StepId.WRITE_SEND
+    write = parts(plan.guarantee).write
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     reach(write, Moment.BEFORE, **facts)
     for batch in batches:
@@ -194,7 +195,7 @@ def _stage(
 
 
 def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) -> Iterator[tuple[_Line, Prepared]]:
-    step = StepId.WRITE_PREPARE if plan.guarantee is Guarantee.EXACTLY_ONCE else StepId.WRITE_FLUSH
+    step = parts(plan.guarantee).promise
     facts = {"batch": plan.batch, "shard": shard, "attempt": attempt}
     for line in lines:
         if line.writer is not None:

@@ -2,6 +2,7 @@
 
     with unanswered("Kafka at broker:9092"):      one call; logs a warning if it takes long
     wait_out("Kafka at broker:9092", ask, away)   asks until there is an answer
+    patiently("Kafka at broker:9092", ask)        the same where something starts: an error of ours says who is away
 
 A change whose outcome is unknown is never repeated here: the caller fences, then looks.
 """
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import tenacity
 
+from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.limits import CONNECT_TIMEOUT_S, OUTAGE_PATIENCE_S
 
 log = logging.getLogger("delivered.outage")
@@ -206,3 +208,51 @@ def _tell() -> None:
                 _silences[server].told = now
         for server, away_s in due:
             log.warning("%s does not answer, retrying (%.0f s)", server, away_s)
+
+
+class StoppedWaiting(Exception):
+    """Told to stop before the server answered."""
+
+
+def patiently(
+    server: str,
+    ask: Callable[[], T],
+    *,
+    away: Callable[[T], DeliveredError | None] = lambda _: None,
+    patience_s: float = OUTAGE_PATIENCE_S,
+    stop: Callable[[], bool] = lambda: False,
+) -> T:
+    """The answer of `ask`, once the server is reachable. The logger `delivered.outage` reports the wait.
+
+    Args:
+        server: for people: "RabbitMQ at broker:5672".
+        away: the error in an answer that means the server is unreachable; None: the answer is good.
+        patience_s: 0: ask once.
+
+    Raises:
+        Unreachable: it stayed unreachable. Any other error of `ask` is raised at once.
+        StoppedWaiting: `stop()` became true.
+    """
+    warned = False
+
+    def once() -> T:
+        nonlocal warned
+        if warned and stop():
+            raise StoppedWaiting
+        try:
+            answer = ask()
+            error = away(answer)
+            if error is not None:
+                raise error
+        except Unreachable as error:
+            if patience_s and not warned and error.may_come_back:
+                log.warning("%s; waiting up to %.0f s", error.message.rstrip("."), patience_s)
+                warned = True
+            raise
+        return answer
+
+    return wait_out(server, once, _is_away, patience_s)
+
+
+def _is_away(error: BaseException) -> bool:
+    return isinstance(error, Unreachable) and error.may_come_back

@@ -17,6 +17,7 @@ from delivered.pipeline.registry import PREFIX, find_sink, find_source
 SPARK_OWN = "spark:"
 """A format with this prefix is one of Spark's own sources, or of a JAR in the session: "spark:kafka"."""
 
+_ASYNC = "asyncprogress"
 _SHOWN = ("subscribe", "subscribepattern", "assign", "topic", "topics", "queue", "exchange", "routingkey", "path")
 
 
@@ -53,6 +54,16 @@ class Endpoint:
         shown = [by_name[k].rstrip("/").rsplit("/", 1)[-1] for k in _SHOWN if k in by_name]
         return " ".join([self.system, *shown, *([by_name["table"]] if "table" in by_name else [])])
 
+    @property
+    def connector_options(self) -> dict[str, str]:
+        """Without those of Spark's asynchronous progress, which stand beside a sink's and are not the connector's."""
+        return {k: v for k, v in self.options.items() if not k.lower().startswith(_ASYNC)}
+
+    @property
+    def spark_options(self) -> dict[str, str]:
+        """Those of Spark's asynchronous progress."""
+        return {k: v for k, v in self.options.items() if k.lower().startswith(_ASYNC)}
+
     def source(self) -> Source:
         """The connector's source. Raises UsageError for a bad option, or a format that cannot be read."""
         return find_source(self.system, self.options)
@@ -65,7 +76,7 @@ class Endpoint:
                 f"{self.format!r} is Spark's own sink, which offers nothing above at_least_once and has no ledger.",
                 next_step=f"use {self.system!r}",
             )
-        return find_sink(self.system, self.options)
+        return find_sink(self.system, self.connector_options)
 
     def with_options(self, **options: str) -> Endpoint:
         """A copy with these options, replacing those of the same name in any case."""

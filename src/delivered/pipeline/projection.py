@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from delivered.group import Columns
 from delivered.model.errors import UsageError
 
 _COLUMN = re.compile(r"[A-Za-z_]\w*|`[^`]+`")
@@ -39,6 +40,11 @@ class Projection:
     def is_plain(self) -> bool:
         """Whether it only picks columns, which needs no SQL."""
         return self.where is None and all(i.sql is None for i in self.items)
+
+    @property
+    def route(self) -> Columns | None:
+        """The route of a sink that only picks columns."""
+        return None if self.is_all else Columns(tuple((i.name, i.name) for i in self.items))
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -13,17 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.options import resolve_secrets
-from delivered.pipeline.patience import StoppedWaiting, patiently
+from delivered.model.patience import StoppedWaiting, patiently
+from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import received
-
-if TYPE_CHECKING:
-    from delivered.pipeline.endpoint import Endpoint
-    from delivered.source.receive import Counts
+from delivered.source.receive import Counts, ReceiveLoop
+from delivered.source.received import QUARANTINE_SUFFIX
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -31,7 +30,7 @@ _RESTART_S_MAX = 30.0
 _STOP_TIMEOUT_S = 60.0
 _TELL_S = 0.5
 _LATENCIES_TOLD = 1_000
-Report = Callable[[int, "Counts"], None]
+Report = Callable[[int, Counts], None]
 
 
 def receive(
@@ -138,9 +137,6 @@ def receive_one(
     report: Report | None = None,
 ) -> Counts:
     """One receiver, in this process. Number 0 also maintains the log."""
-    from delivered.source.receive import ReceiveLoop
-    from delivered.source.received import QUARANTINE_SUFFIX
-
     source = received(system, options)
     made = source.options
     storage = resolve_secrets("storage.", made.storage)

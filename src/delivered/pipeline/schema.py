@@ -13,21 +13,21 @@ from typing import Any
 
 from delivered.model.options import Option, OptionTable
 from delivered.pipeline.endpoint import SPARK_OWN
+from delivered.pipeline.file import PipelineFile
 from delivered.pipeline.registry import connectors
-from delivered.pipeline.spec import PipelineSpec
 
 _OPTION = {"type": ["string", "number", "boolean", "object"]}
 
 
 def schema() -> dict[str, Any]:
     """JSON Schema, draft 2020-12."""
-    made = PipelineSpec.model_json_schema()
+    made = PipelineFile.model_json_schema()
     found = connectors()
     sources = {n: c.source_options for n, c in found.items() if c.source_options is not None}
     sinks = {n: c.sink_options for n, c in found.items() if c.sink_options is not None}
     definitions = made["$defs"]
-    definitions["SourceSpec"] = _endpoint(definitions["SourceSpec"], sources, own=True)
-    definitions["SinkSpec"] = _endpoint(definitions["SinkSpec"], sinks, own=False)
+    definitions["SourceEntry"] = _endpoint(definitions["SourceEntry"], sources, own=True)
+    definitions["SinkEntry"] = _endpoint(definitions["SinkEntry"], sinks, own=False)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 

@@ -1,152 +1,341 @@
-"""A whole pipeline as a pydantic model: exactly what a YAML file may contain."""
+"""A pipeline as it travels to Spark's processes: one value, in one option of the Spark format.
+
+`Pipeline` makes it from its definition. In the Spark idiom, `df.writeStream.format("delivered_kafka").option(...)`, the
+same value is made from the user's options. Both happen here, in `PipelineSpec.parse`, and nowhere else.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from delivered.contract.sink import Sink, SinkGroup
+from delivered.group import Columns, Group
+from delivered.model.bad_row import OnBadRow
+from delivered.model.errors import Refused, UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, checked_name
+from delivered.model.limits import NAME_LENGTH_MAX
+from delivered.model.options import Option, OptionTable, choice
+from delivered.model.work import Owner, Tolerance
+from delivered.pipeline.registry import PREFIX, find_sink
 
-Scalar = str | int | float | bool
+OPTION = "delivered.spec.secret"
+"""Holds the spec, as JSON. Spark hides the values of options that are named like this: options of sinks are in it."""
 
-_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
-_ENDPOINT = ConfigDict(strict=True, extra="allow", frozen=True)
+VERSION = 1
+"""Of the JSON. One end of a session of Spark Connect may have another release than the other."""
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-"""It becomes part of transactional ids and topic names."""
+GROUP = "sinks"
+"""The internal format of a pipeline with several sinks is `delivered_sinks`."""
+
+PIPELINE_OPTIONS = OptionTable(
+    "delivered",
+    (
+        Option("guarantee", "at_most_once, at_least_once or exactly_once.", required=True),
+        Option("pipeline", "Name of the pipeline; two pipelines that share a sink need two names.", "the query's name"),
+        Option("sink", "Name of this sink in its pipeline.", "made from its target"),
+        Option("newCheckpoint", "accept: start over although an earlier checkpoint wrote to this sink.", "refuse"),
+        Option("missingLedger", "accept: go on although the ledger lacks batches of this checkpoint.", "refuse"),
+        Option("repeatedBatch", "accept: exactly_once may repeat a batch that a weaker guarantee began.", "refuse"),
+        Option("newTarget", "accept: go on although the sink's topic or table was dropped and made anew.", "refuse"),
+        Option(
+            "runId",
+            "df.write only: names these rows. Given again, they are written once, and other rows are refused.",
+        ),
+        Option("checkpointLocation", "Spark's: where the query keeps its checkpoint."),
+        Option("queryName", "Spark's: the query's name."),
+    ),
+)
+
+CHECKPOINT = "checkpointLocation"
+"""Spark's. On a source, which Spark does not tell it: where its query keeps what it knows."""
+_SPARKS_OWN = (CHECKPOINT.lower(), "queryname")
+NO_INCARNATION = "new"
+"""Stands for that of a checkpoint without a batch."""
+_ASYNC = "asyncprogress"
+_ASYNC_ENABLED = "asyncprogresstrackingenabled"
 
 
-class SourceSpec(BaseModel):
-    """Where records come from; every other key is an option of the format."""
+@dataclass(frozen=True)
+class SinkSpec:
+    """
+    Attributes:
+        system: "kafka".
+        options: the connector's, as the user named them.
+        name: in the pipeline; None: the connector's default.
+        route: which of the batch's rows and columns it gets; None: all.
+    """
 
-    model_config = _ENDPOINT
-    __pydantic_extra__: dict[str, Scalar | dict[str, Any]]
+    system: str
+    options: Mapping[str, str]
+    name: str | None = None
+    route: Columns | None = None
 
-    format: str = Field(
-        description='Name of the connector ("kafka", "log"), or "spark:kafka" for a built-in Spark source.'
+    def open(self) -> Sink:
+        """Raises UsageError for a bad option, or a system that cannot be written."""
+        return find_sink(self.system, self.options)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "system": self.system,
+            "options": dict(self.options),
+            "name": self.name,
+            "route": asdict(self.route) if self.route is not None else None,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SinkSpec:
+        route = data["route"]
+        columns = Columns(tuple((n, c) for n, c in route["take"]), route["where"]) if route is not None else None
+        return cls(data["system"], dict(data["options"]), data["name"], columns)
+
+
+@dataclass(frozen=True)
+class StartCheck:
+    """A question: could a query start that writes this?
+
+    Attributes:
+        columns: of its rows, as Spark's JSON of a StructType.
+    """
+
+    columns: Mapping[str, Any]
+    output_mode: str
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """
+    Attributes:
+        sinks: in the user's order; empty where a source is read.
+        dead_letter: the sink of rows that another one refuses for themselves.
+        checkpoint: as Spark spells it; None for a write that is not a stream.
+        transform: fingerprint of the pipeline's transform; empty: nobody told it.
+        direct: tasks read the source for themselves: an `engine.direct.Direct`, pickled by value.
+        drain: a path; once it exists, the source offers nothing new.
+        run_id: names the rows of a write that is not a stream.
+        start: another value at each start of a query, whose processes outlive it; empty: nobody told it.
+        owner: the driver. Does not travel in the option: the registered class brings it (`spark/session.py`).
+        check: this is no write, but a question.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    sinks: tuple[SinkSpec, ...] = ()
+    dead_letter: SinkSpec | None = None
+    on_bad_row: OnBadRow = OnBadRow.FAIL
+    checkpoint: str | None = None
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    transform: str = ""
+    direct: bytes | None = None
+    drain: str | None = None
+    run_id: str | None = None
+    start: str = ""
+    owner: Owner = Owner("")
+    check: StartCheck | None = None
+
+    @property
+    def is_group(self) -> bool:
+        """Whether the engine sees several sinks that share each batch."""
+        return len(self.sinks) > 1 or self.on_bad_row is not OnBadRow.FAIL
+
+    def open(self) -> Sink | SinkGroup:
+        """The sink, or all of them as one.
+
+        Raises:
+            UsageError: bad options, or two sinks of one name.
+        """
+        if not self.is_group:
+            return self.sinks[0].open()
+        letters = self.dead_letter
+        return Group.of(
+            [(s.name, s.open(), s.route) for s in self.sinks],
+            self.on_bad_row,
+            (letters.name, letters.open()) if letters is not None else None,
+        )
+
+    def scope(self, sink: Sink | SinkGroup, incarnation: str | None = None) -> Scope:
+        """Where the batches of an incarnation are decided.
+
+        Args:
+            sink: what `open` gave.
+            incarnation: None: there is none yet.
+        """
+        own = None if self.is_group else self.sinks[0].name
+        return Scope(self.pipeline, own or sink.name, incarnation or NO_INCARNATION)
+
+    def to_option(self) -> str:
+        """For `OPTION`."""
+        return json.dumps(
+            {
+                "version": VERSION,
+                "pipeline": self.pipeline,
+                "guarantee": self.guarantee.value,
+                "sinks": [s.to_json() for s in self.sinks],
+                "dead_letter": self.dead_letter.to_json() if self.dead_letter is not None else None,
+                "on_bad_row": self.on_bad_row.value,
+                "checkpoint": self.checkpoint,
+                "tolerance": asdict(self.tolerance),
+                "transform": self.transform,
+                "direct": base64.b64encode(self.direct).decode() if self.direct is not None else None,
+                "drain": self.drain,
+                "start": self.start,
+            }
+        )
+
+    @classmethod
+    def parse(cls, system: str, options: Mapping[str, str], owner: Owner | None = None) -> PipelineSpec:
+        """The spec of a write.
+
+        Args:
+            options: as Spark passes them, in any case.
+
+        Raises:
+            UsageError: no guarantee, or a value that is not allowed.
+            Refused: asynchronous progress tracking, under which the offsets of a batch run again may differ.
+        """
+        given = _option_json(options)
+        rest = {k: v for k, v in options.items() if k.lower() != OPTION and not k.lower().startswith(_ASYNC)}
+        made = "pipeline" in given
+        foreign = sorted(k for k in rest if k.lower() not in _SPARKS_OWN)
+        if (made and foreign) or (system == GROUP and not made):
+            raise UsageError(
+                "SINKS_OPTION",
+                f"The format {PREFIX}{system} was {'' if made else 'not '}started by delivered.Pipeline, which names "
+                f"all options itself; it was given the options {foreign}.",
+                next_step="name several sinks in delivered.Pipeline(sinks=[...]) or in a pipeline file",
+            )
+        spec = _from_json(given) if made else _from_options(system, rest)
+        _refuse_async(options, spec.guarantee)
+        check = StartCheck(**given["check"]) if given.get("check") else None
+        return replace(spec, owner=owner or spec.owner, start=given.get("start", ""), check=check)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a stream's source is read.
+
+    Attributes:
+        checkpoint: of its query, as Spark spells it; None: nobody told.
+        drain: as in the spec.
+        direct: tasks of the sink read the source themselves; Spark carries slices.
+    """
+
+    checkpoint: str | None = None
+    drain: str | None = None
+    direct: bool = False
+
+    @property
+    def is_drained(self) -> bool:
+        return self.drain is not None and Path(self.drain).exists()
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> tuple[Reading, dict[str, str]]:
+        """From the options of a read; returns it and the connector's rest."""
+        given = _option_json(options)
+        named = next((v for k, v in options.items() if k.lower() == CHECKPOINT.lower()), None)
+        rest = {k: v for k, v in options.items() if k.lower() not in (OPTION, CHECKPOINT.lower())}
+        if "pipeline" not in given:
+            return cls(named), rest
+        spec = _from_json(given)
+        return cls(spec.checkpoint, spec.drain, spec.direct is not None), rest
+
+
+def idiom_option(*, start: str = "", check: StartCheck | None = None) -> str:
+    """For `OPTION`, beside the user's own options."""
+    return json.dumps({"version": VERSION, "start": start, "check": asdict(check) if check is not None else None})
+
+
+def is_start_check(options: Mapping[str, str]) -> bool:
+    """Whether these are the options of a question and not of a read."""
+    return bool(_option_json(options).get("check"))
+
+
+def _option_json(options: Mapping[str, str]) -> dict[str, Any]:
+    text = next((v for k, v in options.items() if k.lower() == OPTION), None)
+    if text is None:
+        return {}
+    given: dict[str, Any] = json.loads(text)
+    if given.get("version") != VERSION:
+        raise UsageError(
+            "SPEC_VERSION",
+            f"The pipeline is described in version {given.get('version')!r}; this process reads version {VERSION}: the "
+            "client and the driver have different releases of delivered.",
+            next_step="install the same release of delivered at both ends",
+        )
+    return given
+
+
+def _from_json(data: Mapping[str, Any]) -> PipelineSpec:
+    letters = data["dead_letter"]
+    return PipelineSpec(
+        data["pipeline"],
+        Guarantee(data["guarantee"]),
+        tuple(SinkSpec.from_json(s) for s in data["sinks"]),
+        SinkSpec.from_json(letters) if letters is not None else None,
+        OnBadRow(data["on_bad_row"]),
+        data["checkpoint"],
+        Tolerance(**data["tolerance"]),
+        data["transform"],
+        base64.b64decode(data["direct"]) if data["direct"] is not None else None,
+        data["drain"],
     )
 
 
-class AuditSpec(BaseModel):
-    """How the audit identifies records."""
-
-    model_config = _STRICT
-
-    id: str | None = Field(
-        None, description="SQL over the sink's columns that identifies a record. Default: the whole record."
-    )
-    key: str | None = Field(
-        None,
-        description="SQL over the sink's columns; records of one key are ordered. Default: key, if present.",
-    )
-    own: str | None = Field(
-        None,
-        description="SQL over the sink's columns, true for this pipeline's records, if others write to the sink too; "
-        "'true': nobody else does.",
-    )
-
-
-class SinkSpec(BaseModel):
-    """Where records go; every other key is an option of the format."""
-
-    model_config = _ENDPOINT
-    __pydantic_extra__: dict[str, Scalar | dict[str, Any]]
-
-    format: str = Field(description='Name of the connector: "kafka", "sqlite".')
-    name: Name | None = Field(None, description="Name of this sink in its pipeline. Default: derived from its target.")
-    select: list[str] | None = Field(
-        None, description='Columns that this sink gets: names, or named SQL: "amount * 2 AS double".'
-    )
-    where: str | None = Field(None, description="SQL; this sink gets the rows that match.")
-    audit: AuditSpec | None = Field(None, description="How the audit identifies records of this sink.")
-
-
-class DedupSpec(BaseModel):
-    """Which duplicates in the source are dropped, before the transform, under every guarantee."""
-
-    model_config = _STRICT
-
-    by: list[str] = Field(
-        min_length=1,
-        description="SQL over the source's columns that identifies a record; with a null, it duplicates nothing.",
-    )
-    within: str = Field(
-        description='"1 hour": a record whose time is at most this long after its key\'s first one is dropped.'
-    )
-    time: str = Field("timestamp", description="SQL over the source's columns, a timestamp.")
-    late: Literal["refuse", "drop"] = Field(
-        "refuse",
-        description="drop: accept that a record older than the newest one by more than `within` is dropped, even if it "
-        "is the first of its key. refuse: such a pipeline is refused, with the reason.",
-    )
-    memory: Literal["state", "table"] = Field(
-        "state",
-        description="Where keys are kept. state: in Spark's state, in the checkpoint. table: in a table in the sink's "
-        "database (postgres, mysql, sqlite), updated in the deciding transaction; no record is dropped as late.",
+def _from_options(system: str, options: Mapping[str, str]) -> PipelineSpec:
+    known = {o.name.lower() for o in PIPELINE_OPTIONS.options}
+    ours = {k: v for k, v in options.items() if k.lower() in known}
+    guarantee = Guarantee.parse(next((v for k, v in ours.items() if k.lower() == "guarantee"), None))
+    values = PIPELINE_OPTIONS.restore(ours)
+    sink = checked_name("sink", values["sink"]) if "sink" in values else None
+    return PipelineSpec(
+        pipeline=_pipeline_name(values),
+        guarantee=guarantee,
+        sinks=(SinkSpec(system, {k: v for k, v in options.items() if k.lower() not in known}, sink),),
+        checkpoint=values.get("checkpointLocation"),
+        tolerance=Tolerance(
+            new_checkpoint=_accepts(values, "newCheckpoint"),
+            missing_ledger=_accepts(values, "missingLedger"),
+            repeated_batch=_accepts(values, "repeatedBatch"),
+            new_target=_accepts(values, "newTarget"),
+        ),
+        run_id=values.get("runId"),
     )
 
 
-class TransformSpec(BaseModel):
-    """What happens between source and sink. One of sql, python, arrow, select."""
-
-    model_config = _STRICT
-
-    sql: str | None = Field(None, description="A query over the view `source`.")
-    python: str | None = Field(None, description='A function DataFrame -> DataFrame, as "module:function".')
-    arrow: str | None = Field(
-        None, description='A function from Arrow record batch to Arrow record batch, row-wise, as "module:function".'
-    )
-    select: list[str] | None = Field(None, description="Columns to keep; alone, or before `arrow`.")
-    stateful: bool = Field(False, description="It keeps state between batches.")
-    deterministic: bool | None = Field(None, description="The same input rows give the same output rows in every run.")
-
-    @model_validator(mode="after")
-    def _one(self) -> TransformSpec:
-        ways = [n for n in ("sql", "python", "arrow") if getattr(self, n) is not None]
-        if len(ways) > 1 or (ways and ways != ["arrow"] and self.select) or not (ways or self.select):
-            raise ValueError("a transform is one of: sql, python, arrow (with or without select), select")
-        return self
+def _accepts(values: Mapping[str, str], name: str) -> bool:
+    return choice(("refuse", "accept")).parse("delivered", name, values.get(name, "refuse")) == "accept"
 
 
-class PipelineSpec(BaseModel):
-    """A delivered pipeline."""
+def _pipeline_name(values: Mapping[str, str]) -> str:
+    if "pipeline" in values:
+        return checked_name("pipeline", values["pipeline"])
+    if "queryName" in values:
+        return re.sub(r"[^A-Za-z0-9._-]", "-", values["queryName"])[:NAME_LENGTH_MAX]
+    if "checkpointLocation" in values:
+        location = values["checkpointLocation"].rstrip("/")
+        return "checkpoint-" + hashlib.blake2b(location.encode(), digest_size=6).hexdigest()
+    if "runId" in values:
+        return "batch"
+    raise UsageError(
+        "PIPELINE_UNNAMED",
+        "The pipeline has no name: the ledger needs one to know its batches again.",
+        next_step='add .option("pipeline", "orders")',
+    )
 
-    model_config = ConfigDict(**_STRICT, title="delivered pipeline")
 
-    pipeline: Name = Field(description="Name; pipelines that share a sink need different names.")
-    guarantee: Literal["at_most_once", "at_least_once", "exactly_once"] = Field(
-        description="What readers of the sink can rely on. There is no default."
-    )
-    checkpoint: str = Field(
-        min_length=1, description="Folder or URL where Spark keeps the query's progress; one per pipeline."
-    )
-    source: SourceSpec
-    dedup: DedupSpec | None = None
-    transform: TransformSpec | None = None
-    sinks: list[SinkSpec] = Field(min_length=1)
-    on_bad_row: Literal["fail", "dead_letter", "drop"] = Field(
-        "fail",
-        description="What happens to a row that is invalid for a sink. drop: at_most_once only; it is counted.",
-    )
-    dead_letter: SinkSpec | None = Field(
-        None, description="Where such rows go, in the same batch, with the reason; select and where are not allowed."
-    )
-    trigger: str | dict[Literal["processing_time", "continuous", "real_time"], str] = Field(
-        "0 seconds",
-        description='available_now: deliver what is there at the start, then end; "10 seconds": a batch at this '
-        "interval, until stopped.",
-    )
-    batch_s_max: float | None = Field(
-        None, gt=0, description="Seconds a batch may take; checked against the transaction time-out."
-    )
-    new_checkpoint: Literal["refuse", "accept"] = Field(
-        "refuse", description="accept: start over although an earlier checkpoint wrote to this sink."
-    )
-    missing_ledger: Literal["refuse", "accept"] = Field(
-        "refuse", description="accept: continue although the ledger lacks batches of this checkpoint."
-    )
-    new_target: Literal["refuse", "accept"] = Field(
-        "refuse", description="accept: continue although a sink's topic or table was dropped and recreated."
-    )
-    master: str | None = Field(None, description="Spark master. Default: what spark-submit set, else local[*].")
-    spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")
-    audit: AuditSpec | None = None
+def _refuse_async(options: Mapping[str, str], guarantee: Guarantee) -> None:
+    asked = next((v for k, v in options.items() if k.lower() == _ASYNC_ENABLED), "false")
+    if asked.lower() == "true" and guarantee is not Guarantee.AT_LEAST_ONCE:
+        raise Refused(
+            "ASYNC_PROGRESS",
+            f"Asynchronous progress tracking logs offsets after the batch; a batch that runs again may read other "
+            f"records, and {guarantee.value} cannot hold.",
+            next_step="take asyncProgressTrackingEnabled out, or name the guarantee at_least_once",
+        )

@@ -1,12 +1,11 @@
 """Phase 2, before anything runs: request -> rules -> Plan(steps) or Refusal. Pure: no clock, no server, no Spark."""
 
-from delivered.planner.explain import to_json, to_text
-from delivered.planner.plan import Plan, Refusal, make_plan
+from delivered.planner.answer import Plan, Refusal, to_json, to_text
+from delivered.planner.plan import make_plan
 from delivered.planner.request import (
     CheckpointFacts,
     EarlierFacts,
     Execution,
-    OwnerFacts,
     Request,
     SinkFacts,
     SourceFacts,
@@ -18,7 +17,6 @@ __all__ = [
     "CheckpointFacts",
     "EarlierFacts",
     "Execution",
-    "OwnerFacts",
     "Plan",
     "Refusal",
     "Request",

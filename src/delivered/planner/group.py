@@ -1,25 +1,9 @@
-"""Steps of a batch for several sinks, in the order in which the engine runs them.
-
-`tests/unit/test_plan_order.py` runs the engine and compares.
-"""
+"""What a plan says of several sinks: which one decides, in which order they are written, what readers may see."""
 
 from __future__ import annotations
 
 from delivered.model.guarantee import Guarantee
-from delivered.model.step import Step, StepId
 from delivered.planner.request import Request, SinkFacts
-from delivered.planner.spark_steps import AGAIN, log_step, read_step
-
-
-def batch_steps(request: Request) -> tuple[Step, ...]:
-    """One step of each kind for each sink. Exactly one step decides."""
-    match request.guarantee:
-        case Guarantee.EXACTLY_ONCE:
-            return _exactly_once(request)
-        case Guarantee.AT_LEAST_ONCE:
-            return _at_least_once(request)
-        case Guarantee.AT_MOST_ONCE:
-            return _at_most_once(request)
 
 
 def mechanism(request: Request) -> str:
@@ -81,104 +65,3 @@ def _last_resource(request: Request) -> bool:
 
 def _others(request: Request) -> list[SinkFacts]:
     return [s for s in request.sinks if s is not request.decider]
-
-
-def _exactly_once(request: Request) -> tuple[Step, ...]:
-    decider, last = request.decider, _last_resource(request)
-    steps = [read_step(request, AGAIN)]
-    steps += [Step(StepId.WRITE_STAGE, f"{s.name}: {s.capability.stage}", AGAIN) for s in request.sinks]
-    steps += [
-        Step(StepId.WRITE_PREPARE, f"{s.name}: {s.capability.prepare}", f"{AGAIN}; prepared rows are aborted")
-        for s in request.sinks
-    ]
-    if last:
-        steps.append(
-            Step(
-                StepId.COMMIT_APPLY,
-                f"{decider.name}: rows of each shard into the open transaction",
-                "the transaction rolls back; the batch runs again for every sink",
-            )
-        )
-    seen = (
-        f"and is visible at {decider.name}; recovery makes the rest visible"
-        if last
-        else "but is not visible yet; recovery makes it visible"
-    )
-    steps.append(
-        Step(
-            StepId.COMMIT_DECIDE,
-            f"{decider.name}: {decider.capability.decide}; it names the participants of every sink",
-            f"the batch counts at every sink {seen}",
-            decides=True,
-        )
-    )
-    after = f"visible at {decider.name} and at" if last else "visible at"
-    steps += [
-        Step(
-            StepId.COMMIT_APPLY,
-            f"{s.name}: {s.capability.apply}",
-            f"{after} every sink that was applied; recovery applies the rest, and Spark's rerun writes nothing",
-        )
-        for s in (_others(request) if last else request.sinks)
-    ]
-    return (*steps, log_step())
-
-
-def _at_least_once(request: Request) -> tuple[Step, ...]:
-    return (
-        Step(
-            StepId.BATCH_BEGIN,
-            "a checkpoint's first batch is recorded as begun",
-            "nothing was sent; the batch runs again",
-        ),
-        read_step(request, "the batch runs again; nothing of this shard was sent"),
-        *(
-            Step(
-                StepId.WRITE_SEND,
-                f"{s.name}: {s.capability.send}",
-                "what was sent stays visible and is sent to every sink again",
-            )
-            for s in request.sinks
-        ),
-        *(
-            Step(StepId.WRITE_FLUSH, f"{s.name}: every row acknowledged", "the batch is sent to every sink again")
-            for s in request.sinks
-        ),
-        _record(request),
-        log_step(),
-    )
-
-
-def _at_most_once(request: Request) -> tuple[Step, ...]:
-    given_up = "the batch is given up at every sink, and its records are counted"
-    return (
-        Step(
-            StepId.BATCH_BEGIN,
-            "the batch is recorded as begun, before the first row is sent to any sink",
-            f"nothing was sent; {given_up}",
-        ),
-        read_step(request, given_up),
-        *(
-            Step(StepId.WRITE_SEND, f"{s.name}: {s.capability.send}", f"what was sent stays visible; {given_up}")
-            for s in request.sinks
-        ),
-        *(
-            Step(
-                StepId.WRITE_FLUSH,
-                f"{s.name}: every row acknowledged or counted as given up",
-                f"its rows are visible; {given_up}",
-            )
-            for s in request.sinks
-        ),
-        _record(request),
-        log_step(),
-    )
-
-
-def _record(request: Request) -> Step:
-    return Step(
-        StepId.COMMIT_RECORD,
-        f"counts and fingerprints of every sink into the ledger of {request.decider.name}",
-        "nothing; the batch is recorded as delivered everywhere, and Spark's rerun writes nothing",
-        decides=True,
-    )

@@ -3,88 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from delivered.model.bad_row import OnBadRow
-from delivered.model.capability import Commit, LedgerPlace
-from delivered.model.errors import Refused, Unreachable
+from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
-from delivered.model.step import Step
 from delivered.planner import group, repeats
+from delivered.planner.answer import Plan, Refusal
 from delivered.planner.request import Request
 from delivered.planner.rules import Reason, reasons, seconds
 from delivered.planner.steps import batch_steps, mechanism, recovery_steps
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a pipeline will do, and what its guarantee depends on.
-
-    Attributes:
-        mechanism: how the guarantee is kept, as a phrase.
-        steps: of one batch, in order; exactly one decides.
-        recovery: what a start runs before its first batch.
-        ledger: in whose store the decision is written, and whether rows become visible with it.
-        assumptions: what must hold outside the pipeline.
-        limits: bounds worth knowing before the start.
-        warnings: what preflight and the ledger found that is no reason to refuse.
-        dedup: which duplicates in the source are recognised, which keys expire, and what that costs. Empty: no dedup.
-        order: which of several sinks decides, the order of the others, and why. Empty for one sink.
-    """
-
-    pipeline: str
-    guarantee: Guarantee
-    mechanism: str
-    steps: tuple[Step, ...]
-    recovery: tuple[Step, ...]
-    ledger: LedgerPlace
-    assumptions: tuple[str, ...] = ()
-    limits: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    order: tuple[str, ...] = ()
-    dedup: tuple[str, ...] = ()
-
-    @property
-    def deciding(self) -> Step:
-        return next(s for s in self.steps if s.decides)
-
-    def __str__(self) -> str:
-        from delivered.planner.explain import to_text
-
-        return to_text(self)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a pipeline cannot have its guarantee, and which one it can have.
-
-    Attributes:
-        nearest: the strongest other guarantee that the request could have unchanged; None: none.
-        way_out: what to change to get the guarantee asked for.
-        transient: a server is unreachable; the answer may differ later.
-    """
-
-    pipeline: str
-    guarantee: Guarantee
-    code: str
-    reason: str
-    nearest: Guarantee | None
-    way_out: str
-    transient: bool = False
-
-    @property
-    def error(self) -> Refused | Unreachable:
-        """The refusal as an exception, for `start`."""
-        return (Unreachable if self.transient else Refused)(self.code, self.reason, next_step=self.next_step)
-
-    @property
-    def next_step(self) -> str:
-        return self.way_out + (f"; or choose the guarantee {self.nearest.value}" if self.nearest else "")
-
-    def __str__(self) -> str:
-        from delivered.planner.explain import to_text
-
-        return to_text(self)
 
 
 def make_plan(request: Request) -> Plan | Refusal:
@@ -96,7 +24,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         pipeline=request.pipeline,
         guarantee=request.guarantee,
         mechanism=mechanism(request),
-        steps=repeats.with_steps(request.dedup, batch_steps(request)),
+        steps=batch_steps(request),
         recovery=recovery_steps(request),
         ledger=request.ledger,
         assumptions=tuple(_assumptions(request)),

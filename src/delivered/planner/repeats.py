@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from delivered.model.dedup import Dedup
 from delivered.model.limits import KEY_TABLE_BYTES, STATE_BYTES_PER_KEY
-from delivered.model.step import Step, StepId
 
 
 def says(dedup: Dedup, system: str = "") -> tuple[str, ...]:
@@ -45,23 +44,3 @@ def _says_of_table(dedup: Dedup, system: str) -> tuple[str, ...]:
         "its length; each key is looked up once, written twice and deleted twice; all rows are shuffled by key and "
         "buffered in their task until it has seen all its keys",
     )
-
-
-def with_steps(dedup: Dedup | None, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The steps of a batch, with those of a table of keys."""
-    if dedup is None or not dedup.in_table:
-        return steps
-    found: list[Step] = []
-    for step in steps:
-        if step.decides:
-            found.append(
-                Step(
-                    StepId.DEDUP_KEEP,
-                    "in the deciding transaction: admitted keys count, expired ones are deleted",
-                    "keys and decision commit together or not at all",
-                )
-            )
-        found.append(step)
-        if step.id is StepId.SOURCE_READ:
-            found.append(Step(StepId.DEDUP_NOTE, "admitted keys are noted, but do not count yet", step.on_crash))
-    return tuple(found)

@@ -10,6 +10,7 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import LedgerPlace, SinkCapability, SourceCapability
 from delivered.model.dedup import Dedup
 from delivered.model.guarantee import Guarantee
+from delivered.model.work import Owner
 
 
 class Trigger(StrEnum):
@@ -81,14 +82,6 @@ class Execution:
 
 
 @dataclass(frozen=True)
-class OwnerFacts:
-    """The driver that owns the ledger, if it is another one and alive."""
-
-    host: str
-    process: int
-
-
-@dataclass(frozen=True)
 class EarlierFacts:
     """What another checkpoint of the same pipeline wrote to this sink, up to `batch`."""
 
@@ -120,7 +113,7 @@ class CheckpointFacts:
     incarnation: str | None = None
     newest: int | None = None
     ledger_newest: int | None = None
-    owner: OwnerFacts | None = None
+    owner: Owner | None = None
     takeover: bool = False
     earlier: EarlierFacts | None = None
     accepts_new: bool = False

@@ -1,43 +1,40 @@
-"""The steps of each mechanism, in the order in which the engine runs them, with what a crash after each costs.
-
-`tests/unit/test_plan_order.py` runs the engine and compares.
-"""
+"""The steps of a plan: those of its mechanism (model/mechanism.py), what each does, and what a crash after it costs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from delivered.model.capability import SinkCapability
 from delivered.model.guarantee import Guarantee
+from delivered.model.mechanism import MECHANISMS, RECOVERY, Mechanism, steps_of
 from delivered.model.step import Step, StepId
 from delivered.planner import group
-from delivered.planner.request import Request
-from delivered.planner.spark_steps import AGAIN, log_step, read_step
+from delivered.planner.request import Request, SinkFacts
+
+_AGAIN = "nothing is visible; the batch runs again"
 
 
 def batch_steps(request: Request) -> tuple[Step, ...]:
-    """What a batch does if nothing fails. Exactly one step decides."""
-    if request.is_group:
-        return group.batch_steps(request)
-    sink = request.sinks[0].capability
-    match request.guarantee, request.ledger.carries_rows:
-        case Guarantee.EXACTLY_ONCE, True:
-            return _one_transaction(request, sink)
-        case Guarantee.EXACTLY_ONCE, _:
-            return _two_phase(request, sink)
-        case Guarantee.AT_LEAST_ONCE, _:
-            return _at_least_once(request, sink)
-        case _:
-            return _at_most_once(request, sink)
+    """What a batch does if nothing fails; a step of each kind for each sink that has it. Exactly one decides."""
+    ids = steps_of(mechanism_of(request), keys_in_table=request.dedup is not None and request.dedup.in_table)
+    found: list[Step] = []
+    for name in ids:
+        decided = any(step.decides for step in found)
+        found += (_move if name is StepId.COMMIT_APPLY and not decided else _STEPS[name])(request)
+    return tuple(found)
 
 
 def recovery_steps(request: Request) -> tuple[Step, ...]:
     """What a start does first, whether after a crash or not."""
-    claim = Step(StepId.RECOVER_CLAIM, "become the only owner of the ledger", "the next start claims again")
-    check = Step(StepId.RECOVER_CHECK, "compare ledger and checkpoint", "the next start checks again")
-    orphans = Step(StepId.RECOVER_ABORT_ORPHANS, "abort undecided writes", "the next start aborts them")
+    return tuple(_RECOVERY[name] for name in RECOVERY[request.guarantee])
+
+
+def mechanism_of(request: Request) -> Mechanism:
     if request.guarantee is not Guarantee.EXACTLY_ONCE:
-        return (claim, check, orphans)
-    finish = Step(StepId.RECOVER_APPLY, "finish the decided batch", "the next start finishes it")
-    return (claim, check, finish, orphans)
+        return MECHANISMS[request.guarantee][0]
+    if not request.ledger.carries_rows:
+        return Mechanism.TWO_PHASE
+    return Mechanism.LAST_RESOURCE if request.is_group else Mechanism.ONE_TRANSACTION
 
 
 def mechanism(request: Request) -> str:
@@ -51,78 +48,167 @@ def mechanism(request: Request) -> str:
             return "sends that are never repeated"
 
 
-def _two_phase(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
-    return (
-        read_step(request, AGAIN),
-        Step(StepId.WRITE_STAGE, sink.stage, AGAIN),
-        Step(StepId.WRITE_PREPARE, sink.prepare, AGAIN),
-        Step(
-            StepId.COMMIT_DECIDE,
-            sink.decide,
-            "the batch counts, and recovery makes all of it visible",
-            decides=True,
-        ),
-        Step(
-            StepId.COMMIT_APPLY,
-            sink.apply,
-            "what is applied is visible; recovery applies the rest, and Spark's rerun writes nothing",
-        ),
-        log_step(),
+_RECOVERY = {
+    step.id: step
+    for step in (
+        Step(StepId.RECOVER_CLAIM, "become the only owner of the ledger", "the next start claims again"),
+        Step(StepId.RECOVER_CHECK, "compare ledger and checkpoint", "the next start checks again"),
+        Step(StepId.RECOVER_APPLY, "finish the decided batch", "the next start finishes it"),
+        Step(StepId.RECOVER_ABORT_ORPHANS, "abort undecided writes", "the next start aborts them"),
+    )
+}
+
+_KEEP = Step(
+    StepId.DEDUP_KEEP,
+    "in the deciding transaction: admitted keys count, expired ones are deleted",
+    "keys and decision commit together or not at all",
+)
+_LOG = Step(StepId.LOG, "Spark's own commit log", "nothing; the next batch runs")
+
+Steps = list[Step]
+
+
+def _each(
+    request: Request,
+    step: StepId,
+    does: Callable[[SinkCapability], str],
+    on_crash: str,
+    sinks: Sequence[SinkFacts] | None = None,
+) -> Steps:
+    """A step for each sink, in the order in which they come."""
+    chosen = request.sinks if sinks is None else sinks
+    return [Step(step, _at(request, s, does(s.capability)), on_crash) for s in chosen]
+
+
+def _at(request: Request, sink: SinkFacts, does: str) -> str:
+    return f"{sink.name}: {does}" if request.is_group else does
+
+
+def _given_up(request: Request) -> str:
+    return f"the batch is given up{' at every sink' * request.is_group}, and its records are counted"
+
+
+def _after_read(request: Request) -> str:
+    match request.guarantee:
+        case Guarantee.EXACTLY_ONCE:
+            return _AGAIN
+        case Guarantee.AT_LEAST_ONCE:
+            return "the batch runs again; nothing of this shard was sent"
+        case Guarantee.AT_MOST_ONCE:
+            return _given_up(request)
+
+
+def _begin(request: Request) -> Steps:
+    if request.guarantee is Guarantee.AT_LEAST_ONCE:
+        return [
+            Step(
+                StepId.BATCH_BEGIN,
+                "a checkpoint's first batch is recorded as begun",
+                "nothing was sent; the batch runs again",
+            )
+        ]
+    before = ", before the first row is sent to any sink" * request.is_group
+    return [
+        Step(StepId.BATCH_BEGIN, f"the batch is recorded as begun{before}", f"nothing was sent; {_given_up(request)}")
+    ]
+
+
+def _read(request: Request) -> Steps:
+    replay = "replayable by offset" if request.source.capability.replayable else "not replayable"
+    return [Step(StepId.SOURCE_READ, f"{request.source.label}, {replay}", _after_read(request))]
+
+
+def _note(request: Request) -> Steps:
+    return [Step(StepId.DEDUP_NOTE, "admitted keys are noted, but do not count yet", _after_read(request))]
+
+
+def _stage(request: Request) -> Steps:
+    return _each(request, StepId.WRITE_STAGE, lambda sink: sink.stage, _AGAIN)
+
+
+def _prepare(request: Request) -> Steps:
+    return _each(
+        request,
+        StepId.WRITE_PREPARE,
+        lambda sink: sink.prepare,
+        _AGAIN + "; prepared rows are aborted" * request.is_group,
     )
 
 
-def _one_transaction(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
-    return (
-        read_step(request, AGAIN),
-        Step(StepId.WRITE_STAGE, sink.stage, AGAIN),
-        Step(StepId.WRITE_PREPARE, sink.prepare, AGAIN),
-        Step(
-            StepId.COMMIT_APPLY,
-            "rows of each shard into the open transaction",
-            "the transaction rolls back; the batch runs again",
-        ),
-        Step(
-            StepId.COMMIT_DECIDE,
-            sink.decide,
-            "the batch counts and is visible; Spark's rerun writes nothing",
-            decides=True,
-        ),
-        log_step(),
-    )
+def _send(request: Request) -> Steps:
+    if request.guarantee is Guarantee.AT_LEAST_ONCE:
+        lost = f"what was sent stays visible and is sent{' to every sink' * request.is_group} again"
+    else:
+        lost = f"what was sent stays visible; {_given_up(request)}"
+    return _each(request, StepId.WRITE_SEND, lambda sink: sink.send, lost)
 
 
-def _at_least_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
-    return (
-        Step(
-            StepId.BATCH_BEGIN,
-            "a checkpoint's first batch is recorded as begun",
-            "nothing was sent; the batch runs again",
-        ),
-        read_step(request, "the batch runs again; nothing of this shard was sent"),
-        Step(StepId.WRITE_SEND, sink.send, "what was sent stays visible and is sent again"),
-        Step(StepId.WRITE_FLUSH, "every row acknowledged", "the whole batch is visible and is sent again"),
-        Step(
-            StepId.COMMIT_RECORD,
-            "counts and fingerprint into the ledger",
-            "nothing; the batch is recorded as delivered, and Spark's rerun writes nothing",
-            decides=True,
-        ),
-        log_step(),
-    )
+def _flush(request: Request) -> Steps:
+    if request.guarantee is Guarantee.AT_LEAST_ONCE:
+        one = "the whole batch is visible and is sent again"
+        every = "the batch is sent to every sink again"
+        return _each(
+            request, StepId.WRITE_FLUSH, lambda _: "every row acknowledged", every if request.is_group else one
+        )
+    seen = f"{'its' if request.is_group else 'the'} rows are visible; {_given_up(request)}"
+    return _each(request, StepId.WRITE_FLUSH, lambda _: "every row acknowledged or counted as given up", seen)
 
 
-def _at_most_once(request: Request, sink: SinkCapability) -> tuple[Step, ...]:
-    given_up = "the batch is given up, and its records are counted"
-    return (
-        Step(StepId.BATCH_BEGIN, "the batch is recorded as begun", f"nothing was sent; {given_up}"),
-        read_step(request, given_up),
-        Step(StepId.WRITE_SEND, sink.send, f"what was sent stays visible; {given_up}"),
-        Step(StepId.WRITE_FLUSH, "every row acknowledged or counted as given up", f"the rows are visible; {given_up}"),
-        Step(
-            StepId.COMMIT_RECORD,
-            "counts and fingerprint into the ledger",
-            "nothing; the batch is recorded as delivered, and Spark's rerun writes nothing",
-            decides=True,
-        ),
-        log_step(),
-    )
+def _decide(request: Request) -> Steps:
+    sink, at_once = request.decider, mechanism_of(request) is not Mechanism.TWO_PHASE
+    does = _at(request, sink, sink.capability.decide)
+    if request.is_group:
+        seen = (
+            f"and is visible at {sink.name}; recovery makes the rest visible"
+            if at_once
+            else "but is not visible yet; recovery makes it visible"
+        )
+        does += "; it names the participants of every sink"
+        after = f"the batch counts at every sink {seen}"
+    elif at_once:
+        after = "the batch counts and is visible; Spark's rerun writes nothing"
+    else:
+        after = "the batch counts, and recovery makes all of it visible"
+    return [Step(StepId.COMMIT_DECIDE, does, after, decides=True)]
+
+
+def _move(request: Request) -> Steps:
+    """Of the sink that decides, within its transaction."""
+    does = _at(request, request.decider, "rows of each shard into the open transaction")
+    again = f"the transaction rolls back; the batch runs again{' for every sink' * request.is_group}"
+    return [Step(StepId.COMMIT_APPLY, does, again)]
+
+
+def _apply(request: Request) -> Steps:
+    rest = "recovery applies the rest, and Spark's rerun writes nothing"
+    if not request.is_group:
+        return _each(request, StepId.COMMIT_APPLY, lambda s: s.apply, f"what is applied is visible; {rest}")
+    decider, last = request.decider, mechanism_of(request) is Mechanism.LAST_RESOURCE
+    seen = f"visible at {f'{decider.name} and at ' * last}every sink that was applied; {rest}"
+    others = [s for s in request.sinks if not last or s is not decider]
+    return _each(request, StepId.COMMIT_APPLY, lambda s: s.apply, seen, others)
+
+
+def _record(request: Request) -> Steps:
+    if request.is_group:
+        does, where = f"counts and fingerprints of every sink into the ledger of {request.decider.name}", " everywhere"
+    else:
+        does, where = "counts and fingerprint into the ledger", ""
+    after = f"nothing; the batch is recorded as delivered{where}, and Spark's rerun writes nothing"
+    return [Step(StepId.COMMIT_RECORD, does, after, decides=True)]
+
+
+_STEPS: dict[StepId, Callable[[Request], Steps]] = {
+    StepId.BATCH_BEGIN: _begin,
+    StepId.SOURCE_READ: _read,
+    StepId.DEDUP_NOTE: _note,
+    StepId.WRITE_STAGE: _stage,
+    StepId.WRITE_PREPARE: _prepare,
+    StepId.WRITE_SEND: _send,
+    StepId.WRITE_FLUSH: _flush,
+    StepId.DEDUP_KEEP: lambda _: [_KEEP],
+    StepId.COMMIT_DECIDE: _decide,
+    StepId.COMMIT_APPLY: _apply,
+    StepId.COMMIT_RECORD: _record,
+    StepId.LOG: lambda _: [_LOG],
+}

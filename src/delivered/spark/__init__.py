@@ -1,1 +1,1 @@
-"""The only room that imports pyspark: formats, session, checkpoint. The composition root."""
+"""The one edge to Spark: what imports pyspark. The composition root."""

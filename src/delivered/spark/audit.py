@@ -9,39 +9,42 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
-from delivered.audit.classes import Counts
+from delivered.audit.dedup import of_dedup
 from delivered.audit.judge import judged, with_earlier
-from delivered.audit.report import AuditReport, Fingerprints, unknown_report
-from delivered.audit.versions import Earlier, VersionRange, earlier, version_ranges
-from delivered.contract.sink import BoundedScan, Sink
-from delivered.contract.source import Offsets
+from delivered.audit.ledger import read_ledger
+from delivered.audit.outcome import by_ledger, contradictions, of_result, offsets_of, parsed
+from delivered.audit.report import AuditReport, unknown_report
+from delivered.audit.request import AuditRequest, BadExpression
+from delivered.audit.upserts import check, id_sql, of_state
+from delivered.audit.versions import Earlier, earlier, version_ranges
+from delivered.checkpoint import first_offsets
+from delivered.checkpoint.folder import read_view
+from delivered.contract.powers import planned
+from delivered.contract.sink import BoundedScan, Sink, SinkGroup
+from delivered.contract.source import Offsets, Source
 from delivered.engine.shard import fingerprint_seed
-from delivered.model.errors import DeliveredError, Refused
-from delivered.model.fingerprint import Fingerprint
-from delivered.model.guarantee import Guarantee
+from delivered.model.bad_row import OnBadRow
+from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
-from delivered.model.work import CheckpointView
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.endpoint import Endpoint
 from delivered.source.ranges import backwards
-from delivered.spark import first_offsets
-from delivered.spark.audit_dedup import of_dedup
-from delivered.spark.audit_ledger import LedgerAccount, read_ledger
-from delivered.spark.audit_sent import SentRange, sent_range
-from delivered.spark.audit_spec import AuditSpec, BadExpression, expressions
-from delivered.spark.checkpoint import read_view
-from delivered.spark.final_state import check, id_sql, of_state
+from delivered.spark.audit_sent import SentRange, expressions, sent_range
 from delivered.spark.frames import SliceRows, batches_fit_for, kept_plain, shuffles_fit_for
-from delivered.spark.reconcile import Result, Slots, hashed, reconcile
+from delivered.spark.reconcile import Slots, hashed, reconcile
+from delivered.spark.rows import apply_transform, projected, taken
+from delivered.spark.start import ready
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -58,7 +61,85 @@ _START_WRONG = "what is recorded beside the checkpoint is not where its batch 0 
 Progress = Callable[[str], None]
 
 
-def audit(spark: SparkSession, spec: AuditSpec, progress: Progress | None = None) -> AuditReport:
+def audit_sink(
+    pipeline: Definition,
+    given: SparkSession | None,
+    sink: str | None,
+    samples_max: int,
+    sink_from: Mapping[str, Any] | None,
+    progress: Callable[[str], None] | None,
+) -> AuditReport:
+    """Audit one sink of a pipeline, against its own rows and columns.
+
+    Raises:
+        UsageError: no such sink, several and none named, or a source that is Spark's own.
+    """
+    chosen = _chosen(pipeline, sink)
+    if pipeline.source.is_spark_own:
+        raise UsageError(
+            "AUDIT_SOURCE",
+            f"The source {pipeline.source.format!r} is Spark's own; an audit cannot read a range of it.",
+            next_step=f"read it with the format {pipeline.source.system!r}",
+        )
+    spark = ready(pipeline, given)
+    source = planned(pipeline.source.source())
+    spec = pipeline.spec
+    everything = spec.open()
+    by = {**pipeline.audit_by, **chosen.audit}
+    request = AuditRequest(
+        pipeline=pipeline.name,
+        guarantee=pipeline.guarantee,
+        checkpoint=pipeline.checkpoint,
+        source=source,
+        sink=chosen.sink(),
+        sink_name=chosen.name,
+        transform=_all_transforms(pipeline, chosen, spark, source),
+        dedup=pipeline.dedup,
+        id=by.get("id"),
+        key=by.get("key"),
+        own=by.get("own"),
+        samples_max=samples_max,
+        sink_from=dict(sink_from) if sink_from is not None else None,
+        decided_by=(spec.scope(everything).sink, everything),
+        transform_version=spec.transform,
+        dead_letters=next((m.name for m in everything.members if m.dead_letters), None)
+        if isinstance(everything, SinkGroup)
+        else None,
+    )
+    return audit(spark, request, progress)
+
+
+def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
+    endpoints = {e.name or e.sink().name: e for e in pipeline.sinks}
+    if sink is None and len(endpoints) == 1:
+        return next(iter(endpoints.values()))
+    if sink not in endpoints:
+        said = "no sink was named" if sink is None else f"there is none of the name {sink!r}"
+        raise UsageError(
+            "AUDIT_SINK",
+            f"An audit follows one sink, and {said}; the pipeline writes to {', '.join(endpoints)}.",
+            next_step="name one of them; `delivered audit` goes through all",
+        )
+    return endpoints[sink]
+
+
+def _all_transforms(
+    pipeline: Definition, sink: Endpoint, spark: SparkSession, source: Source
+) -> Callable[[DataFrame], DataFrame] | None:
+    """The pipeline's transform, then what the sink selects of it."""
+    shared = apply_transform(pipeline.transform, spark, source) if pipeline.transform.kind != "none" else None
+    validating = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
+    if sink.projection.is_all and not validating:
+        return shared
+
+    def all_of_it(frame: DataFrame) -> DataFrame:
+        mine = projected(frame if shared is None else shared(frame), sink.projection)
+        return taken(mine, sink.sink()) if validating else mine
+
+    return all_of_it
+
+
+def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None = None) -> AuditReport:
     """Reconcile source and sink; never raises because something cannot be read: that is the verdict `unknown`.
 
     Args:
@@ -70,12 +151,12 @@ def audit(spark: SparkSession, spec: AuditSpec, progress: Progress | None = None
     began = time.monotonic()
     say = progress or (lambda _: None)
     try:
-        report = _audit(spark, spec, say)
+        report = _audit(spark, request, say)
     except BadExpression:
         raise
     except Exception as error:
         # Whatever went wrong in the checker, it saw no proof.
-        report = unknown_report(spec.pipeline, spec.named_sink, spec.guarantee, _said(error))
+        report = unknown_report(request.pipeline, request.named_sink, request.guarantee, _said(error))
     versions = {"delivered": version("delivered"), "pyspark": version("pyspark")}
     return _with(report, seconds=time.monotonic() - began, versions=versions)
 
@@ -89,91 +170,103 @@ def _with(report: AuditReport, **changes: object) -> AuditReport:
     return AuditReport(**{**report.__dict__, **changes})
 
 
-def _audit(spark: SparkSession, spec: AuditSpec, say: Progress) -> AuditReport:
-    mode = spec.sink.capability().write
+def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditReport:
+    mode = request.sink.capability().write
     check(mode)
     if mode.upserts:
-        spec = replace(spec, id=id_sql(mode), key=None)
+        request = replace(request, id=id_sql(mode), key=None)
     say("reading checkpoint and ledger")
-    incarnation = read_view(spec.checkpoint).incarnation
-    scope = Scope(spec.pipeline, spec.named_sink, incarnation)
-    ledger = read_ledger(spec.sink, scope, spec.guarantee, spec.decided_by, spec.dead_letters)
+    incarnation = read_view(request.checkpoint).incarnation
+    scope = Scope(request.pipeline, request.named_sink, incarnation)
+    ledger = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
     try:
-        scan = spec.sink.scan()
+        scan = request.sink.scan()
     except Refused as error:
         if error.code != NOT_READABLE:
             raise
-        return _by_ledger(spec, incarnation, ledger, _said(error))
+        return by_ledger(request, incarnation, ledger, _said(error))
     say("reading the sink back")
-    with sent_range(spec) as read, ExitStack() as held:
+    with sent_range(request) as read, ExitStack() as held:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
         kept = from_arrow_schema(scan.schema())
         held.enter_context(batches_fit_for(spark, probe.schema, kept))
         held.enter_context(kept_plain(spark))
         places = Slots()
-        found = _found(spark, spec, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
+        found = _found(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
         try:
             # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
-            rows, foreign = _kept(found, spec)
+            rows, foreign = _kept(found, request)
             expected = ledger.visible.total.count if ledger.visible is not None else 0
             held.enter_context(shuffles_fit_for(spark, rows + expected))
-            mine = found.filter("own").drop("own") if spec.own is not None else found
-            view = read_view(spec.checkpoint)
-            start, unsure = _start(spec, read)
+            mine = found.filter("own").drop("own") if request.own is not None else found
+            view = read_view(request.checkpoint)
+            start, unsure = _start(request, read)
             end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
-            planned = parsed(view.offsets)
+            until = parsed(view.offsets)
             ranges = version_ranges(ledger.visible) if ledger.visible is not None else []
-            again, others = earlier(ranges, spec.transform_version)
-            reason = _uncounted(spec, start, end or planned, unsure, others)
+            again, others = earlier(ranges, request.transform_version)
+            reason = _uncounted(request, start, end or until, unsure, others)
             if reason is not None:
-                return replace(_by_ledger(spec, incarnation, ledger, reason), range_from=json.dumps(start))
+                return replace(by_ledger(request, incarnation, ledger, reason), range_from=json.dumps(start))
             say("reading the source range and comparing")
             unclear, undeleted, ahead, once = 0, 0, None, None
-            if spec.dedup is not None:
+            if request.dedup is not None:
                 ends = [(batch, parsed(text)) for batch, text in ledger.ends]
                 once = held.enter_context(read.once(spark, scope, start, ends, end))
             if mode.upserts:
-                state = read.final(spark, start, end, planned, once)
+                state = read.final(spark, start, end, until, once)
                 state.unclear.persist(StorageLevel.DISK_ONLY)
                 unclear, ordered = state.unclear.count(), True
                 sent = read.as_rows(state.rows, scope)
                 sent, there = (f.join(state.unclear, "id", "left_anti") for f in (sent, mine))
             elif once is not None:
-                coming = read.hashed(spark, scope, [(end or start, planned)])[0] if planned != end else None
+                coming = read.hashed(spark, scope, [(end or start, until)])[0] if until != end else None
                 sent, ahead, there = once.sides(mine, coming)
                 ordered = True
             else:
-                sent, ordered = read.hashed(spark, scope, _offsets_of(again, start))
+                sent, ordered = read.hashed(spark, scope, offsets_of(again, start))
                 there = mine
-                if planned != end:
-                    ahead = read.hashed(spark, scope, [(end or start, planned)])[0]
-            with expressions(spec):
-                result = reconcile(sent, ahead, there, read.slots, places, spec.samples_max)
+                if until != end:
+                    ahead = read.hashed(spark, scope, [(end or start, until)])[0]
+            with expressions(request):
+                result = reconcile(sent, ahead, there, read.slots, places, request.samples_max)
                 if mode.upserts and result.counts.unexpected:
                     undeleted = there.join(state.gone, "id", "left_semi").count()
-                if spec.own is not None and result.counts.lost and "own" in sent.columns:
-                    unsure = unsure or _own_wrong(sent, spec.own)
+                if request.own is not None and result.counts.lost and "own" in sent.columns:
+                    unsure = unsure or _own_wrong(sent, request.own)
         finally:
             found.unpersist()
-    report = _report(spec, incarnation, ledger, view, start, end, planned, result, ordered)
-    report = replace(report, own=spec.own or "", foreign=foreign, undeleted=undeleted)
+    report = of_result(request, incarnation, ledger, view, start, end, until, result, ordered)
+    report = replace(report, own=request.own or "", foreign=foreign, undeleted=undeleted)
     if others is not None:
         report = with_earlier(replace(report, given_up=report.given_up - others.given_up.count), others)
-    report = replace(report, unknowns=(*report.unknowns, *_contradictions(report)))
+    report = replace(report, unknowns=(*report.unknowns, *contradictions(report)))
     if unsure:
         report = replace(report, judged=False, unknowns=(unsure, *report.unknowns))
-    if once is not None and spec.dedup is not None:
-        report = of_dedup(report, spec.dedup, once.counts)
+    if once is not None and request.dedup is not None:
+        report = of_dedup(report, request.dedup, once.counts)
     if mode.upserts:
         report = of_state(report, mode, unclear)
-    return judged(report, versions_known=bool(spec.transform_version) and all(r.fingerprint for r in again))
+    return judged(report, versions_known=bool(request.transform_version) and all(r.fingerprint for r in again))
 
 
-def _kept(found: DataFrame, spec: AuditSpec) -> tuple[int, int]:
+def _uncounted(request: AuditRequest, start: Offsets, end: Offsets, unsure: str, others: Earlier | None) -> str | None:
+    """Why source and sink cannot be held against each other at all; None: they can."""
+    if (wrong := backwards(start, end)) is not None:
+        return f"the source range ends before it begins ({wrong}): {unsure or _START_WRONG}"
+    if others is not None and (request.dedup is not None or request.sink.capability().write.upserts):
+        return (
+            f"batches {others.batches} ran with another transform, and what the sink keeps of a key rests on all "
+            "batches: it cannot be recomputed with this one"
+        )
+    return None
+
+
+def _kept(found: DataFrame, request: AuditRequest) -> tuple[int, int]:
     """Keep what was read of the sink; return how many records it is, and how many of them are others'."""
-    if spec.own is None:
+    if request.own is None:
         return found.count(), 0
-    with expressions(spec):
+    with expressions(request):
         (row,) = found.agg(F.count("*").alias("rows"), F.count_if(~F.col("own")).alias("foreign")).collect()
     return int(row["rows"]), int(row["foreign"])
 
@@ -186,51 +279,8 @@ def _own_wrong(sent: DataFrame, own: str) -> str:
     return f"{own!r} is not true for {left_out:,} records that this pipeline sent: it does not tell them from others'"
 
 
-def _uncounted(spec: AuditSpec, start: Offsets, end: Offsets, unsure: str, others: Earlier | None) -> str | None:
-    """Why source and sink cannot be held against each other at all; None: they can."""
-    if (wrong := backwards(start, end)) is not None:
-        return f"the source range ends before it begins ({wrong}): {unsure or _START_WRONG}"
-    if others is not None and (spec.dedup is not None or spec.sink.capability().write.upserts):
-        return (
-            f"batches {others.batches} ran with another transform, and what the sink keeps of a key rests on all "
-            "batches: it cannot be recomputed with this one"
-        )
-    return None
-
-
-def _offsets_of(ranges: Sequence[VersionRange], start: Offsets) -> list[tuple[Offsets, Offsets]]:
-    """The ranges as offsets; those that follow each other are one."""
-    found: list[tuple[Offsets, Offsets]] = []
-    for r in ranges:
-        begin, end = parsed(r.start) if r.start else start, parsed(r.end)
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _by_ledger(spec: AuditSpec, incarnation: str, ledger: LedgerAccount, why: str) -> AuditReport:
-    """Where source and sink cannot be compared: what the pipeline says of itself, which proves nothing."""
-    visible = ledger.visible
-    total, given_up = (visible.total.count, visible.given_up.count) if visible is not None else (0, 0)
-    said = f"the ledger says that {total:,} rows were delivered and {given_up:,} given up; nobody looked"
-    return AuditReport(
-        pipeline=spec.pipeline,
-        sink=spec.named_sink,
-        guarantee=spec.guarantee,
-        incarnation=incarnation,
-        range_to=json.dumps(parsed(visible.offsets)) if visible is not None else "",
-        given_up=given_up,
-        history=ledger.history,
-        transactions=ledger.transactions,
-        unknowns=(why,),
-        notes=(*ledger.notes, said),
-    )
-
-
 def _found(
-    spark: SparkSession, spec: AuditSpec, scan: BoundedScan, scope: Scope, sent: DataFrame, places: Slots
+    spark: SparkSession, request: AuditRequest, scan: BoundedScan, scope: Scope, sent: DataFrame, places: Slots
 ) -> DataFrame:
     """Everything a reader of the sink sees, as rows for `reconcile`.
 
@@ -238,15 +288,15 @@ def _found(
         sent: a frame with the columns that the sink was given.
         places: gets the slots of these rows.
     """
-    slices = scan.slices(spec.sink_from)
+    slices = scan.slices(request.sink_from)
     frame = SliceRows(spark, scan, slices)
-    names = _record_columns(spec.sink, sent)
+    names = _record_columns(request.sink, sent)
     missing = [n for n in names if n not in frame.schema.names]
     if missing:
         raise DeliveredError(
             "AUDIT_COLUMNS",
-            f"The sink {spec.named_sink!r} gives back the columns {frame.schema.names}; {missing} of the pipeline are "
-            "not among them.",
+            f"The sink {request.named_sink!r} gives back the columns {frame.schema.names}; {missing} of the pipeline "
+            "are not among them.",
             next_step="audit with the transform that the pipeline ran with",
         )
     # What the system adds to a record says where it stands; elsewhere the order of reading does.
@@ -256,15 +306,15 @@ def _found(
     def canonical(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.select(names)
 
-    with expressions(spec):
+    with expressions(request):
         return hashed(
             frame,
             canonical,
             fingerprint_seed(scope),
             at,
-            spec.id,
-            spec.key,
-            own_sql=spec.own,
+            request.id,
+            request.key,
+            own_sql=request.own,
             position=added[0] if added else None,
         )
 
@@ -275,83 +325,7 @@ def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:
     return list(sink.records(empty).schema.names)
 
 
-def _start(spec: AuditSpec, read: SentRange) -> tuple[Offsets, str]:
+def _start(request: AuditRequest, read: SentRange) -> tuple[Offsets, str]:
     """Where the pipeline's first batch began, and why that is not sure; empty if it is."""
-    start = spec.source_from if spec.source_from is not None else first_offsets.kept(spec.checkpoint)
+    start = request.source_from if request.source_from is not None else first_offsets.kept(request.checkpoint)
     return (start, "") if start is not None else (read.initial(), _START_UNKNOWN)
-
-
-def parsed(text: str) -> Offsets:
-    lines = text.strip().splitlines()
-    if len(lines) != 1:
-        raise DeliveredError(
-            "AUDIT_SOURCES",
-            f"The pipeline's batches have {len(lines)} sources; an audit follows one.",
-            next_step="audit each sink's table with queries of your own, or split the pipeline",
-        )
-    offsets: Offsets = json.loads(lines[0])
-    return offsets
-
-
-def _report(
-    spec: AuditSpec,
-    incarnation: str,
-    ledger: LedgerAccount,
-    view: CheckpointView,
-    start: Offsets,
-    end: Offsets | None,
-    planned: Offsets,
-    result: Result,
-    ordered: bool,
-) -> AuditReport:
-    visible = ledger.visible
-    given_up = visible.given_up if visible is not None else Fingerprint()
-    prints = Fingerprints(result.sent, visible.total if visible is not None else None, given_up, result.delivered)
-    notes = list(ledger.notes)
-    if planned != end:
-        notes.append(f"batch {view.batch} began and is not decided; its records may be in the sink and need not be")
-    if not ordered:
-        notes.append("the transform moves rows between partitions: source partitions and order are not told")
-    if result.null_ids:
-        notes.append(f"{result.null_ids} records have no id; they are told apart by their whole content")
-    if result.partitions_left_off:
-        notes.append(f"{result.partitions_left_off} more source partitions are in the totals alone")
-    return AuditReport(
-        pipeline=spec.pipeline,
-        sink=spec.named_sink,
-        guarantee=spec.guarantee,
-        incarnation=incarnation,
-        range_from=json.dumps(start),
-        range_to=json.dumps(end) if end is not None else "",
-        counts=result.counts,
-        given_up=given_up.count,
-        partitions=result.partitions,
-        samples=result.samples,
-        fingerprints=prints,
-        history=ledger.history,
-        transactions=ledger.transactions,
-        unknowns=tuple(_unknowns(spec, ledger, result)),
-        notes=tuple(notes),
-        id_says=f"`{spec.id}`" if spec.id else "the whole record",
-    )
-
-
-def _unknowns(spec: AuditSpec, ledger: LedgerAccount, result: Result) -> list[str]:
-    reasons = []
-    if ledger.visible is None:
-        reasons.append("the ledger holds no decided batch of this checkpoint: nothing was promised yet")
-    if spec.guarantee is Guarantee.AT_MOST_ONCE and ledger.history.faults and result.counts.lost:
-        reasons.append("the count of what was given up comes from a ledger whose batches do not follow each other")
-    return reasons
-
-
-def _contradictions(report: AuditReport) -> list[str]:
-    """Where the audit cannot be right, whatever the pipeline did."""
-    reasons = []
-    counts, prints = report.counts, report.fingerprints
-    if not counts.adds_up:
-        reasons.append(f"the audit contradicts itself: {counts} do not add up")
-    clean = counts == Counts(sent=counts.sent, delivered=counts.sent, reordered=counts.reordered)
-    if clean and prints is not None and prints.sent != prints.delivered:
-        reasons.append("the audit contradicts itself: no record differs, and the fingerprints do")
-    return reasons

@@ -17,7 +17,6 @@ do not even share that, nothing is judged.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -26,16 +25,13 @@ from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.window import Window
 
-from delivered.audit.report import AuditReport, DedupCounts
-from delivered.contract.source import Offsets, Slice, SourceDriver
+from delivered.audit.classes import DedupCounts
+from delivered.audit.dedup import Stretch
 from delivered.model.dedup import Dedup
 from delivered.spark.dedup import TIME, key_columns, with_keys
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
-
-STRETCHES_MAX = 200
-"""Parts of the source range that are told apart. With more batches than that, several are taken together."""
 
 _OWN = "__delivered_once_"
 _STRETCH, _AT, _LATE, _COPIES, _RANK, _JUDGED, _ALIKE, _UNTIL = (
@@ -46,44 +42,6 @@ _COORDINATES = ("topic", "partition", "offset", "timestamp", "timestampType")
 
 Rows = Callable[["DataFrame"], "DataFrame"]
 """Records of the source -> what the sink must hold of them, as rows with `id`, `low` and `high` at least."""
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A part of the source range: what one batch read, or several of which nothing more is known."""
-
-    start: Offsets
-    end: Offsets
-    several: bool
-
-
-def stretches(start: Offsets, ends: Sequence[tuple[int, Offsets]], end: Offsets) -> list[Stretch]:
-    """The range cut where batches ended, at most `STRETCHES_MAX` of them.
-
-    Args:
-        ends: (batch, its end) as far as the ledger keeps them, oldest first.
-    """
-    found: list[Stretch] = []
-    at, before = start, -1
-    for batch, until in dict(ends).items():
-        found.append(Stretch(at, until, several=batch > before + 1))
-        at, before = until, batch
-    if at != end:
-        found.append(Stretch(at, end, several=True))
-    size = math.ceil(len(found) / STRETCHES_MAX) or 1
-    parts = [found[i : i + size] for i in range(0, len(found), size)]
-    return [Stretch(p[0].start, p[-1].end, len(p) > 1 or p[0].several) for p in parts]
-
-
-def cut(driver: SourceDriver, parts: Sequence[Stretch]) -> tuple[list[Slice], list[int]]:
-    """Slices of the source, and the number of the stretch that each belongs to."""
-    slices: list[Slice] = []
-    numbers: list[int] = []
-    for number, part in enumerate(parts):
-        pieces = driver.slices(part.start, part.end) if part.start != part.end else []
-        slices += pieces
-        numbers += [number] * len(pieces)
-    return slices, numbers
 
 
 class Judged:
@@ -287,42 +245,6 @@ class Once:
             must, there = (as_one_value(f, self._unlike.either) for f in (must, there))
             may = as_one_value(may, self._unlike.either) if may is not None else None
         return must, may, there
-
-
-def of_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditReport:
-    """The report on a pipeline that drops the source's repeats."""
-    notes = [
-        *report.notes,
-        f"the pipeline drops repeats, {dedup.says}: of {counts.records:,} records in the source "
-        f"{counts.deduplicated:,} repeat another one and must not be in the sink beside it; source partitions "
-        "and order are not told",
-    ]
-    if counts.unclear and dedup.in_table:
-        notes.append(
-            f"{counts.unclear:,} keys may be in the sink as often as in the source, or less often: their records lie "
-            f"further apart than {dedup.within}, or the first ones were over before the last came"
-        )
-    elif counts.unclear:
-        notes.append(
-            f"{counts.unclear:,} keys may be in the sink as often as in the source, or less often, or not at all: "
-            f"{counts.late:,} of them may have been dropped as late, the others' records lie further apart than "
-            f"{dedup.within}"
-        )
-    if counts.unlike:
-        notes.append(
-            f"{counts.unlike:,} ids have copies that differ: that exactly one of them is there was checked, not which"
-        )
-    if counts.unlike_unclear:
-        notes.append(f"{counts.unlike_unclear:,} ids have copies of which the transform makes more records or fewer")
-    unknowns = list(report.unknowns)
-    if counts.records and not counts.judged:
-        unknowns.append(
-            f"of none of the {counts.unclear:,} keys in the source it is certain that it must be in the sink"
-        )
-    prints = report.fingerprints
-    if prints is not None and (counts.unclear or counts.unlike or counts.unlike_unclear):
-        prints = None  # the ledger's and the sink's hold what is not certain, the source's does not
-    return replace(report, dedup=counts, notes=tuple(notes), unknowns=tuple(unknowns), fingerprints=prints)
 
 
 def as_one_value(rows: DataFrame, either: DataFrame) -> DataFrame:

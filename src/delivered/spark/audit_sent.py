@@ -4,31 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
+from delivered.audit.dedup import cut, stretches
+from delivered.audit.request import AuditRequest, BadExpression
+from delivered.audit.upserts import id_sql
+from delivered.checkpoint.offset_metadata import stream_driver
 from delivered.contract.source import Offsets, Slice
 from delivered.engine.shard import fingerprint_seed
+from delivered.model.capability import WriteMode
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
-from delivered.spark.audit_dedup import Judged, Once, cut, stretches
-from delivered.spark.audit_spec import AuditSpec, expressions
-from delivered.spark.final_state import FinalState, final_state, id_sql
+from delivered.spark.audit_dedup import Judged, Once
 from delivered.spark.frames import SliceRows, keeps_partitions, slice_frame
-from delivered.spark.offset_metadata import stream_driver
 from delivered.spark.reconcile import Slots, hashed
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
+_AT, _PARTITION, _GONE, _ROW = "__delivered_at", "__delivered_partition", "__delivered_gone", "__delivered_row"
+
+
+@contextmanager
+def expressions(request: AuditRequest) -> Iterator[None]:
+    """A bad id, key or condition is the user's, not the checker's."""
+    try:
+        yield
+    except (AnalysisException, ParseException) as error:
+        if request.id is None and request.key is None and request.own is None:
+            raise
+        raise BadExpression(
+            "AUDIT_EXPRESSION",
+            f"The audit's id is {request.id!r}, its key {request.key!r}, its own {request.own!r}; Spark says: "
+            f"{str(error).splitlines()[0]}",
+            next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",
+        ) from None
+
+
 class SentRange:
     """The source side: ranges of it, transformed, with the names of its partitions."""
 
-    def __init__(self, spec: AuditSpec) -> None:
-        self._spec = spec
-        self._driver = stream_driver(spec.source, spec.checkpoint, writes=False)
+    def __init__(self, request: AuditRequest) -> None:
+        self._request = request
+        self._driver = stream_driver(request.source, request.checkpoint, writes=False)
 
         self.slots = Slots()
 
@@ -40,10 +63,10 @@ class SentRange:
 
     def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
         """What the sink was given of a range; no slices: for the columns alone."""
-        return self._transformed(slice_frame(spark, self._spec.source, slices))
+        return self._transformed(slice_frame(spark, self._request.source, slices))
 
     def _transformed(self, read: DataFrame) -> DataFrame:
-        return read if self._spec.transform is None else self._spec.transform(read)
+        return read if self._request.transform is None else self._request.transform(read)
 
     @contextmanager
     def once(
@@ -59,14 +82,14 @@ class SentRange:
         Args:
             ends: (batch, its end) as far as the ledger keeps them.
         """
-        spec = self._spec
-        if spec.dedup is None:
+        request = self._request
+        if request.dedup is None:
             raise DeliveredError("AUDIT_DEDUP", "The pipeline drops no repeats.")
-        upserts = spec.sink.capability().write.upserts
+        upserts = request.sink.capability().write.upserts
         parts = stretches(start, ends, end) if end is not None else []
         slices, numbers = cut(self._driver, parts)
-        read = slice_frame(spark, spec.source, slices)
-        with closing(Judged(read, numbers, parts, spec.dedup, named=spec.id is not None)) as judged:
+        read = slice_frame(spark, request.source, slices)
+        with closing(Judged(read, numbers, parts, request.dedup, named=request.id is not None)) as judged:
             rows = self._whole_rows if upserts else lambda frame: self.as_rows(self._transformed(frame), scope, "all")
             with closing(Once(judged, rows, self._transformed)) as once:
                 yield once
@@ -74,7 +97,7 @@ class SentRange:
     def _whole_rows(self, read: DataFrame) -> DataFrame:
         """Of records of the source: the key of an upsert, and a hash of all that it is given."""
         frame = self._transformed(read)
-        key = F.expr(id_sql(self._spec.sink.capability().write)).alias("id")
+        key = F.expr(id_sql(self._request.sink.capability().write)).alias("id")
         return frame.select(key, F.xxhash64(*[f"`{c}`" for c in frame.columns]).alias("low"))
 
     def hashed(
@@ -85,22 +108,22 @@ class SentRange:
         Args:
             ranges: of the source, one after the other; in every partition after those of an earlier call.
         """
-        spec = self._spec
+        request = self._request
         slices = [piece for start, end in ranges for piece in self._driver.slices(start, end)]
-        rows = SliceRows(spark, spec.source, slices)
-        frame = rows if spec.transform is None else self.frame(spark, slices)
+        rows = SliceRows(spark, request.source, slices)
+        frame = rows if request.transform is None else self.frame(spark, slices)
         ordered = not slices or isinstance(frame, SliceRows) or keeps_partitions(frame)
         names = [s.partition or f"slice {i}" for i, s in enumerate(slices)]
         at = self.slots.placed(names) if ordered else self.slots.unplaced("all")
-        with expressions(spec):
+        with expressions(request):
             hashes = hashed(
                 frame,
-                spec.sink.records,
+                request.sink.records,
                 fingerprint_seed(scope),
                 at,
-                spec.id,
-                spec.key,
-                own_sql=spec.own,
+                request.id,
+                request.key,
+                own_sql=request.own,
             )
         # Without a known order the key is dropped, so that none is judged.
         return (hashes if ordered else hashes.withColumn("key_hash", F.lit(None).cast("long"))), ordered
@@ -109,7 +132,7 @@ class SentRange:
         self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets, once: Once | None
     ) -> FinalState:
         """What an upsert of a range must leave. Nothing is said of keys that a batch touches which is not decided."""
-        mode = self._spec.sink.capability().write
+        mode = self._request.sink.capability().write
         if once is not None:
             state = final_state(once.must(), mode, None)
             unclear = state.unclear.union(once.unclear_ids())
@@ -127,17 +150,71 @@ class SentRange:
 
     def as_rows(self, state: DataFrame, scope: Scope, partition: str = "keys") -> DataFrame:
         """Rows for `reconcile`, of no partition and no order."""
-        spec = self._spec
+        request = self._request
         seed = fingerprint_seed(scope)
-        with expressions(spec):
-            rows = hashed(state, spec.sink.records, seed, self.slots.unplaced(partition), spec.id)
+        with expressions(request):
+            rows = hashed(state, request.sink.records, seed, self.slots.unplaced(partition), request.id)
         return rows.withColumn("key_hash", F.lit(None).cast("long"))
 
 
 @contextmanager
-def sent_range(spec: AuditSpec) -> Iterator[SentRange]:
-    read = SentRange(spec)
+def sent_range(request: AuditRequest) -> Iterator[SentRange]:
+    read = SentRange(request)
     try:
         yield read
     finally:
         read.close()
+
+
+@dataclass(frozen=True)
+class FinalState:
+    """
+    Attributes:
+        rows: that must be in the sink, without the column that deletes.
+        unclear: ids, as `id_sql` makes them, of keys of which the source alone does not tell what must be there.
+        gone: ids of keys whose last row deletes; those of them that are not unclear must not be there.
+    """
+
+    rows: DataFrame
+    unclear: DataFrame
+    gone: DataFrame
+
+
+def final_state(frame: DataFrame, mode: WriteMode, partitions: Sequence[int] | None) -> FinalState:
+    """
+    Args:
+        frame: every row that the sink was given.
+        partitions: of each partition of `frame` the number of the source's partition that it comes from, rows in its
+            order; None: rows were moved.
+    """
+    version = F.col(_quoted(str(mode.version)))
+    gone = F.lit(False) if mode.delete is None else F.coalesce(F.col(_quoted(mode.delete)), F.lit(False))
+    partition = F.lit(-1)
+    if partitions:
+        partition = F.element_at(F.array(*map(F.lit, partitions)), F.spark_partition_id() + 1)
+    kept = [c for c in frame.columns if c != mode.delete]
+    placed = frame.select(
+        *map(_quoted, kept),
+        gone.alias(_GONE),
+        partition.alias(_PARTITION),
+        F.monotonically_increasing_id().alias(_AT),
+    )
+    by_key = placed.groupBy(*map(_quoted, mode.keys)).agg(
+        # Of equal versions the first one stays.
+        F.max_by(F.struct(*map(_quoted, kept), _GONE, _AT), F.struct(version, -F.col(_AT))).alias(_ROW),
+        F.max(F.when(~F.col(_GONE), F.col(_AT))).alias("newest"),
+        F.min(_PARTITION).alias("first_partition"),
+        F.max(_PARTITION).alias("last_partition"),
+    )
+    # A deleted key forgets its version: a row that came after its deletion, in a later batch, is there again, though
+    # it is older.
+    order_known = (F.col("first_partition") == F.col("last_partition")) & F.lit(partitions is not None)
+    perhaps_back = F.col("newest").isNotNull() & (~order_known | (F.col("newest") > F.col(f"{_ROW}.{_AT}")))
+    unclear = F.col(f"{_ROW}.{_GONE}") & perhaps_back
+    rows = by_key.filter(~F.col(f"{_ROW}.{_GONE}")).select(*[F.col(f"{_ROW}.{_quoted(c)}").alias(c) for c in kept])
+    key = F.expr(id_sql(mode)).alias("id")
+    return FinalState(rows, by_key.filter(unclear).select(key), by_key.filter(f"{_ROW}.{_GONE}").select(key))
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"

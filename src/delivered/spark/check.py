@@ -1,4 +1,4 @@
-"""Holds a pipeline's SQL against the source's columns, and its columns against the sinks, before a query starts."""
+"""What a session tells the planner: where it runs, and whether SQL and columns of a pipeline fit each other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from delivered.contract.finding import Finding
 from delivered.contract.powers import planned
 from delivered.model.errors import DeliveredError, UsageError
-from delivered.spark.sinks import projected, without_async
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
+from delivered.spark.jvm import jvm_of
+from delivered.spark.rows import projected
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-    from delivered.spark.pipeline import Pipeline
 
 _VIEW = "source"
 _SUGGESTED = re.compile(r"Did you mean one of the following\? \[(.*?)\]", re.DOTALL)
@@ -27,14 +28,24 @@ _PLACE = re.compile(r"\(line (\d+), pos (\d+)\)|line (\d+),? pos(?:ition)? (\d+)
 _CLASS = re.compile(r"^\[([A-Z_.]+)\]\s*")
 
 
-def checked_transform(pipeline: Pipeline, spark: SparkSession) -> tuple[Finding, ...]:
+def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
+    """For `gather`."""
+    return SessionFacts(
+        str(spark.conf.get("spark.master", "local")),
+        str(spark.conf.get(ASYNC_CONF, "false")).lower() == "true",
+        jvm_of(spark),
+        lambda: checked_transform(pipeline, spark),
+    )
+
+
+def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
     """What is wrong with SQL and columns, of each sink. Reads no record; a transform in Python is not run."""
     if pipeline.source.is_spark_own or pipeline.transform.kind not in ("none", "sql"):
         return ()
     try:
         source = planned(pipeline.source.source()).schema()
         for endpoint, columns in zip(pipeline.sinks, _results(pipeline, spark, source), strict=True):
-            without_async(endpoint).sink().check_schema(columns)
+            endpoint.sink().check_schema(columns)
     except UsageError as error:
         return (Finding.refusal(error),)
     except DeliveredError:
@@ -42,7 +53,7 @@ def checked_transform(pipeline: Pipeline, spark: SparkSession) -> tuple[Finding,
     return ()
 
 
-def _results(pipeline: Pipeline, spark: SparkSession, source: pa.Schema) -> list[pa.Schema]:
+def _results(pipeline: Definition, spark: SparkSession, source: pa.Schema) -> list[pa.Schema]:
     """Columns of the rows that reach each sink.
 
     Raises:

@@ -1,52 +1,29 @@
-"""Spark's classes as the JVM keeps them for a quick start: loaded, verified, in one file that is mapped into memory.
+"""Makes the archive of Spark's classes that lets a session start sooner (quick_start.py).
 
-Most of a session's start is loading 20,000 classes out of 250 JARs. Java's class data sharing writes them to an archive
-once (about 25 s and 160 MB); each start after that takes about 3 s less. The JVM compares the archive with its own
-version and the JARs and goes on without it where they differ, so a stale one costs nothing and breaks nothing.
-
-    python -m delivered.spark.class_archive       makes it; done by `make setup`
-
-Source: "Class Data Sharing" in Oracle's guide to the HotSpot virtual machine, and JEP 350.
+python -m delivered.spark.class_archive       done by `make setup`
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from delivered.brokers.fetch import cache_folder
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
 from delivered.brokers.java import java_home
+from delivered.connectors.log import append
 from delivered.model.errors import DeliveredError
+from delivered.pipeline.endpoint import log, sqlite
+from delivered.spark.pipeline import Pipeline
+from delivered.spark.quick_start import JAVA_OPTIONS, archive
+from delivered.spark.session import session
 
-_OPTIONS = "spark.driver.extraJavaOptions"
 _EXIT_TIMEOUT_S = 120.0
-
-
-def archive() -> Path:
-    """Where the archive for this Java and this pyspark lies, or would lie."""
-    import pyspark
-
-    told = f"{java_home().resolve()} {Path(pyspark.__file__).parent} {pyspark.__version__}"
-    name = hashlib.sha256(told.encode()).hexdigest()[:12]
-    return cache_folder() / "classes" / f"spark-{pyspark.__version__}-{name}.jsa"
-
-
-def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
-    """The configuration with the archive in it, if it was made and the caller names none."""
-    options = conf.get(_OPTIONS, "")
-    try:
-        file = archive()
-    except DeliveredError:
-        return dict(conf)
-    if "Archive" in options or not file.is_file():
-        return dict(conf)
-    return {**conf, _OPTIONS: f'{options} "-XX:SharedArchiveFile={file}" -Xlog:cds=off'.strip()}
 
 
 def make() -> Path:
@@ -74,23 +51,17 @@ def make() -> Path:
 
 
 def _stream(folder: Path, java_options: str) -> None:
-    import pyarrow as pa
-
-    import delivered
-    from delivered.connectors.log import append
-    from delivered.spark.session import session
-
     rows = pa.table({"key": pa.array([b"1", b"2"], pa.binary()), "value": pa.array([b"{}", b"{}"], pa.binary())})
     append(str(folder / "log"), rows, partition_by=2)
-    spark = session("class-archive", "local[2]", {_OPTIONS: java_options, "spark.log.level": "ERROR"})
+    spark: SparkSession = session("class-archive", "local[2]", {JAVA_OPTIONS: java_options, "spark.log.level": "ERROR"})
     jvm: subprocess.Popen[bytes] = cast(Any, spark.sparkContext)._gateway.proc
-    query = delivered.Pipeline(
+    query = Pipeline(
         name="class-archive",
         guarantee="exactly_once",
         checkpoint=str(folder / "checkpoint"),
-        source=delivered.log(str(folder / "log")),
+        source=log(str(folder / "log")),
         transform="SELECT CAST(key AS STRING) AS key, CAST(value AS STRING) AS value FROM source",
-        sinks=[delivered.sqlite(str(folder / "sink.db"), table="rows")],
+        sinks=[sqlite(str(folder / "sink.db"), table="rows")],
         trigger="available_now",
     ).start(spark)
     query.awaitTermination()

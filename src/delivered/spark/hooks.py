@@ -5,12 +5,13 @@ first batch, after `start()` returned. Nothing in the data source interface chan
 wraps, once per process:
 
     exceptions of Spark    str(error) is our message, if one of ours is inside; its type stays
-    DataStreamWriter       start() asks the driver first whether the query can be started (start_check.py)
+    DataStreamWriter       start() asks the driver first whether the query can be started (pipeline/facts.py), and
+                           tells a source of ours where the query's checkpoint lies
     load() over Connect    analyses the frame at once, as a classic session does
     load, save, start      find our formats in any session and on any thread of the application
     newSession             the new session knows our formats too
     explain()              says that PySpark asks a batch source for its offsets once
-    StreamingQueryProgress lag and description of a source, as Spark's Kafka source says them (source_progress.py)
+    StreamingQueryProgress lag and description of a source, as Spark's Kafka source says them (source/lag.py)
 
 What does not name our formats passes through untouched.
 """
@@ -18,25 +19,27 @@ What does not name our formats passes through untouched.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
+import json
 import logging
 import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pyspark.sql.streaming.listener import StreamingQueryProgress
+
+from delivered.model.translate import from_our_code, translated
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX, connector
-from delivered.spark.messages import from_our_code, translated
-from delivered.spark.session import make_active
-from delivered.spark.settings import START_OPTION
-from delivered.spark.source_progress import is_python_stream, lag
-from delivered.spark.start_check import OPTION, pack
+from delivered.pipeline.spec import CHECKPOINT, OPTION, StartCheck, idiom_option
+from delivered.source.lag import spark_metrics
+from delivered.spark.jvm import is_connect, make_active
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -45,7 +48,8 @@ log = logging.getLogger(__name__)
 
 _NOT_FOUND = re.compile(rf"DATA_SOURCE_NOT_FOUND.*?\b({PREFIX}\w+)", re.DOTALL)
 _WRAPPED = "__delivered__"
-_planned: ContextVar[bool] = ContextVar("delivered_planned", default=False)
+_PYTHON_STREAM = "org.apache.spark.sql.execution.datasources.v2.python.PythonMicroBatchStream"
+"""How Spark describes every Python source."""
 
 
 _PLANNED_ONCE = (
@@ -71,15 +75,10 @@ class Write:
     output_mode: str
     columns: Callable[[], str]
 
-
-@contextlib.contextmanager
-def already_planned() -> Iterator[None]:
-    """Queries started inside were checked by `Pipeline.plan`."""
-    token = _planned.set(True)
-    try:
-        yield
-    finally:
-        _planned.reset(token)
+    @property
+    def is_idiom(self) -> bool:
+        """Whether it names a format of ours, and not by `Pipeline`, which planned it and tells all there is to tell."""
+        return self.format.lower().startswith(PREFIX) and not any(k.lower() == OPTION for k in self.options)
 
 
 def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession | None], None]) -> None:
@@ -88,7 +87,7 @@ def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession 
     Args:
         register: makes the formats known to a session; the second argument is one that knows them, if there is.
     """
-    connect = not hasattr(spark, "_jvm")
+    connect = is_connect(spark)
     kind = "connect" if connect else "captured"
     for found in vars(import_module(f"pyspark.errors.exceptions.{kind}")).values():
         if isinstance(found, type) and issubclass(found, Exception) and "__str__" in vars(found):
@@ -110,7 +109,7 @@ def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession 
     frames = import_module(f"pyspark.sql.{'connect' if connect else 'classic'}.dataframe")
     _wrap(frames.DataFrame, "explain", _explained)
     _wrap(streams.DataStreamWriter, "start", _checked, layer="checked")
-    _wrap(import_module("pyspark.sql.streaming.listener").StreamingQueryProgress, "__init__", _with_lag)
+    _wrap(StreamingQueryProgress, "__init__", _with_lag)
     _wrap(type(spark), "newSession", functools.partial(_registered, register=register))
 
 
@@ -207,10 +206,11 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             self.format(format)
         if queryName is not None:
             self.queryName(queryName)
-        write = None if _planned.get() else _write(self)
-        if write is not None and write.format.lower().startswith(PREFIX):
+        write = _write(self)
+        if write is not None and write.is_idiom:
             _check(_session_of(self), write)
-            self.option(START_OPTION, uuid.uuid4().hex)
+            self.option(OPTION, idiom_option(start=uuid.uuid4().hex))
+            _tell_source(self, write)
         query = original(self, path, partitionBy=partitionBy)
         names = _sources(self)
         if names:
@@ -228,8 +228,8 @@ def _with_lag(original: Callable[..., None]) -> Callable[..., None]:
         names = _descriptions.get(str(self["runId"]), ())
         sources = self["sources"]
         for number, source in enumerate(sources):
-            if is_python_stream(source["description"]):
-                source["metrics"] = {**lag(source["endOffset"], source["latestOffset"]), **source["metrics"]}
+            if source["description"].startswith(_PYTHON_STREAM):
+                source["metrics"] = {**spark_metrics(source["endOffset"], source["latestOffset"]), **source["metrics"]}
                 if len(names) == len(sources):
                     source["description"] = names[number]
 
@@ -240,24 +240,97 @@ def _sources(writer: Any) -> tuple[str, ...]:
     """What a query reads, in Spark's order, for people: "delivered_kafka[orders]"; empty where it cannot be seen."""
     try:
         if hasattr(writer, "_write_proto"):
-            return tuple(_connect_sources(writer._write_stream._child))
-        leaves = writer._df._jdf.queryExecution().analyzed().collectLeaves()
-        found = []
-        for leaf in (leaves.apply(i) for i in range(leaves.size())):
-            if leaf.getClass().getSimpleName() == "StreamingRelationV2":
-                found.append(_described(leaf.sourceName(), dict(leaf.extraOptions())))
-        return tuple(found)
+            return tuple(_described(str(p._format), p._options) for p in _connect_reads(writer._write_stream._child))
+        plan = writer._df._jdf.queryExecution().analyzed()
+        return tuple(_described(leaf.sourceName(), dict(leaf.extraOptions())) for leaf in _classic_reads(plan))
     except Exception as error:
         log.debug("the sources of a query cannot be seen: %s", error)
         return ()
 
 
-def _connect_sources(plan: Any) -> Iterator[str]:
+def _tell_source(writer: Any, write: Write) -> None:
+    """Let a source of ours know the query's checkpoint, of which Spark tells a Python source nothing.
+
+    There it keeps where its batch 0 began and what it knows of its offsets (`checkpoint/`). A query of several sources
+    is left as it is: they would keep these in one place.
+    """
+    checkpoint = next((v for k, v in write.options.items() if k.lower() == CHECKPOINT.lower()), None)
+    if checkpoint is None:
+        return
+    try:
+        (_tell_connect if hasattr(writer, "_write_proto") else _tell_classic)(writer, checkpoint)
+    except Exception as error:
+        log.warning(
+            "this PySpark does not let the source know the query's checkpoint (%s): that it was made anew while the "
+            'query was stopped is noticed only with .option("%s", ...) on the source',
+            error,
+            CHECKPOINT,
+        )
+
+
+def _tell_classic(writer: Any, checkpoint: str) -> None:
+    jvm = writer._spark._jvm
+    # A copy: another query may read the same DataFrame, with another checkpoint.
+    plan = writer._df._jdf.queryExecution().analyzed().clone()
+    reads = list(_classic_reads(plan))
+    if len(reads) != 1 or not _wants_checkpoint(reads[0].sourceName(), dict(reads[0].extraOptions())):
+        return
+    options = {**dict(reads[0].extraOptions().asCaseSensitiveMap()), CHECKPOINT: checkpoint}
+    # Loaded anew: the data source was made with its options when the frame was loaded, and Spark keeps it.
+    loaded = writer._spark.readStream.format(reads[0].sourceName()).options(**options).load()
+    (told,) = _classic_reads(loaded._jdf.queryExecution().analyzed())
+    if not told.schema().equals(reads[0].schema()):
+        raise ValueError("the source has other columns now")
+    for name in ("extraOptions", "table"):
+        _java_field(reads[0], name).set(reads[0], _java_field(told, name).get(told))
+    dataset = jvm.org.apache.spark.sql.classic.Dataset.ofRows(writer._spark._jsparkSession, plan)
+    _java_field(writer._jwrite, "ds").set(writer._jwrite, dataset)
+
+
+def _tell_connect(writer: Any, checkpoint: str) -> None:
+    stream = writer._write_stream
+    reads = list(_connect_reads(stream._child))
+    if len(reads) == 1 and _wants_checkpoint(str(reads[0]._format), reads[0]._options):
+        told = copy.copy(reads[0])
+        told._options = {**told._options, CHECKPOINT: checkpoint}
+        stream._child = _connect_replaced(stream._child, reads[0], told)
+
+
+def _wants_checkpoint(name: str, options: Mapping[str, str]) -> bool:
+    return name.startswith(PREFIX) and not any(k.lower() == CHECKPOINT.lower() for k in options)
+
+
+def _classic_reads(plan: Any) -> Iterator[Any]:
+    leaves = plan.collectLeaves()
+    found = (leaves.apply(i) for i in range(leaves.size()))
+    return (leaf for leaf in found if leaf.getClass().getSimpleName() == "StreamingRelationV2")
+
+
+def _connect_reads(plan: Any) -> Iterator[Any]:
     if getattr(plan, "_is_streaming", False) or getattr(plan, "is_streaming", False):
-        yield _described(str(plan._format), plan._options)
-    for inner in vars(plan).values():
-        if hasattr(inner, "to_proto"):
-            yield from _connect_sources(inner)
+        yield plan
+    for inner in _connect_children(plan).values():
+        yield from _connect_reads(inner)
+
+
+def _connect_children(plan: Any) -> dict[str, Any]:
+    return {name: inner for name, inner in vars(plan).items() if hasattr(inner, "to_proto")}
+
+
+def _connect_replaced(plan: Any, old: Any, new: Any) -> Any:
+    """A copy of a plan with one node in place of another."""
+    if plan is old:
+        return new
+    made = copy.copy(plan)
+    for name, inner in _connect_children(plan).items():
+        setattr(made, name, _connect_replaced(inner, old, new))
+    return made
+
+
+def _java_field(holder: Any, name: str) -> Any:
+    found = holder.getClass().getDeclaredField(name)
+    found.setAccessible(True)
+    return found
 
 
 def _described(name: str, options: Mapping[str, str]) -> str:
@@ -271,7 +344,8 @@ def _check(spark: Any, write: Write) -> None:
     """Ask the driver, where a Connect client may be far from: `schema` of a data source is what runs there at once."""
     reader = spark.read.format(write.format).options(**write.options)
     try:
-        reader.option(OPTION, pack(write.columns(), write.output_mode)).load()
+        asked = StartCheck(json.loads(write.columns()), write.output_mode.lower())
+        reader.option(OPTION, idiom_option(check=asked)).load()
     except Exception as error:
         found = translated(error)
         if found is not None:
@@ -293,9 +367,7 @@ def _classic_write(writer: Any) -> Write:
     java, jvm = writer._jwrite, writer._spark._jvm
 
     def field(name: str) -> Any:
-        found = java.getClass().getDeclaredField(name)
-        found.setAccessible(True)
-        return found.get(java)
+        return _java_field(java, name).get(java)
 
     options = jvm.scala.jdk.javaapi.CollectionConverters.asJava(field("extraOptions").originalMap())
     return Write(field("source"), dict(options), str(field("outputMode").toString()), writer._df.schema.json)

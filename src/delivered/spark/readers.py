@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from delivered.contract.powers import HasOffsetMetadata
+from delivered.checkpoint import first_offsets
+from delivered.checkpoint.offset_metadata import PlainDriver, stream_driver
 from delivered.contract.source import Slice, Source, SourceDriver
 from delivered.engine.direct import pack
 from delivered.model.patience import in_query
 from delivered.model.step import Moment, StepId, reach
-from delivered.spark import first_offsets
-from delivered.spark.crash import arm
-from delivered.spark.drain import is_drained
-from delivered.spark.handover import SourceFacts, Teller
-from delivered.spark.offset_metadata import PlainDriver, stream_driver
+from delivered.spark.task import arm
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from delivered.pipeline.spec import Reading
 
 
 class SlicePartition(InputPartition):
@@ -45,42 +43,33 @@ def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordB
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Lives on the driver in one process per query; copies without a connection go to the tasks."""
 
-    def __init__(
-        self,
-        source: Source,
-        direct: bool,
-        drain: str | None = None,
-        driver_id: str = "",
-        checkpoint: str | None = None,
-    ) -> None:
+    def __init__(self, source: Source, reading: Reading) -> None:
         self._source = source
-        self._direct = direct
-        self._drain = drain
-        self._checkpoint = checkpoint
+        self._reading = reading
         self._opened: SourceDriver | None = None
-        self._initial: dict[str, Any] | None = None
         self._logged: dict[str, Any] | None = None
-        self._teller = Teller(driver_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_initial": None, "_logged": None}
+        return {**self.__dict__, "_opened": None, "_logged": None}
 
     @property
     def _driver(self) -> SourceDriver:
         arm()
         if self._opened is None:
-            self._opened = stream_driver(self._source, self._checkpoint)
+            self._opened = stream_driver(self._source, self._reading.checkpoint)
         return self._opened
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        initial, began = self._driver.initial(), None
-        if self._checkpoint is not None:
-            # Batch 0 runs again: where it begins was settled the first time, whatever "latest" is by now.
-            began = first_offsets.kept(self._checkpoint)
-        metadata = self._source.offset_metadata if isinstance(self._source, HasOffsetMetadata) else frozenset()
-        self._initial = initial if began is None else {k: v for k, v in began.items() if k not in metadata}
-        self._logged = self._initial
-        return self._initial
+        driver = self._driver
+        # Batch 0 may run again: where it begins is settled the first time, whatever "latest" is by then.
+        told = self._reading.checkpoint
+        began = first_offsets.keep(told, driver.initial) if told is not None else None
+        if began is None:
+            initial = driver.initial()
+        else:
+            initial = driver.begun(began) if isinstance(driver, PlainDriver) else began
+        self._logged = initial
+        return initial
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         rows = self._source.rows_per_batch_max
@@ -88,7 +77,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         in_query()
-        if is_drained(self._drain):
+        if self._reading.is_drained:
             end = start
         else:
             end = self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
@@ -105,19 +94,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         in_query()
-        slices = self._driver.slices(start, end)
-        self._tell_sink(start, end)
-        return [SlicePartition(s) for s in slices]
-
-    def _tell_sink(self, start: dict[str, Any], end: dict[str, Any]) -> None:
-        begins = start if start == self._initial else None
-        if self._checkpoint is None and isinstance(self._driver, PlainDriver):
-            self._teller.tell(end, replace(self._driver.facts(end), start=begins))
-        elif begins is not None:
-            self._teller.tell(end, SourceFacts(begins, self._checkpoint is None))
+        return [SlicePartition(s) for s in self._driver.slices(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if self._direct and isinstance(partition, SlicePartition):
+        if self._reading.direct and isinstance(partition, SlicePartition):
             return iter([pack(partition.piece)])
         return read_slice(self._source, partition)
 
@@ -131,7 +111,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._logged = logged
 
     def stop(self) -> None:
-        self._teller.stop()
         if self._opened is not None:
             self._opened.close()
             self._opened = None

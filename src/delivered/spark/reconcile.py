@@ -12,7 +12,6 @@ there. What a person wants to see of the few damaged records is looked up for th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -22,8 +21,8 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import LongType, StructField, StructType
 from pyspark.sql.window import Window
 
-from delivered.audit.classes import Counts, Damage
-from delivered.audit.report import PartitionLine, Sample
+from delivered.audit.classes import Counts, Damage, PartitionLine, Sample
+from delivered.audit.outcome import Result
 from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint, lanes, record_hashes
 from delivered.spark.frames import Mapper, SliceRows
@@ -45,23 +44,6 @@ _ROW_BITS = 33
 """Of `at`, those of `monotonically_increasing_id` that count rows; above them stands the slot."""
 
 Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
-
-
-@dataclass(frozen=True)
-class Result:
-    """
-    Attributes:
-        null_ids: records whose id expression gave null; they were told apart by their whole content instead.
-        partitions_left_off: source partitions beyond `PARTITIONS_MAX`; they are in `counts`.
-    """
-
-    counts: Counts
-    partitions: tuple[PartitionLine, ...]
-    samples: tuple[Sample, ...]
-    sent: Fingerprint
-    delivered: Fingerprint
-    null_ids: int
-    partitions_left_off: int = 0
 
 
 def hashed(

@@ -1,15 +1,30 @@
-"""A Spark session whose workers run this interpreter, on a Java that is really there."""
+"""Sessions: every format made known to one; and one whose workers run this interpreter, on a Java that is really there.
+
+A driver is known by an owner's id, which must reach each of its processes: those that plan and commit streams, and
+those that write batches for df.write and INSERT INTO. To a data source PySpark passes options alone, and an INSERT INTO
+has none that we could add to. What it does carry everywhere is the registered class, by value; so the id is an
+attribute of a class made by `register`. From there `formats.py` puts it into the spec, and nothing else reads it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from pyspark.sql import SparkSession
+
+from delivered.brokers.java import java_home
+from delivered.engine.owner import new_owner
+from delivered.model.work import Owner
+from delivered.pipeline.registry import connectors
+from delivered.pipeline.spec import GROUP
+from delivered.spark.formats import DeliveredDataSource
+from delivered.spark.hooks import install
+from delivered.spark.jvm import active, jvm_of, make_active
+from delivered.spark.quick_start import with_archive, worker_python
 
 _CONF = {
     "spark.ui.enabled": "false",
@@ -19,6 +34,46 @@ _CONF = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "32768",
     "spark.sql.shuffle.partitions": "4",
 }
+
+
+_registered: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
+"""What a session's classes carry."""
+
+
+def is_registered(spark: SparkSession) -> bool:
+    """Whether this session knows the formats: registering again makes Spark warn, once for each."""
+    return spark in _registered
+
+
+def register(spark: SparkSession) -> None:
+    """Make every format of this package known to a session, and the session active in this thread. May be called again.
+
+    Every session that this one makes by `newSession` knows them too, and so does every thread. Errors of these formats
+    begin with their code from here on, and a query that cannot be started is refused by `start()` (docs/spark.md).
+
+    Args:
+        spark: a classic session or one of Spark Connect.
+
+    The registered classes carry an id of this driver, new for each call: it is how the driver's processes know each
+    other as one owner of a ledger, and how a second driver on the same checkpoint is told apart.
+    """
+    _register(spark, None)
+    install(spark, _register)
+    make_active(spark)
+
+
+def _register(spark: SparkSession, parent: SparkSession | None) -> None:
+    """
+    Args:
+        parent: a session of the same driver.
+    """
+    owner = (_registered.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
+    with active(spark):  # where Spark looks whether a format is there already
+        for name in (*connectors(), GROUP):
+            attributes: dict[str, Any] = {"system": name, "owner": owner}
+            # Not importable by name, so that Spark pickles the class by value, id included.
+            spark.dataSource.register(type(f"Delivered_{name}", (DeliveredDataSource,), attributes))
+    _registered[spark] = owner
 
 
 def prepare_environment(python: str | None = None) -> None:
@@ -32,8 +87,6 @@ def prepare_environment(python: str | None = None) -> None:
     Raises:
         DeliveredError: no Java 17 or newer, neither on the machine nor from the extra `java`.
     """
-    from delivered.brokers.java import java_home
-
     os.environ["JAVA_HOME"] = str(java_home())
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python or sys.executable)
@@ -52,12 +105,6 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         master: default: what `spark-submit` set, else `local[*]`.
         conf: Spark configuration on top of ours.
     """
-    from pyspark.sql import SparkSession
-
-    from delivered.spark.class_archive import with_archive
-    from delivered.spark.formats import register
-    from delivered.spark.worker_python import worker_python
-
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
         master = "local[*]"  # not below spark-submit, which would have set a master
     local = master is not None and (master == "local" or master.startswith("local["))
@@ -74,34 +121,3 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
     spark = builder.getOrCreate()
     register(spark)
     return spark
-
-
-@contextlib.contextmanager
-def active(spark: SparkSession) -> Iterator[None]:
-    """A session is the active one of this thread; then the former one again."""
-    if not hasattr(spark, "_jvm"):
-        yield
-        return
-    sessions = type(spark)._get_j_spark_session_class(spark._jvm)
-    before = sessions.getActiveSession()
-    sessions.setActiveSession(spark._jsparkSession)
-    try:
-        yield
-    finally:
-        if before.isDefined():
-            sessions.setActiveSession(before.get())
-        else:
-            sessions.clearActiveSession()
-
-
-def make_active(spark: SparkSession) -> None:
-    """Make a session the active one of this thread.
-
-    Every Python thread has a JVM thread of its own, and Spark looks for the data source of a stream's sink in the
-    active session of that thread alone, not in the session that the stream belongs to: on any thread but the one that
-    made the session it finds no `delivered_...` (DATA_SOURCE_NOT_FOUND). A session of Spark Connect has no such thread.
-    """
-    if not hasattr(spark, "_jvm"):
-        return
-    sessions = type(spark)._get_j_spark_session_class(spark._jvm)
-    sessions.setActiveSession(spark._jsparkSession)

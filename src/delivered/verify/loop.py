@@ -38,9 +38,9 @@ from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.model.account import Account
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import Scope
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage, Tolerance
+from delivered.model.work import BatchPlan, CheckpointView, Owner, ShardMessage
+from delivered.spark.pipeline import Pipeline
 from delivered.testing.crash import install_from_environment
 
 WORKERS = 2
@@ -103,16 +103,14 @@ class Loop:
     """One driver."""
 
     def __init__(self, file: Path) -> None:
-        from delivered.spark.pipeline import Pipeline
-        from delivered.spark.sinks import opened
-
         self.pipeline = Pipeline.from_file(file)
         transform = self.pipeline.transform
         if transform.kind not in ("none", "arrow"):
             raise DeliveredError("LOOP_TRANSFORM", f"A loop without Spark cannot run a transform in {transform.kind}.")
         if not all(s.projection.is_all for s in self.pipeline.sinks):
             raise DeliveredError("LOOP_SINKS", "A loop without Spark runs sinks without select and where.")
-        self.sink_name, self.sink = opened(self.pipeline)
+        self.spec = self.pipeline.spec
+        self.sink = self.spec.open()
         self.source = planned(self.pipeline.source.source())
         self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
         if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may want it
@@ -121,15 +119,10 @@ class Loop:
         self.attempts_max = int(failures[1]) if failures else 1
 
     def context(self, checkpoint: Checkpoint) -> Context:
-        scope = Scope(self.pipeline.name, self.sink_name, checkpoint.incarnation)
+        scope = self.spec.scope(self.sink, checkpoint.incarnation)
         own = psutil.Process()
         owner = Owner(uuid.uuid4().hex, os.uname().nodename, own.pid, int(own.create_time() * 1000))
-        tolerance = Tolerance(
-            new_checkpoint=self.pipeline.new_checkpoint,
-            missing_ledger=self.pipeline.missing_ledger,
-            new_target=self.pipeline.new_target,
-        )
-        return Context.open(self.sink, scope, self.pipeline.guarantee, owner, tolerance)
+        return Context.open(self.sink, scope, self.pipeline.guarantee, owner, self.spec.tolerance)
 
     def accounts(self) -> dict[str, int]:
         context = self.context(Checkpoint(Path(self.pipeline.checkpoint)))

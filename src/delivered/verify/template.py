@@ -18,7 +18,7 @@ from typing import Any
 
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.pipeline.load import load_file
+from delivered.pipeline.file import load_file
 from delivered.verify.systems import POSTGRES_2PC, SINK_KINDS
 from delivered.verify.systems.log import Log
 from delivered.verify.workloads import PARTITIONS, Effect, Record, Workload

@@ -24,8 +24,6 @@ METADATA = frozenset({_IDS, _FIRST, _FROM})
 """Keys of offsets that Spark's own connector does not know."""
 LASTING = frozenset({_IDS, _FIRST})
 """Those that hold for later offsets too."""
-IDENTITIES = frozenset({_IDS})
-"""Those that tell a topic from one of its name that was made again."""
 
 
 @dataclass(frozen=True)

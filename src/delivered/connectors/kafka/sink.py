@@ -102,7 +102,8 @@ class KafkaSink:
         return DirectWriter(self.options, guarantee)
 
     def scan(self) -> BoundedScan:
-        from delivered.connectors.kafka import CONNECTOR
+        from delivered.connectors.kafka.options import SourceOptions
+        from delivered.connectors.kafka.source import KafkaSource
 
         options = {f"kafka.{k}": v for k, v in self.options.client.items() if _for_readers(k)}
         if self.options.topic is not None:
@@ -110,7 +111,7 @@ class KafkaSink:
         else:
             options["subscribePattern"] = "^[^_].*"
         options |= {"startingOffsets": "earliest", "endingOffsets": "latest", "includeHeaders": "true"}
-        return SourceScan(CONNECTOR.source(options))
+        return SourceScan(KafkaSource(SourceOptions.parse(options)))
 
     def store(self, scope: Scope) -> Store:
         from delivered.connectors.kafka.store import KafkaStore

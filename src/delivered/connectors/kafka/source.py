@@ -13,7 +13,6 @@ import tenacity
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
-    IDENTITIES,
     LASTING,
     LATEST,
     METADATA,
@@ -55,14 +54,6 @@ class KafkaSource:
     @property
     def lasting_metadata(self) -> frozenset[str]:
         return LASTING
-
-    @property
-    def identity_metadata(self) -> frozenset[str]:
-        return IDENTITIES
-
-    @property
-    def stops_on_data_loss(self) -> bool:
-        return self.options.fail_on_data_loss
 
     def capability(self) -> SourceCapability:
         assumes = [

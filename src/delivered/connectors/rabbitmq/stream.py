@@ -22,11 +22,12 @@ from delivered.connectors.rabbitmq.stream_options import (
     StreamOptions,
     Where,
 )
+from delivered.connectors.rabbitmq.stream_reader import lost, read_slice
 from delivered.contract.connector import Connector, Made
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
+from delivered.model.errors import DeliveredError, UsageError
 from delivered.source.columns import columns
 from delivered.source.ranges import admit
 
@@ -83,8 +84,6 @@ class RabbitmqStreamSource:
         return StreamDriver(self.options)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
-        from delivered.connectors.rabbitmq.stream_reader import read_slice
-
         return read_slice(self.options, self.schema(), *piece.data)
 
 
@@ -174,14 +173,3 @@ class StreamDriver:
 
     def _lost(self, what: str) -> None:
         lost(self._options, what)
-
-
-def lost(options: StreamOptions, what: str) -> None:
-    """Messages are gone. Raises, unless the user wants to go on."""
-    if options.fail_on_data_loss:
-        raise InvariantBroken(
-            "DATA_LOST",
-            f"{OWNER}: {what}; messages may be lost.",
-            next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
-        )
-    log.warning("%s; messages may be lost, and failOnDataLoss is false", what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,11 +12,12 @@ import pyarrow as pa
 
 from delivered.connectors.rabbitmq.follow import Follower, Message, end_offset, first_offset, patiently
 from delivered.connectors.rabbitmq.receiver import headers
-from delivered.connectors.rabbitmq.stream import lost
 from delivered.connectors.rabbitmq.stream_options import OWNER, StreamOptions
-from delivered.model.errors import Unreachable
+from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S
 from delivered.source.columns import micros
+
+log = logging.getLogger("delivered.rabbitmq")
 
 _WAIT_S = 0.5
 _SILENCE_S = 5.0
@@ -123,3 +125,14 @@ def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
     if properties.message_id is not None:
         found.append(("amqp.message_id", properties.message_id.encode()))
     return found
+
+
+def lost(options: StreamOptions, what: str) -> None:
+    """Messages are gone. Raises, unless the user wants to go on."""
+    if options.fail_on_data_loss:
+        raise InvariantBroken(
+            "DATA_LOST",
+            f"{OWNER}: {what}; messages may be lost.",
+            next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
+        )
+    log.warning("%s; messages may be lost, and failOnDataLoss is false", what)

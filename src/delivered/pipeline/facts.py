@@ -1,51 +1,45 @@
-"""Gathers what the planner wants to know: from the pipeline as named, its checkpoint, its ledger, the live systems."""
+"""What the planner wants to know: of a pipeline as named, its checkpoint, its ledger, the live systems, the session."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
-from pyarrow import fs
 
+from delivered.checkpoint.dedup import changed
+from delivered.checkpoint.folder import is_done, logged, read_view, unwritable
 from delivered.contract.finding import Finding
 from delivered.contract.powers import ValidatesRows
-from delivered.contract.sink import Sink
+from delivered.contract.sink import Sink, SinkGroup
 from delivered.engine.context import open_ledger
+from delivered.engine.owner import living
+from delivered.engine.recover import other_ledgers
+from delivered.engine.rules import judge
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import MissingExtra, Refused, Unreachable
+from delivered.model.errors import MissingExtra, Refused, UsageError
 from delivered.model.extras import missing_extra
 from delivered.model.guarantee import Guarantee
-from delivered.model.identity import Scope
-from delivered.model.work import LedgerState, Owner
+from delivered.model.work import CheckpointView, LedgerState
+from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec
 from delivered.pipeline.transform import changes_between_runs
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
     Execution,
-    OwnerFacts,
+    Refusal,
     Request,
     SinkFacts,
     SourceFacts,
     TransformFacts,
+    make_plan,
 )
-from delivered.spark.checkpoint import open_folder
-from delivered.spark.dedup_kept import changed
-from delivered.spark.driver import jvm_of
-from delivered.spark.sinks import opened, without_async
-
-if TYPE_CHECKING:
-    from delivered.spark.pipeline import Pipeline
 
 ASYNC_PROGRESS = "asyncprogresstrackingenabled"
-_ASYNC_CONF = f"spark.sql.streaming.{ASYNC_PROGRESS}"
-_OWNER_START_TOLERANCE_MS = 2_000
-_NO_INCARNATION = "new"
+ASYNC_CONF = f"spark.sql.streaming.{ASYNC_PROGRESS}"
 
 _SPARK_SOURCES_REPLAYABLE = frozenset(
     {"kafka", "delta", "iceberg", "parquet", "json", "csv", "text", "orc", "avro", "rate", "rate-micro-batch"}
@@ -53,11 +47,27 @@ _SPARK_SOURCES_REPLAYABLE = frozenset(
 """Sources of Spark and its neighbours whose offsets can be read again."""
 
 
-def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> Request:
+@dataclass(frozen=True)
+class SessionFacts:
+    """Where a pipeline is to run.
+
+    Attributes:
+        async_progress: as the session is configured.
+        jvm: of its driver; None: elsewhere (Spark Connect).
+        check_transform: holds the transform against the source's columns, and its columns against the sinks.
+    """
+
+    master: str
+    async_progress: bool
+    jvm: psutil.Process | None
+    check_transform: Callable[[], tuple[Finding, ...]]
+
+
+def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool, takeover: bool) -> Request:
     """Everything about a pipeline, for `make_plan`.
 
     Args:
-        spark: a session, or None: there is none yet.
+        session: None: there is none yet.
         offline: ask no server and no checkpoint; the plan is then of the names alone.
 
     Raises:
@@ -65,18 +75,16 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
         Unreachable: the checkpoint or the ledger cannot be read.
     """
     source = _source(pipeline.source, offline)
-    made = [(e, without_async(e).sink()) for e in pipeline.all_sinks]
+    made = [(e, e.sink()) for e in pipeline.all_sinks]
     sinks = tuple(_sink(e, s, pipeline.guarantee, offline) for e, s in made)
     checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
     findings = [*source.findings, *(f for s in sinks for f in s.findings)]
     blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
     if not offline and not blocked:
-        checkpoint = _checkpoint(pipeline, spark, takeover)
+        checkpoint = _checkpoint(pipeline, session, takeover)
     transform = _transform(pipeline)
-    if spark is not None and not offline and not blocked:
-        from delivered.spark.check import checked_transform
-
-        transform = replace(transform, findings=checked_transform(pipeline, spark))
+    if session is not None and not offline and not blocked:
+        transform = replace(transform, findings=session.check_transform())
     return Request(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
@@ -84,7 +92,7 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
         sinks=sinks,
         checkpoint=checkpoint,
         transform=transform,
-        execution=_execution(pipeline, spark),
+        execution=_execution(pipeline, session),
         on_bad_row=pipeline.on_bad_row,
         validating=tuple(n.name for (_, s), n in zip(made, sinks, strict=True) if isinstance(s, ValidatesRows)),
         dead_letters=sinks[-1].name if pipeline.dead_letter is not None else None,
@@ -92,7 +100,7 @@ def gather(pipeline: Pipeline, spark: Any, *, offline: bool, takeover: bool) -> 
     )
 
 
-def _transform(pipeline: Pipeline) -> TransformFacts:
+def _transform(pipeline: Definition) -> TransformFacts:
     """The transform with what sinks select of it: both must give the same rows when a batch runs again."""
     facts = pipeline.transform.facts()
     texts = " ".join(text for e in pipeline.sinks for text in e.projection.texts)
@@ -137,41 +145,40 @@ def _asked(preflight: Any) -> tuple[Finding, ...]:
         return (Finding.refusal(found),)
 
 
-def _execution(pipeline: Pipeline, spark: Any) -> Execution:
+def _execution(pipeline: Definition, session: SessionFacts | None) -> Execution:
     options = {k.lower(): v.lower() for e in pipeline.all_sinks for k, v in e.options.items()}
     conf = {k.lower(): str(v).lower() for k, v in pipeline.conf.items()}
-    asynchronous = "true" in (options.get(ASYNC_PROGRESS), conf.get(_ASYNC_CONF))
-    master = pipeline.master or "local"
-    if spark is not None:
-        asynchronous = asynchronous or spark.conf.get(_ASYNC_CONF, "false").lower() == "true"
-        master = spark.conf.get("spark.master", "local")
+    asynchronous = "true" in (options.get(ASYNC_PROGRESS), conf.get(ASYNC_CONF))
+    master = session.master if session is not None else pipeline.master or "local"
     return Execution(
         trigger=pipeline.trigger.kind,
-        async_progress=asynchronous,
+        async_progress=asynchronous or (session is not None and session.async_progress),
         cluster=not master.startswith("local"),
         batch_s_max=pipeline.batch_s_max,
     )
 
 
-def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFacts:
-    sink_name, sink = opened(pipeline)
+def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bool) -> CheckpointFacts:
+    spec = pipeline.spec
+    sink = spec.open()
     incarnation, newest = logged(pipeline.checkpoint)
     # Before the ledger, which a pipeline that runs moves on.
-    done = newest is not None and _is_done(pipeline.checkpoint, newest)
-    ledger = open_ledger(sink, Scope(pipeline.name, sink_name, incarnation or _NO_INCARNATION))
+    done = newest is not None and is_done(pipeline.checkpoint, newest)
+    scope = spec.scope(sink, incarnation)
+    ledger = open_ledger(sink, scope)
     try:
         state = ledger.look()
     finally:
         ledger.close()
     # Over Spark Connect the owner's process is the server, which lives on after the query.
-    connect = spark is not None and not hasattr(spark, "_jvm")
+    connect = session is not None and session.jvm is None
     return CheckpointFacts(
         location=pipeline.checkpoint,
         incarnation=incarnation,
         newest=newest,
         ledger_newest=_newest(state),
-        owner=None if connect else living(state.owner, jvm_of(spark)),
-        unwritable=_unwritable(pipeline.checkpoint),
+        owner=None if connect else living(state.owner, session.jvm if session is not None else None),
+        unwritable=unwritable(pipeline.checkpoint),
         ledger_missing=newest is not None
         and _newest(state) is None
         and not pipeline.missing_ledger
@@ -180,8 +187,8 @@ def _checkpoint(pipeline: Pipeline, spark: Any, takeover: bool) -> CheckpointFac
         takeover=takeover,
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
-        transform_changed=_transform_changed(state, pipeline.transform_version),
-        other_dedup=changed(pipeline.checkpoint, pipeline.dedup, sink_name) if incarnation is not None else None,
+        transform_changed=_transform_changed(state, spec.transform),
+        other_dedup=changed(pipeline.checkpoint, pipeline.dedup, scope.sink) if incarnation is not None else None,
     )
 
 
@@ -209,64 +216,63 @@ def _earlier(state: LedgerState) -> EarlierFacts | None:
     return EarlierFacts(earlier.scope.incarnation, earlier.batch, earlier.offsets)
 
 
-def logged(location: str) -> tuple[str | None, int | None]:
-    """Incarnation and newest batch of a checkpoint whose query does not run; None, None for a new one."""
-    filesystem, folder = open_folder(location)
-    try:
-        if filesystem.get_file_info(f"{folder}/metadata").type is not fs.FileType.File:
-            return None, None
-        with filesystem.open_input_stream(f"{folder}/metadata") as stream:
-            incarnation = str(json.loads(bytes(stream.read()))["id"])
-        infos = filesystem.get_file_info(fs.FileSelector(f"{folder}/offsets", allow_not_found=True))
-    except (OSError, ValueError, KeyError) as error:
-        raise Unreachable(
-            "CHECKPOINT_UNREADABLE",
-            f"The checkpoint {location!r} cannot be read from Python on the driver: {error}.",
-            next_step="make the folder readable for the driver's user",
-        ) from error
-    return incarnation, max((int(i.base_name) for i in infos if i.base_name.isdigit()), default=None)
+def check_start(spec: PipelineSpec, sink: Sink | SinkGroup) -> None:
+    """Whether a query of the Spark idiom can be started: options, guarantee, server, checkpoint, ledger.
 
-
-def _is_done(location: str, batch: int) -> bool:
-    filesystem, folder = open_folder(location)
-    return filesystem.get_file_info(f"{folder}/commits/{batch}").type is fs.FileType.File
-
-
-def _unwritable(location: str) -> str | None:
-    """Why a folder of this machine cannot be written; None: it can, or it is elsewhere, where Spark finds out."""
-    filesystem, path = open_folder(location)
-    if not isinstance(filesystem, fs.LocalFileSystem):
-        return None
-    folder = Path(path)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir():
-        return f"{folder} is a file"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write in {folder}"
-
-
-def living(owner: Owner | None, jvm: psutil.Process | None = None) -> OwnerFacts | None:
-    """The owner, if it is another driver on this machine and its process lives. Of other machines nothing is known;
-    the ledger fences them.
+    Runs where the batches will be planned, on the driver. Takes nothing and writes no row; what can change until the
+    first batch is judged again there.
 
     Args:
-        jvm: of the session that is to run the pipeline.
+        sink: that the spec opens, for the query's columns.
+
+    Raises:
+        UsageError, Refused: the request cannot be had.
+        InvariantBroken: ledger and checkpoint do not belong together.
+        Unreachable: a server or the checkpoint gave no answer.
     """
-    if owner is None or owner.host != socket.gethostname() or owner.process in _own_processes():
-        return None
-    if jvm is not None and owner.process == jvm.pid:
-        return None
+    if isinstance(sink, SinkGroup):
+        return  # `Pipeline` plans what has several sinks
+    if spec.checkpoint is None:
+        raise UsageError(
+            "CHECKPOINT_MISSING",
+            "The query names no checkpointLocation; the session's default is not told to a sink.",
+            next_step='add .option("checkpointLocation", "/data/checkpoints/orders")',
+        )
+    _refused_by_plan(spec, sink, spec.checkpoint)
+    _refused_by_ledger(spec, sink, spec.checkpoint)
+
+
+def _refused_by_plan(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
+    """By the planner's rules, as far as a sink alone decides them: it knows neither source nor transform."""
+    told = spec.sinks[0]
+    label = Endpoint(told.system, told.options).label
+    facts = SinkFacts(told.name or sink.name, label, sink.capability(), tuple(sink.preflight(spec.guarantee)))
+    source = SourceFacts("the query's source", SourceCapability("spark", replayable=True))
+    plan = make_plan(Request(spec.pipeline, spec.guarantee, source, (facts,), CheckpointFacts(checkpoint)))
+    if isinstance(plan, Refusal):
+        raise plan.error
+
+
+def _refused_by_ledger(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
+    view = _next_batch(checkpoint)
+    scope = spec.scope(sink, view.incarnation)
+    ledger = open_ledger(sink, scope)
     try:
-        process = psutil.Process(owner.process)
-        same = abs(process.create_time() * 1000 - owner.started_ms) < _OWNER_START_TOLERANCE_MS
-        if not same or process.status() == psutil.STATUS_ZOMBIE:
-            return None
-    except psutil.Error:
-        return None
-    return OwnerFacts(owner.host, owner.process)
+        state = ledger.look()
+        others = other_ledgers(ledger, view, state)
+    finally:
+        ledger.close()
+    if _newest(state) == view.batch and not view.offsets:
+        return  # which offsets Spark will log for it is known in the batch
+    judge(state, view, scope, spec.guarantee, spec.tolerance, others)
 
 
-def _own_processes() -> set[int]:
-    """This process, the JVM it started, and the JVM that started it (spark-submit)."""
-    own = psutil.Process(os.getpid())
-    return {own.pid, *(p.pid for p in own.children(recursive=True)), *(p.pid for p in own.parents())}
+def _next_batch(checkpoint: str) -> CheckpointView:
+    """The batch that Spark will run first: the newest logged one, unless it is committed. Offsets: empty if unknown."""
+    incarnation, newest = logged(checkpoint)
+    if incarnation is None or newest is None:
+        return CheckpointView(incarnation or NO_INCARNATION, 0, "", None)
+    view = read_view(checkpoint)
+    if view.logged != view.batch:
+        return view
+    return CheckpointView(view.incarnation, view.batch + 1, "", view.logged)

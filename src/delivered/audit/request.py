@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from pyspark.errors import AnalysisException, ParseException
+from typing import Any
 
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Offsets, Source
@@ -15,16 +12,14 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
 SAMPLES_MAX = 20
 
-Transform = Callable[["DataFrame"], "DataFrame"]
+Transform = Callable[[Any], Any]
+"""A DataFrame of Spark's to another one."""
 
 
 @dataclass(frozen=True)
-class AuditSpec:
+class AuditRequest:
     """
     Attributes:
         checkpoint: as Spark spells it. It names the incarnation, so an audit speaks of one checkpoint's life.
@@ -69,19 +64,3 @@ class AuditSpec:
 
 class BadExpression(UsageError):
     """The id, the key or the condition `own` is no SQL over the sink's columns."""
-
-
-@contextmanager
-def expressions(spec: AuditSpec) -> Iterator[None]:
-    """A bad id, key or condition is the user's, not the checker's."""
-    try:
-        yield
-    except (AnalysisException, ParseException) as error:
-        if spec.id is None and spec.key is None and spec.own is None:
-            raise
-        raise BadExpression(
-            "AUDIT_EXPRESSION",
-            f"The audit's id is {spec.id!r}, its key {spec.key!r}, its own {spec.own!r}; Spark says: "
-            f"{str(error).splitlines()[0]}",
-            next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",
-        ) from None

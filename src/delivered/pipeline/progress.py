@@ -7,23 +7,16 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from delivered.engine.context import open_ledger
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import DeliveredError
-from delivered.model.identity import Scope
 from delivered.model.patience import within
-from delivered.spark.sinks import opened
+from delivered.pipeline.definition import Definition
+from delivered.source.lag import lag
 
 _RATE_OVER_S = 10.0
-
-if TYPE_CHECKING:
-    from pyspark.sql.streaming.query import StreamingQuery
-
-    from delivered.spark.pipeline import Pipeline
-
-
 _LOOK_S_MAX = 1.0
 
 
@@ -115,10 +108,15 @@ class Progress:
 
 
 @contextlib.contextmanager
-def watch(pipeline: Pipeline, query: StreamingQuery) -> Iterator[Progress]:
-    """Progress of a query from `Pipeline.start`; counts from now."""
-    name, sink = opened(pipeline)
-    ledger = open_ledger(sink, Scope(pipeline.name, name, str(query.id)))
+def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
+    """Progress of a query from `Pipeline.start`; counts from now.
+
+    Args:
+        query: Spark's StreamingQuery.
+    """
+    spec = pipeline.spec
+    sink = spec.open()
+    ledger = open_ledger(sink, spec.scope(sink, str(query.id)))
     try:
         progress = Progress(ledger, lambda: _first_source(query))
         progress.refresh()
@@ -127,43 +125,13 @@ def watch(pipeline: Pipeline, query: StreamingQuery) -> Iterator[Progress]:
         ledger.close()
 
 
-def _first_source(query: StreamingQuery) -> Mapping[str, Any] | None:
+def _first_source(query: Any) -> Mapping[str, Any] | None:
     """What Spark says of the source, as of its last report: at least every ten seconds."""
     with contextlib.suppress(Exception):  # the query may have ended meanwhile
         said = query.lastProgress
         if said is not None:
             return dict(json.loads(said.json if hasattr(said, "json") else json.dumps(said))["sources"][0])
     return None
-
-
-def lag(source: Mapping[str, Any] | None) -> int | None:
-    """Offsets behind, over all partitions; None: the source does not count its offsets, or nothing was said yet."""
-    if source is None:
-        return None
-    newest, end = _offsets(source.get("latestOffset")), _offsets(source.get("endOffset"))
-    if newest is None:
-        return None
-    return sum(max(0, n - (end or {}).get(name, 0)) for name, n in newest.items())
-
-
-def _offsets(given: Any) -> dict[tuple[str, ...], int] | None:
-    """Offset by partition, from what a source writes as JSON: numbers at whatever depth."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError:
-            return None
-    found: dict[tuple[str, ...], int] = {}
-
-    def walk(value: Any, path: tuple[str, ...]) -> bool:
-        if isinstance(value, dict):
-            return all(walk(v, (*path, k)) for k, v in value.items() if not k.startswith("#"))
-        if isinstance(value, int) and not isinstance(value, bool):
-            found[path] = value
-            return True
-        return False
-
-    return found if isinstance(given, dict) and walk(given, ()) and found else None
 
 
 def _plural(count: int, one: str, many: str) -> str:

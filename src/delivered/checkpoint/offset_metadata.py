@@ -12,25 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from delivered.checkpoint import folder
 from delivered.contract.powers import HasOffsetMetadata
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
-from delivered.spark import sidecar
-from delivered.spark.handover import SourceFacts
 
 FILE = "delivered/offset-metadata.json"
-OPTION = "checkpointlocation"
-"""On a source: where its sidecar lies. `Pipeline` sets it; Spark tells a source nothing of the checkpoint."""
-
-
-def location_of(options: Mapping[str, str]) -> str | None:
-    return next((v for k, v in options.items() if k.lower() == OPTION), None)
-
-
-def without_location(options: Mapping[str, str]) -> dict[str, str]:
-    """The options that the connector knows."""
-    return {k: v for k, v in options.items() if k.lower() != OPTION}
 
 
 @dataclass(frozen=True)
@@ -98,7 +86,7 @@ class OffsetMetadata:
         entries = [*entries, _Entry(plain, metadata)][-OFFSET_METADATA_MAX:]
         if self._writes and self._location is not None:
             said = {"version": 1, "entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
-            sidecar.write(self._location, FILE, json.dumps(said, separators=(",", ":")).encode(), first=False)
+            folder.write(self._location, FILE, json.dumps(said, separators=(",", ":")).encode(), first=False)
         self._entries = entries
 
     def _of_others(self, entry: _Entry) -> Offsets:
@@ -111,7 +99,7 @@ class OffsetMetadata:
 
 
 def _read(location: str) -> Iterator[_Entry]:
-    text = sidecar.read(location, FILE)
+    text = folder.read(location, FILE)
     if text is None:
         return
     try:
@@ -140,28 +128,17 @@ def _is_ahead(one: Any, other: Any) -> bool:
 class PlainDriver:
     """A source's driver whose offsets, in and out, are those of Spark's own connector."""
 
-    def __init__(self, driver: SourceDriver, metadata: OffsetMetadata, source: HasOffsetMetadata) -> None:
+    def __init__(self, driver: SourceDriver, metadata: OffsetMetadata) -> None:
         self._driver = driver
         self._metadata = metadata
-        self._source = source
-
-    def facts(self, end: Offsets) -> SourceFacts:
-        """What the sink keeps where this source does not know the checkpoint."""
-        known = self._metadata.find(self._metadata.split(end)[0])
-        if not known:  # a batch that an earlier process planned: what is read now is what its tasks will read
-            known = self._metadata.split(self._driver.newest() or {})[1]
-        source = self._source
-        return SourceFacts(
-            None,
-            True,
-            known,
-            sorted(source.lasting_metadata),
-            sorted(source.identity_metadata),
-            source.stops_on_data_loss,
-        )
 
     def initial(self) -> Offsets:
         return self._kept(self._driver.initial())
+
+    def begun(self, offsets: Offsets) -> Offsets:
+        """First offsets that an earlier start wrote down, perhaps with their metadata."""
+        plain, metadata = self._metadata.split(offsets)
+        return self._kept(offsets) if metadata else plain
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         whole = self._metadata.joined(start)
@@ -194,36 +171,6 @@ class PlainDriver:
         return plain
 
 
-def keep_for_source(location: str, logged: str, facts: SourceFacts) -> None:
-    """Keep the metadata of a source that does not know the checkpoint; runs where the sink of its batch is planned.
-
-    Args:
-        logged: the batch's end, as Spark logged it.
-
-    Raises:
-        InvariantBroken: what is read was deleted and made again since the batch before, and the source is strict.
-        Unreachable: the checkpoint cannot be used.
-    """
-    end, lasting = json.loads(logged), frozenset(facts.lasting)
-    kept = OffsetMetadata(location, lasting | frozenset(facts.metadata), lasting)
-    before = kept.find(end)
-    again = sorted(
-        name
-        for key in facts.identities
-        for name, now in facts.metadata.get(key, {}).items()
-        if before.get(key, {}).get(name, now) != now
-    )
-    if again and facts.strict:
-        raise InvariantBroken(
-            "DATA_LOST",
-            f"{', '.join(again)} was deleted and made again since the checkpoint's batch before; its records below the "
-            "offsets that the checkpoint stands at would not be read. Nothing of this batch was written.",
-            next_step="find out why; to read the new one from its start, begin with a new checkpoint; to go on at the "
-            'old offsets all the same, restart with .option("failOnDataLoss", "false")',
-        )
-    kept.keep(end, facts.metadata)
-
-
 def stream_driver(source: Source, location: str | None, *, writes: bool = True) -> SourceDriver:
     """The driver of a stream, for Spark's offset log.
 
@@ -235,4 +182,4 @@ def stream_driver(source: Source, location: str | None, *, writes: bool = True) 
     if not isinstance(source, HasOffsetMetadata):
         return driver
     metadata = OffsetMetadata(location, source.offset_metadata, source.lasting_metadata, writes=writes)
-    return PlainDriver(driver, metadata, source)
+    return PlainDriver(driver, metadata)

@@ -1,114 +1,88 @@
-"""The sinks of a pipeline: opened as one for the engine, and the rows routed to each."""
+"""What happens between source and sinks, on DataFrames: the transform, and the rows and columns of each sink."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+from pyspark import cloudpickle
+from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+
 from delivered.contract.powers import ValidatesRows
-from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.sink import Sink
+from delivered.contract.source import Source
 from delivered.engine.dead_letters import validated
-from delivered.group import Columns, Group
-from delivered.model.bad_row import OnBadRow
+from delivered.engine.direct import ArrowTransform
+from delivered.group import Columns
 from delivered.model.errors import UsageError
-from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.projection import Projection
-from delivered.pipeline.registry import find_sink
+from delivered.pipeline.transform import Transform
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
-    from delivered.spark.pipeline import Pipeline
-
-OPTION = "delivered.sinks"
-"""Of the internal format `delivered_sinks`: what each sink of the group is, as JSON. `Pipeline` sets it."""
-
-FORMAT = "sinks"
 COORDINATES = ("topic", "partition", "offset")
 _OWN = "__delivered_sink_"
-_ASYNC = "asyncprogress"
 
 
-def without_async(endpoint: Endpoint) -> Endpoint:
-    """Options of Spark's asynchronous progress stand beside the sink's, and are not the connector's."""
-    return endpoint.keeping({k: v for k, v in endpoint.options.items() if not k.lower().startswith(_ASYNC)})
+def apply_transform(
+    transform: Transform, spark: SparkSession, source: Source | None
+) -> Callable[[DataFrame], DataFrame]:
+    """The transform as a function of DataFrames."""
+    _travel_by_value(transform)
+    match transform.kind:
+        case "sql":
+
+            def query(frame: DataFrame) -> DataFrame:
+                frame.createOrReplaceTempView("source")
+                return spark.sql(transform.sql)
+
+            return query
+        case "python":
+            function = transform.function
+            if function is None:
+                raise UsageError("TRANSFORM_MISSING", "The transform is a function, and none was given.")
+            return function
+        case "arrow":
+            return _map_in_arrow(arrow_transform(transform), source)
+        case _:
+            return lambda frame: frame
 
 
-def is_group(pipeline: Pipeline) -> bool:
-    return len(pipeline.sinks) > 1 or pipeline.on_bad_row is not OnBadRow.FAIL
+def arrow_transform(transform: Transform) -> ArrowTransform:
+    _travel_by_value(transform)
+    return ArrowTransform(transform.select, transform.function)
 
 
-def opened(pipeline: Pipeline) -> tuple[str, Sink | SinkGroup]:
-    """The sinks of a pipeline without their routes, for ledger and committer, and the name they decide under.
+def _map_in_arrow(transform: ArrowTransform, source: Source | None) -> Callable[[DataFrame], DataFrame]:
+    def apply(frame: DataFrame) -> DataFrame:
+        rows = source.schema() if source is not None else to_arrow_schema(frame.schema, timezone="UTC")
+        made = transform(pa.RecordBatch.from_pylist([], schema=rows)).schema
 
-    Raises:
-        UsageError: bad options, or two sinks of one name.
-    """
-    plain = [without_async(e) for e in pipeline.sinks]
-    if not is_group(pipeline):
-        sink = plain[0].sink()
-        return plain[0].name or sink.name, sink
-    dead_letter = without_async(pipeline.dead_letter) if pipeline.dead_letter is not None else None
-    group = Group.of(
-        [(e.name, e.sink(), None) for e in plain],
-        pipeline.on_bad_row,
-        (dead_letter.name, dead_letter.sink()) if dead_letter is not None else None,
-    )
-    return group.name, group
+        def each(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                yield transform(batch)
+
+        return frame.mapInArrow(each, from_arrow_schema(made))
+
+    return apply
 
 
-def packed(pipeline: Pipeline, routes: Sequence[Columns | None]) -> str:
-    """For the option `OPTION`."""
-    sinks = [
-        {
-            **_endpoint(e),
-            "take": r.take if r is not None else None,
-            "where": r.where if r is not None else None,
-        }
-        for e, r in zip(pipeline.sinks, routes, strict=True)
-    ]
-    dead_letter = _endpoint(pipeline.dead_letter) if pipeline.dead_letter is not None else None
-    return json.dumps({"sinks": sinks, "on_bad_row": pipeline.on_bad_row.value, "dead_letter": dead_letter})
-
-
-def _endpoint(endpoint: Endpoint) -> dict[str, Any]:
-    return {"format": endpoint.system, "name": endpoint.name, "options": dict(without_async(endpoint).options)}
-
-
-def unpacked(options: Mapping[str, str]) -> Group:
-    """The sinks that an option holds.
-
-    Raises:
-        UsageError: the format was not used by `Pipeline`, or has options of its own.
-    """
-    text = options.get(OPTION)
-    if text is None or len(options) > 1:
-        raise UsageError(
-            "SINKS_OPTION",
-            f"The format delivered_{FORMAT} is what a pipeline with several sinks uses; it was given the options "
-            f"{sorted(options)}.",
-            next_step="name several sinks in delivered.Pipeline(sinks=[...]) or in a pipeline file",
-        )
-    told = json.loads(text)
-    made: list[tuple[str | None, Sink, Columns | None]] = []
-    for said in told["sinks"]:
-        take = said["take"]
-        route = Columns(tuple((n, c) for n, c in take), said["where"]) if take is not None else None
-        made.append((said["name"], find_sink(said["format"], said["options"]), route))
-    dead_letter = told["dead_letter"]
-    dead_letter = (
-        (dead_letter["name"], find_sink(dead_letter["format"], dead_letter["options"]))
-        if dead_letter is not None
-        else None
-    )
-    return Group.of(made, OnBadRow(told["on_bad_row"]), dead_letter)
-
-
-def plain_routes(projections: Sequence[Projection]) -> list[Columns | None]:
-    """Routes of projections that only pick columns."""
-    return [None if p.is_all else Columns(tuple((i.name, i.name) for i in p.items)) for p in projections]
+def _travel_by_value(transform: Transform) -> None:
+    """A module of the user's own is not installed on executors: send its functions along."""
+    name = getattr(transform.function, "__module__", None)
+    module: ModuleType | None = sys.modules.get(name) if name else None
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or name == "__main__":
+        return
+    installed = [sysconfig.get_path(p) for p in ("purelib", "platlib", "stdlib")]
+    if not any(file.startswith(str(folder)) for folder in installed):
+        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
 def routed(
@@ -178,8 +152,6 @@ def projected(frame: DataFrame, projection: Projection) -> DataFrame:
 
 
 def _with_columns(frame: DataFrame, columns: Mapping[str, str]) -> DataFrame:
-    from pyspark.errors import AnalysisException, ParseException
-
     if not columns:
         return frame
     try:

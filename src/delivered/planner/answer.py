@@ -1,17 +1,86 @@
-"""A plan or a refusal as text and as JSON. Both walk the same steps that the engine runs."""
+"""A plan or a refusal, and how each reads as text and as JSON. Both walk the same steps that the engine runs."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, assert_never
 
+from delivered.model.capability import LedgerPlace
+from delivered.model.errors import Refused, Unreachable
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import Step
-from delivered.planner.plan import Plan, Refusal
 
 _LABEL = 18
 _WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a pipeline will do, and what its guarantee depends on.
+
+    Attributes:
+        mechanism: how the guarantee is kept, as a phrase.
+        steps: of one batch, in order; exactly one decides.
+        recovery: what a start runs before its first batch.
+        ledger: in whose store the decision is written, and whether rows become visible with it.
+        assumptions: what must hold outside the pipeline.
+        limits: bounds worth knowing before the start.
+        warnings: what preflight and the ledger found that is no reason to refuse.
+        dedup: which duplicates in the source are recognised, which keys expire, and what that costs. Empty: no dedup.
+        order: which of several sinks decides, the order of the others, and why. Empty for one sink.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    mechanism: str
+    steps: tuple[Step, ...]
+    recovery: tuple[Step, ...]
+    ledger: LedgerPlace
+    assumptions: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    dedup: tuple[str, ...] = ()
+
+    @property
+    def deciding(self) -> Step:
+        return next(s for s in self.steps if s.decides)
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a pipeline cannot have its guarantee, and which one it can have.
+
+    Attributes:
+        nearest: the strongest other guarantee that the request could have unchanged; None: none.
+        way_out: what to change to get the guarantee asked for.
+        transient: a server is unreachable; the answer may differ later.
+    """
+
+    pipeline: str
+    guarantee: Guarantee
+    code: str
+    reason: str
+    nearest: Guarantee | None
+    way_out: str
+    transient: bool = False
+
+    @property
+    def error(self) -> Refused | Unreachable:
+        """The refusal as an exception, for `start`."""
+        return (Unreachable if self.transient else Refused)(self.code, self.reason, next_step=self.next_step)
+
+    @property
+    def next_step(self) -> str:
+        return self.way_out + (f"; or choose the guarantee {self.nearest.value}" if self.nearest else "")
+
+    def __str__(self) -> str:
+        return to_text(self)
 
 
 def to_text(answer: Plan | Refusal, width: int = _WIDTH) -> str:

@@ -1,4 +1,4 @@
-"""Our errors as Spark shows them: it knows a worker's exception only as text, deep in a trace. Here they come back."""
+"""What workers say, as it comes back out of Spark: errors as text in a trace, warnings among the lines of its log."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from delivered.model.extras import missing_extra
 _OURS = re.compile(
     r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_]+)\] (.*?)(?: Next: (.*?))?\s*(?=\n|$)", re.DOTALL
 )
+WARNING_MARK = "delivered: "
+"""Starts each line that a worker writes to standard error for people. `delivered run` shows these lines."""
+
 _LENGTH_MAX = 4_000
 _WORKER_DIED = re.compile(
     r"no cause message|Python worker exited unexpectedly|EOFException|EOFError|Connection reset|Broken pipe|"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 
+from delivered.checkpoint import folder
 from delivered.model import record_format
 from delivered.model.dedup import Dedup
 from delivered.model.errors import InvariantBroken, Refused
-from delivered.spark import sidecar
 
 FILE = "delivered/dedup.json"
 
@@ -23,7 +23,7 @@ def kept(location: str) -> Dedup | None:
         InvariantBroken: the file is damaged.
         Unreachable: the checkpoint cannot be read.
     """
-    text = sidecar.read(location, FILE)
+    text = folder.read(location, FILE)
     if text is None:
         return None
     try:
@@ -55,7 +55,7 @@ def changed(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
 
 def _sink(location: str) -> str:
     """In whose database the table lies."""
-    return str(json.loads(sidecar.read(location, FILE) or "{}").get("sink", ""))
+    return str(json.loads(folder.read(location, FILE) or "{}").get("sink", ""))
 
 
 def keep(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "") -> None:
@@ -76,4 +76,4 @@ def keep(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "") -> 
     place = {"sink": sink} if dedup is not None and dedup.in_table else {}
     record = record_format.numbered({"dedup": dedup.to_json() if dedup is not None else None, **place})
     data = json.dumps(record, separators=(",", ":"))
-    sidecar.write(location, FILE, data.encode(), first=False)
+    folder.write(location, FILE, data.encode(), first=False)

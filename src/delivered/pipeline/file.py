@@ -1,4 +1,7 @@
-"""Merges a YAML file, the environment and the call: call > command line > environment > file > default."""
+"""A pipeline file: exactly what the YAML may contain, as a pydantic model; and how it is read.
+
+It merges the file, the environment and the call: call > command line > environment > file > default.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,159 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from delivered.model.errors import UsageError
-from delivered.pipeline.spec import AuditSpec, DedupSpec, PipelineSpec, SinkSpec, SourceSpec, TransformSpec
+
+Scalar = str | int | float | bool
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+_ENDPOINT = ConfigDict(strict=True, extra="allow", frozen=True)
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+"""It becomes part of transactional ids and topic names."""
+
+
+class SourceEntry(BaseModel):
+    """Where records come from; every other key is an option of the format."""
+
+    model_config = _ENDPOINT
+    __pydantic_extra__: dict[str, Scalar | dict[str, Any]]
+
+    format: str = Field(
+        description='Name of the connector ("kafka", "log"), or "spark:kafka" for a built-in Spark source.'
+    )
+
+
+class AuditEntry(BaseModel):
+    """How the audit identifies records."""
+
+    model_config = _STRICT
+
+    id: str | None = Field(
+        None, description="SQL over the sink's columns that identifies a record. Default: the whole record."
+    )
+    key: str | None = Field(
+        None,
+        description="SQL over the sink's columns; records of one key are ordered. Default: key, if present.",
+    )
+    own: str | None = Field(
+        None,
+        description="SQL over the sink's columns, true for this pipeline's records, if others write to the sink too; "
+        "'true': nobody else does.",
+    )
+
+
+class SinkEntry(BaseModel):
+    """Where records go; every other key is an option of the format."""
+
+    model_config = _ENDPOINT
+    __pydantic_extra__: dict[str, Scalar | dict[str, Any]]
+
+    format: str = Field(description='Name of the connector: "kafka", "sqlite".')
+    name: Name | None = Field(None, description="Name of this sink in its pipeline. Default: derived from its target.")
+    select: list[str] | None = Field(
+        None, description='Columns that this sink gets: names, or named SQL: "amount * 2 AS double".'
+    )
+    where: str | None = Field(None, description="SQL; this sink gets the rows that match.")
+    audit: AuditEntry | None = Field(None, description="How the audit identifies records of this sink.")
+
+
+class DedupEntry(BaseModel):
+    """Which duplicates in the source are dropped, before the transform, under every guarantee."""
+
+    model_config = _STRICT
+
+    by: list[str] = Field(
+        min_length=1,
+        description="SQL over the source's columns that identifies a record; with a null, it duplicates nothing.",
+    )
+    within: str = Field(
+        description='"1 hour": a record whose time is at most this long after its key\'s first one is dropped.'
+    )
+    time: str = Field("timestamp", description="SQL over the source's columns, a timestamp.")
+    late: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="drop: accept that a record older than the newest one by more than `within` is dropped, even if it "
+        "is the first of its key. refuse: such a pipeline is refused, with the reason.",
+    )
+    memory: Literal["state", "table"] = Field(
+        "state",
+        description="Where keys are kept. state: in Spark's state, in the checkpoint. table: in a table in the sink's "
+        "database (postgres, mysql, sqlite), updated in the deciding transaction; no record is dropped as late.",
+    )
+
+
+class TransformEntry(BaseModel):
+    """What happens between source and sink. One of sql, python, arrow, select."""
+
+    model_config = _STRICT
+
+    sql: str | None = Field(None, description="A query over the view `source`.")
+    python: str | None = Field(None, description='A function DataFrame -> DataFrame, as "module:function".')
+    arrow: str | None = Field(
+        None, description='A function from Arrow record batch to Arrow record batch, row-wise, as "module:function".'
+    )
+    select: list[str] | None = Field(None, description="Columns to keep; alone, or before `arrow`.")
+    stateful: bool = Field(False, description="It keeps state between batches.")
+    deterministic: bool | None = Field(None, description="The same input rows give the same output rows in every run.")
+
+    @model_validator(mode="after")
+    def _one(self) -> TransformEntry:
+        ways = [n for n in ("sql", "python", "arrow") if getattr(self, n) is not None]
+        if len(ways) > 1 or (ways and ways != ["arrow"] and self.select) or not (ways or self.select):
+            raise ValueError("a transform is one of: sql, python, arrow (with or without select), select")
+        return self
+
+
+class PipelineFile(BaseModel):
+    """A delivered pipeline."""
+
+    model_config = ConfigDict(**_STRICT, title="delivered pipeline")
+
+    pipeline: Name = Field(description="Name; pipelines that share a sink need different names.")
+    guarantee: Literal["at_most_once", "at_least_once", "exactly_once"] = Field(
+        description="What readers of the sink can rely on. There is no default."
+    )
+    checkpoint: str = Field(
+        min_length=1, description="Folder or URL where Spark keeps the query's progress; one per pipeline."
+    )
+    source: SourceEntry
+    dedup: DedupEntry | None = None
+    transform: TransformEntry | None = None
+    sinks: list[SinkEntry] = Field(min_length=1)
+    on_bad_row: Literal["fail", "dead_letter", "drop"] = Field(
+        "fail",
+        description="What happens to a row that is invalid for a sink. drop: at_most_once only; it is counted.",
+    )
+    dead_letter: SinkEntry | None = Field(
+        None, description="Where such rows go, in the same batch, with the reason; select and where are not allowed."
+    )
+    trigger: str | dict[Literal["processing_time", "continuous", "real_time"], str] = Field(
+        "0 seconds",
+        description='available_now: deliver what is there at the start, then end; "10 seconds": a batch at this '
+        "interval, until stopped.",
+    )
+    batch_s_max: float | None = Field(
+        None, gt=0, description="Seconds a batch may take; checked against the transaction time-out."
+    )
+    new_checkpoint: Literal["refuse", "accept"] = Field(
+        "refuse", description="accept: start over although an earlier checkpoint wrote to this sink."
+    )
+    missing_ledger: Literal["refuse", "accept"] = Field(
+        "refuse", description="accept: continue although the ledger lacks batches of this checkpoint."
+    )
+    new_target: Literal["refuse", "accept"] = Field(
+        "refuse", description="accept: continue although a sink's topic or table was dropped and recreated."
+    )
+    master: str | None = Field(None, description="Spark master. Default: what spark-submit set, else local[*].")
+    spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")
+    audit: AuditEntry | None = None
+
 
 ENVIRONMENT = {
     f"DELIVERED_{name.upper()}": name
@@ -31,20 +180,20 @@ ENVIRONMENT = {
 """Environment variables that override the file."""
 
 _REFERENCE = re.compile(r"\$\{(env:[A-Za-z_][A-Za-z0-9_]*|file:[^}]+)\}")
-_MODELS: dict[str, type[pydantic.BaseModel]] = {
-    "": PipelineSpec,
-    "source": SourceSpec,
-    "sinks": SinkSpec,
-    "dedup": DedupSpec,
-    "transform": TransformSpec,
-    "audit": AuditSpec,
+_MODELS: dict[str, type[BaseModel]] = {
+    "": PipelineFile,
+    "source": SourceEntry,
+    "sinks": SinkEntry,
+    "dedup": DedupEntry,
+    "transform": TransformEntry,
+    "audit": AuditEntry,
 }
 _ERRORS_SHOWN = 5
 
 Path_ = tuple[str | int, ...]
 
 
-def load_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineSpec:
+def load_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineFile:
     """Read a pipeline file.
 
     Args:
@@ -66,7 +215,7 @@ def load_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> P
     return load_text(text, str(path), overrides)
 
 
-def load_text(text: str, name: str = "pipeline", overrides: Mapping[str, Any] | None = None) -> PipelineSpec:
+def load_text(text: str, name: str = "pipeline", overrides: Mapping[str, Any] | None = None) -> PipelineFile:
     """As `load_file`, from text; errors show `name`."""
     data, lines = _parse(text, name)
     data = _references(data, name, lines, ())
@@ -113,7 +262,7 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
     if not isinstance(data, dict):
         raise UsageError(
             "FILE_INVALID",
-            f"{name}: a pipeline is a mapping with the keys {', '.join(PipelineSpec.model_fields)}; this is "
+            f"{name}: a pipeline is a mapping with the keys {', '.join(PipelineFile.model_fields)}; this is "
             f"{'empty' if data is None else type(data).__name__}.",
             next_step="`delivered init` writes an example to start from",
         )
@@ -176,9 +325,9 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
         data[dotted] = value
 
 
-def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> PipelineSpec:
+def _validated(data: dict[str, Any], name: str, lines: Mapping[Path_, int]) -> PipelineFile:
     try:
-        return PipelineSpec.model_validate(data)
+        return PipelineFile.model_validate(data)
     except pydantic.ValidationError as error:
         faults = list(_faults(error, name, lines))
     texts, steps = [t for t, _ in faults[:_ERRORS_SHOWN]], [s for _, s in faults if s]
@@ -218,7 +367,7 @@ def _known_part(loc: tuple[int | str, ...], lines: Mapping[Path_, int]) -> Path_
 
 
 def _unknown(where: str, path: Path_) -> tuple[str, str | None]:
-    model = _MODELS.get(str(path[0]) if len(path) > 1 else "", PipelineSpec)
+    model = _MODELS.get(str(path[0]) if len(path) > 1 else "", PipelineFile)
     key = str(path[-1])
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
     known = ", ".join(model.model_fields)

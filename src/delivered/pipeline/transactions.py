@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from delivered.checkpoint.folder import logged
 from delivered.contract.sink import Committer
 from delivered.engine.context import open_ledger
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
@@ -13,12 +14,9 @@ from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.transactions import HoldsTransactions
-from delivered.spark.facts import logged
-from delivered.spark.sinks import opened, without_async
-
-if TYPE_CHECKING:
-    from delivered.model.work import LedgerState
-    from delivered.spark.pipeline import Pipeline
+from delivered.model.work import LedgerState
+from delivered.pipeline.definition import Definition
+from delivered.pipeline.spec import NO_INCARNATION
 
 
 @runtime_checkable
@@ -49,7 +47,7 @@ class Open:
         return {**self.__dict__, "targets": list(self.targets), "old": self.old}
 
 
-def open_transactions(pipeline: Pipeline) -> list[Open]:
+def open_transactions(pipeline: Definition) -> list[Open]:
     """What this pipeline has open at its sinks, oldest first per sink. Takes nothing and fences nobody.
 
     Raises:
@@ -67,7 +65,7 @@ def open_transactions(pipeline: Pipeline) -> list[Open]:
     return found
 
 
-def end_transaction(pipeline: Pipeline, transaction: str, *, commit: bool, force: bool = False) -> None:
+def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, force: bool = False) -> None:
     """Commit or abort one by hand.
 
     Raises:
@@ -118,18 +116,19 @@ def _against_the_ledger(transaction: str, commit: bool) -> Refused:
     )
 
 
-def _sinks(pipeline: Pipeline) -> list[tuple[_Holder, LedgerState]]:
+def _sinks(pipeline: Definition) -> list[tuple[_Holder, LedgerState]]:
     found: list[tuple[_Holder, LedgerState]] = []
     incarnation, _ = logged(pipeline.checkpoint)
-    decider, everything = opened(pipeline)
-    ledger = open_ledger(everything, Scope(pipeline.name, decider, incarnation or "new"))
+    spec = pipeline.spec
+    everything = spec.open()
+    ledger = open_ledger(everything, spec.scope(everything, incarnation))
     try:
         state = ledger.look()
     finally:
         ledger.close()
-    for endpoint in map(without_async, pipeline.all_sinks):
+    for endpoint in pipeline.all_sinks:
         sink = endpoint.sink()
-        scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or "new")
+        scope = Scope(pipeline.name, endpoint.name or sink.name, incarnation or NO_INCARNATION)
         committer = sink.committer(scope)
         if not isinstance(committer, _Holder):
             continue

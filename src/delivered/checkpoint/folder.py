@@ -1,0 +1,195 @@
+"""The files of a checkpoint: Spark's own, and small ones of ours beside them.
+
+Through pyarrow's file systems, so that it works wherever the driver's Python can read: a local folder, HDFS, an object
+store. Layout (Spark 3 and 4): `metadata` holds the query's id; `offsets/N` a version line, a line of Spark's own, then
+a line per source; `commits/N` exists when batch N is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from pyarrow import fs
+
+from delivered.kits.table.durable import put, put_first, sync
+from delivered.model.errors import InvariantBroken, Unreachable
+from delivered.model.limits import OFFSETS_BYTES_MAX
+from delivered.model.work import CheckpointView
+
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
+_OWN_LINES = 2
+"""Lines of Spark's own at the top of an offsets file: version, and metadata with a time stamp that replays keep."""
+
+
+def open_folder(location: str) -> tuple[fs.FileSystem, str]:
+    """File system and path of a checkpoint location as Spark spells it.
+
+    Raises:
+        Unreachable: Python has no file system for it.
+    """
+    if not _SCHEME.match(location):
+        return fs.LocalFileSystem(), location
+    uri = re.sub(r"^file:/+", "file:///", location)
+    uri = re.sub(r"^s3[an]:", "s3:", uri)
+    try:
+        filesystem, path = fs.FileSystem.from_uri(uri)
+    except Exception as error:
+        raise Unreachable(
+            "CHECKPOINT_UNREADABLE",
+            f"The checkpoint {location!r} cannot be opened from Python: {error}.",
+            next_step="use a location that pyarrow.fs can read (a shared folder, hdfs:, s3:, gs:, abfs:)",
+        ) from error
+    return filesystem, path
+
+
+def read_view(location: str) -> CheckpointView:
+    """Read the checkpoint, after Spark logged the offsets of the batch about to run.
+
+    Raises:
+        InvariantBroken: the files are not what Spark writes.
+        Unreachable: they cannot be read.
+    """
+    filesystem, path = open_folder(location)
+    try:
+        incarnation = str(json.loads(_read(filesystem, f"{path}/metadata"))["id"])
+        batch = _newest(filesystem, f"{path}/offsets")
+        if batch is None:
+            raise InvariantBroken(
+                "CHECKPOINT_EMPTY",
+                f"The checkpoint {location!r} has no file in offsets/, and Spark is about to run a batch.",
+                next_step="check that nothing else writes to or cleans this folder",
+            )
+        lines = _read(filesystem, f"{path}/offsets/{batch}").split("\n")
+        logged = _newest(filesystem, f"{path}/commits")
+    except OSError as error:
+        raise _unreadable(location, error) from error
+    offsets = "\n".join(lines[_OWN_LINES:]).strip()
+    if len(offsets) > OFFSETS_BYTES_MAX:
+        raise InvariantBroken(
+            "OFFSETS_TOO_LARGE",
+            f"The source offsets of batch {batch} are {len(offsets)} bytes; the limit is {OFFSETS_BYTES_MAX}.",
+            next_step="read fewer partitions with one pipeline",
+        )
+    return CheckpointView(incarnation, batch, offsets, logged)
+
+
+def holds_batches(location: str) -> bool:
+    """Whether Spark logged the offsets of a batch here.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    filesystem, path = open_folder(location)
+    try:
+        return _newest(filesystem, f"{path}/offsets") is not None
+    except OSError as error:
+        raise _unreadable(location, error) from error
+
+
+def logged(location: str) -> tuple[str | None, int | None]:
+    """Incarnation and newest batch of a checkpoint whose query does not run; None, None for a new one.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    filesystem, folder = open_folder(location)
+    try:
+        if filesystem.get_file_info(f"{folder}/metadata").type is not fs.FileType.File:
+            return None, None
+        incarnation = str(json.loads(_read(filesystem, f"{folder}/metadata"))["id"])
+        return incarnation, _newest(filesystem, f"{folder}/offsets")
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(location, error) from error
+
+
+def is_done(location: str, batch: int) -> bool:
+    """Whether Spark logged the batch as committed."""
+    filesystem, folder = open_folder(location)
+    return filesystem.get_file_info(f"{folder}/commits/{batch}").type is fs.FileType.File
+
+
+def unwritable(location: str) -> str | None:
+    """Why a folder of this machine cannot be written; None: it can, or it is elsewhere, where Spark finds out."""
+    filesystem, path = open_folder(location)
+    if not isinstance(filesystem, fs.LocalFileSystem):
+        return None
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is a file"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write in {folder}"
+
+
+def read(location: str, file: str) -> bytes | None:
+    """A small file of an earlier start, or None.
+
+    Args:
+        location: of the checkpoint, as Spark spells it.
+        file: path below it.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    filesystem, folder = open_folder(location)
+    path = f"{folder.rstrip('/')}/{file}"
+    try:
+        if filesystem.get_file_info(path).type is not fs.FileType.File:
+            return None
+        with filesystem.open_input_stream(path) as stream:
+            return bytes(stream.read())
+    except OSError as error:
+        raise _unusable(location, error) from error
+
+
+def write(location: str, file: str, data: bytes, *, first: bool) -> None:
+    """Write a small file; durable on a local disk.
+
+    Args:
+        first: on a local disk what is there stands; elsewhere and else it is replaced.
+
+    Raises:
+        Unreachable: the checkpoint cannot be written to.
+    """
+    filesystem, folder = open_folder(location)
+    path = f"{folder.rstrip('/')}/{file}"
+    try:
+        if isinstance(filesystem, fs.LocalFileSystem):
+            (put_first if first else put)(Path(path), data)
+            # Whoever made the folder may have died before its name was durable.
+            sync([Path(path).parent.parent])
+            return
+        filesystem.create_dir(path.rsplit("/", 1)[0], recursive=True)
+        with filesystem.open_output_stream(path) as stream:
+            stream.write(data)
+    except OSError as error:
+        raise _unusable(location, error) from error
+
+
+def _unreadable(location: str, error: Exception) -> Unreachable:
+    return Unreachable(
+        "CHECKPOINT_UNREADABLE",
+        f"The checkpoint {location!r} cannot be read from Python on the driver: {error}.",
+        next_step="make the folder readable for the driver's user",
+    )
+
+
+def _unusable(location: str, error: OSError) -> Unreachable:
+    return Unreachable(
+        "CHECKPOINT_UNREADABLE",
+        f"The checkpoint {location!r} cannot be used from Python on the driver: {error}.",
+        next_step="make the folder readable and writable for the driver's user",
+    )
+
+
+def _read(filesystem: fs.FileSystem, path: str) -> str:
+    with filesystem.open_input_stream(path) as stream:
+        return bytes(stream.read()).decode("utf-8")
+
+
+def _newest(filesystem: fs.FileSystem, folder: str) -> int | None:
+    infos = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+    return max((int(i.base_name) for i in infos if i.base_name.isdigit()), default=None)

@@ -1,0 +1,70 @@
+"""Who may decide: one driver, known by an id of its own, and by the process that tells whether it lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from dataclasses import replace
+from functools import cache
+
+import psutil
+
+from delivered.model.work import Owner
+
+_START_TOLERANCE_MS = 2_000
+
+
+def new_owner(jvm: psutil.Process | None) -> Owner:
+    """An owner that nobody else is.
+
+    Args:
+        jvm: of the driver; None: it runs elsewhere (Spark Connect), and each of its processes looks for itself.
+    """
+    made = Owner(uuid.uuid4().hex)
+    return made if jvm is None else _at(made, jvm)
+
+
+def located(owner: Owner) -> Owner:
+    """The same owner with host and process of its JVM, for certain. Runs in a process of the driver."""
+    return replace(owner, host=socket.gethostname()) if owner.process else _at(owner, _above())
+
+
+def living(owner: Owner | None, jvm: psutil.Process | None = None) -> Owner | None:
+    """The owner, if it is another driver on this machine and its process lives. Of other machines nothing is known;
+    the ledger fences them.
+
+    Args:
+        jvm: of the session that is to run the pipeline.
+    """
+    if owner is None or owner.host != socket.gethostname() or owner.process in _own_processes():
+        return None
+    if jvm is not None and owner.process == jvm.pid:
+        return None
+    try:
+        process = psutil.Process(owner.process)
+        same = abs(process.create_time() * 1000 - owner.started_ms) < _START_TOLERANCE_MS
+        if not same or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+    except psutil.Error:
+        return None
+    return owner
+
+
+def _at(owner: Owner, process: psutil.Process) -> Owner:
+    started_ms = int(process.create_time() * 1000)
+    return replace(owner, host=socket.gethostname(), process=process.pid, started_ms=started_ms)
+
+
+@cache
+def _above() -> psutil.Process:
+    """The JVM above this worker; this process itself if there is none. Looked up once: when Python's daemon dies, its
+    workers live on, and nothing is above them any more."""
+    own = psutil.Process(os.getpid())
+    return next((p for p in own.parents() if p.name().startswith("java")), own)
+
+
+def _own_processes() -> set[int]:
+    """This process, the JVM it started, and the JVM that started it (spark-submit)."""
+    own = psutil.Process(os.getpid())
+    return {own.pid, *(p.pid for p in own.children(recursive=True)), *(p.pid for p in own.parents())}

@@ -1,0 +1,255 @@
+"""A pipeline as the user names it, in Python or in a file: the whole chain, so that the whole chain can be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from delivered.model.bad_row import OnBadRow
+from delivered.model.dedup import Dedup
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import checked_name
+from delivered.model.options import choice
+from delivered.model.work import Tolerance
+from delivered.pipeline.dedup import dedup as make_dedup
+from delivered.pipeline.endpoint import Endpoint, as_text
+from delivered.pipeline.file import (
+    AuditEntry,
+    DedupEntry,
+    PipelineFile,
+    SinkEntry,
+    SourceEntry,
+    TransformEntry,
+    load_file,
+)
+from delivered.pipeline.projection import parse_projection
+from delivered.pipeline.spec import PipelineSpec, SinkSpec
+from delivered.pipeline.transform import NO_TRANSFORM, Transform, arrow, as_transform, load_function, version_of
+from delivered.pipeline.transform import transform as declare
+from delivered.pipeline.trigger import When, parse_trigger
+
+
+class Definition:
+    """A source, a transform, sinks, and the guarantee between them. Making one asks nobody and imports nothing heavy.
+
+    Args:
+        name: 1 to 64 letters, digits, '.', '_' or '-'; two pipelines that share a sink need two names.
+        guarantee: "at_most_once", "at_least_once" or "exactly_once". There is no default.
+        checkpoint: folder or URL where Spark keeps the query's progress.
+        source, sinks: from `delivered.kafka`, `delivered.log`, `delivered.sqlite`, `delivered.endpoint`.
+        dedup: from `delivered.dedup`: which repeats in the source are dropped, before the transform.
+        transform: SQL over the view `source`; or a function DataFrame -> DataFrame; or `delivered.arrow(...)`, the
+            fast way; or `delivered.transform(...)`, to declare what is known of it; None: records go through.
+        trigger: "available_now", "10 seconds", or {"processing_time": "10 seconds"}; None: batch after batch.
+        batch_s_max: how long a batch may take, in seconds; checked against the transaction time-out.
+        audit: how the audit tells records apart: {"id": SQL, "key": SQL} over the sink's columns; {"own": SQL} is true
+            for this pipeline's records, where others write to the sink too.
+        conf, master: of the Spark session, if the pipeline makes one.
+        new_checkpoint: start over although an earlier checkpoint wrote to this sink.
+        missing_ledger: go on although the ledger lacks batches of this checkpoint.
+        new_target: go on although a sink's topic or table was dropped and made anew.
+        on_bad_row: of a row that a sink refuses for itself: "fail"; "dead_letter": it goes to that sink, in the same
+            batch; "drop": it is left out and counted as given up, at_most_once only.
+        dead_letter: the sink of such rows.
+
+    Raises:
+        UsageError: a name, guarantee, trigger or transform that is not allowed.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        guarantee: str | Guarantee,
+        checkpoint: str | Path,
+        source: Endpoint,
+        sinks: Sequence[Endpoint],
+        dedup: Dedup | None = None,
+        transform: str | Callable[[Any], Any] | Transform | None = None,
+        trigger: str | Mapping[Any, str] | When | None = None,
+        batch_s_max: float | None = None,
+        audit: Mapping[str, str] | None = None,
+        conf: Mapping[str, Any] | None = None,
+        master: str | None = None,
+        new_checkpoint: bool = False,
+        missing_ledger: bool = False,
+        new_target: bool = False,
+        on_bad_row: str = "fail",
+        dead_letter: Endpoint | None = None,
+    ) -> None:
+        self.name = checked_name("pipeline", name)
+        self.guarantee = Guarantee.parse(guarantee)
+        self.checkpoint = _absolute(str(checkpoint))
+        self.source = _endpoint("source", source)
+        self.sinks = tuple(_endpoint("sinks", s) for s in sinks)
+        self.dedup = _dedup(dedup)
+        self.transform = as_transform(transform)
+        if not self.source.projection.is_all:
+            raise UsageError(
+                "SOURCE_SELECT",
+                "The source has select or where; these belong to a sink.",
+                next_step="write them into the transform",
+            )
+        self.trigger = parse_trigger(trigger)
+        self.batch_s_max = batch_s_max
+        self.audit_by = dict(audit or {})
+        self.conf = {k: as_text(k, v) for k, v in (conf or {}).items()}
+        self.master = master
+        self.new_checkpoint = new_checkpoint
+        self.missing_ledger = missing_ledger
+        self.new_target = new_target
+        self.on_bad_row = _on_bad_row(on_bad_row, dead_letter)
+        self.dead_letter = dead_letter
+        for said in (self.audit_by, *(s.audit for s in self.sinks)):
+            if unknown := set(said) - set(AuditEntry.model_fields):
+                raise UsageError("AUDIT_KEY", f"audit knows no {sorted(unknown)}; known: id, key, own.")
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+        """Read a YAML file. What `overrides` names ("source.maxOffsetsPerTrigger") stands above environment and file.
+
+        Raises:
+            UsageError: every fault of the file, with its line and key.
+        """
+        return cls.from_parsed(load_file(path, overrides), Path(path).parent)
+
+    @classmethod
+    def from_parsed(cls, file: PipelineFile, folder: Path) -> Self:
+        """A pipeline as a file in `folder` describes it: relative paths and the transform's modules are looked for
+        there."""
+        return cls(
+            name=file.pipeline,
+            guarantee=file.guarantee,
+            checkpoint=_beside(folder, file.checkpoint),
+            source=_endpoint_of(file.source, folder),
+            sinks=[_endpoint_of(s, folder) for s in file.sinks],
+            dedup=_dedup_of(file.dedup),
+            transform=_transform(file.transform, folder.resolve()),
+            trigger=file.trigger,
+            batch_s_max=file.batch_s_max,
+            audit=file.audit.model_dump(exclude_none=True) if file.audit else None,
+            conf=file.spark,
+            master=file.master,
+            new_checkpoint=file.new_checkpoint == "accept",
+            missing_ledger=file.missing_ledger == "accept",
+            new_target=file.new_target == "accept",
+            on_bad_row=file.on_bad_row,
+            dead_letter=_endpoint_of(file.dead_letter, folder) if file.dead_letter else None,
+        )
+
+    @property
+    def transform_version(self) -> str:
+        """A fingerprint of the transform with what the sinks select of it; kept with every batch that is decided."""
+        projections = zip(self.sink_names, (s.projection for s in self.sinks), strict=True)
+        return version_of(self.transform, projections, self.on_bad_row)
+
+    @property
+    def spec(self) -> PipelineSpec:
+        """What travels to Spark. Each sink gets all rows and columns here; `start` adds the routes."""
+        letters = self.dead_letter
+        return PipelineSpec(
+            pipeline=self.name,
+            guarantee=self.guarantee,
+            sinks=tuple(_sink_spec(e) for e in self.sinks),
+            dead_letter=_sink_spec(letters) if letters is not None else None,
+            on_bad_row=self.on_bad_row,
+            checkpoint=self.checkpoint,
+            tolerance=Tolerance(self.new_checkpoint, self.missing_ledger, new_target=self.new_target),
+            transform=self.transform_version,
+        )
+
+    @property
+    def all_sinks(self) -> tuple[Endpoint, ...]:
+        """The sinks, and the one of dead letters."""
+        return self.sinks if self.dead_letter is None else (*self.sinks, self.dead_letter)
+
+    @property
+    def sink_names(self) -> tuple[str, ...]:
+        """Of every sink, in order: as named, or as its connector names it."""
+        return tuple(e.name or e.sink().name for e in self.sinks)
+
+    def __repr__(self) -> str:
+        return (
+            f"Pipeline(name={self.name!r}, guarantee={self.guarantee.value!r}, checkpoint={self.checkpoint!r}, "
+            f"source={self.source!r}, sinks={list(self.sinks)!r})"
+        )
+
+
+def _sink_spec(endpoint: Endpoint) -> SinkSpec:
+    return SinkSpec(endpoint.system, endpoint.connector_options, endpoint.name)
+
+
+def _absolute(location: str) -> str:
+    """Spark's driver and our workers may stand in other folders: make a local path absolute."""
+    if not location:
+        raise UsageError("CHECKPOINT_MISSING", "checkpoint is empty; it must name a folder or a URL.")
+    return location if ":" in location.split("/", 1)[0] else str(Path(location).expanduser().absolute())
+
+
+def _endpoint(what: str, given: object) -> Endpoint:
+    if not isinstance(given, Endpoint):
+        raise UsageError(
+            "ENDPOINT_VALUE",
+            f"{what} is {given!r} ({type(given).__name__}); it must be an endpoint.",
+            next_step='write it as in delivered.kafka("localhost:9092", topic="orders")',
+        )
+    return given
+
+
+def _dedup(given: object) -> Dedup | None:
+    if given is None or isinstance(given, Dedup):
+        return given
+    raise UsageError(
+        "DEDUP_VALUE",
+        f"dedup is {given!r} ({type(given).__name__}); it must come from delivered.dedup.",
+        next_step='write it as in delivered.dedup("key", within="1 hour")',
+    )
+
+
+def _on_bad_row(said: str, dead_letter: Endpoint | None) -> OnBadRow:
+    found = choice(OnBadRow).parse("delivered.Pipeline", "on_bad_row", str(said), 'write on_bad_row="fail"')
+    if (found is OnBadRow.DEAD_LETTER) != (dead_letter is not None):
+        raise UsageError(
+            "DEAD_LETTER",
+            f"on_bad_row is {found.value!r}, and there is {'a' if dead_letter else 'no'} dead_letter sink; one needs "
+            "the other.",
+            next_step="write on_bad_row: dead_letter and dead_letter: {format: ...}, or neither",
+        )
+    if dead_letter is not None and not _endpoint("dead_letter", dead_letter).projection.is_all:
+        raise UsageError("DEAD_LETTER", "The dead_letter sink has select or where; it gets letters as they are.")
+    return found
+
+
+def _beside(folder: Path, location: str) -> str:
+    """A relative path in a file means: relative to the file."""
+    plain = "://" not in location and not location.startswith(("env:", "file:", "~"))
+    return str((folder / location).absolute()) if plain else location
+
+
+def _endpoint_of(entry: SourceEntry | SinkEntry, folder: Path) -> Endpoint:
+    options = {k: as_text(k, v) for k, v in (entry.__pydantic_extra__ or {}).items()}
+    for key in [k for k in options if k.lower() == "path"]:
+        options[key] = _beside(folder, options[key])
+    if isinstance(entry, SourceEntry):
+        return Endpoint(entry.format, options)
+    audit = entry.audit.model_dump(exclude_none=True) if entry.audit else {}
+    return Endpoint(entry.format, options, entry.name, parse_projection(entry.select or (), entry.where), audit)
+
+
+def _dedup_of(entry: DedupEntry | None) -> Dedup | None:
+    return (
+        make_dedup(*entry.by, within=entry.within, time=entry.time, late=entry.late, memory=entry.memory)
+        if entry is not None
+        else None
+    )
+
+
+def _transform(entry: TransformEntry | None, folder: Path) -> Transform:
+    if entry is None:
+        return NO_TRANSFORM
+    if entry.sql is None and entry.python is None:
+        return arrow(load_function(entry.arrow, folder) if entry.arrow else None, select=entry.select or ())
+    what = entry.sql if entry.sql is not None else load_function(str(entry.python), folder)
+    return declare(what, stateful=entry.stateful, deterministic=entry.deterministic)

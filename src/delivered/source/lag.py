@@ -1,0 +1,65 @@
+"""How far a stream is behind its source: where a batch ended against where the source ends now. Pure.
+
+A source writes its offsets as JSON: numbers by partition, perhaps by topic first; a key that begins with `#` is
+metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def spark_metrics(end: str | None, latest: str | None) -> dict[str, str]:
+    """`minOffsetsBehindLatest`, `maxOffsetsBehindLatest` and `avgOffsetsBehindLatest` over the partitions, in records'
+    offsets, spelled as Spark's Kafka source does; empty where offsets are not numbers.
+
+    Args:
+        end, latest: offsets as JSON.
+    """
+    ended = dict(_numbers(end))
+    pairs = [(at, ended.get(partition)) for partition, at in _numbers(latest)]
+    behind = [max(0, now - at) for now, at in pairs if now is not None and at is not None]
+    if not behind:
+        return {}
+    return {
+        "minOffsetsBehindLatest": str(min(behind)),
+        "maxOffsetsBehindLatest": str(max(behind)),
+        "avgOffsetsBehindLatest": str(sum(behind) / len(behind)),
+    }
+
+
+def lag(source: Mapping[str, Any] | None) -> int | None:
+    """Offsets behind, over all partitions; None: the source does not count its offsets, or nothing was said yet.
+
+    Args:
+        source: of a progress report, with `endOffset` and `latestOffset`.
+    """
+    if source is None:
+        return None
+    newest, end = dict(_numbers(source.get("latestOffset"))), dict(_numbers(source.get("endOffset")))
+    if not newest or None in newest.values():
+        return None
+    return sum(max(0, (at or 0) - (end.get(p) or 0)) for p, at in newest.items())
+
+
+def _numbers(offsets: Any) -> Iterator[tuple[tuple[str, ...], int | None]]:
+    """Offset by partition; None: it is no number."""
+    if isinstance(offsets, str):
+        try:
+            offsets = json.loads(offsets)
+        except ValueError:
+            return
+    if isinstance(offsets, Mapping):
+        yield from _leaves((), offsets)
+
+
+def _leaves(path: tuple[str, ...], value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int | None]]:
+    for key, inner in value.items():
+        if key.startswith("#"):
+            continue
+        if isinstance(inner, Mapping):
+            yield from _leaves((*path, key), inner)
+        else:
+            yield (*path, key), inner if isinstance(inner, int) and not isinstance(inner, bool) else None

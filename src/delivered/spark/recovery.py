@@ -1,0 +1,180 @@
+"""The adapter between Spark's writers and the engine: where a batch is recovered and planned, committed and aborted."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import WriterCommitMessage
+
+from delivered.contract.powers import ready_target
+from delivered.contract.sink import Sink, SinkGroup
+from delivered.engine.shard import write_shard
+from delivered.model.errors import DeliveredError, InvariantBroken
+from delivered.model.identity import Scope
+from delivered.model.patience import in_query
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import BatchPlan, CheckpointView, ShardMessage
+from delivered.spark.task import arm, running_task
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from delivered.engine.context import Context
+    from delivered.pipeline.spec import PipelineSpec
+
+# The driver's half of the engine is imported where it is called: a task unpickles a writer, and must not load it.
+
+
+@dataclass
+class ShardCommit(WriterCommitMessage):
+    """Carries a shard's message to the driver."""
+
+    message: ShardMessage
+
+
+class Recovering:
+    """A writer that recovers and plans its batch at the moment when Spark pickles it for the tasks.
+
+    Recovery (claim, check, apply, abort orphans) must run on the driver before the first task of a batch, and never
+    after it, where it would abort what the tasks prepared. PySpark has no call for that. It makes the writer of a
+    stream twice for each batch, in two long-lived processes of the driver: the one that plans, and the one that
+    commits. A writer is told neither which one it is in, nor when tasks start. But only the one that plans pickles it,
+    once, for the tasks; and so does a df.write, whose pickled writer is carried on to the commit as well. What runs
+    where Spark changes that is caught: a task compares its query and batch with the plan, and a commit takes messages
+    of its own batch and owner alone (decision 001).
+    """
+
+    _stays: tuple[str, ...] = ()
+    """Attributes that do not travel to the tasks."""
+
+    def __init__(self, spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> None:
+        self._spec = spec
+        self._sink = sink
+        self._schema = schema
+        self._plan: BatchPlan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._plan is None:
+            try:
+                self._plan = self._recover()
+            except DeliveredError as error:
+                # PySpark wraps any other type in "Could not serialize object".
+                raise pickle.PicklingError(str(error)) from None
+        return {**self.__dict__, **dict.fromkeys(self._stays)}
+
+    def _recover(self) -> BatchPlan:
+        raise NotImplementedError
+
+    def _planned(self) -> BatchPlan:
+        """The plan, in a task."""
+        if self._plan is None:
+            raise InvariantBroken("NO_PLAN", "A task got a writer without a plan.")
+        return self._plan
+
+    def _write(self, batches: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """One task of a batch."""
+        arm()
+        in_query()
+        task = running_task()
+        shard, attempt = task.partitionId(), task.attemptNumber()
+        return ShardCommit(write_shard(self._sink, self._planned(), shard, attempt, batches, self._schema))
+
+
+def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> BatchPlan:
+    """Recover a stream, and plan the batch that its checkpoint says is about to run."""
+    from delivered.checkpoint.folder import read_view
+    from delivered.engine.recover import plan_batch
+
+    arm()
+    view = read_view(checkpoint_of(spec))
+    if view.batch:
+        in_query()
+    opened = context(spec, sink, view.incarnation)
+    key = (opened.scope, spec.owner.id)
+    before = _planned.pop(key, None)  # if this plan fails, the next one recovers in full
+    first = before is None or not before.is_followed_by(view, spec.start)
+    if first:
+        ready_target(sink, schema)
+    else:
+        reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
+    plan = plan_batch(opened, view, first=first, since=before.epoch if before is not None else None)
+    _planned[key] = _Planned(view.batch, plan.epoch, spec.start)
+    return plan
+
+
+def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Schema) -> BatchPlan:
+    """Recover a write that is no stream, and plan it: the one batch of an incarnation that its run id names."""
+    from delivered.engine.recover import plan_batch
+
+    arm()
+    ready_target(sink, schema)
+    return plan_batch(context(spec, sink, run), CheckpointView(run, 0, f"run {run}", None, run=True), first=True)
+
+
+def commit(opened: Context, batch: int, offsets: str, said: Sequence[ShardMessage | None], *, run: bool) -> None:
+    """See `engine.decide.commit_batch`."""
+    from delivered.engine.decide import commit_batch
+
+    commit_batch(opened, batch, offsets, said, run=run)
+
+
+def abort(opened: Context, said: Sequence[ShardMessage]) -> None:
+    """See `engine.decide.abort_batch`."""
+    from delivered.engine.decide import abort_batch
+
+    abort_batch(opened, said)
+
+
+def checkpoint_of(spec: PipelineSpec) -> str:
+    if spec.checkpoint is None:
+        raise InvariantBroken("CHECKPOINT_UNKNOWN", "Spark passed no checkpointLocation to the sink.")
+    return spec.checkpoint
+
+
+def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMessage | None]:
+    return [m.message if isinstance(m, ShardCommit) else None for m in messages]
+
+
+def context(spec: PipelineSpec, sink: Sink | SinkGroup, incarnation: str) -> Context:
+    """Ledger and committer of one pipeline, opened once in this process, which Spark uses for many batches."""
+    from delivered.engine.context import Context
+    from delivered.engine.owner import located
+
+    scope = spec.scope(sink, incarnation)
+    key = (scope, spec.owner.id, replace(spec, start="").to_option())
+    if key in _contexts:
+        _contexts.move_to_end(key)
+        return _contexts[key]
+    _contexts[key] = Context.open(sink, scope, spec.guarantee, located(spec.owner), spec.tolerance, spec.transform)
+    while len(_contexts) > _CONTEXTS_MAX:
+        _, old = _contexts.popitem(last=False)
+        old.ledger.close()
+        old.committer.close()
+    return _contexts[key]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The batch that this process planned last.
+
+    Attributes:
+        epoch: of the ledger, that its plan rests on.
+        start: of the query that it belongs to.
+    """
+
+    batch: int
+    epoch: int
+    start: str
+
+    def is_followed_by(self, view: CheckpointView, start: str) -> bool:
+        """Whether Spark logged it and runs the next one, in the same start of the query: no claim needed."""
+        return self.batch == view.batch - 1 == view.logged and self.start == start
+
+
+_CONTEXTS_MAX = 8
+_contexts: OrderedDict[tuple[Scope, str, str], Context] = OrderedDict()
+_planned: dict[tuple[Scope, str], _Planned] = {}

@@ -1,0 +1,53 @@
+"""What a worker of Spark does before it works for us: arm crash points, and show warnings to people."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from pyspark import TaskContext
+
+from delivered.model.errors import InvariantBroken
+from delivered.model.translate import WARNING_MARK
+
+_armed = False
+
+
+def arm() -> None:
+    """Install the handler of `delivered.testing` if the environment names a crash point. Cheap when it does not."""
+    global _armed
+    _show_warnings()
+    if _armed or not os.environ.get("DELIVERED_CRASH"):
+        return
+    from delivered.testing.crash import install_from_environment  # a worker does not load it for nothing
+
+    install_from_environment()
+    _armed = True
+
+
+def running_task() -> TaskContext:
+    """The task that runs here.
+
+    Raises:
+        InvariantBroken: none does.
+    """
+    task = TaskContext.get()
+    if task is None:
+        raise InvariantBroken("NO_TASK", "Rows are written outside a Spark task.")
+    return task
+
+
+def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
+    """The query and the batch that a task works for; None outside of a stream."""
+    return task.getLocalProperty("sql.streaming.queryId"), task.getLocalProperty("streaming.sql.batchId")
+
+
+def _show_warnings() -> None:
+    """Warnings go to standard error, which Spark passes on to its own log: nobody configures logging in a worker."""
+    ours = logging.getLogger("delivered")
+    if logging.getLogger().handlers or any(not isinstance(h, logging.NullHandler) for h in ours.handlers):
+        return
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {WARNING_MARK}%(message)s", "%H:%M:%S"))
+    ours.addHandler(handler)

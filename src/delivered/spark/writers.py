@@ -1,0 +1,117 @@
+"""Any sink of ours as a Spark writer, of a stream or of a df.write. recovery.py says where its batch is recovered."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+
+from delivered.contract.sink import Sink, SinkGroup
+from delivered.model.errors import InvariantBroken, Refused
+from delivered.model.guarantee import Guarantee
+from delivered.model.patience import in_query
+from delivered.model.step import Moment, StepId, reach
+from delivered.model.work import BatchPlan, Tolerance
+from delivered.spark import recovery
+from delivered.spark.recovery import Recovering
+from delivered.spark.task import arm, running_batch, running_task
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from delivered.engine.direct import Direct
+    from delivered.pipeline.spec import PipelineSpec
+
+
+class StreamWriter(Recovering, DataSourceStreamArrowWriter):
+    """One object per batch. Spark makes it twice: where it plans the batch, and anew where it commits."""
+
+    _stays = ("_spec",)
+
+    def __init__(
+        self, spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, direct: Direct | None = None
+    ) -> None:
+        super().__init__(spec, sink, schema)
+        self._direct = direct
+
+    def _recover(self) -> BatchPlan:
+        return recovery.plan_next(self._spec, self._sink, self._schema)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        plan = self._planned()
+        running = running_batch(running_task())
+        planned = (plan.scope.incarnation, str(plan.batch))
+        if running != planned:
+            raise InvariantBroken(
+                "BATCH_DIFFERS",
+                f"The task runs (query, batch) {running}, and the plan is for {planned}: the checkpoint changed "
+                "while the batch was planned. Nothing was written.",
+                next_step="check that no other driver uses this checkpoint, then start again",
+            )
+        return self._write(self._direct.rows(iterator) if self._direct is not None else iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        from delivered.checkpoint.folder import read_view  # not in a task
+
+        arm()
+        in_query()
+        said = recovery.messages_of(messages)
+        plan = next((m.plan for m in said if m is not None), None)
+        if plan is not None:
+            incarnation, offsets = plan.scope.incarnation, plan.offsets
+        else:
+            view = read_view(recovery.checkpoint_of(self._spec))
+            incarnation, offsets = view.incarnation, view.offsets
+        recovery.commit(recovery.context(self._spec, self._sink, incarnation), batchId, offsets, said, run=False)
+        reach(StepId.LOG, Moment.BEFORE, batch=batchId)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803, ARG002
+        said = [m for m in recovery.messages_of(messages) if m is not None]
+        if said:
+            recovery.abort(recovery.context(self._spec, self._sink, said[0].plan.scope.incarnation), said)
+
+
+class BatchWriter(Recovering, DataSourceArrowWriter):
+    """One run is one batch of an incarnation that its run id names."""
+
+    def __init__(self, spec: PipelineSpec, sink: Sink, schema: pa.Schema) -> None:
+        # Every run is an incarnation of its own, on purpose.
+        super().__init__(replace(spec, tolerance=Tolerance(new_checkpoint=True)), sink, schema)
+        self._run = run_id(spec)
+
+    def _recover(self) -> BatchPlan:
+        return recovery.plan_run(self._spec, self._sink, self._run, self._schema)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        return self._write(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        arm()
+        opened = recovery.context(self._spec, self._sink, self._run)
+        recovery.commit(opened, 0, f"run {self._run}", recovery.messages_of(messages), run=True)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        said = [m for m in recovery.messages_of(messages) if m is not None]
+        recovery.abort(recovery.context(self._spec, self._sink, self._run), said)
+
+
+def run_id(spec: PipelineSpec) -> str:
+    """The run's identity; made up where a repetition is within the guarantee.
+
+    Raises:
+        Refused: exactly_once or at_most_once without a run id: a job that is started again could not be known again.
+    """
+    if spec.run_id is not None:
+        return spec.run_id
+    if spec.guarantee is Guarantee.AT_LEAST_ONCE:
+        return uuid.uuid4().hex
+    raise Refused(
+        "RUN_UNNAMED",
+        f"df.write under {spec.guarantee.value} needs a run id: without it a job that is started again after a "
+        "crash cannot be told from a new one.",
+        next_step='add .option("runId", "orders-2024-05-01"), or name the guarantee at_least_once; in SQL '
+        "INSERT INTO t WITH ('runId' = '...')",
+    )
