@@ -14,8 +14,8 @@ from urllib.parse import quote, urlsplit
 
 import urllib3
 
-from delivered.connectors.pulsar.options import Place, short_name
-from delivered.connectors.pulsar.positions import Position
+from delivered.connectors.pulsar.options import Place
+from delivered.connectors.pulsar.positions import Position, short_name
 from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret
 from delivered.connectors.pulsar.trust import context, untrusted
 from delivered.model.errors import DeliveredError, Unreachable, UsageError

@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.options import PREFIX, Place
+from delivered.connectors.pulsar.options import Place
+from delivered.connectors.pulsar.positions import PREFIX
 from delivered.connectors.pulsar.tokens import hidden, not_permitted, secret, supplier
 from delivered.connectors.pulsar.trust import tls_error, trusted_file
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, parse_offsets, parse_timestamp
+from delivered.connectors.pulsar.positions import (
+    EARLIEST,
+    LATEST,
+    Where,
+    full_name,
+    parse_offsets,
+    parse_timestamp,
+    short_name,
+)
 from delivered.kits.options import (
     data_loss_option,
     external_ledger,
@@ -20,8 +27,6 @@ from delivered.model.options import FLAG, Option, Options, OptionType, Unfit, ch
 
 SOURCE = "delivered_pulsar source"
 SINK = "delivered_pulsar sink"
-PREFIX = "persistent://public/default/"
-"""Of topics with a short name."""
 BYTES_MAX = (5 << 20) - (10 << 10)
 """The brokers' default for maxMessageSize, less what goes with a message."""
 _COUNT = whole(1)
@@ -260,24 +265,3 @@ def refuse_latest_start(where: Where) -> None:
             f"{SOURCE}: option {where.option!r} is latest for a batch read; only a stream can start there.",
             next_step='write .option("startingOffsets", "earliest"), or use readStream',
         )
-
-
-def full_name(owner: str, topic: str) -> str:
-    """`persistent://tenant/namespace/topic`.
-
-    Raises:
-        UsageError: it is no topic that keeps its messages, or a part of one.
-    """
-    found = topic if "://" in topic else f"{PREFIX}{topic}"
-    if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", found) or re.search(r"-partition-\d+$", found):
-        raise UsageError(
-            "OPTION_VALUE",
-            f"{owner}: {topic!r} cannot be used as a topic here; it must be a name, or persistent://tenant/namespace/"
-            "name, without -partition-N.",
-            next_step="correct the name of the topic",
-        )
-    return found
-
-
-def short_name(topic: str) -> str:
-    return topic.removeprefix(PREFIX)

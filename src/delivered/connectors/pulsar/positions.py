@@ -18,10 +18,34 @@ from typing import Any
 from delivered.contract.source import Offsets
 from delivered.model.errors import InvariantBroken, UsageError
 
+PREFIX = "persistent://public/default/"
+"""Of topics with a short name."""
+
 Partition = tuple[str, int]
 """Full name of a topic, and the number; -1: the topic has no partitions."""
 
 _TEXT = re.compile(r"(-1|\d+):(-1|\d+)(?::(\d+))?(?:>(\d+))?")
+
+
+def full_name(owner: str, topic: str) -> str:
+    """`persistent://tenant/namespace/topic`.
+
+    Raises:
+        UsageError: it is no topic that keeps its messages, or a part of one.
+    """
+    found = topic if "://" in topic else f"{PREFIX}{topic}"
+    if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", found) or re.search(r"-partition-\d+$", found):
+        raise UsageError(
+            "OPTION_VALUE",
+            f"{owner}: {topic!r} cannot be used as a topic here; it must be a name, or persistent://tenant/namespace/"
+            "name, without -partition-N.",
+            next_step="correct the name of the topic",
+        )
+    return found
+
+
+def short_name(topic: str) -> str:
+    return topic.removeprefix(PREFIX)
 
 
 def physical(partition: Partition) -> str:
@@ -133,8 +157,6 @@ def from_json(told: Offsets) -> dict[Partition, Position]:
 
 def parse_offsets(owner: str, option: str, text: str) -> Where:
     """Read "earliest", "latest", JSON like {"orders": {"0": "12:34"}}, or what a driver's `initial` gave."""
-    from delivered.connectors.pulsar.options import full_name
-
     word = text.strip().lower()
     if word in (EARLIEST, LATEST):
         return Where(option, word)

@@ -21,8 +21,8 @@ from delivered.connectors.pulsar.client import explained, pulsar, tells_versions
 from delivered.connectors.pulsar.columns import Rows
 from delivered.connectors.pulsar.encode import canonical
 from delivered.connectors.pulsar.entries import gone, ranges
-from delivered.connectors.pulsar.options import SOURCE, SourceOptions, short_name
-from delivered.connectors.pulsar.positions import Partition, Position, fields, physical
+from delivered.connectors.pulsar.options import SOURCE, SourceOptions
+from delivered.connectors.pulsar.positions import Partition, Position, fields, physical, short_name
 from delivered.connectors.pulsar.schemas import Values
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import SOURCE_BATCH_RECORDS_MAX, SOURCE_PATIENCE_S

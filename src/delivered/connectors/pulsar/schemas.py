@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Registered
 from delivered.connectors.pulsar.avro import AVRO, KINDS, Shape, Unmappable, Unreadable, read_avro, read_json, shape_of
-from delivered.connectors.pulsar.options import short_name
+from delivered.connectors.pulsar.positions import short_name
 from delivered.model.errors import BadRecord, UsageError
 
 NAMES_NONE = -1

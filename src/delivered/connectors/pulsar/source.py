@@ -11,7 +11,7 @@ import pyarrow as pa
 from delivered.connectors.pulsar.admin import Admin, Bounds, Missing, Registered
 from delivered.connectors.pulsar.columns import columns_of
 from delivered.connectors.pulsar.entries import cut, gone, rest
-from delivered.connectors.pulsar.options import SOURCE, SourceOptions, refuse_latest_start, short_name
+from delivered.connectors.pulsar.options import SOURCE, SourceOptions, refuse_latest_start
 from delivered.connectors.pulsar.positions import (
     EARLIEST,
     LATEST,
@@ -22,6 +22,7 @@ from delivered.connectors.pulsar.positions import (
     Where,
     from_json,
     physical,
+    short_name,
     to_json,
 )
 from delivered.connectors.pulsar.schemas import registered, shape
