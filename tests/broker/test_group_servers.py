@@ -201,7 +201,7 @@ def test_p4_markers_of_a_sink_beside_the_ledger_stay_bounded(
     kafka: Kafka, postgres: Postgres, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P4: Kafka decides, so no decision in PostgreSQL forgets the markers there."""
-    monkeypatch.setattr("delivered.group.ledger.FORGET_EVERY", 2)
+    monkeypatch.setattr("delivered.group.store.FORGET_EVERY", 2)
     world = World(kafka, postgres, tmp_path, zygote, GROUPS["kafka and postgres, both prepare"])
     sink = world.opened
     scope = Scope("bounded", sink.name, "i")
