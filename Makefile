@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 # Two processes; tests that share a server or a Spark session share a process (tests/conftest.py), the longest first.
 TEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
-FAST := tests/unit tests/property tests/crash/test_points.py
+FAST := tests/unit tests/property tests/crash/test_points.py::test_one_crash_at_every_point
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-kafka bridges test-fast test coverage check format bench bench-postgres bench-delta peers verify soak docs dist lock clean
