@@ -16,11 +16,12 @@ SOURCE = Path(delivered.__file__).parent
 def fresh(code: str, *inputs: bytes) -> set[str]:
     """Names of ours and of heavy libraries that a fresh interpreter holds after `code`."""
     tail = "\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    own = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}  # it would load modules, too
     ran = subprocess.run(
         [sys.executable, "-c", code + tail, *(i.hex() for i in inputs)],
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE.parent)},
+        env={**own, "PYTHONPATH": str(SOURCE.parent)},
     )
     return set(json.loads(ran.stdout.splitlines()[-1]))
