@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import grimp
+import pytest
+from tools import rooms, size
+
 PAGE = """
 ## Rooms
 
@@ -19,5 +23,60 @@ PAGE = """
 | `other/` | no room | none |
 """
 MODULES = ["model", "contract", "contract_rows", "kits", "kits.sql", "kits.table.a", "connectors.x.b", "spark"]
-KNOWN_CYCLES = [["delivered.connectors.pulsar.options", "delivered.connectors.pulsar.positions"]]
-"""This list only gets shorter."""
+
+
+def test_the_table_says_who_may_import_whom() -> None:
+    table = rooms.read_table(PAGE)
+    assert table.imports == {
+        "model": {"model"},
+        "contract": {"contract", "model"},
+        "kits/sql": {"kits/sql", "model", "contract"},
+        "kits/table": {"kits/table", "model", "kits/sql"},
+        "connectors": {"connectors", "model", "kits/sql", "kits/table"},
+        "spark": {"spark", "model", "contract", "kits/sql", "kits/table", "connectors"},
+    }
+    found = [table.room(f"d.{module}") for module in MODULES]
+    assert found == ["model", "contract", "contract", None, "kits/sql", "kits/table", "connectors", "spark"]
+    assert list(table.problems(f"d.{module}" for module in MODULES)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("| `kits/sql/` | databases | model, contract |\n", "", "kits/table may import kits/sql: no row"),
+        ("model, kits |", "model, kit |", "connectors may import kit: no row"),
+        ("`spark/`", "`flink/`", "spark: no row names it"),
+        ("`spark/`", "`spark/`, `flink/`", "flink: there is no such room"),
+    ],
+    ids=["a room without a row", "an import of no row", "a module without a row", "a row without a module"],
+)
+def test_a_table_that_is_not_the_trees_is_found_out(old: str, new: str, problem: str) -> None:
+    assert old in PAGE
+    try:
+        found = list(rooms.read_table(PAGE.replace(old, new)).problems(f"d.{module}" for module in MODULES))
+    except rooms.BadTable as error:
+        found = [str(error)]
+    assert any(line.startswith(problem) for line in found), found
+
+
+def test_an_import_that_no_row_names_is_found() -> None:
+    graph = grimp.ImportGraph()
+    imports = [("d.spark.hooks", "d.kits.sql.a"), ("d.kits.sql.a", "d.kits.table.b"), ("d.model.x", "d"), ("d", "d.y")]
+    for importer, imported in imports:
+        graph.add_import(importer=importer, imported=imported)
+    assert list(rooms.strays(graph, "d", rooms.read_table(PAGE))) == [imports[1]]
+
+
+def test_a_sink_implements_what_its_protocols_declare() -> None:
+    found = size.sink_methods()
+    assert {"preflight", "capability"} <= set(found["Sink"])
+    assert len(found) > 1, "what a sink returns counts too"
+
+
+def test_files_of_a_commit_are_counted() -> None:
+    assert size.files_touched(None) is None
+    assert size.files_touched("no-such-commit") is None
+
+
+def test_no_modules_import_each_other() -> None:
+    assert size.import_cycles() == []

@@ -1,7 +1,7 @@
 """One transaction of the ledger, request by request, so that each way to fail has its own outcome.
 
 By hand, since librdkafka sends EndTxn again by itself, so that its refusal would be Unknown; with the read before it, a
-decision takes 12 to 16 ms (p50) here and 21 ms there (docs/decisions/038).
+decision takes 12 to 16 ms (p50) here and 21 ms there (docs/decisions/039).
 """
 
 from __future__ import annotations

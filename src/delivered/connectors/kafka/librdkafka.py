@@ -6,6 +6,7 @@ import ctypes
 import ctypes.util
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -262,3 +263,17 @@ def _on_statistics(_rk: int, text: int, length: int, opaque: int) -> int:
     if (client := _clients.get(opaque)) is not None:
         client.on_statistics(ctypes.string_at(text, length).decode())
     return 0
+
+
+def check_settings(owner: str, client: Mapping[str, str]) -> None:
+    """Ask librdkafka, on the driver and before anything runs, whether it takes the user's settings. Connects to nobody.
+
+    Args:
+        client: as `client_options` gives them. Secrets are not followed: where they are used is another machine.
+
+    Raises:
+        UsageError: it knows no such setting, or not this value.
+    """
+    known = {k: v for k, v in client.items() if k != "sasl.jaas.config" and not v.startswith(("env:", "file:"))}
+    with suppress(MissingExtra):  # a client that is made later says so
+        library().rd_kafka_conf_destroy(configuration(known, owner))

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 
-from delivered.model.errors import MissingExtra, UsageError
+from delivered.model.errors import UsageError
 from delivered.model.options import resolve_secret
 
 PREFIX = "kafka."
@@ -158,22 +157,6 @@ def resolved(client: Mapping[str, str]) -> dict[str, str]:
             )
         settings["sasl.username"], settings["sasl.password"] = pairs["username"], pairs["password"]
     return settings
-
-
-def check_settings(owner: str, client: Mapping[str, str]) -> None:
-    """Ask librdkafka, on the driver and before anything runs, whether it takes the user's settings. Connects to nobody.
-
-    Args:
-        client: as `client_options` gives them. Secrets are not followed: where they are used is another machine.
-
-    Raises:
-        UsageError: it knows no such setting, or not this value.
-    """
-    from delivered.connectors.kafka.librdkafka import configuration, library
-
-    known = {k: v for k, v in client.items() if k != "sasl.jaas.config" and not v.startswith(("env:", "file:"))}
-    with suppress(MissingExtra):  # a client that is made later says so
-        library().rd_kafka_conf_destroy(configuration(known, owner))
 
 
 def _unescaped(text: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.kafka import columns
-from delivered.connectors.kafka.settings import check_settings
+from delivered.connectors.kafka.librdkafka import check_settings
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Committer, Writer

@@ -11,6 +11,7 @@ import pyarrow as pa
 import tenacity
 
 from delivered.connectors.kafka.admin import KafkaDriverClient, joined
+from delivered.connectors.kafka.librdkafka import check_settings
 from delivered.connectors.kafka.offsets import (
     EARLIEST,
     LASTING,
@@ -23,7 +24,6 @@ from delivered.connectors.kafka.offsets import (
     Where,
 )
 from delivered.connectors.kafka.options import OWNER, SourceOptions, refuse_latest_start
-from delivered.connectors.kafka.settings import check_settings
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability
