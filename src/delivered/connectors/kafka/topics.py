@@ -114,13 +114,18 @@ def topic_id(wire: Wire, topic: str) -> str | None:
     """The id that a topic got when it was made; None: there is no such topic, or the brokers are older than ids.
 
     Raises:
-        NoAnswer: nobody tells at the moment.
+        NoAnswer: still no answer after 120 s.
     """
-    found = wire.topic(topic)
+
+    def ask() -> Any:
+        found = wire.topic(topic)
+        if found.error_code not in (protocol.NONE, protocol.LEADER_NOT_AVAILABLE, protocol.UNKNOWN_TOPIC_OR_PARTITION):
+            raise NoAnswer(f"topic {topic!r}: {name_of(found.error_code)}")
+        return found
+
+    found = wire.patiently(ask)
     if found.error_code == protocol.UNKNOWN_TOPIC_OR_PARTITION:
         return None
-    if found.error_code not in (protocol.NONE, protocol.LEADER_NOT_AVAILABLE):
-        raise NoAnswer(f"topic {topic!r}: {name_of(found.error_code)}")
     known: Any = found.topic_id
     return str(known) if known is not None and known.int else None
 
