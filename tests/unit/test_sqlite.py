@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.support.interpreter import fresh
 from tests.support.scans import scanned_table
 
 from delivered.connectors.sqlite import CONNECTOR, database
@@ -555,9 +556,5 @@ def test_read_back_by_ranges_of_rowid(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_connector_imports_no_database_and_no_spark() -> None:
-    code = (
-        "import sys, pickle; from delivered.connectors.sqlite import CONNECTOR; pickle.dumps(CONNECTOR); "
-        "print([m for m in ('sqlite3', 'pyspark', 'deltalake') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    loaded = fresh("import pickle; from delivered.connectors.sqlite import CONNECTOR; pickle.dumps(CONNECTOR)")
+    assert loaded & {"sqlite3", "pyspark", "deltalake"} == set()
