@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from tests.support.toy import TOYS
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
@@ -45,7 +46,8 @@ from delivered.testing.crash import install_from_environment
 ROWS_PER_BATCH = 400
 TABLE = "events"
 PIPELINE = "embedded"
-ROUTES = {"kafka": Columns((("key", "id"), ("value", "payload"))), "rocketmq": Columns((("value", "id"),))}
+MESSAGE = Columns((("key", "id"), ("value", "payload")))
+ROUTES = {"kafka": MESSAGE, "rocketmq": Columns((("value", "id"),))}
 """Of several sinks: these get some of the columns."""
 
 
@@ -109,6 +111,8 @@ def run(spec: dict[str, Any]) -> None:
     elif "postgres" in spec or "mysql" in spec:
         system = "postgres" if "postgres" in spec else "mysql"
         sink = find_sink(system, {**spec[system], **upsert})
+    elif "toy" in spec:
+        sink = TOYS[spec["toy"]](Path(spec["folder"]))
     else:
         sink = SQLITE.sink({"path": spec["database"], "table": TABLE, **upsert})
     checkpoint = Checkpoint(Path(spec["checkpoint"]))
@@ -117,7 +121,7 @@ def run(spec: dict[str, Any]) -> None:
 
     def made(batch: pa.RecordBatch) -> pa.RecordBatch:
         if not upsert:
-            return transform(batch)
+            return MESSAGE(transform(batch)) if "toy" in spec else transform(batch)
         return changes(batch) if "gone" in upsert.values() else changes(batch).drop_columns(["gone"])
 
     schema = made(pa.RecordBatch.from_pylist([], schema=source.schema())).schema

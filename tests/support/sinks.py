@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.support.scans import scanned
+from tests.support.toy import toy
 
 from delivered.connectors.delta import CONNECTOR as DELTA
 from delivered.connectors.files import CONNECTOR as FILES
@@ -205,6 +206,7 @@ SINKS: dict[str, Callable[[pytest.FixtureRequest], Sink]] = {
     "iceberg-rest": _iceberg_rest,
     "files-parquet": lambda request: _files(request, "parquet"),
     "files-json": lambda request: _files(request, "json"),
+    "toy": lambda request: toy(request.getfixturevalue("tmp_path")),
     "delta-s3": _delta_s3,
     "kafka": _kafka,
     "postgres-one-transaction": lambda request: _postgres(request, "one_transaction"),

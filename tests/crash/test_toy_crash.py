@@ -1,0 +1,173 @@
+"""The sink of docs/new-connector.md in processes that are really killed, at every crash point, under every guarantee.
+
+Its files are read as another client would: by their names, line by line.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.crash.killed import BATCHES, PARTITIONS, World, points
+from tests.support.embedded_pipeline import PIPELINE
+from tests.support.scans import scanned
+from tests.support.toy import toy
+from tests.support.zygote import Zygote
+
+from delivered.model.fingerprint import Fingerprint, fingerprint, seed_of
+from delivered.model.identity import Scope
+from delivered.model.outcome import Ok
+
+GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
+WEAKER = {"at_least_once": pytest.mark.matrix, "at_most_once": pytest.mark.matrix}
+"""Under these `make test` sweeps over memory and SQLite."""
+
+
+def where(point: str, guarantee: str) -> str:
+    """The point in the second batch, or where it knows no batch."""
+    if point.startswith(("recover.claim", "recover.abort_orphans")):
+        return point
+    return f"{point}@batch={0 if point.startswith('batch.begin') and guarantee == 'at_least_once' else 1}"
+
+
+class ToyWorld(World):
+    kind = "toy"
+
+    @property
+    def database(self) -> Path:
+        return self.folder / "ledger.db"
+
+    @property
+    def sink_spec(self) -> dict[str, Any]:
+        return {"toy": self.kind, "folder": str(self.folder)}
+
+    def rows(self) -> Counter[str]:
+        seen = [p for p in (self.folder / "orders").glob("*") if not p.name.startswith(".")]
+        return Counter(json.loads(line)["key"] for p in seen for line in p.read_text().splitlines())
+
+    def staged(self) -> list[Path]:
+        return [*(self.folder / "orders").glob(".rows*")]
+
+    def abort_orphans(self) -> None:
+        sink = toy(self.folder)
+        assert isinstance(sink.committer(Scope(PIPELINE, sink.name, "other")).abort_orphans(()), Ok)
+
+    def read_back(self) -> Fingerprint:
+        sink = toy(self.folder)
+        return sum((fingerprint(b, seed_of(PIPELINE, sink.name)) for b in scanned(sink)), Fingerprint())
+
+
+@pytest.fixture
+def world(log: Path, zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> ToyWorld:
+    zygote.load("sqlite")
+    return ToyWorld(log, tmp_path, getattr(request, "param", "exactly_once"), zygote)
+
+
+@pytest.mark.parametrize(
+    ("world", "point"),
+    [pytest.param(g, p, marks=WEAKER.get(g, ())) for g in GUARANTEES for p in points(g)],
+    indirect=["world"],
+)
+def test_killed_once_at_each_point(world: ToyWorld, point: str) -> None:
+    """F4, F6: the process dies there, and is started again."""
+    assert world.run(f"{where(point, world.guarantee)}!kill") == -signal.SIGKILL, world.errors[-1]
+    if world.guarantee == "exactly_once" and world.database.exists():
+        assert world.rows().total() <= sum(d.fingerprint.count for d in world.decisions())  # none before its decision
+    world.finish()
+    world.judge()
+    assert world.staged() == []
+
+
+@pytest.mark.parametrize("world", GUARANTEES, indirect=True)
+def test_without_a_crash_nothing_is_lost_or_repeated(world: ToyWorld) -> None:
+    world.finish(1)
+    assert world.judge() == (0, 0)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("nth", range(1, PARTITIONS + 1))
+def test_killed_between_two_commits(world: ToyWorld, nth: int, moment: str) -> None:
+    """P27: one shard of a decided batch is visible, the next is not."""
+    assert world.run(f"commit.apply:{moment}#{nth}@batch=1!kill") == -signal.SIGKILL
+    assert len(world.decisions()) == 2
+    assert world.rows().total() < world.decisions()[-1].total.count or (nth, moment) == (PARTITIONS, "after")
+    world.finish()
+    assert world.judge() == (0, 0)
+
+
+def test_killed_again_while_recovering(world: ToyWorld) -> None:
+    crash = "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill"
+    crash += ",recover.abort_orphans:after!kill"
+    kills = [world.run(crash) for _ in range(5)]
+    assert kills.count(-signal.SIGKILL) == 4
+    assert kills[-1] == 0, world.errors[-1]
+    assert world.judge() == (0, 0)
+
+
+@pytest.mark.parametrize("world", [pytest.param(g, marks=WEAKER.get(g, ())) for g in GUARANTEES], indirect=True)
+@pytest.mark.parametrize("stop_at", ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"])
+def test_zombie_driver_is_fenced(world: ToyWorld, stop_at: str) -> None:
+    """F7: a process stopped past every time-out goes on after another one has finished its work."""
+    exact = world.guarantee == "exactly_once"
+    middle = ("stage" if exact else "send") if stop_at.endswith("after") else ("prepare" if exact else "flush")
+    zombie = world.stop(stop_at.format(("decide" if exact else "record") if "commit" in stop_at else middle))
+    world.finish(1)
+    done = world.rows()
+    code, error = zombie.go_on()
+    assert code == 3
+    assert "[DELIVERED_FENCED]" in error or "[DELIVERED_STAGED_FILE_GONE]" in error, error
+    if exact:
+        assert world.rows() == done
+    world.abort_orphans()
+    world.judge()
+    assert world.staged() == []
+
+
+def test_zombie_between_two_commits_shows_nothing_twice(world: ToyWorld) -> None:
+    """It was decided: another driver committed it meanwhile, and the zombie commits it again."""
+    zombie = world.stop("commit.apply:before")
+    world.finish(1)
+    done = world.rows()
+    zombie.go_on()
+    assert world.rows() == done
+    assert world.judge() == (0, 0)
+
+
+def test_p1_last_file_of_commits_deleted_changes_nothing(world: ToyWorld) -> None:
+    """P1: a replayed micro-batch was committed twice elsewhere."""
+    world.finish(1)
+    before = world.rows()
+    (world.checkpoint / "commits" / str(BATCHES - 1)).unlink()
+    world.finish(1)
+    assert world.rows() == before
+    assert world.judge() == (0, 0)
+
+
+def test_a_folder_made_anew_is_refused(world: ToyWorld) -> None:
+    """F8: the ledger lies elsewhere, and knows of rows that are gone."""
+    assert world.run("log:after@batch=1!kill") == -signal.SIGKILL
+    shutil.rmtree(world.folder / "orders")
+    assert world.run() == 3
+    assert "[DELIVERED_TARGET_CHANGED]" in world.errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "point"),
+    [
+        ("commit is not idempotent", "commit.apply:after"),
+        ("rows are shown before the decision", "write.prepare:after"),
+    ],
+)
+def test_a_broken_copy_is_found(world: ToyWorld, kind: str, point: str) -> None:
+    """Neither differs from the toy until a process dies; then the judge that finds nothing above finds repeats."""
+    world.kind = kind
+    assert world.run(f"{point}@batch=1!kill") == -signal.SIGKILL
+    world.finish()
+    assert max(world.rows().values()) == 2
+    with pytest.raises(AssertionError):
+        world.judge()

@@ -1,0 +1,56 @@
+"""The sink of examples/toy_sink.py, and copies of it that are broken on purpose."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+from examples.toy_sink import CONNECTOR, ToyCommitter, ToySink, ToyWriter
+
+from delivered.connectors.sqlite import CONNECTOR as SQLITE
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope, Work
+from delivered.model.outcome import Ok, Outcome
+from delivered.model.work import Prepared
+
+
+def toy(folder: Path) -> ToySink:
+    """Files in `orders`, the ledger in `ledger.db`."""
+    options = {"path": str(folder / "orders"), "ledger": str(folder / "ledger.db")}
+    made: ToySink = CONNECTOR.sink(options, SQLITE.sink({"path": options["ledger"], "table": "delivered_unused"}))
+    return made
+
+
+class CommitsAgain(ToyCommitter):
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
+        hidden = self.folder / prepared.handle["file"]
+        shutil.copy(hidden, hidden.with_name(f"{hidden.name[1:]}{uuid.uuid4().hex}"))
+        return Ok(None)
+
+
+class NotIdempotent(ToySink):
+    """Each commit shows the rows once more: the staged file is copied, and stays."""
+
+    def committer(self, scope: Scope) -> ToyCommitter:
+        return CommitsAgain(self.options.path, scope)
+
+
+class ShowsAtOnce(ToySink):
+    """Rows are visible once they are prepared, whatever is decided."""
+
+    def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> ToyWriter:
+        return super().writer(work, Guarantee.AT_LEAST_ONCE, schema)
+
+
+def _as(kind: type[ToySink]) -> Callable[[Path], ToySink]:
+    return lambda folder: kind(toy(folder).options, toy(folder).ledger_sink)
+
+
+TOYS: dict[str, Callable[[Path], ToySink]] = {
+    "toy": toy,
+    "commit is not idempotent": _as(NotIdempotent),
+    "rows are shown before the decision": _as(ShowsAtOnce),
+}
