@@ -24,6 +24,7 @@ from delivered.model.errors import Fenced, PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.patience import within
 from delivered.model.work import Action, Prepared
 
 
@@ -139,7 +140,8 @@ def test_p6_p7_a_lost_answer_is_unknown_and_asking_again_settles_it(new_kafka: C
     messages = rig.write(rig.plan(context, 0))
     assert isinstance(context.committer.abort_orphans([prepared(m) for m in messages]), Ok)
     kafka.broker.kill()
-    assert isinstance(context.committer.commit(rig.work(0), prepared(messages[0])), Unknown)
+    with within(10):
+        assert isinstance(context.committer.commit(rig.work(0), prepared(messages[0])), Unknown)
     kafka.broker.restart()
     rig.commit(context, 0, messages)
     assert rig.visible() == rig.expected([0])
