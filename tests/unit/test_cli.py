@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from delivered.cli.doctor import Check, Health, show
 from delivered.cli.main import app
 from delivered.cli.output import redact
 
@@ -113,6 +114,12 @@ def test_transactions_of_a_sink_without_any(example: Path) -> None:
     code, _, err = call("transactions", "list", example)
     assert code == 2
     assert "DELIVERED_NO_TRANSACTIONS" in err
+
+
+def test_doctor_leaves_a_command_to_copy_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    command = 'pip install "delivered[spark]"'
+    show([Check("a long path " + "x" * 100, Health.GOOD, "there"), Check("pyspark", Health.MISSING, "no", command)])
+    assert f"Next: {command}" in capsys.readouterr().out
 
 
 def test_doctor_is_content_here_and_names_what_is_wrong(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:

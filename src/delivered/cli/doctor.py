@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from delivered.spark.pipeline import Pipeline
 
 _DISK_FREE_MIN = 1 << 30
+_UNWRAPPED = 1000
+"""Characters: in a file or a pipe a command to copy stays on one line, however long the paths beside it are."""
 _LIBRARIES = tuple(
     (distribution, module, extra)
     for module, (distribution, extra) in EXTRA_OF.items()
@@ -73,7 +75,10 @@ def show(checks: list[Check]) -> None:
     for check in checks:
         says = check.says if check.next_step is None else f"{check.says}\nNext: {check.next_step}"
         table.add_row(marks[check.health], Text(check.name), Text(says))  # brackets are no markup
-    console().print(table)
+    shown = console()
+    if not shown.is_terminal:
+        shown.width = _UNWRAPPED
+    shown.print(table)
 
 
 def _python() -> Check:
