@@ -19,6 +19,8 @@ import pytest
 from tests.support.servers import Activemq, Kafka, Mysql, Postgres, Pulsar, Rabbitmq, Rocketmq, Server
 from tests.support.zygote import Zygote
 
+from delivered.model import patience
+
 # Servers and Spark live for a minute here: what the second compiler of Java gives comes too late, and takes two fifths
 # of the processor (a pipeline through Spark: 98 s without this, 55 s with it).
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
@@ -50,6 +52,12 @@ def _group(item: pytest.Item) -> str:
         return shared[0]
     folder = item.path.parent.name
     return folder if folder == "install" else f"{folder}/{item.path.stem}"
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that serves a query in this process must not make later ones wait for servers as a query does."""
+    monkeypatch.setattr(patience, "_in_query", False)
 
 
 @pytest.hookimpl(tryfirst=True)

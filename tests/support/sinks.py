@@ -92,6 +92,8 @@ class Rig:
 
     def settle(self) -> None:
         """Kafka answers a commit first, and then ends it in one partition after another."""
+        if self.sink.capability().system != "kafka":
+            return
         committer = self.sink.committer(self.scope)
         if isinstance(committer, HoldsTransactions):
             ending = ("PrepareCommit", "PrepareAbort")

@@ -108,10 +108,10 @@ def _pyspark() -> Check:
 
 
 def _class_archive() -> Check:
-    from delivered.spark.quick_start import archive
-
     make = f"{sys.executable} -m delivered.spark.class_archive"
     try:
+        from delivered.spark.quick_start import archive
+
         file = archive()
     except (DeliveredError, ImportError):
         return Check("quick start", Health.MISSING, "needs Java, pyspark and a cache folder")
