@@ -62,6 +62,7 @@ def _outside_of_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("damages_session") is not None)
     if not getattr(config.option, "loadgroup", False):  # in a process of `pytest -n 2 --dist loadgroup`
         return
     places = {name: at for at, name in enumerate(FIRST)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import pytest
 from tests.spark.log_to_sqlite import produce, rows, until
 
 import delivered
@@ -18,6 +19,8 @@ from delivered.model.translate import translated
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.damages_session
 
 
 def jvm(spark: SparkSession) -> psutil.Process:
