@@ -39,7 +39,7 @@ bridges: setup ## RocketMQ to Kafka, Pulsar to Delta, RabbitMQ to PostgreSQL, ex
 test-fast: setup ## unit and property tests, every crash point in memory; no server, no Java, a minute and a half
 	$(TEST) $(FAST)
 
-test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: a quarter of an hour on two cores
+test: setup ## all tests but the sweeps, with real servers, which are fetched meanwhile: about 40 minutes on two cores
 	@mkdir -p build
 	@$(BIN)/delivered brokers fetch > build/fetch.log 2>&1 &
 	$(TEST)
