@@ -5,6 +5,7 @@ The judge looks from outside: at the records that were appended, and at the sink
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
@@ -117,6 +118,44 @@ class World:
             assert decided[-1].total.count == RECORDS
         assert [d.batch for d in decided] == list(range(BATCHES))
         return lost, repeats
+
+    def outlive_a_deleted_commit(self) -> None:
+        """P1: Spark runs the last batch again; nothing changes."""
+        self.finish(1)
+        before = self.rows()
+        (self.checkpoint / "commits" / str(BATCHES - 1)).unlink()
+        self.finish(1)
+        assert self.rows() == before
+        assert self.judge() == (0, 0)
+
+    def outlive_kills_of_recoveries(self) -> None:
+        """Killed after a decision, then in three recoveries of it."""
+        crash = "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill"
+        crash += ",recover.abort_orphans:after!kill"
+        kills = [self.run(crash) for _ in range(5)]
+        assert kills.count(-signal.SIGKILL) == 4
+        assert kills[-1] == 0, self.errors[-1]
+        assert self.judge() == (0, 0)
+
+    def zombie_point(self, stop_at: str) -> str:
+        """`write.{}:before` as the crash point of this guarantee: the last step before it, and the first after."""
+        exact = self.guarantee == "exactly_once"
+        middle = ("stage" if exact else "send") if stop_at.endswith("after") else ("prepare" if exact else "flush")
+        return stop_at.format(("decide" if exact else "record") if "commit" in stop_at else middle)
+
+    def fence_a_zombie(self, stop_at: str) -> None:
+        """F7: a driver stopped past every time-out goes on after another one has finished its work."""
+        zombie = self.stop(self.zombie_point(stop_at))
+        self.finish(1)
+        done = self.rows()
+        code, error = zombie.go_on()
+        assert code == 3
+        assert "[DELIVERED_FENCED]" in error or "[DELIVERED_STAGED_FILE_GONE]" in error, error
+        if self.guarantee == "exactly_once":
+            assert self.rows() == done
+        self.abort_orphans()
+        self.judge()
+        assert self.staged() == []
 
     def abort_orphans(self) -> None:
         """What a zombie leaves goes with the next recovery."""

@@ -61,12 +61,7 @@ def test_killed_between_two_applies(world: World, nth: int) -> None:
 
 
 def test_killed_again_while_recovering(world: World) -> None:
-    crash = "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill"
-    crash += ",recover.abort_orphans:after!kill"
-    kills = [world.run(crash) for _ in range(5)]
-    assert kills.count(-signal.SIGKILL) == 4
-    assert kills[-1] == 0, world.errors[-1]
-    assert world.judge() == (0, 0)
+    world.outlive_kills_of_recoveries()
 
 
 @pytest.mark.parametrize("world", ["at_least_once"], indirect=True)
@@ -91,12 +86,7 @@ def test_at_most_once_gives_up_the_batch_and_counts_it(world: World) -> None:
 
 def test_p1_last_file_of_commits_deleted_changes_nothing(world: World) -> None:
     """P1: a replayed micro-batch was committed twice elsewhere."""
-    world.finish(1)
-    before = world.rows()
-    (world.checkpoint / "commits" / str(BATCHES - 1)).unlink()
-    world.finish(1)
-    assert world.rows() == before
-    assert world.judge() == (0, 0)
+    world.outlive_a_deleted_commit()
 
 
 def test_p2_new_checkpoint_is_refused_not_skipped(world: World) -> None:
@@ -123,20 +113,7 @@ def test_older_checkpoint_put_back_stops(world: World) -> None:
 @pytest.mark.parametrize("stop_at", ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"])
 def test_zombie_driver_is_fenced(world: World, stop_at: str) -> None:
     """F7: a process stopped past every time-out goes on after another one has finished its work."""
-    exact = world.guarantee == "exactly_once"
-    middle = ("stage" if exact else "send") if stop_at.endswith("after") else ("prepare" if exact else "flush")
-    point = stop_at.format("decide" if exact and "commit" in stop_at else "record" if "commit" in stop_at else middle)
-    zombie = world.stop(point)
-    world.finish(1)
-    done = world.rows()
-    code, error = zombie.go_on()
-    assert code == 3
-    assert "[DELIVERED_FENCED]" in error or "[DELIVERED_STAGED_FILE_GONE]" in error, error
-    if exact:
-        assert world.rows() == done
-    world.abort_orphans()
-    world.judge()
-    assert world.staged() == []
+    world.fence_a_zombie(stop_at)
 
 
 def test_zombie_inside_the_transaction_blocks_with_a_clear_error(world: World) -> None:

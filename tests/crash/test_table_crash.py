@@ -205,22 +205,12 @@ def test_killed_between_the_shards_of_a_decision(world: TableWorld, nth: int) ->
 
 
 def test_killed_again_while_recovering(world: TableWorld) -> None:
-    crash = "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill"
-    crash += ",recover.abort_orphans:after!kill"
-    kills = [world.run(crash) for _ in range(5)]
-    assert kills.count(-signal.SIGKILL) == 4
-    assert kills[-1] == 0, world.errors[-1]
-    assert world.judge() == (0, 0)
+    world.outlive_kills_of_recoveries()
 
 
 def test_p1_last_file_of_commits_deleted_changes_nothing(world: TableWorld) -> None:
     """P1: a replayed micro-batch was committed twice elsewhere."""
-    world.finish(1)
-    before = world.rows()
-    (world.checkpoint / "commits" / str(BATCHES - 1)).unlink()
-    world.finish(1)
-    assert world.rows() == before
-    assert world.judge() == (0, 0)
+    world.outlive_a_deleted_commit()
 
 
 def test_p2_new_checkpoint_is_refused_not_skipped(world: TableWorld) -> None:
@@ -284,10 +274,7 @@ def test_older_copy_of_the_table_put_back_stops(world: DeltaWorld) -> None:
 )
 def test_zombie_driver_is_fenced(world: TableWorld, stop_at: str) -> None:
     """F7: a process stopped past every time-out goes on after another one has finished its work."""
-    exact = world.guarantee == "exactly_once"
-    middle = ("stage" if exact else "send") if stop_at.endswith("after") else ("prepare" if exact else "flush")
-    point = stop_at.format("decide" if exact and "commit" in stop_at else "record" if "commit" in stop_at else middle)
-    fenced(world, point)
+    fenced(world, world.zombie_point(stop_at))
 
 
 INSIDE = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.crash.killed import BATCHES, PARTITIONS, World, points
+from tests.crash.killed import PARTITIONS, World, points
 from tests.support.embedded_pipeline import PIPELINE
 from tests.support.scans import scanned
 from tests.support.toy import toy
@@ -101,31 +101,14 @@ def test_killed_between_two_commits(world: ToyWorld, nth: int, moment: str) -> N
 
 
 def test_killed_again_while_recovering(world: ToyWorld) -> None:
-    crash = "commit.decide:after@batch=1!kill,recover.apply:before!kill,recover.apply:after!kill"
-    crash += ",recover.abort_orphans:after!kill"
-    kills = [world.run(crash) for _ in range(5)]
-    assert kills.count(-signal.SIGKILL) == 4
-    assert kills[-1] == 0, world.errors[-1]
-    assert world.judge() == (0, 0)
+    world.outlive_kills_of_recoveries()
 
 
 @pytest.mark.parametrize("world", [pytest.param(g, marks=WEAKER.get(g, ())) for g in GUARANTEES], indirect=True)
 @pytest.mark.parametrize("stop_at", ["recover.claim:after", "write.{}:after", "write.{}:before", "commit.{}:before"])
 def test_zombie_driver_is_fenced(world: ToyWorld, stop_at: str) -> None:
     """F7: a process stopped past every time-out goes on after another one has finished its work."""
-    exact = world.guarantee == "exactly_once"
-    middle = ("stage" if exact else "send") if stop_at.endswith("after") else ("prepare" if exact else "flush")
-    zombie = world.stop(stop_at.format(("decide" if exact else "record") if "commit" in stop_at else middle))
-    world.finish(1)
-    done = world.rows()
-    code, error = zombie.go_on()
-    assert code == 3
-    assert "[DELIVERED_FENCED]" in error or "[DELIVERED_STAGED_FILE_GONE]" in error, error
-    if exact:
-        assert world.rows() == done
-    world.abort_orphans()
-    world.judge()
-    assert world.staged() == []
+    world.fence_a_zombie(stop_at)
 
 
 def test_zombie_between_two_commits_shows_nothing_twice(world: ToyWorld) -> None:
@@ -140,12 +123,7 @@ def test_zombie_between_two_commits_shows_nothing_twice(world: ToyWorld) -> None
 
 def test_p1_last_file_of_commits_deleted_changes_nothing(world: ToyWorld) -> None:
     """P1: a replayed micro-batch was committed twice elsewhere."""
-    world.finish(1)
-    before = world.rows()
-    (world.checkpoint / "commits" / str(BATCHES - 1)).unlink()
-    world.finish(1)
-    assert world.rows() == before
-    assert world.judge() == (0, 0)
+    world.outlive_a_deleted_commit()
 
 
 def test_a_folder_made_anew_is_refused(world: ToyWorld) -> None:

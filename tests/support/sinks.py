@@ -95,11 +95,9 @@ class Rig:
         if self.sink.capability().system != "kafka":
             return
         committer = self.sink.committer(self.scope)
-        if isinstance(committer, HoldsTransactions):
-            ending = ("PrepareCommit", "PrepareAbort")
-            wait_for(
-                lambda: not [t for t in committer.open_transactions() if t.state in ending], 60, "transactions end"
-            )
+        assert isinstance(committer, HoldsTransactions)
+        ending = ("PrepareCommit", "PrepareAbort")
+        wait_for(lambda: not [t for t in committer.open_transactions() if t.state in ending], 60, "transactions end")
         committer.close()
 
     def expected(self, *batches: int) -> Fingerprint:
