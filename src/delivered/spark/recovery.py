@@ -72,7 +72,11 @@ class Recovering:
     def _planned(self) -> BatchPlan:
         """The plan, in a task."""
         if self._plan is None:
-            raise InvariantBroken("NO_PLAN", "A task got a writer without a plan.")
+            raise InvariantBroken(
+                "NO_PLAN",
+                "A task got a writer without a plan. Nothing was written.",
+                next_step="run `delivered doctor`, which checks Spark's version, and report this with its output",
+            )
         return self._plan
 
     def _write(self, batches: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
@@ -131,7 +135,11 @@ def abort(opened: Context, said: Sequence[ShardMessage]) -> None:
 
 def checkpoint_of(spec: PipelineSpec) -> str:
     if spec.checkpoint is None:
-        raise InvariantBroken("CHECKPOINT_UNKNOWN", "Spark passed no checkpointLocation to the sink.")
+        raise InvariantBroken(
+            "CHECKPOINT_UNKNOWN",
+            "Spark passed no checkpointLocation to the sink. Nothing was written.",
+            next_step='name it at the writer: .option("checkpointLocation", "...")',
+        )
     return spec.checkpoint
 
 
