@@ -39,8 +39,7 @@ fetched."""
 def _group(item: pytest.Item) -> str:
     """Tests of one group run in one process, so that the session or server that they share starts once.
 
-    Spark's session comes before any server; of several servers that comes which is dearest to start. With pytest 9.2
-    only the order holds: pytest-xdist 3.8 writes the group into `_nodeid`, which that version does not read.
+    Spark's session comes before any server; of several servers that comes which is dearest to start.
     """
     used = set(getattr(item, "fixturenames", ()))
     if "spark" in used:
