@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Made:
-    """How sources, sinks or queues of a system are made.
+    """Factory of a system's sources, sinks or queues.
 
     Attributes:
-        options: what they are told.
-        by: class or function that takes these options, as "module:name"; imported when it is called.
+        by: class or function that takes the parsed options, as "module:name"; imported on the first call.
     """
 
     options: type[Options]
@@ -35,19 +34,17 @@ class Made:
 
 @dataclass(frozen=True)
 class Connector:
-    """A system, reached by its entry point in the group `delivered.connectors`.
+    """A system, registered as an entry point in the group `delivered.connectors`.
 
-    Holds names alone: it can be pickled, and listing connectors imports no client library.
+    Picklable. Holds only names, so listing connectors imports no client library.
 
     Attributes:
         name: "kafka"; the format is "delivered_kafka".
-        extra: of pip, which brings the client library.
-        sources: of a system that can be read again.
-        sinks: of a system that can be written to.
-        queues: of a system that forgets what was acknowledged: its source is a log that receivers fill.
-        external_ledger: the system cannot hold a ledger. Its sinks take another one's, of a SQLite file that the
-            option `ledger` names.
-        instead: what to do instead of what the system cannot be: "read with delivered_log".
+        extra: pip extra that installs the client library.
+        sources: set if the system is replayable.
+        queues: set if the system deletes acknowledged messages: receivers write them to a log, which is the source.
+        external_ledger: the system cannot hold a ledger; the option `ledger` names a SQLite file that does.
+        instead: next step for a role the system does not support: "read with delivered_log".
     """
 
     name: str
@@ -73,7 +70,7 @@ class Connector:
             options: keys in any case.
 
         Raises:
-            UsageError: unknown or bad option, with a suggestion; or this is no source.
+            UsageError: unknown or invalid option, or the system is not a source.
         """
         if self.sources is not None:
             made: Source = self.sources(options)
@@ -81,41 +78,40 @@ class Connector:
         if self.queues is not None:
             raise Refused(
                 "QUEUE_FORGETS",
-                f"delivered_{self.name} reads a queue that forgets what was acknowledged; only the log behind its "
-                "receivers can be read again.",
-                next_step=f"make the source with delivered.endpoint({self.name!r}, ...), which puts the two together",
+                f"delivered_{self.name} is a queue that deletes acknowledged messages; only the log that its receivers "
+                "write is replayable.",
+                next_step=f"create the source with delivered.endpoint({self.name!r}, ...), which reads that log",
             )
-        raise UsageError("NOT_A_SOURCE", f"delivered_{self.name} cannot be read as a source.", self.instead)
+        raise UsageError("NOT_A_SOURCE", f"delivered_{self.name} is not a source.", self.instead)
 
     def queue(self, options: Mapping[str, str]) -> Queue:
-        """As `source`, of a queue."""
+        """As `source`, for a queue."""
         made: Queue = self.received()(options)
         return made
 
     def received(self) -> Made:
-        """How its queues are made. Raises UsageError for a system that needs no receiver."""
+        """The factory of its queues. Raises UsageError if the system needs no receiver."""
         if self.queues is None:
             raise UsageError(
                 "NOT_A_QUEUE",
-                f"delivered_{self.name} needs no receiver: it can be read again by itself.",
+                f"delivered_{self.name} needs no receiver: it is replayable.",
                 next_step="start the pipeline with `delivered run`",
             )
         return self.queues
 
     def sink(self, options: Mapping[str, str], ledger_sink: Sink | None = None) -> Sink:
-        """As `source`, of a sink.
+        """As `source`, for a sink.
 
         Args:
-            ledger_sink: sink whose ledger records the batches, for a system that cannot hold one.
+            ledger_sink: holds the ledger, if `external_ledger`.
         """
         if self.sinks is None:
-            raise UsageError("NOT_A_SINK", f"delivered_{self.name} cannot be written to.", self.instead)
+            raise UsageError("NOT_A_SINK", f"delivered_{self.name} is not a sink.", self.instead)
         if self.external_ledger and ledger_sink is None:
             raise Refused(
                 "LEDGER_ELSEWHERE",
-                f"delivered_{self.name} has no place that one driver can own, so batches are recorded in a ledger of "
-                "another system.",
-                next_step=f"make the sink with delivered.endpoint({self.name!r}, ...), which puts the two together",
+                f"delivered_{self.name} cannot hold a ledger that one driver owns; it needs an external one.",
+                next_step=f"create the sink with delivered.endpoint({self.name!r}, ...), which adds an external ledger",
             )
         made: Sink = self.sinks(options, ledger_sink) if self.external_ledger else self.sinks(options)
         return made

@@ -1,4 +1,4 @@
-"""What a preflight check says of the live system."""
+"""Findings of preflight checks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from delivered.model.guarantee import Guarantee
 
 @dataclass(frozen=True)
 class Finding:
-    """What a preflight check saw at the live system.
+    """What a preflight check found at the live system.
 
     Attributes:
-        refuses: the pipeline must not start with this; code: as in an error, without the prefix.
-        only: the guarantee that it stands against; None: every one. transient: a server is away, and may come back.
+        code: as in an error, without the prefix.
+        refuses: the pipeline must not start.
+        only: the guarantee it rules out; None: all of them.
+        transient: a server is unreachable and may come back.
     """
 
     code: str
@@ -26,5 +28,4 @@ class Finding:
 
     @classmethod
     def refusal(cls, why: DeliveredError) -> Finding:
-        """What a check ran into, as a finding that refuses."""
         return cls(why.code.removeprefix("DELIVERED_"), why.message, True, why.next_step, None, why.may_come_back)

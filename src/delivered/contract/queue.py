@@ -1,6 +1,6 @@
-"""What the connector of a queue implements: of a system that forgets a message once it is acknowledged.
+"""What a queue's connector implements. A queue deletes acknowledged messages.
 
-Receivers take messages out of it, a journal keeps them, and the journal is what a pipeline reads.
+Receivers move its messages into a journal, and pipelines read the journal.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from delivered.model.outcome import Outcome
 
 @dataclass
 class MessageBatch:
-    """Messages that a queue handed out and that nobody acknowledged yet. Lists of one length, a message each.
+    """Messages that were received and not yet acknowledged: parallel lists, one entry per message.
 
     Attributes:
-        ids: what the sender named them by; None: it did not.
-        headers: name and value; an empty sequence where there are none.
-        times_us: Unix time that the sender set; None: it did not.
-        handles: what `Receiver.acknowledge` takes; opaque.
+        ids: set by the sender, or None.
+        headers: pairs of name and value; may be empty.
+        times_us: Unix time set by the sender, or None.
+        handles: opaque, for `Receiver.acknowledge`.
     """
 
     ids: list[str | None] = field(default_factory=list)
@@ -35,7 +35,7 @@ class MessageBatch:
         return len(self.handles)
 
     def split(self, count: int) -> tuple[MessageBatch, MessageBatch]:
-        """The first `count`, and the others; one of the two may be this very batch."""
+        """The first `count`, and the rest; one of them may be `self`."""
         if len(self) <= count:
             return self, MessageBatch()
         if not count:
@@ -44,7 +44,7 @@ class MessageBatch:
         return MessageBatch(*(column[:count] for column in lists)), MessageBatch(*(column[count:] for column in lists))
 
     def pick(self, at: Sequence[int]) -> MessageBatch:
-        """Those at these places, in this order."""
+        """The messages at these indices, in this order."""
         return MessageBatch(*([column[i] for i in at] for column in self._lists()))
 
     def extend(self, others: MessageBatch) -> None:
@@ -56,49 +56,49 @@ class MessageBatch:
 
 
 class Receiver(Protocol):
-    """One connection to a queue that forgets what is acknowledged. Used by one thread of one process."""
+    """One connection to a queue. Used by one thread of one process."""
 
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
-        """Messages that arrived, at most `count_max`, in the queue's order; waits up to `wait_s` for the first one.
+        """At most `count_max` messages, in the queue's order; waits up to `wait_s` for the first one.
 
-        Also does what keeps the connection alive: call it every few seconds, with 0 to take nothing.
-        Dies here: the queue hands them out again. Raises Unreachable when the connection is gone for good.
+        Also keeps the connection alive: call it every few seconds, with a count of 0 to receive nothing.
+        Dies here: the messages are redelivered. Raises Unreachable when the connection is lost for good.
         """
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
-        """Let the queue forget these. Returns how many. Unknown or Failed: it will hand them out again, perhaps."""
+        """Have the queue delete these messages. Returns how many. Unknown or Failed: they may be redelivered."""
 
     def give_back(self, handles: Sequence[Any]) -> None:
-        """Have the queue hand these out again, to whomever. Best effort: closing does the same."""
+        """Return these messages to the queue, for any consumer. Best effort: closing does the same."""
 
     def close(self) -> None:
-        """Give back what is not acknowledged, and the connection. May be called again."""
+        """Return unacknowledged messages to the queue, and disconnect. May be called again."""
 
 
 @runtime_checkable
 class Queue(Protocol):
-    """A queue as the user named it: options, checked, no connection. Picklable."""
+    """A queue as the user declared it: validated options, no connection. Picklable."""
 
     @property
     def name(self) -> str:
-        """For people, and the default name of what is made for it."""
+        """Shown to users; also the default name of its journal."""
 
     def assumes(self) -> tuple[str, ...]:
-        """What the guarantee takes for granted of this queue and its senders."""
+        """What the guarantee assumes about this queue and its senders."""
 
     def preflight(self) -> Sequence[Finding]:
-        """Ask the live system whether messages can be received. Takes none."""
+        """Check on the live system that messages can be received, without receiving any."""
 
     def receiver(self) -> Receiver: ...
 
 
 @runtime_checkable
 class NamesIds(Protocol):
-    """What a queue has besides when only an option tells where its senders put ids. Opt-in."""
+    """A queue that needs an option to find the ids that senders set."""
 
     @property
     def without_ids(self) -> str | None:
-        """Why a message that comes again cannot be recognised, to follow "and"; None: it can."""
+        """Why redelivered messages cannot be recognized, as a clause after "and"; None: they can."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Entered:
     """What one append did.
 
     Attributes:
-        entered: messages that are in the log now, and were not before.
-        repeated: messages that were in already, or twice in the batch.
-        tries: commits it took, because others wrote at the same time.
+        entered: messages that were new to the log.
+        repeated: messages that were in the log already, or twice in the batch.
+        tries: commits it took, because of concurrent writers.
     """
 
     entered: int
@@ -118,29 +118,27 @@ class Entered:
 
 @dataclass(frozen=True)
 class JournalSize:
-    """How much a journal holds."""
-
     bytes: int
     files: int
 
 
 class Journal(Protocol):
-    """The durable log behind a receiver. Any number of processes may write to one; each has an object of its own."""
+    """The durable log that receivers write to. Any number of processes may write to it, each with its own object."""
 
     def append(self, batch: MessageBatch) -> Outcome[Entered]:
-        """Append the messages whose ids the window does not hold, all or none. Ok: all of the batch is durable.
+        """Append the messages whose ids are not in the window, atomically. Ok: all of the batch is durable.
 
-        Which messages are known is decided in the commit itself: of two processes that append one message at the
-        same time, one finds it. Failed: nothing of it is in. Unknown: it may be in; do not acknowledge.
+        The commit decides which messages are new: if two processes append the same message at the same time, only one
+        adds it. Failed: nothing was added. Unknown: it may have been; do not acknowledge.
         """
 
     def size(self) -> JournalSize:
-        """Of what readers can see now."""
+        """What readers can see now."""
 
     def maintain(self, exact: bool = False) -> int:
-        """Put small files together; take away what every reader has behind it. Returns records taken away.
+        """Compact small files, and delete records that every reader has passed. Returns the number of deleted records.
 
-        exact: take away all of it, at the price of writing files anew; else what costs little.
+        exact: delete all of them, even if files must be rewritten; otherwise only what is cheap to delete.
         """
 
     def close(self) -> None: ...

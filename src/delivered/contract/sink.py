@@ -1,8 +1,7 @@
-"""What a sink is: a writer, a committer, a store for a ledger. Small protocols; engine and planner know no more of it.
+"""What a sink's connector implements: a writer, a committer, a store for a ledger.
 
-Every docstring says: the promise in one line; runs on; may it be called again; what is true before and after it.
-`Outcome` has three cases. A method that returns one never raises for a server's answer: it says Failed when the
-change is not in and will not get in, and Unknown when it cannot tell.
+A method that returns an `Outcome` never raises for a server's answer: Failed means that the change did not happen and
+never will, Unknown that it may have happened.
 """
 
 from __future__ import annotations
@@ -31,78 +30,79 @@ class Writer(Protocol):
     """Writes one shard of one batch in one attempt. Runs on an executor, in one thread, used once."""
 
     def stage(self, batch: pa.RecordBatch) -> None:
-        """Take rows.
+        """Write rows. Blocks while the sink is behind, so memory stays bounded.
 
-        exactly_once: invisible to readers of the sink. Else: on their way to being visible; at_most_once never
-        sends a row twice. Memory stays bounded: blocks while the sink is behind.
-        Dies here: nothing counts (exactly_once); some rows may be visible (else).
+        exactly_once: invisible to readers of the sink. Otherwise they may become visible at any time; at_most_once
+        never sends a row twice.
+        Dies here: no row is visible (exactly_once); some may be (otherwise).
         """
 
     def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        """Make the rows durable and promise to commit; return the handle for `Committer`.
+        """Make the rows durable and committable; return the handle for `Committer`.
 
-        `fingerprint` is of all rows staged; a sink whose promise can expire keeps it in a marker beside the rows.
+        `fingerprint` covers all staged rows; a sink whose prepared transactions can expire stores it in a marker with
+        the rows.
 
-        Runs after the last `stage`, once, also when there were no rows. After it the process may die.
-        The handle names the rows of this writer alone, never those of another with the same `Work`: Spark counts
-        attempts from 0 again when a batch or a stage runs again, and an earlier task may still be alive.
-        exactly_once: raises if the promise cannot be given. at_least_once: returns {} when every row was
+        Called once, after the last `stage`, even if there were no rows. Afterwards the process may die.
+        The handle identifies the rows of this writer only, never those of another with the same `Work`: Spark restarts
+        attempt numbers at 0 when a batch or a stage runs again, and an earlier task may still be alive.
+        exactly_once: raises if the rows cannot be prepared. at_least_once: returns {} when every row was
         acknowledged, else raises. at_most_once: returns when every row was acknowledged or given up: {}, or
-        {"given_up": n} with the count of those without an acknowledgement.
+        {"given_up": n} with the number of rows that were not acknowledged.
         """
 
     def abort(self) -> None:
-        """Give back what was staged, as far as possible. May be called at any time, again, and after an error."""
+        """Discard what was staged, as far as possible. May be called at any time, again, and after an error."""
 
 
 class Committer(Protocol):
-    """The driver's hand on participants, prepared by tasks that may be gone. Runs on the driver."""
+    """Commits and aborts participants; the tasks that prepared them may be gone. Runs on the driver."""
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Make a decided participant visible. Idempotent: may be called again, by another process.
 
         `work.scope` names the sink of this participant.
 
-        Ok: visible. Failed: the promise is gone, and this call did not make it visible; `applied` tells whether an
-        earlier one did. Unknown: ask again.
+        Ok: visible. Failed: the transaction is gone, and this call did not commit it; `was_committed` tells whether
+        an earlier one did. Unknown: call again.
         """
 
     def was_committed(self, work: Work) -> bool:
-        """Whether the shard of this batch is visible, by evidence that lies in the sink with the rows.
+        """Whether the shard of this batch is visible, by evidence stored in the sink with the rows.
 
-        Sees every outcome of transactions that `abort_orphans` or `commit` ended before.
+        Reflects every transaction that `abort_orphans` or `commit` ended before.
         """
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        """Give a participant back that was not decided. Idempotent.
+        """Abort an undecided participant. Idempotent.
 
-        Runs in a task, too: of one of several sinks when another one could not promise.
+        Also runs in a task: with several sinks, if another one failed to prepare.
         """
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Abort every open participant of this pipeline and sink, of any incarnation, that `keep` does not name.
+        """Abort every open participant of this pipeline and sink, of any incarnation, except those in `keep`.
 
-        Runs at recovery, after older owners were fenced. Never touches what belongs to others. Returns how many.
+        Runs at recovery, after earlier owners were fenced. Never touches transactions of others. Returns how many.
         """
 
     def close(self) -> None:
-        """Give connections back. May be called again."""
+        """Release connections. May be called again."""
 
 
 class BoundedScan(Protocol):
-    """What a sink holds now, once, and not as a stream. Picklable; holds no connection."""
+    """A one-time read of what a sink holds now. Picklable; holds no connection."""
 
     def schema(self) -> pa.Schema:
-        """Same columns as `Sink.records` gives, and what the system adds (Kafka: partition and offset).
+        """The columns of `Sink.records`, plus those that the system adds (Kafka: partition and offset).
 
         Raises a `DeliveredError` if there is nothing to read, or it cannot be read.
         """
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Cut what the sink holds when this is called. Runs on the driver.
+        """Split what the sink holds at the time of the call. Runs on the driver.
 
         Args:
-            since: where to begin, in the system's own terms ({"rowid": 5001}), as far as it keeps an order.
+            since: where to start, in the system's own terms ({"rowid": 5001}), if it has an order.
         """
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
@@ -111,32 +111,32 @@ class BoundedScan(Protocol):
 
 @runtime_checkable
 class Sink(Protocol):
-    """A sink as the user named it: options, checked, no connection. Picklable."""
+    """A sink as the user declared it: validated options, no connection. Picklable."""
 
     @property
     def name(self) -> str:
-        """Default name of this sink in its pipeline; tells two sinks of one pipeline apart."""
+        """Default name of this sink in its pipeline, where names are unique."""
 
     def capability(self) -> SinkCapability:
         """Static: asks no server."""
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        """Ask the live system whether it can keep the promise. Runs on the driver before the first batch."""
+        """Check on the live system that it can keep the guarantee. Runs on the driver before the first batch."""
 
     def check_schema(self, schema: pa.Schema) -> None:
         """Raise UsageError if rows of this schema cannot be written. Runs on the driver; asks no server."""
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows as a reader of the sink finds them: canonical columns, order and types; the fingerprint's input."""
+        """The rows as a reader of the sink sees them: canonical columns, order and types. Input of the fingerprint."""
 
     def writer(self, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
-        """Runs on an executor. May reuse clients that earlier shards left warm in this process."""
+        """Runs on an executor. May reuse warm clients of earlier shards in this process."""
 
     def scan(self) -> BoundedScan:
-        """All records that a reader of this sink sees, for the audit. Raises Refused if nobody can read them back."""
+        """All records that a reader of this sink sees, for the audit. Raises Refused if they cannot be read back."""
 
     def store(self, scope: Scope) -> Store:
-        """Where decisions of this scope are durable, below the rules of `ledger.Ledger`. Opens nothing yet."""
+        """Storage for the ledger of this scope (`ledger.Ledger` adds the rules). Connects on first use."""
 
     def committer(self, scope: Scope) -> Committer: ...
 
@@ -154,22 +154,22 @@ DEAD_LETTERS = pa.schema(
         pa.field("record", pa.string()),
     ]
 )
-"""What a dead-letter sink gets: who refused the row and why, its place in the batch (`row` counts the rows of that sink
-in that shard), where the source had it, if the rows still say so, and the row itself as JSON."""
+"""Columns of a dead letter: the sink that rejected the row and why, the row's position in the batch (`row` counts the
+rows of that sink in that shard), its position in the source if the row still has these columns, and the row as JSON."""
 
 
 Route = Callable[[pa.RecordBatch], pa.RecordBatch]
-"""Which rows and columns of a batch a sink gets. Picklable; the same rows give the same rows."""
+"""Selects the rows and columns of a batch that a sink gets. Picklable; deterministic."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of several sinks that a batch is written to, all or nothing.
+    """One of several sinks that a batch is written to atomically.
 
     Attributes:
-        name: in the pipeline; tells whose a participant is (`Prepared.sink`).
+        name: unique in the pipeline; `Prepared.sink` refers to it.
         route: None: all rows, all columns.
-        dead_letters: it gets the dead letters of the others, through its route, and no rows.
+        dead_letters: gets only the dead letters of the other members, through its route.
     """
 
     name: str
@@ -180,12 +180,12 @@ class Member:
 
 @runtime_checkable
 class SinkGroup(Protocol):
-    """Several sinks that share every batch. Its ledger decides for all of them; its committer tells whose participant
-    is whose by `Prepared.sink`, and by the sink that `Work.scope` names. Picklable."""
+    """Several sinks that share every batch. One ledger decides for all; the committer finds the sink of a participant
+    by `Prepared.sink`, or by the scope of a `Work`. Picklable."""
 
     @property
     def name(self) -> str:
-        """Of the sink that keeps the ledger."""
+        """Name of the member that holds the ledger."""
 
     @property
     def members(self) -> Sequence[Member]:
@@ -193,16 +193,16 @@ class SinkGroup(Protocol):
 
     @property
     def on_bad_row(self) -> OnBadRow:
-        """What becomes of rows that a member `ValidatesRows` and refuses."""
+        """What happens to rows that a member rejects (`ValidatesRows`)."""
 
     @property
     def others(self) -> frozenset[str]:
-        """Names of all but the sink that keeps the ledger."""
+        """Names of the members that do not hold the ledger."""
 
     def check_schema(self, schema: pa.Schema) -> None:
-        """As of a sink: rows before the routes."""
+        """As for a single sink; the schema is that of the rows before routing."""
 
     def store(self, scope: Scope) -> Store:
-        """Of the sink that keeps the ledger, for all."""
+        """Storage of the member that holds the ledger."""
 
     def committer(self, scope: Scope) -> Committer: ...

@@ -1,7 +1,4 @@
-"""What a source is: where it stands, how a batch is cut into slices, and how a task reads one.
-
-Docstrings and outcomes as in `contract.sink`.
-"""
+"""What a source's connector implements: offsets, slices of a batch, and the read of a slice."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from delivered.contract.finding import Finding
 from delivered.model.capability import SourceCapability
 
 Offsets = dict[str, Any]
-"""Where a source stands, as JSON: what Spark writes into its offset log. A connector chooses the shape."""
+"""A position in a source, as the JSON that Spark writes to its offset log. The connector chooses the shape."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +20,8 @@ class Slice:
     """The part of a batch that one task reads.
 
     Attributes:
-        data: picklable values only; the connector chooses the shape.
-        partition: name of the source partition that it is cut from, for reports; its slices come in its order.
+        data: picklable; the connector chooses the shape.
+        partition: name of the source partition, for reports; slices of one partition are in its order.
     """
 
     data: Any
@@ -32,40 +29,40 @@ class Slice:
 
 
 class SourceDriver(Protocol):
-    """The driver's hand on a source. Runs on the driver, in one long-lived process; used by one thread."""
+    """Plans the batches of a source. Runs on the driver, in one long-lived process; used by one thread."""
 
     def initial(self) -> Offsets:
-        """Where a new checkpoint starts, by `startingOffsets`. Not called when the checkpoint holds offsets.
+        """Where a new checkpoint starts, by `startingOffsets`. Not called if the checkpoint holds offsets.
 
-        `startingOffsets` accepts what this returns, as JSON: a pipeline keeps it beside the checkpoint, so that
-        "latest" means the same when batch 0 runs again.
+        `startingOffsets` accepts the result as JSON: the checkpoint sidecar keeps it, so that "latest" means the same
+        when batch 0 runs again.
         """
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
-        """Where the next batch may end: at most about `rows_max` records after `start`; None: no bound."""
+        """Where the next batch may end: about `rows_max` records after `start` at most; None: no limit."""
 
     def newest(self) -> Offsets | None:
         """The end of the source now, for lag in progress reports."""
 
     def freeze(self) -> None:
-        """Available-now: from here on nothing beyond what exists at this moment."""
+        """Trigger.AvailableNow: from now on offer no record newer than this call."""
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
-        """Cut a batch. The same start and end give the same slices in the same order, also in another process."""
+        """Split a batch. The same start and end give the same slices in the same order, also in another process."""
 
     def batch(self) -> tuple[Offsets, Offsets]:
-        """Start and end of a read that is not a stream: `startingOffsets` to `endingOffsets`."""
+        """Start and end of a batch read: `startingOffsets` to `endingOffsets`."""
 
     def acknowledge(self, end: Offsets) -> None:
-        """Tell the source how far the pipeline is: at the end of a batch that Spark logged; perhaps again, or never."""
+        """Report progress: the end of a batch that Spark logged. May be called again for a batch, or not at all."""
 
     def close(self) -> None:
-        """Give connections back. May be called again."""
+        """Release connections. May be called again."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A source as the user named it: options, checked, no connection. Picklable."""
+    """A source as the user declared it: validated options, no connection. Picklable."""
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -75,10 +72,10 @@ class Source(Protocol):
         """Static: asks no server."""
 
     def preflight(self) -> Sequence[Finding]:
-        """Ask the live system whether this source can be read. Runs on the driver before the first batch."""
+        """Check on the live system that this source can be read. Runs on the driver before the first batch."""
 
     def schema(self) -> pa.Schema:
-        """Columns of the batches that `read` gives. Static where it can be."""
+        """Columns that `read` returns. Static if possible."""
 
     def driver(self) -> SourceDriver: ...
 
