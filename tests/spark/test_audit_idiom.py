@@ -93,7 +93,7 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
     pipeline.source = pipeline.source.with_options(startingOffsets="earliest")
     report = pipeline.audit(spark)
     assert (report.verdict, report.counts.lost) == (Verdict.UNKNOWN, 20)
-    assert "where batch 0 began is not recorded" in report.unknowns[0]
+    assert "does not record where batch 0 started" in report.unknowns[0]
     # A start on a checkpoint with batches writes nothing down.
     query = pipeline.start(spark)
     query.processAllAvailable()

@@ -337,5 +337,5 @@ def _refuse_async(options: Mapping[str, str], guarantee: Guarantee) -> None:
             "ASYNC_PROGRESS",
             f"Asynchronous progress tracking logs offsets after the batch; a batch that runs again may read other "
             f"records, and {guarantee.value} cannot hold.",
-            next_step="take asyncProgressTrackingEnabled out, or name the guarantee at_least_once",
+            next_step="remove asyncProgressTrackingEnabled, or use the guarantee at_least_once",
         )

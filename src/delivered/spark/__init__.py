@@ -1,1 +1,1 @@
-"""The one edge to Spark: what imports pyspark. The composition root."""
+"""The only package that imports pyspark; wires the others together."""

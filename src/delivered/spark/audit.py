@@ -1,8 +1,8 @@
-"""Audit one sink of one pipeline: read its source range and the sink back, and say what became of every record.
+"""Audit one sink of one pipeline: read its source range and the sink, and account for every record.
 
-May run while the pipeline runs, and after a crash. What must be in the sink is what the ledger says is decided; what
-began after that may be there and need not. The order of reading makes that hold: the ledger first, then the sink, then
-the checkpoint, so that the sink is never younger than what it is held against.
+May run while the pipeline runs, and after a crash. Decided batches must be in the sink; batches that started later may
+be. For that to hold, the ledger is read first, then the sink, then the checkpoint: the sink is never newer than what it
+is compared with.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 _ERROR_LENGTH_MAX = 2_000
 NOT_READABLE = "DELIVERED_NOT_READABLE"
-"""Said by a sink that nobody can read back, whatever is done."""
+"""Error code of a sink that cannot be read back at all."""
 
 _START_UNKNOWN = (
-    "where batch 0 began is not recorded beside the checkpoint; where the source would begin today may be another place"
+    "the checkpoint sidecar does not record where batch 0 started, and the source may start elsewhere today"
 )
-_START_WRONG = "what is recorded beside the checkpoint is not where its batch 0 began"
+_START_WRONG = "the checkpoint sidecar records another start than that of its batch 0"
 
 Progress = Callable[[str], None]
 
@@ -72,13 +72,13 @@ def audit_sink(
     """Audit one sink of a pipeline, against its own rows and columns.
 
     Raises:
-        UsageError: no such sink, several and none named, or a source that is Spark's own.
+        UsageError: no such sink, several sinks and none named, or one of Spark's own sources.
     """
     chosen = _chosen(pipeline, sink)
     if pipeline.source.is_spark_own:
         raise UsageError(
             "AUDIT_SOURCE",
-            f"The source {pipeline.source.format!r} is Spark's own; an audit cannot read a range of it.",
+            f"The source {pipeline.source.format!r} is Spark's own, which an audit cannot read by offset range.",
             next_step=f"read it with the format {pipeline.source.system!r}",
         )
     spark = ready(pipeline, given)
@@ -114,11 +114,11 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
     if sink is None and len(endpoints) == 1:
         return next(iter(endpoints.values()))
     if sink not in endpoints:
-        said = "no sink was named" if sink is None else f"there is none of the name {sink!r}"
+        said = "no sink was named" if sink is None else f"no sink is named {sink!r}"
         raise UsageError(
             "AUDIT_SINK",
-            f"An audit follows one sink, and {said}; the pipeline writes to {', '.join(endpoints)}.",
-            next_step="name one of them; `delivered audit` goes through all",
+            f"An audit checks one sink, and {said}; the pipeline writes to {', '.join(endpoints)}.",
+            next_step="name one of them; `delivered audit` checks all of them",
         )
     return endpoints[sink]
 
@@ -126,7 +126,7 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
 def _all_transforms(
     pipeline: Definition, sink: Endpoint, spark: SparkSession, source: Source
 ) -> Callable[[DataFrame], DataFrame] | None:
-    """The pipeline's transform, then what the sink selects of it."""
+    """The pipeline's transform, followed by the sink's projection."""
     shared = apply_transform(pipeline.transform, spark, source) if pipeline.transform.kind != "none" else None
     validating = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
     if sink.projection.is_all and not validating:
@@ -140,13 +140,13 @@ def _all_transforms(
 
 
 def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None = None) -> AuditReport:
-    """Reconcile source and sink; never raises because something cannot be read: that is the verdict `unknown`.
+    """Reconcile source and sink. What cannot be read yields the verdict `unknown`, not an exception.
 
     Args:
-        progress: called with what is being done, a few times.
+        progress: called at each step with its description.
 
     Raises:
-        UsageError: the id or key expression is wrong.
+        UsageError: the id or key expression is invalid.
     """
     began = time.monotonic()
     say = progress or (lambda _: None)
@@ -155,7 +155,7 @@ def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None 
     except BadExpression:
         raise
     except Exception as error:
-        # Whatever went wrong in the checker, it saw no proof.
+        # A failed audit proves nothing.
         report = unknown_report(request.pipeline, request.named_sink, request.guarantee, _said(error))
     versions = {"delivered": version("delivered"), "pyspark": version("pyspark")}
     return _with(report, seconds=time.monotonic() - began, versions=versions)
@@ -185,7 +185,7 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
         if error.code != NOT_READABLE:
             raise
         return by_ledger(request, incarnation, ledger, _said(error))
-    say("reading the sink back")
+    say("reading the sink")
     with sent_range(request) as read, ExitStack() as held:
         probe = read.frame(spark, ()).drop(*([mode.delete] if mode.delete else []))
         kept = from_arrow_schema(scan.schema())
@@ -194,7 +194,7 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
         places = Slots()
         found = _found(spark, request, scan, scope, probe, places).persist(StorageLevel.DISK_ONLY)
         try:
-            # Before the checkpoint is read: what the sink holds now began no later than what the checkpoint says then.
+            # Before the checkpoint is read: no batch in the sink is newer than the checkpoint's latest.
             rows, foreign = _kept(found, request)
             expected = ledger.visible.total.count if ledger.visible is not None else 0
             held.enter_context(shuffles_fit_for(spark, rows + expected))
@@ -251,19 +251,19 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
 
 
 def _uncounted(request: AuditRequest, start: Offsets, end: Offsets, unsure: str, others: Earlier | None) -> str | None:
-    """Why source and sink cannot be held against each other at all; None: they can."""
+    """Why source and sink cannot be compared at all; None: they can."""
     if (wrong := backwards(start, end)) is not None:
-        return f"the source range ends before it begins ({wrong}): {unsure or _START_WRONG}"
+        return f"the source range ends before it starts ({wrong}): {unsure or _START_WRONG}"
     if others is not None and (request.dedup is not None or request.sink.capability().write.upserts):
         return (
-            f"batches {others.batches} ran with another transform, and what the sink keeps of a key rests on all "
-            "batches: it cannot be recomputed with this one"
+            f"batches {others.batches} ran with another transform; the final row of a key depends on all batches, so "
+            "this transform cannot recompute it"
         )
     return None
 
 
 def _kept(found: DataFrame, request: AuditRequest) -> tuple[int, int]:
-    """Keep what was read of the sink; return how many records it is, and how many of them are others'."""
+    """Persist the rows read from the sink; return their number, and how many belong to other writers."""
     if request.own is None:
         return found.count(), 0
     with expressions(request):
@@ -272,11 +272,11 @@ def _kept(found: DataFrame, request: AuditRequest) -> tuple[int, int]:
 
 
 def _own_wrong(sent: DataFrame, own: str) -> str:
-    """Why records that seem lost were taken for others'; empty if they were not."""
+    """Why records that look lost were attributed to other writers; empty if none were."""
     left_out = sent.filter("NOT own").count()
     if not left_out:
         return ""
-    return f"{own!r} is not true for {left_out:,} records that this pipeline sent: it does not tell them from others'"
+    return f"{own!r} is not true for {left_out:,} records that this pipeline sent: it does not identify its records"
 
 
 def _found(
@@ -285,8 +285,8 @@ def _found(
     """Everything a reader of the sink sees, as rows for `reconcile`.
 
     Args:
-        sent: a frame with the columns that the sink was given.
-        places: gets the slots of these rows.
+        sent: a frame with the columns that were written to the sink.
+        places: collects the slots of these rows.
     """
     slices = scan.slices(request.sink_from)
     frame = SliceRows(spark, scan, slices)
@@ -295,11 +295,11 @@ def _found(
     if missing:
         raise DeliveredError(
             "AUDIT_COLUMNS",
-            f"The sink {request.named_sink!r} gives back the columns {frame.schema.names}; {missing} of the pipeline "
-            "are not among them.",
+            f"The sink {request.named_sink!r} has the columns {frame.schema.names}; the pipeline's {missing} are "
+            "missing.",
             next_step="audit with the transform that the pipeline ran with",
         )
-    # What the system adds to a record says where it stands; elsewhere the order of reading does.
+    # Columns that the system adds give a record's position; without them, the read order does.
     added = [c for c in ("offset", "rowid") if c in frame.schema.names and c not in names]
     at = places.placed([s.partition if added == ["offset"] else "rows" for s in slices])
 
@@ -326,6 +326,6 @@ def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:
 
 
 def _start(request: AuditRequest, read: SentRange) -> tuple[Offsets, str]:
-    """Where the pipeline's first batch began, and why that is not sure; empty if it is."""
+    """Where the pipeline's first batch started, and why that is uncertain; empty if it is certain."""
     start = request.source_from if request.source_from is not None else first_offsets.kept(request.checkpoint)
     return (start, "") if start is not None else (read.initial(), _START_UNKNOWN)

@@ -1,18 +1,18 @@
-"""What must be in a sink whose pipeline drops the source's repeats, told from the source range alone.
+"""What a deduplicating pipeline must have written to a sink, derived from the source range alone.
 
-Which record of a key came first, and which came late, Spark decided batch by batch. Of that the audit knows where each
-batch ended, from the ledger. So it judges what is certain, whatever the order within a batch was:
+Spark decided batch by batch which record of a key was first, and which were late. The audit knows only where each batch
+ended, from the ledger, so it judges what is certain whatever the order within a batch:
 
-    a key whose records lie within `within` of each other, one of them surely not late: in the sink exactly once
-    every other key: its records may be there, and need not
+    a key whose records lie within `within` of each other, at least one certainly not late: in the sink exactly once
+    every other key: its records may or may not be in the sink
 
-A table of keys drops no late record, but forgets: with one, a key is judged if all its records lie within `within`, and
-none of them was over by the newest time of the batches before its last one.
+A table of keys drops no late records, but expires keys: with one, a key is judged if all its records lie within
+`within`, and none had expired by the newest time of the batches before its last one.
 
-A record is surely not late if it is newer than the newest record of the batches before its own, minus `within`: Spark's
-watermark never stands higher. Which of several copies got in cannot be told either. So a copy stands for all of them if
-the transform makes the same of them; else the sink must hold one of them, under the id that they share; and where they
-do not even share that, nothing is judged.
+A record is certainly not late if it is newer than the newest record of the earlier batches, minus `within`: Spark's
+watermark is never higher. Which of several copies was delivered is unknown too. If the transform maps all copies to the
+same row, any of them will do; otherwise the sink must hold one of them, under the id that they share; copies with
+different ids are not judged.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _STRETCH, _AT, _LATE, _COPIES, _RANK, _JUDGED, _ALIKE, _UNTIL = (
     f"{_OWN}{n}" for n in ("stretch", "at", "late", "copies", "rank", "judged", "alike", "until")
 )
 _COORDINATES = ("topic", "partition", "offset", "timestamp", "timestampType")
-"""Columns in which the copies of a record differ, though it is the same record."""
+"""Columns in which copies of the same record differ."""
 
 Rows = Callable[["DataFrame"], "DataFrame"]
-"""Records of the source -> what the sink must hold of them, as rows with `id`, `low` and `high` at least."""
+"""Source records -> the rows that the sink must hold for them, with at least `id`, `low` and `high`."""
 
 
 class Judged:
-    """The records of a range with what is certain of each; on the executors' disks until `close`.
+    """The records of a range, each with what is certain about it; on the executors' disks until `close`.
 
     Args:
-        read: partition i of it is slice i of `cut`.
-        named: the audit tells records of the sink apart by an id, not by all that they hold.
+        read: its partition i is slice i of `cut`.
+        named: the audit identifies sink records by an id rather than by all their columns.
     """
 
     def __init__(
@@ -68,25 +68,24 @@ class Judged:
         self._all.unpersist()
 
     def once(self) -> DataFrame:
-        """One record of each key that must be in the sink once."""
+        """One record of each key that must be in the sink exactly once."""
         return self._of(self._certain & (F.col(_RANK) == 1))
 
     def perhaps(self) -> DataFrame:
-        """Records of keys of which nothing is certain."""
+        """Records of keys that cannot be judged."""
         return self._of(~self._certain)
 
     def copies(self) -> DataFrame:
-        """All records of keys that are there more than once and must be in the sink once."""
+        """All records of keys that repeat in the source and must be in the sink exactly once."""
         return self._of(self._certain & (F.col(_COPIES) > 1))
 
     def repeated(self) -> DataFrame:
-        """As many records as `copies`; but of each key the same one."""
+        """As many records as `copies`, but each key's first one repeated."""
         times = F.explode(F.sequence(F.lit(1), F.col(_COPIES))).alias(f"{_OWN}time")
         first = self._all.where(self._certain & (F.col(_COPIES) > 1) & (F.col(_RANK) == 1))
         return first.select(*map(_quoted, self._columns), times).drop(f"{_OWN}time")
 
     def counts(self) -> DedupCounts:
-        """One pass over one row of each key."""
         certain, copies = self._certain, F.col(_COPIES)
         one = F.lit(1).cast("long")
         (row,) = (
@@ -104,7 +103,7 @@ class Judged:
 
     @property
     def _certain(self) -> Column:
-        # Without an id, what the sink holds of two unlike copies has nothing in common.
+        # Without an id, rows of unlike copies have nothing in common in the sink.
         return F.col(_JUDGED) if self._named else F.col(_JUDGED) & F.col(_ALIKE)
 
     def _of(self, condition: Column) -> DataFrame:
@@ -126,7 +125,7 @@ def _late_until(placed: DataFrame, parts: Sequence[Stretch], dedup: Dedup) -> li
 
 
 def _judged(placed: DataFrame, late_until: Sequence[int], dedup: Dedup, columns: Sequence[str]) -> DataFrame:
-    """One shuffle by key; a key's records meet in one task, which sorts on disk."""
+    """One shuffle by key: a key's records meet in one task, which sorts on disk."""
     limits = F.element_at(F.array(*map(F.lit, late_until)), F.col(_STRETCH) + 1) if late_until else F.lit(0)
     content = [_quoted(c) for c in columns if c not in _COORDINATES]
     content_hash = F.xxhash64(*content) if content else F.lit(0).cast("long")
@@ -136,7 +135,7 @@ def _judged(placed: DataFrame, late_until: Sequence[int], dedup: Dedup, columns:
     first, last = F.min(TIME).over(same), F.max(TIME).over(same)
     timeless = F.max(F.col(TIME).isNull()).over(same)
     near = ~timeless & (last - first <= F.lit(dedup.within_ms * 1_000))
-    if dedup.in_table:  # none of the key's records was forgotten before its last one came
+    if dedup.in_table:  # none of the key's records expired before its last one arrived
         near = near & ((F.count(F.lit(1)).over(same) == 1) | (first >= F.max(_UNTIL).over(same)))
     all_late = F.min(_LATE).over(same)
     return marked.select(
@@ -151,12 +150,12 @@ def _judged(placed: DataFrame, late_until: Sequence[int], dedup: Dedup, columns:
 
 @dataclass(frozen=True)
 class Unlike:
-    """What the transform makes of copies that are not the same to the sink.
+    """Copies that the transform maps to different rows.
 
     Attributes:
-        ids: of which not even the number of records is the same for every copy.
-        either: (id, low): one of these values must be there under the id.
-        ids_count, either_count: how many ids each of them speaks of.
+        ids: those for which even the number of rows differs between copies.
+        either: (id, low): one of these values must be in the sink under the id.
+        ids_count, either_count: number of ids in each.
         held: on the executors' disks until `close`.
     """
 
@@ -171,7 +170,7 @@ class Unlike:
 
 
 def unlike(judged: Judged, rows: Rows) -> Unlike:
-    """Compare what the sink would hold of all copies with what it would hold if each were like the first one."""
+    """Compare the rows of all copies with those if every copy were like the first one."""
     both = _side(rows(judged.copies()), 1).unionByName(_side(rows(judged.repeated()), 0))
     by_value = both.groupBy("id", "low").agg(F.sum("is").alias("is"), F.sum("if_alike").alias("if_alike"))
     same = Window.partitionBy("id")
@@ -199,11 +198,11 @@ def _side(rows: DataFrame, real: int) -> DataFrame:
 
 
 class Once:
-    """A source range without its repeats, ready to be held against a sink.
+    """A deduplicated source range, ready to be compared with a sink.
 
     Args:
-        rows: what the sink must hold of records of the source, as rows for `reconcile`.
-        transformed: what the sink is given of them.
+        rows: source records -> rows for `reconcile`.
+        transformed: source records -> rows written to the sink.
     """
 
     def __init__(self, judged: Judged, rows: Rows, transformed: Rows) -> None:
@@ -217,20 +216,20 @@ class Once:
         self._unlike.close()
 
     def must(self) -> DataFrame:
-        """What the sink is given of the keys that must be there once."""
+        """Rows written to the sink for keys that must be there exactly once."""
         return self._transformed(self._judged.once())
 
     def unclear_ids(self) -> DataFrame:
-        """Ids of keys of which not all is certain, for a sink that keeps one row of each."""
+        """Ids of keys that cannot be judged in full, for a sink that keeps one row per key."""
         perhaps = self._rows(self._judged.perhaps()).select("id")
         return perhaps.union(self._unlike.ids).union(self._unlike.either.select("id"))
 
     def sides(self, found: DataFrame, coming: DataFrame | None) -> tuple[DataFrame, DataFrame | None, DataFrame]:
-        """What must be in the sink, what may be there, and what is, for `reconcile`.
+        """What must be in the sink, what may be, and what is, for `reconcile`.
 
         Args:
             found: what is in the sink.
-            coming: of the batch that began and is not decided.
+            coming: rows of the undecided batch.
         """
         must, there = self._rows(self._judged.once()), found
         may = self._rows(self._judged.perhaps()) if self.counts.unclear else None
@@ -239,7 +238,7 @@ class Once:
             must = must.join(self._unlike.ids, "id", "left_anti")
             may = loose if may is None else may.unionByName(loose)
         if coming is not None:
-            coming = coming.withColumn("key_hash", F.lit(None).cast("long"))  # the shuffle by key keeps no order
+            coming = coming.withColumn("key_hash", F.lit(None).cast("long"))  # the shuffle by key loses the order
             may = coming if may is None else may.unionByName(coming)
         if self._unlike.either_count:
             must, there = (as_one_value(f, self._unlike.either) for f in (must, there))
@@ -248,7 +247,7 @@ class Once:
 
 
 def as_one_value(rows: DataFrame, either: DataFrame) -> DataFrame:
-    """Rows for `reconcile` in which the values that may stand for each other are one."""
+    """Rows for `reconcile` in which interchangeable values are equal."""
     marked = rows.join(either.withColumn(f"{_OWN}one", F.lit(True)), ["id", "low"], "left")
     one = F.coalesce(F.col(f"{_OWN}one"), F.lit(False))
     return marked.select(

@@ -1,4 +1,4 @@
-"""The source side of an audit: ranges of it, as the sink was given them."""
+"""The source side of an audit: source ranges, as they were written to the sink."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AT, _PARTITION, _GONE, _ROW = "__delivered_at", "__delivered_partition", "__del
 
 @contextmanager
 def expressions(request: AuditRequest) -> Iterator[None]:
-    """A bad id, key or condition is the user's, not the checker's."""
+    """Report an invalid id, key or condition as the user's error, not as a failed audit."""
     try:
         yield
     except (AnalysisException, ParseException) as error:
@@ -40,14 +40,14 @@ def expressions(request: AuditRequest) -> Iterator[None]:
             raise
         raise BadExpression(
             "AUDIT_EXPRESSION",
-            f"The audit's id is {request.id!r}, its key {request.key!r}, its own {request.own!r}; Spark says: "
+            f"The audit's id is {request.id!r}, its key {request.key!r}, its own {request.own!r}. Spark reports: "
             f"{str(error).splitlines()[0]}",
             next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",
         ) from None
 
 
 class SentRange:
-    """The source side: ranges of it, transformed, with the names of its partitions."""
+    """Source ranges, transformed, with the names of their source partitions."""
 
     def __init__(self, request: AuditRequest) -> None:
         self._request = request
@@ -62,7 +62,7 @@ class SentRange:
         self._driver.close()
 
     def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
-        """What the sink was given of a range; no slices: for the columns alone."""
+        """Rows written to the sink for a range; no slices: only the columns matter."""
         return self._transformed(slice_frame(spark, self._request.source, slices))
 
     def _transformed(self, read: DataFrame) -> DataFrame:
@@ -77,14 +77,14 @@ class SentRange:
         ends: Sequence[tuple[int, Offsets]],
         end: Offsets | None,
     ) -> Iterator[Once]:
-        """A range without its repeats, for as long as it is read.
+        """A deduplicated range, persisted while the context is open.
 
         Args:
-            ends: (batch, its end) as far as the ledger keeps them.
+            ends: (batch, its end), as far back as the ledger keeps them.
         """
         request = self._request
         if request.dedup is None:
-            raise DeliveredError("AUDIT_DEDUP", "The pipeline drops no repeats.")
+            raise DeliveredError("AUDIT_DEDUP", "The pipeline has no dedup.")
         upserts = request.sink.capability().write.upserts
         parts = stretches(start, ends, end) if end is not None else []
         slices, numbers = cut(self._driver, parts)
@@ -95,7 +95,7 @@ class SentRange:
                 yield once
 
     def _whole_rows(self, read: DataFrame) -> DataFrame:
-        """Of records of the source: the key of an upsert, and a hash of all that it is given."""
+        """For source records: the upsert key, and a hash of the whole row."""
         frame = self._transformed(read)
         key = F.expr(id_sql(self._request.sink.capability().write)).alias("id")
         return frame.select(key, F.xxhash64(*[f"`{c}`" for c in frame.columns]).alias("low"))
@@ -106,7 +106,7 @@ class SentRange:
         """Rows for `reconcile`, and whether their partition and order are known.
 
         Args:
-            ranges: of the source, one after the other; in every partition after those of an earlier call.
+            ranges: consecutive source ranges, in every partition after those of an earlier call.
         """
         request = self._request
         slices = [piece for start, end in ranges for piece in self._driver.slices(start, end)]
@@ -125,13 +125,13 @@ class SentRange:
                 request.key,
                 own_sql=request.own,
             )
-        # Without a known order the key is dropped, so that none is judged.
+        # Without a known order the key is dropped, so that order is not judged.
         return (hashes if ordered else hashes.withColumn("key_hash", F.lit(None).cast("long"))), ordered
 
     def final(
         self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets, once: Once | None
     ) -> FinalState:
-        """What an upsert of a range must leave. Nothing is said of keys that a batch touches which is not decided."""
+        """The rows that an upsert of a range must leave. Keys that an undecided batch touches are not judged."""
         mode = self._request.sink.capability().write
         if once is not None:
             state = final_state(once.must(), mode, None)
@@ -149,7 +149,7 @@ class SentRange:
         return FinalState(state.rows, unclear.distinct(), state.gone)
 
     def as_rows(self, state: DataFrame, scope: Scope, partition: str = "keys") -> DataFrame:
-        """Rows for `reconcile`, of no partition and no order."""
+        """Rows for `reconcile`, without partition and order."""
         request = self._request
         seed = fingerprint_seed(scope)
         with expressions(request):
@@ -170,9 +170,9 @@ def sent_range(request: AuditRequest) -> Iterator[SentRange]:
 class FinalState:
     """
     Attributes:
-        rows: that must be in the sink, without the column that deletes.
-        unclear: ids, as `id_sql` makes them, of keys of which the source alone does not tell what must be there.
-        gone: ids of keys whose last row deletes; those of them that are not unclear must not be there.
+        rows: must be in the sink; without the delete column.
+        unclear: ids (by `id_sql`) of keys whose final row the source alone does not determine.
+        gone: ids of keys whose last row is a delete; they must not be in the sink, unless unclear.
     """
 
     rows: DataFrame
@@ -183,9 +183,9 @@ class FinalState:
 def final_state(frame: DataFrame, mode: WriteMode, partitions: Sequence[int] | None) -> FinalState:
     """
     Args:
-        frame: every row that the sink was given.
-        partitions: of each partition of `frame` the number of the source's partition that it comes from, rows in its
-            order; None: rows were moved.
+        frame: every row written to the sink.
+        partitions: for each partition of `frame` the index of its source partition, rows in its order; None: rows were
+            shuffled.
     """
     version = F.col(_quoted(str(mode.version)))
     gone = F.lit(False) if mode.delete is None else F.coalesce(F.col(_quoted(mode.delete)), F.lit(False))
@@ -200,14 +200,13 @@ def final_state(frame: DataFrame, mode: WriteMode, partitions: Sequence[int] | N
         F.monotonically_increasing_id().alias(_AT),
     )
     by_key = placed.groupBy(*map(_quoted, mode.keys)).agg(
-        # Of equal versions the first one stays.
+        # Of equal versions the first one wins.
         F.max_by(F.struct(*map(_quoted, kept), _GONE, _AT), F.struct(version, -F.col(_AT))).alias(_ROW),
         F.max(F.when(~F.col(_GONE), F.col(_AT))).alias("newest"),
         F.min(_PARTITION).alias("first_partition"),
         F.max(_PARTITION).alias("last_partition"),
     )
-    # A deleted key forgets its version: a row that came after its deletion, in a later batch, is there again, though
-    # it is older.
+    # A delete discards the key's version: a row of a later batch is inserted again, even if it is older.
     order_known = (F.col("first_partition") == F.col("last_partition")) & F.lit(partitions is not None)
     perhaps_back = F.col("newest").isNotNull() & (~order_known | (F.col("newest") > F.col(f"{_ROW}.{_AT}")))
     unclear = F.col(f"{_ROW}.{_GONE}") & perhaps_back

@@ -1,4 +1,4 @@
-"""What a session tells the planner: where it runs, and whether SQL and columns of a pipeline fit each other."""
+"""Facts that a session gives the planner: where it runs, and whether a pipeline's SQL fits its columns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
 
 
 def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
-    """What is wrong with SQL and columns, of each sink. Reads no record; a transform in Python is not run."""
+    """Findings about the SQL and the columns of each sink. Reads no records; does not run a Python transform."""
     if pipeline.source.is_spark_own or pipeline.transform.kind not in ("none", "sql"):
         return ()
     try:
@@ -49,7 +49,7 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
     except UsageError as error:
         return (Finding.refusal(error),)
     except DeliveredError:
-        return ()  # a server that went away meanwhile: the start tells it
+        return ()  # a server went away meanwhile: the start reports it
     return ()
 
 
@@ -57,7 +57,7 @@ def _results(pipeline: Definition, spark: SparkSession, source: pa.Schema) -> li
     """Columns of the rows that reach each sink.
 
     Raises:
-        UsageError: the SQL, or what the sink selects, does not fit the columns.
+        UsageError: the SQL, or a sink's select, does not fit the columns.
     """
     frame: DataFrame = spark.createDataFrame([], from_arrow_schema(source))
     try:
@@ -72,7 +72,7 @@ def _results(pipeline: Definition, spark: SparkSession, source: pa.Schema) -> li
 
 @contextlib.contextmanager
 def _view(spark: SparkSession, frame: DataFrame) -> Iterator[None]:
-    """The view `source`; one of the user's with that name comes back."""
+    """Create the view `source`; restores the user's view of that name afterwards."""
     before = None
     if spark.catalog.tableExists(_VIEW) and spark.catalog.getTable(_VIEW).isTemporary:
         before = spark.table(_VIEW)

@@ -1,6 +1,6 @@
-"""Makes the archive of Spark's classes that lets a session start sooner (quick_start.py).
+"""Creates the archive of Spark's classes that makes sessions start faster (quick_start.py).
 
-python -m delivered.spark.class_archive       done by `make setup`
+python -m delivered.spark.class_archive       `make setup` runs it
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXIT_TIMEOUT_S = 120.0
 
 
 def make() -> Path:
-    """Run a small stream to its end and keep the classes that it loaded.
+    """Run a small stream to its end and archive the classes that it loaded.
 
     Raises:
         DeliveredError: the JVM wrote no archive.
@@ -41,8 +41,8 @@ def make() -> Path:
         if not fresh.is_file():
             raise DeliveredError(
                 "NO_CLASS_ARCHIVE",
-                f"The Java in {java_home()} wrote no archive of classes: sessions start some seconds later.",
-                next_step="nothing has to be done; another Java 17 or later may write one",
+                f"The Java in {java_home()} wrote no class archive: sessions take some seconds longer to start.",
+                next_step="no action is needed; another Java 17 or later may write one",
             )
         fresh.replace(file)
     finally:
@@ -67,7 +67,7 @@ def _stream(folder: Path, java_options: str) -> None:
     query.awaitTermination()
     spark.range(10).selectExpr("id % 3 AS k").groupBy("k").count().collect()
     spark.stop()
-    # The archive is written when the JVM ends, and it ends when nobody holds its standard input.
+    # The JVM writes the archive at exit, and it exits once its standard input is closed.
     if jvm.stdin is not None:
         jvm.stdin.close()
     jvm.wait(_EXIT_TIMEOUT_S)

@@ -1,11 +1,11 @@
 """Dedup of a stream, by Spark's state or by a table in the database of the sink that decides.
 
-By state: helper columns hold the key and the time; Spark's `dropDuplicatesWithinWatermark` keeps one row of state for
-each key, in the checkpoint, and lets go of it when the watermark has passed the first one's time by `within`. The
-watermark is the newest time of the batches before, minus `within`.
+State: helper columns hold the key and the time. Spark's `dropDuplicatesWithinWatermark` keeps one row of state per key
+in the checkpoint, until the watermark has passed the first record's time by `within`. The watermark is the newest time
+of the earlier batches, minus `within`.
 
-By a table: all records of a key meet in one task, before the transform. It asks the table which keys earlier batches
-delivered, notes those that get in, and gives on their records; see `delivered.engine.repeats`.
+Table: all records of a key meet in one task, before the transform. It looks up which keys earlier batches delivered,
+notes the new ones, and passes their records on; see `delivered.engine.repeats`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COORDINATES = ("topic", "partition", "offset")
 
 
 def key_columns(dedup: Dedup) -> list[str]:
-    """The helper columns that are equal for repeats, and for them alone."""
+    """The helper columns that are equal for duplicates, and only for them."""
     return [*(f"{_BY}{i}" for i in range(len(dedup.by))), ALONE]
 
 
@@ -47,38 +47,38 @@ def helper_columns(dedup: Dedup) -> list[str]:
 
 
 def is_placed(frame: DataFrame) -> bool:
-    """Whether each record tells its place in the source."""
+    """Whether the frame has the columns of a record's position in the source."""
     return all(c in frame.columns for c in _COORDINATES)
 
 
 def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
-    """The frame with the columns `helper_columns`. No row is added or moved.
+    """The frame with the columns `helper_columns`; rows are neither added nor moved.
 
-    A record without a key must not be taken for a repeat of another one without: it gets a key of its own, its place in
-    the source. In a source that tells no place it stops the query.
+    Records without a key are not duplicates of each other: each is keyed by its position in the source. If the source
+    has no such columns, they fail the query.
 
     Raises:
-        UsageError: an expression is no SQL over one row of the source, or the time is no timestamp.
+        UsageError: an expression is not SQL over one row of the source, or the time is not a timestamp.
     """
     placed = is_placed(frame)
     missing = " OR ".join(f"{c} IS NULL" for c in key_columns(dedup)[:-1])
     own = "concat_ws('-', `topic`, `partition`, `offset`)" if placed else f"CAST(raise_error('{_KEY_NULL}') AS STRING)"
-    # Within CASE: nothing that gives more rows, or one for many.
+    # CASE rules out generators and aggregates.
     texts = {**dict(zip(key_columns(dedup), dedup.by, strict=False)), TIME: dedup.time}
     try:
         keyed = frame.selectExpr("*", *[f"CASE WHEN true THEN ({sql}) END AS `{name}`" for name, sql in texts.items()])
         keyed = keyed.selectExpr("*", f"CASE WHEN {missing} THEN {own} END AS `{ALONE}`")
-        types: Mapping[str, str] = dict(keyed.dtypes)  # over Spark Connect nothing is looked at before
+        types: Mapping[str, str] = dict(keyed.dtypes)  # Spark Connect analyses the frame only here
     except (AnalysisException, ParseException) as error:
         raise UsageError(
             "DEDUP_EXPRESSION",
-            f"dedup is by {dedup.by_text}, its time is {dedup.time}: {str(error).splitlines()[0]}",
+            f"dedup by {dedup.by_text} with time {dedup.time}: {str(error).splitlines()[0]}",
             next_step=f"write SQL over one row of the source; its columns are {', '.join(frame.columns)}",
         ) from None
     if types[TIME] != "timestamp":
         raise UsageError(
             "DEDUP_TIME",
-            f"dedup's time is {dedup.time}, of type {types[TIME]}; it must be a timestamp.",
+            f"dedup.time is {dedup.time}, of type {types[TIME]}; it must be a timestamp.",
             next_step=f"write CAST({dedup.time} AS TIMESTAMP), or to_timestamp(...) with a format",
         )
     return keyed
@@ -86,25 +86,26 @@ def with_keys(frame: DataFrame, dedup: Dedup) -> DataFrame:
 
 _KEY_NULL = (
     "[DELIVERED_DEDUP_KEY_NULL] A record has no key: an expression of dedup.by is null, and this source has no columns "
-    "topic, partition and offset to tell such records apart. Next: write coalesce(...) into by"
+    "topic, partition and offset to identify such records. Next: use coalesce(...) in dedup.by"
 )
 
 
 def without_repeats(frame: DataFrame, dedup: Dedup) -> DataFrame:
-    """The stream without repeats; columns as before. Raises as `with_keys`."""
+    """The stream without duplicates; columns unchanged. Raises as `with_keys`."""
     keyed = with_keys(frame, dedup).withWatermark(TIME, dedup.within)
     return keyed.dropDuplicatesWithinWatermark(key_columns(dedup)).drop(*helper_columns(dedup))
 
 
 def without_seen_repeats(frame: DataFrame, dedup: Dedup, sink: Sink, scope: Scope, shards: int) -> DataFrame:
-    """The stream without repeats; columns as before. Raises as `with_keys`.
+    """The stream without duplicates; columns unchanged. Raises as `with_keys`.
 
     Args:
-        sink: that decides; scope: its name there, of no incarnation yet.
-        shards: partitions into which the keys are put; for two_phase, the same when a batch runs again.
+        sink: the sink that decides.
+        scope: of that sink, still without an incarnation.
+        shards: number of partitions that the keys are hashed to; for two_phase, the same when a batch runs again.
     """
     if not isinstance(sink, Remembers):
-        raise InvariantBroken("DEDUP_MEMORY", f"The sink {scope.sink!r} keeps no table of keys.")
+        raise InvariantBroken("DEDUP_MEMORY", f"The sink {scope.sink!r} has no table of keys.")
     schema = frame.schema
     columns = [f"`{c.replace('`', '``')}`" for c in frame.columns]
     keyed = with_keys(frame, dedup)
@@ -124,7 +125,7 @@ def without_seen_repeats(frame: DataFrame, dedup: Dedup, sink: Sink, scope: Scop
         f"CAST({at} AS BIGINT) AS {AT}",
         f"{tie} AS {TIE}",
     )
-    # Records without a key are nobody's repeat: they need not meet.
+    # Records without a key are never duplicates, so they can go to any partition.
     meeting = keyed.selectExpr("*", f"coalesce({KEY}, unhex(hex({TIE}))) AS __delivered_seen_meet")
     meeting = meeting.repartition(shards, "__delivered_seen_meet").drop("__delivered_seen_meet")
     task = _Task(sink, scope, dedup.within_ms * 1_000)
@@ -132,7 +133,7 @@ def without_seen_repeats(frame: DataFrame, dedup: Dedup, sink: Sink, scope: Scop
 
 
 def _text(given: str, kind: str, column: str) -> str:
-    """One text for one value, whatever the session's time zone; null stays null."""
+    """A text that is unique per value, whatever the session's time zone; null stays null."""
     if kind in ("string", "binary"):
         return f"hex(`{column}`)"
     if kind in _AS_TEXT or kind.startswith("decimal"):
@@ -141,7 +142,7 @@ def _text(given: str, kind: str, column: str) -> str:
         return f"CAST(unix_micros(`{column}`) AS STRING)"
     raise UsageError(
         "DEDUP_KEY_TYPE",
-        f"dedup is by {given}, of type {kind}; a table of keys takes string, binary, whole numbers, decimal, boolean, "
+        f"dedup.by has {given}, of type {kind}; a table of keys supports string, binary, integers, decimal, boolean, "
         "date and timestamp.",
         next_step=f"write CAST({given} AS STRING), or to_json({given})",
     )
@@ -149,7 +150,7 @@ def _text(given: str, kind: str, column: str) -> str:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a task needs. Picklable, no connection."""
+    """Picklable; holds no connection."""
 
     sink: Remembers
     scope: Scope
@@ -159,6 +160,6 @@ class _Task:
         arm()
         query, batch = running_batch(running_task())
         if batch is None or query is None:
-            raise InvariantBroken("NO_TASK", "Repeats are looked for outside of a streaming query's task.")
+            raise InvariantBroken("NO_TASK", "Dedup runs outside a streaming query's task.")
         with closing(self.sink.key_memory(replace(self.scope, incarnation=query))) as memory:
             yield from without_seen(memory, int(batch), self.within_us, rows)

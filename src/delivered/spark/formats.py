@@ -31,7 +31,7 @@ from delivered.spark.writers import BatchWriter, StreamWriter
 
 
 class DeliveredDataSource(DataSource):
-    """Base of all formats. `register` makes one class per connector and session from it."""
+    """Base of all formats. `register` derives one class per connector and session."""
 
     system: ClassVar[str] = ""
     owner: ClassVar[Owner] = Owner("")
@@ -66,7 +66,7 @@ class DeliveredDataSource(DataSource):
         if isinstance(sink, SinkGroup):
             raise Refused(
                 "BATCH_SEVERAL",
-                f"df.write with {self.name()} is not offered: several sinks share the batches of a stream.",
+                f"df.write with {self.name()} is not supported: only streams write to several sinks.",
                 next_step="use delivered.Pipeline with several sinks",
             )
         return BatchWriter(spec, sink, rows)
@@ -86,7 +86,7 @@ class DeliveredDataSource(DataSource):
         return find_source(self.system, options if schema is None else tables.for_read(schema, options, self.system))
 
     def _planned_source(self, schema: StructType | None = None) -> Source:
-        """The one that told the schema: Spark hands this object on when it has asked."""
+        """The source whose schema Spark was given: it reuses this object afterwards."""
         if self._planned is None:
             self._planned = planned(self._source(schema))
         return self._planned
@@ -95,8 +95,8 @@ class DeliveredDataSource(DataSource):
         if overwrite:
             raise Refused(
                 "OVERWRITE",
-                f"{self.name()} appends; it does not replace what the sink holds.",
-                next_step='use outputMode("append"), or mode("append") of df.write',
+                f"{self.name()} does not overwrite; it only appends.",
+                next_step='use outputMode("append"), or mode("append") with df.write',
             )
         sink = spec.open()
         if isinstance(sink, ChecksGuarantee):
@@ -105,7 +105,7 @@ class DeliveredDataSource(DataSource):
         return sink
 
     def _table(self, options: dict[str, str]) -> StructType:
-        """The columns of a table in Spark's catalog: those that its source gives, or its sink takes."""
+        """The columns of a table in Spark's catalog: those of its source, or those that its sink accepts."""
         if tables.is_sink(options):
             sink = PipelineSpec.parse(self.system, options).sinks[0].open()
             rows = sink.records(pa.RecordBatch.from_pylist([], schema=sink.scan().schema())).schema
@@ -114,8 +114,8 @@ class DeliveredDataSource(DataSource):
         return tables.with_options(from_arrow_schema(rows), options)
 
     def _check_start(self) -> None:
-        """Asked by hooks.py: this is the one piece of a data source that Spark runs at once, in a classic session and
-        over Spark Connect."""
+        """Called by hooks.py through `schema`, the only part of a data source that Spark runs eagerly, in classic
+        sessions and over Spark Connect."""
         spec = PipelineSpec.parse(self.system, self.options, self.owner)
         if spec.check is None:
             return
@@ -124,16 +124,16 @@ class DeliveredDataSource(DataSource):
 
 
 def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:
-    """What tasks need to read the source for themselves, if the stream carries slices.
+    """What tasks need to read the source themselves, if the stream carries slices.
 
     Raises:
-        UsageError: one end of the stream is direct and the other is not.
+        UsageError: only one end of the stream is direct.
     """
     if (spec.direct is not None) != (schema.names == [SLICE_COLUMN]):
         raise UsageError(
             "DIRECT_HALF",
-            f"The stream's columns are {schema.names}, and the sink was {'' if spec.direct else 'not '}told to read "
-            "slices.",
+            f"The stream's columns are {schema.names}, but the sink is {'' if spec.direct else 'not '}configured to "
+            "read slices.",
             next_step="build direct streams with delivered.Pipeline, and do not transform them as a DataFrame",
         )
     direct: Direct | None = loads(spec.direct) if spec.direct is not None else None

@@ -1,7 +1,7 @@
 """A range of one of our sources as a DataFrame: one Spark partition per slice, in the order of the slices.
 
-Not through a registered format, so that any two offsets can be read, and so that partition i of the frame is slice i:
-the audit names records by where they came from, also after a transform dropped the columns that say it.
+Bypasses the registered formats, so that any two offsets can be read and partition i of the frame is slice i: the audit
+reports where records came from even if the transform dropped these columns.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _NARROW = frozenset(
         "WholeStageCodegen",
     }
 )
-"""Operators that keep every row in its partition, in order. Any other one may move rows."""
+"""Operators that keep every row in its partition, in order. Any other may move rows."""
 
 _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _NESTED_ROWS_MAX = 512
 _SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
 _SHUFFLE_ROWS = 200_000
-"""Rows of about 100 bytes in one partition of a shuffle."""
+"""Rows of about 100 bytes per shuffle partition."""
 
 _SHUFFLE_PARTITIONS_MAX = 10_000
 _PACKED = "spark.sql.inMemoryColumnarStorage.compressed"
@@ -63,14 +63,14 @@ _OPERATOR = re.compile(r"^[\s:+*|-]*(?:\(\d+\)\s*)?([A-Za-z]+)")
 
 
 class SliceRows:
-    """Every record of `slices`, not read yet. Classic sessions and Spark Connect."""
+    """Every record of `slices`, read lazily. For classic sessions and Spark Connect."""
 
     def __init__(self, spark: SparkSession, source: Source | BoundedScan, slices: Sequence[Slice]) -> None:
         self._spark, self._source, self._slices = spark, planned(source), list(slices)
         self.schema = from_arrow_schema(self._source.schema())
 
     def mapInArrow(self, function: Mapper, schema: StructType) -> DataFrame:  # noqa: N802
-        """As that of a DataFrame, in the process that reads: the records do not become rows of the JVM in between."""
+        """As `DataFrame.mapInArrow`, in the reading process: the records never become JVM rows."""
         if not self._slices:
             return self._spark.createDataFrame([], schema)
         reading = _reader(self._source, self._slices, to_arrow_schema(self.schema, timezone="UTC"))
@@ -99,10 +99,10 @@ def _reader(source: Source | BoundedScan, slices: list[Slice], schema: pa.Schema
 
 @contextmanager
 def batches_fit_for(spark: SparkSession, *schemas: StructType) -> Iterator[None]:
-    """While this holds, rows of these schemas go to Python in batches of a length that suits their columns.
+    """Send rows of these schemas to Python in batches whose size suits their columns, while the context is open.
 
-    At every row Spark measures the batch so far (4.3.0, `ArrowWriter.sizeInBytes`). For a list or a struct, such as
-    Kafka's headers, that walks all rows again: 180 us per record with batches of 32,768, measured; 3 us with these.
+    Spark measures the batch at every row (4.3.0, `ArrowWriter.sizeInBytes`). For a list or a struct, such as Kafka's
+    headers, that walks all rows again: measured 180 us per record with batches of 32,768, and 3 us with these.
     """
     if any(isinstance(f.dataType, ArrayType | MapType | StructType) for schema in schemas for f in schema):
         with _set(spark, _BATCH_ROWS, str(_NESTED_ROWS_MAX)):
@@ -113,10 +113,10 @@ def batches_fit_for(spark: SparkSession, *schemas: StructType) -> Iterator[None]
 
 @contextmanager
 def kept_plain(spark: SparkSession) -> Iterator[None]:
-    """While this holds, frames that are kept on disk are kept as they are.
+    """Persist frames uncompressed, while the context is open.
 
-    Finding out how each column packs best cost an audit more time than it saved: 9.8 s of processor in the step that
-    keeps 336,776 classified records, 6.0 s without (4.3.0, two cores).
+    Choosing a compression per column costs an audit more than it saves: 9.8 s of CPU in the step that persists 336,776
+    classified records, 6.0 s without (4.3.0, two cores).
     """
     with _set(spark, _PACKED, "false"):
         yield
@@ -124,9 +124,9 @@ def kept_plain(spark: SparkSession) -> Iterator[None]:
 
 @contextmanager
 def shuffles_fit_for(spark: SparkSession, rows: int) -> Iterator[None]:
-    """While this holds, shuffles have as many partitions as so many small rows deserve.
+    """Size shuffles for this number of small rows, while the context is open.
 
-    A partition costs 10 to 20 ms in each of the audit's shuffles, whatever is in it: with Spark's default of 200, most
+    Even an empty partition costs 10 to 20 ms in each of the audit's shuffles: with Spark's default of 200, that is most
     of the time of a small audit.
     """
     partitions = min(max(1, -(-rows // _SHUFFLE_ROWS)), _SHUFFLE_PARTITIONS_MAX)
@@ -148,7 +148,7 @@ def _set(spark: SparkSession, name: str, value: str) -> Iterator[None]:
 
 
 def keeps_partitions(frame: DataFrame) -> bool:
-    """Whether row n of partition i of `frame` comes from partition i of what it reads, in order."""
+    """Whether partition i of `frame` holds rows of partition i of its input, in order."""
     found = _operators(frame)
     return bool(found) and found <= _NARROW
 
@@ -159,7 +159,6 @@ def _operators(frame: DataFrame) -> set[str]:
 
 
 def _physical_plan(frame: Any) -> str:
-    """The plan as text; PySpark only prints it, in two ways."""
     if hasattr(type(frame), "_explain_string"):
         return str(frame._explain_string(mode="simple"))
     return str(frame._jdf.queryExecution().executedPlan().toString())

@@ -1,19 +1,19 @@
-"""What `register` adds to PySpark's own classes, so that an error reaches the user early and says what to do first.
+"""What `register` adds to PySpark's own classes, so that errors reach the user early, without a traceback.
 
 PySpark shows an error of a Python data source as the worker's traceback, and runs a sink's code only in the query's
 first batch, after `start()` returned. Nothing in the data source interface changes that (decision 035). So `register`
 wraps, once per process:
 
-    exceptions of Spark    str(error) is our message, if one of ours is inside; its type stays
-    DataStreamWriter       start() asks the driver first whether the query can be started (pipeline/facts.py), and
-                           tells a source of ours where the query's checkpoint lies
-    load() over Connect    analyses the frame at once, as a classic session does
+    exceptions of Spark    str(error) is our message, if it contains one; the type is unchanged
+    DataStreamWriter       start() first checks on the driver whether the query can start (pipeline/facts.py), and
+                           passes the query's checkpoint to our source
+    load() over Connect    analyses the frame eagerly, as a classic session does
     load, save, start      find our formats in any session and on any thread of the application
-    newSession             the new session knows our formats too
-    explain()              says that PySpark asks a batch source for its offsets once
-    StreamingQueryProgress lag and description of a source, as Spark's Kafka source says them (source/lag.py)
+    newSession             registers our formats in the new session
+    explain()              notes that PySpark asks a batch source for its offsets only once
+    StreamingQueryProgress lag and description of a source, as Spark's Kafka source reports them (source/lag.py)
 
-What does not name our formats passes through untouched.
+Calls that do not involve our formats are passed through unchanged.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ _PLANNED_ONCE = (
 )
 _DESCRIPTIONS_MAX = 1_000
 _descriptions: dict[str, tuple[str, ...]] = {}
-"""Of a query's sources, by its run id."""
+"""By the query's run id."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """A streaming write as the user described it.
+    """A streaming write as the user declared it.
 
     Attributes:
-        options: as given, in any case, `queryName` among them.
+        options: as given, keys in any case, including `queryName`.
         columns: the schema as JSON; a callable, since Connect must ask the server.
     """
 
@@ -77,7 +77,7 @@ class Write:
 
     @property
     def is_idiom(self) -> bool:
-        """Whether it names a format of ours, and not by `Pipeline`, which planned it and tells all there is to tell."""
+        """Whether it uses one of our formats directly: `Pipeline` has done these checks already."""
         return self.format.lower().startswith(PREFIX) and not any(k.lower() == OPTION for k in self.options)
 
 
@@ -85,7 +85,7 @@ def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession 
     """Wrap the classes that this kind of session uses. May be called again.
 
     Args:
-        register: makes the formats known to a session; the second argument is one that knows them, if there is.
+        register: registers the formats in a session; the second argument is a session that has them, if any.
     """
     connect = is_connect(spark)
     kind = "connect" if connect else "captured"
@@ -133,7 +133,7 @@ def _message_first(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _session_of(holder: Any) -> Any:
-    """The session of a reader, a writer, or the session itself."""
+    """The session of a reader or a writer, or the session itself."""
     for name in ("_spark", "_session", "_client"):
         found = getattr(holder, name, None)
         if hasattr(found, "dataSource"):
@@ -142,7 +142,7 @@ def _session_of(holder: Any) -> Any:
 
 
 def _found(original: Callable[..., Any], register: Callable[..., None]) -> Callable[..., Any]:
-    """Our formats are looked up in the thread's active session: if they are not there, make them known and go on."""
+    """Spark looks formats up in the thread's active session: register ours there if they are missing, and retry."""
 
     def call(self: Any, *given: Any, **named: Any) -> Any:
         try:
@@ -151,7 +151,7 @@ def _found(original: Callable[..., Any], register: Callable[..., None]) -> Calla
             missing = _NOT_FOUND.search(str(error))
             if missing is None:
                 raise
-            connector(missing.group(1))  # raises, if there is no such format
+            connector(missing.group(1))  # raises if there is no such format
             spark = _session_of(self)
             register(spark, None)
             make_active(spark)
@@ -198,7 +198,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         queryName: str | None = None,  # noqa: N803
         **options: Any,
     ) -> Any:
-        # As PySpark does, so that what was given here is seen; giving it twice changes nothing.
+        # As PySpark does, so that arguments given here are seen; setting them twice is harmless.
         self.options(**options)
         if outputMode is not None:
             self.outputMode(outputMode)
@@ -237,22 +237,22 @@ def _with_lag(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sources(writer: Any) -> tuple[str, ...]:
-    """What a query reads, in Spark's order, for people: "delivered_kafka[orders]"; empty where it cannot be seen."""
+    """Display names of a query's sources, in Spark's order: "delivered_kafka[orders]"; empty if not accessible."""
     try:
         if hasattr(writer, "_write_proto"):
             return tuple(_described(str(p._format), p._options) for p in _connect_reads(writer._write_stream._child))
         plan = writer._df._jdf.queryExecution().analyzed()
         return tuple(_described(leaf.sourceName(), dict(leaf.extraOptions())) for leaf in _classic_reads(plan))
     except Exception as error:
-        log.debug("the sources of a query cannot be seen: %s", error)
+        log.debug("cannot read the sources of a query: %s", error)
         return ()
 
 
 def _tell_source(writer: Any, write: Write) -> None:
-    """Let a source of ours know the query's checkpoint, of which Spark tells a Python source nothing.
+    """Pass the query's checkpoint, which Spark hides from Python sources, to our source.
 
-    There it keeps where its batch 0 began and what it knows of its offsets (`checkpoint/`). A query of several sources
-    is left as it is: they would keep these in one place.
+    The source keeps the start of batch 0 and its offset metadata there (`checkpoint/`). Queries with several sources
+    are left alone: the sources would overwrite each other's state.
     """
     checkpoint = next((v for k, v in write.options.items() if k.lower() == CHECKPOINT.lower()), None)
     if checkpoint is None:
@@ -261,8 +261,8 @@ def _tell_source(writer: Any, write: Write) -> None:
         (_tell_connect if hasattr(writer, "_write_proto") else _tell_classic)(writer, checkpoint)
     except Exception as error:
         log.warning(
-            "this PySpark does not let the source know the query's checkpoint (%s): that it was made anew while the "
-            'query was stopped is noticed only with .option("%s", ...) on the source',
+            "cannot pass the query's checkpoint to the source on this PySpark (%s): a source that was recreated while "
+            'the query was stopped is detected only with .option("%s", ...) on the source',
             error,
             CHECKPOINT,
         )
@@ -276,7 +276,7 @@ def _tell_classic(writer: Any, checkpoint: str) -> None:
     if len(reads) != 1 or not _wants_checkpoint(reads[0].sourceName(), dict(reads[0].extraOptions())):
         return
     options = {**dict(reads[0].extraOptions().asCaseSensitiveMap()), CHECKPOINT: checkpoint}
-    # Loaded anew: the data source was made with its options when the frame was loaded, and Spark keeps it.
+    # Load it again: Spark created the data source when the frame was loaded, and keeps its options.
     loaded = writer._spark.readStream.format(reads[0].sourceName()).options(**options).load()
     (told,) = _classic_reads(loaded._jdf.queryExecution().analyzed())
     if not told.schema().equals(reads[0].schema()):
@@ -318,7 +318,7 @@ def _connect_children(plan: Any) -> dict[str, Any]:
 
 
 def _connect_replaced(plan: Any, old: Any, new: Any) -> Any:
-    """A copy of a plan with one node in place of another."""
+    """A copy of a plan with one node replaced."""
     if plan is old:
         return new
     made = copy.copy(plan)
@@ -341,7 +341,7 @@ def _described(name: str, options: Mapping[str, str]) -> str:
 
 
 def _check(spark: Any, write: Write) -> None:
-    """Ask the driver, where a Connect client may be far from: `schema` of a data source is what runs there at once."""
+    """Check on the driver, which may be remote to a Connect client: `schema` of a data source runs there eagerly."""
     reader = spark.read.format(write.format).options(**write.options)
     try:
         asked = StartCheck(json.loads(write.columns()), write.output_mode.lower())
@@ -350,16 +350,16 @@ def _check(spark: Any, write: Write) -> None:
         found = translated(error)
         if found is not None:
             raise found from None
-        # What Spark itself cannot do it says again, at the start.
-        log.debug("the start was not checked: %s", error)
+        # The start reports Spark's own errors again.
+        log.debug("skipped the check before the start: %s", error)
 
 
 def _write(writer: Any) -> Write | None:
-    """What a DataStreamWriter was told. PySpark has no way to ask; where its insides changed, nothing is checked."""
+    """The settings of a DataStreamWriter, from PySpark's private fields; without these nothing is checked."""
     try:
         return _connect_write(writer) if hasattr(writer, "_write_proto") else _classic_write(writer)
     except Exception as error:
-        log.debug("a streaming writer of this PySpark cannot be read: %s", error)
+        log.debug("cannot read the streaming writer of this PySpark: %s", error)
         return None
 
 

@@ -1,4 +1,4 @@
-"""The JVM of a classic session, as far as Python must know it. A session of Spark Connect has none here."""
+"""The JVM of a classic session. Sessions of Spark Connect have none."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from pyspark.sql import SparkSession
 
 
 def is_connect(spark: Any) -> bool:
-    """Whether a session is one of Spark Connect: the driver is elsewhere."""
     return not hasattr(spark, "_jvm")
 
 
 def jvm_of(spark: Any) -> psutil.Process | None:
-    """The JVM of a session that runs on this machine; None for one of Spark Connect."""
+    """The local JVM of a session; None for Spark Connect."""
     if is_connect(spark):
         return None
-    # As text: the class of the handle itself is none that reflection may look into.
+    # As text: reflection is not allowed on the handle's class.
     return psutil.Process(int(spark._jvm.java.lang.ProcessHandle.current().toString()))
 
 
 @contextlib.contextmanager
 def active(spark: SparkSession) -> Iterator[None]:
-    """A session is the active one of this thread; then the former one again."""
+    """Make a session the active one of this thread; restores the previous one afterwards."""
     if is_connect(spark):
         yield
         return
@@ -44,9 +43,9 @@ def active(spark: SparkSession) -> Iterator[None]:
 def make_active(spark: SparkSession) -> None:
     """Make a session the active one of this thread.
 
-    Every Python thread has a JVM thread of its own, and Spark looks for the data source of a stream's sink in the
-    active session of that thread alone, not in the session that the stream belongs to: on any thread but the one that
-    made the session it finds no `delivered_...` (DATA_SOURCE_NOT_FOUND). A session of Spark Connect has no such thread.
+    Every Python thread has its own JVM thread, and Spark looks up the data source of a stream's sink in that thread's
+    active session, not in the stream's: on any thread but the one that created the session, `delivered_...` is not
+    found (DATA_SOURCE_NOT_FOUND). Not needed for Spark Connect.
     """
     if is_connect(spark):
         return

@@ -1,7 +1,6 @@
-"""`delivered.Pipeline`: what can be done with a pipeline as the user names it.
+"""`delivered.Pipeline`, the public API of a pipeline.
 
-Imports no pyspark: a pipeline is made, and planned offline, where Spark need not be installed. What needs it is
-imported when it is called.
+Imports pyspark only where it is called: pipelines can be declared, and planned offline, without Spark.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ class Pipeline(Definition):
     def plan(
         self, spark: SparkSession | None = None, *, offline: bool = False, takeover: bool = False
     ) -> Plan | Refusal:
-        """What the pipeline will do and what its guarantee rests on; or why it cannot be had, and what can.
+        """What the pipeline will do and what its guarantee assumes; or why it cannot be given, and which one can.
 
-        Starts no Spark. Changes nothing in source, sink and checkpoint; a connector may set up its own ledger.
+        Does not start Spark. Changes nothing in source, sink and checkpoint; a connector may create its ledger.
 
         Args:
             offline: ask neither servers nor checkpoint.
-            takeover: plan for fencing another driver that lives.
+            takeover: plan to fence another live driver.
 
         Raises:
-            UsageError: bad options.
-            Unreachable: a server or the checkpoint gave no answer.
+            UsageError: invalid options.
+            Unreachable: a server or the checkpoint did not answer.
         """
         session = None
         if spark is not None:
@@ -49,7 +48,7 @@ class Pipeline(Definition):
         """Plan, then start the query.
 
         Args:
-            spark: None: the active session, or a new one.
+            spark: default: the active session, or a new one.
             takeover: fence another driver that runs this pipeline.
 
         Raises:
@@ -68,7 +67,7 @@ class Pipeline(Definition):
 
         Args:
             query: from `start`.
-            timeout_s: after so long the query is stopped in mid-batch, which recovery bears.
+            timeout_s: afterwards the query is stopped mid-batch; recovery completes or repeats the batch.
             waiting: called about every 50 ms.
         """
         from delivered.spark.start import stop_between_batches
@@ -84,17 +83,17 @@ class Pipeline(Definition):
         sink_from: Mapping[str, Any] | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> AuditReport:
-        """Read the source range and the sink back as a Spark job, and say what became of every record.
+        """Compare the source range with the sink in a Spark job, and account for every record.
 
         Args:
-            sink: name of the one to follow, where there are several: each is held against its own rows and columns.
-            samples_max: damaged records listed, per class.
-            sink_from: offsets of the sink to read it from; what stands before them belongs to others, or to an earlier
-                checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. None: all that the sink holds.
-            progress: called with what is being done, a few times.
+            sink: name of the sink to audit, if there are several.
+            samples_max: damaged records listed per class.
+            sink_from: offsets in the sink to start from; earlier records belong to other writers or to an earlier
+                checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. Default: the whole sink.
+            progress: called at each step with its description.
 
         Raises:
-            UsageError: bad options, several sinks and none named, or a source of Spark's own.
+            UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
         from delivered.spark.audit import audit_sink
 

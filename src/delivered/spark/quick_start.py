@@ -1,14 +1,13 @@
-"""What makes a session on this machine start sooner: Java's archive of Spark's classes, and a launcher for the workers.
+"""Faster session starts on this machine: a Java archive of Spark's classes, and a launcher for the workers.
 
-Most of a session's start is loading 20,000 classes out of 250 JARs. Java's class data sharing writes them to an archive
-once (class_archive.py: about 25 s and 160 MB); each start after that takes about 3 s less. The JVM compares the archive
-with its own version and the JARs and goes on without it where they differ, so a stale one costs nothing and breaks
-nothing. Source: "Class Data Sharing" in Oracle's guide to the HotSpot virtual machine, and JEP 350.
+Most of a session's start is spent loading 20,000 classes from 250 JARs. Java's class data sharing archives them once
+(class_archive.py: about 25 s and 160 MB), which saves about 3 s per start. The JVM ignores an archive that does not
+match its version and JARs, so a stale one is harmless. See "Class Data Sharing" in Oracle's HotSpot guide, and JEP 350.
 
-Spark puts `pyspark.zip` before everything else on the path of its workers. Python keeps no bytecode for a zip, so every
-process compiles pyspark anew: 0.4 to 0.9 s each, and a query starts a dozen of them one after the other. The installed
-package is the same code with its bytecode beside it. The order of the path is Spark's own and no setting changes it, so
-the workers get a launcher that takes the zip out and becomes the real interpreter.
+Spark puts `pyspark.zip` first on the path of its workers. Python caches no bytecode for a zip, so every process
+recompiles pyspark: 0.4 to 0.9 s each, and a query starts a dozen of them in sequence. The installed package is the same
+code with cached bytecode. No setting changes Spark's path order, so the workers get a launcher that removes the zip and
+execs the real interpreter.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ exec "{python}" "$@"
 
 
 def archive() -> Path:
-    """Where the archive for this Java and this pyspark lies, or would lie."""
+    """Path of the archive for this Java and this pyspark, whether it exists or not."""
     told = f"{java_home().resolve()} {Path(pyspark.__file__).parent} {pyspark.__version__}"
     name = hashlib.sha256(told.encode()).hexdigest()[:12]
     return cache_folder() / "classes" / f"spark-{pyspark.__version__}-{name}.jsa"
 
 
 def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
-    """The configuration with the archive in it, if it was made and the caller names none."""
+    """The configuration plus the archive, if it exists and the caller sets none."""
     options = conf.get(JAVA_OPTIONS, "")
     try:
         file = archive()
@@ -63,10 +62,10 @@ def with_archive(conf: Mapping[str, str]) -> dict[str, str]:
 
 
 def worker_python() -> str:
-    """A launcher of this interpreter, made in the cache folder; the interpreter itself where that cannot be.
+    """A launcher of this interpreter, created in the cache folder; the interpreter itself if that is not possible.
 
-    Fit for workers on this machine alone. With a Spark that is not the installed package (SPARK_HOME is set) the zip
-    is what must be read, and the interpreter itself is returned.
+    Only for workers on this machine. If SPARK_HOME names another Spark than the installed package, its zip must be
+    used, and the interpreter itself is returned.
     """
     if os.environ.get("SPARK_HOME") or os.name != "posix":
         return sys.executable

@@ -34,14 +34,14 @@ def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordB
     arm()
     in_query()
     if not isinstance(partition, SlicePartition):
-        return  # PySpark makes a task without a partition of ours where a batch read has nothing to read
+        return  # PySpark runs one task without a partition of ours for an empty batch read
     reach(StepId.SOURCE_READ, Moment.BEFORE)
     yield from source.read(partition.piece)
     reach(StepId.SOURCE_READ, Moment.AFTER)
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Lives on the driver in one process per query; copies without a connection go to the tasks."""
+    """Lives in one process per query on the driver; tasks get copies without a connection."""
 
     def __init__(self, source: Source, reading: Reading) -> None:
         self._source = source
@@ -61,7 +61,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         driver = self._driver
-        # Batch 0 may run again: where it begins is settled the first time, whatever "latest" is by then.
+        # Batch 0 may run again: its start is fixed the first time, whatever "latest" is by then.
         told = self._reading.checkpoint
         began = first_offsets.keep(told, driver.initial) if told is not None else None
         if began is None:
@@ -81,8 +81,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             end = start
         else:
             end = self._driver.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
-        # Spark calls `commit` of a batch when it has planned the next one, which may be never. It asks for offsets
-        # only after it has logged the batch that ended at `start`; so it does at the end of an available-now run.
+        # Spark calls `commit` for a batch only after it has planned the next one, which may be never. But it asks for
+        # offsets only after it has logged the batch that ended at `start`, also at the end of an available-now run.
         self._acknowledge(start)
         return end
 
@@ -105,7 +105,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._acknowledge(end)
 
     def _acknowledge(self, logged: dict[str, Any]) -> None:
-        """Once for each place. Where the stream begins, no batch has ended."""
+        """Acknowledge each position once. No batch ends at the start of the stream."""
         if logged != self._logged:
             self._driver.acknowledge(logged)
             self._logged = logged

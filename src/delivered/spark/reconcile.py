@@ -1,12 +1,12 @@
-"""Reconcile as Spark aggregations: nothing but bounded samples and sums come to the driver.
+"""Reconcile as Spark aggregations: only bounded samples and sums reach the driver.
 
-Says the same as `delivered.audit.reconcile`, which defines the classes; a test holds the two together. One pass over
-each side; then three shuffles: by (id, value), by id, and by key for the order. Both sides are put under each other and
-counted instead of joined: an id that occurs a million times is summed before it is sent, and null ids need no care.
+Equivalent to `delivered.audit.reconcile`, which defines the classes; a test compares the two. One pass over each side,
+then three shuffles: by (id, value), by id, and by key for the order. The sides are unioned and counted rather than
+joined: an id that occurs a million times is summed before the shuffle, and null ids need no special case.
 
-All that is summed or compared is a 64-bit number: Spark aggregates numbers in a hash table, and sorts all rows for a
-text or a struct. So a record's place is one number, `at`: the slot of the slice that it was read in, then its row in
-there. What a person wants to see of the few damaged records is looked up for these afterwards.
+All sums and comparisons are on 64-bit numbers, which Spark aggregates in a hash table; for strings and structs it sorts
+all rows. So a record's position is one number, `at`: the slot of its slice, then its row in the slice. Details of the
+few damaged records are looked up afterwards.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, Row
 
 PARTITIONS_MAX = 1_000
-"""Source partitions that are reported one by one."""
+"""Source partitions that are reported individually."""
 
 _OWN = "__delivered_"
 _LOW, _HIGH, _OTHER, _POSITION = (f"{_OWN}{name}" for name in ("low", "high", "other", "position"))
 _SHOWN_LENGTH = 64
 _LIMBS = ((0, 24), (24, 24), (48, 16))
-"""A 64-bit hash is summed in three parts of at most 24 bits: no overflow below 2**39 records."""
+"""64-bit hashes are summed in three parts of at most 24 bits: no overflow below 2**39 records."""
 
 _SUMS = [f"{side}_{name}_{start}" for side in ("must", "there") for name in ("low", "high") for start, _ in _LIMBS]
 _ROW_BITS = 33
-"""Of `at`, those of `monotonically_increasing_id` that count rows; above them stands the slot."""
+"""The bits of `at` that count rows, as in `monotonically_increasing_id`; the slot is in the bits above."""
 
 Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
 
@@ -57,14 +57,14 @@ def hashed(
     own_sql: str | None = None,
     position: str | None = None,
 ) -> DataFrame:
-    """One small row per record: id, value's hash, key's hash, where it stood.
+    """One small row per record: id, hash of the value, hash of the key, position.
 
     Args:
-        canonical: rows of `frame` as a reader of the sink finds them.
-        at: where a record stands: from `Slots`.
+        canonical: maps rows of `frame` to rows as a reader of the sink sees them.
+        at: position of a record, from `Slots`.
         id_sql, key_sql: SQL over the canonical columns. No id: the whole record.
-        own_sql: the same, true for records of this pipeline: a column `own` says for which.
-        position: column of `frame` by which a person finds the record: kept as `position`.
+        own_sql: SQL condition for records of this pipeline, kept as the column `own`.
+        position: column of `frame` that locates the record for users, kept as `position`.
     """
     arrow = to_arrow_schema(frame.schema, timezone="UTC")
     empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in arrow], schema=arrow)
@@ -102,7 +102,7 @@ def _hasher(canonical: Canonical, seed: int, position: str | None, schema: pa.Sc
             own = {
                 _LOW: pa.array(low.view(np.int64)),
                 _HIGH: pa.array(high.view(np.int64)),
-                # A second, independent hash: 128 bits tell records apart, 64 would meet themselves by chance.
+                # A second, independent hash: 64 bits would collide by chance, 128 do not.
                 _OTHER: pa.array(record_hashes(records, ~seed).view(np.int64)),
                 **({_POSITION: batch.column(position).cast(pa.int64())} if position is not None else {}),
             }
@@ -113,27 +113,27 @@ def _hasher(canonical: Canonical, seed: int, position: str | None, schema: pa.Sc
 
 
 class Slots:
-    """What the slots of `at` are: the partition, of the source or of the sink, that each slice was read of.
+    """The slots of `at`: for each slice, the partition of the source or the sink that it was read from.
 
-    Rows of one slot stand in their order, slots of one partition in theirs.
+    Rows of a slot are in order, and so are the slots of a partition.
     """
 
     def __init__(self) -> None:
         self._names: list[str] = []
 
     def placed(self, names: Sequence[str]) -> Column:
-        """Where the rows of a frame stand whose partition i is a slice of `names[i]`. Slots of later calls follow."""
+        """Positions of the rows of a frame whose partition i is a slice of `names[i]`. Later calls add later slots."""
         first = len(self._names)
         self._names += names
         return F.monotonically_increasing_id() + F.lit(first << _ROW_BITS)
 
     def unplaced(self, name: str) -> Column:
-        """The same for all rows of a frame that moved them: one place in `name`."""
+        """As `placed`, for a frame whose rows were shuffled: all at one position in `name`."""
         self._names.append(name)
         return F.lit((len(self._names) - 1) << _ROW_BITS)
 
     def name(self, slot: int | None) -> str:
-        """The partition of a slot; "-" for what was never sent."""
+        """The partition of a slot; "-" for records that were never sent."""
         return "-" if slot is None else self._names[slot] if slot < len(self._names) else "?"
 
     def shown(self, at: int | None, position: int | None = None) -> str | None:
@@ -142,7 +142,7 @@ class Slots:
         return f"{self.name(at >> _ROW_BITS)} @ {at & ((1 << _ROW_BITS) - 1) if position is None else position}"
 
     def partition(self, at: Column) -> Column:
-        """A number for each partition."""
+        """Index of the partition."""
         slot = F.shiftright(at, _ROW_BITS).cast("int")
         if len(set(self._names)) == len(self._names):
             return slot
@@ -163,11 +163,11 @@ def reconcile(
 
     Args:
         sent: from `hashed`: what must be in the sink.
-        ahead: what may be in the sink: of batches that began and are not decided yet.
+        ahead: what may be in the sink: rows of started, undecided batches.
         found: what is in the sink.
         origins: slots of `sent` and `ahead`.
         places: slots of `found`.
-        samples_max: damaged records brought to the driver, per class.
+        samples_max: damaged records collected per class.
     """
     both = _side(sent, "must").unionByName(_side(found, "there"))
     if ahead is not None:
@@ -196,7 +196,7 @@ def reconcile(
 
 
 def _side(frame: DataFrame, side: str) -> DataFrame:
-    """Rows of one side, with a 1 in its own column."""
+    """Rows of one side, marked with a 1 in its column."""
     is_sent = side != "there"
     nothing = F.lit(None).cast("long")
     return frame.select(
@@ -204,7 +204,7 @@ def _side(frame: DataFrame, side: str) -> DataFrame:
         "null_id",
         "low",
         "high",
-        # Order is judged by the key that was sent.
+        # Order is judged by the sent key.
         (F.col("key_hash") if is_sent else nothing).alias("key_hash"),
         *[F.lit(int(side == name)).cast("long").alias(name) for name in ("must", "may", "there")],
         (F.col("at") if is_sent else nothing).alias("origin"),
@@ -243,7 +243,7 @@ def _classified(both: DataFrame, origins: Slots, places: Slots) -> DataFrame:
     known_id = (must + may) > 0
     origin, place = F.col("origin"), F.col("place")
     compared = origin.isNotNull() & place.isNotNull()
-    # Records without a key have no order; spread over the cluster they must not meet in one partition.
+    # Records without a key have no order, and must not all be shuffled to one partition.
     same_key = (
         Window.partitionBy(F.coalesce("key_hash", F.xxhash64("id")), origins.partition(origin), places.partition(place))
         .orderBy("place", "origin")
@@ -307,7 +307,7 @@ def _damaged(classified: DataFrame, damage: Damage, samples_max: int) -> list[Ro
 def _samples(
     damaged: Sequence[tuple[Damage, Row]], sent: DataFrame, found: DataFrame, origins: Slots, places: Slots
 ) -> tuple[Sample, ...]:
-    """Damaged records with the key that a person knows, and where the sink has them."""
+    """Damaged records with their readable key and their position in the sink."""
     there = _looked_up(found, [r["id"] for _, r in damaged if r["there"]])
     gone = _looked_up(sent, [r["id"] for _, r in damaged if not r["there"]])
     return tuple(
@@ -325,7 +325,7 @@ def _samples(
 
 
 def _looked_up(frame: DataFrame, ids: Sequence[str]) -> dict[str, tuple[str | None, int | None]]:
-    """Of a few ids the key, and the position of the first copy if rows of this side have one."""
+    """Key of a few ids, and the position of the first copy if this side has positions."""
     if not ids:
         return {}
     wanted = frame.sparkSession.createDataFrame([(i,) for i in sorted(set(ids))], "id string")

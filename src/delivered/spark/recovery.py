@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from delivered.engine.context import Context
     from delivered.pipeline.spec import PipelineSpec
 
-# The driver's half of the engine is imported where it is called: a task unpickles a writer, and must not load it.
+# The engine's driver code is imported where it is called: tasks unpickle writers, and must not load it.
 
 
 @dataclass
@@ -37,19 +37,18 @@ class ShardCommit(WriterCommitMessage):
 
 
 class Recovering:
-    """A writer that recovers and plans its batch at the moment when Spark pickles it for the tasks.
+    """A writer that recovers and plans its batch when Spark pickles it for the tasks.
 
     Recovery (claim, check, apply, abort orphans) must run on the driver before the first task of a batch, and never
-    after it, where it would abort what the tasks prepared. PySpark has no call for that. It makes the writer of a
-    stream twice for each batch, in two long-lived processes of the driver: the one that plans, and the one that
-    commits. A writer is told neither which one it is in, nor when tasks start. But only the one that plans pickles it,
-    once, for the tasks; and so does a df.write, whose pickled writer is carried on to the commit as well. What runs
-    where Spark changes that is caught: a task compares its query and batch with the plan, and a commit takes messages
-    of its own batch and owner alone (decision 001).
+    later, when it would abort what the tasks prepared. PySpark has no hook for that. It creates a stream's writer twice
+    per batch, in two long-lived driver processes: one plans, the other commits. A writer learns neither which process
+    it is in nor when tasks start. But only the planning process pickles it, once, for the tasks; so does df.write,
+    which then commits with the pickled writer. Should a Spark version change that, it is detected: tasks compare their
+    query and batch with the plan, and a commit accepts only messages of its own batch and owner (decision 001).
     """
 
     _stays: tuple[str, ...] = ()
-    """Attributes that do not travel to the tasks."""
+    """Attributes that are not pickled."""
 
     def __init__(self, spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> None:
         self._spec = spec
@@ -70,17 +69,15 @@ class Recovering:
         raise NotImplementedError
 
     def _planned(self) -> BatchPlan:
-        """The plan, in a task."""
         if self._plan is None:
             raise InvariantBroken(
                 "NO_PLAN",
-                "A task got a writer without a plan. Nothing was written.",
+                "A task received a writer without a plan. Nothing was written.",
                 next_step="run `delivered doctor`, which checks Spark's version, and report this with its output",
             )
         return self._plan
 
     def _write(self, batches: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """One task of a batch."""
         arm()
         in_query()
         task = running_task()
@@ -89,7 +86,7 @@ class Recovering:
 
 
 def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> BatchPlan:
-    """Recover a stream, and plan the batch that its checkpoint says is about to run."""
+    """Recover a stream, and plan its next batch according to the checkpoint."""
     from delivered.checkpoint.folder import read_view
     from delivered.engine.recover import plan_batch
 
@@ -111,7 +108,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
 
 
 def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Schema) -> BatchPlan:
-    """Recover a write that is no stream, and plan it: the one batch of an incarnation that its run id names."""
+    """Recover a batch write, and plan it as the only batch of an incarnation that its run id identifies."""
     from delivered.engine.recover import plan_batch
 
     arm()
@@ -120,14 +117,12 @@ def plan_run(spec: PipelineSpec, sink: Sink | SinkGroup, run: str, schema: pa.Sc
 
 
 def commit(opened: Context, batch: int, offsets: str, said: Sequence[ShardMessage | None], *, run: bool) -> None:
-    """See `engine.decide.commit_batch`."""
     from delivered.engine.decide import commit_batch
 
     commit_batch(opened, batch, offsets, said, run=run)
 
 
 def abort(opened: Context, said: Sequence[ShardMessage]) -> None:
-    """See `engine.decide.abort_batch`."""
     from delivered.engine.decide import abort_batch
 
     abort_batch(opened, said)
@@ -138,7 +133,7 @@ def checkpoint_of(spec: PipelineSpec) -> str:
         raise InvariantBroken(
             "CHECKPOINT_UNKNOWN",
             "Spark passed no checkpointLocation to the sink. Nothing was written.",
-            next_step='name it at the writer: .option("checkpointLocation", "...")',
+            next_step='set it on the writer: .option("checkpointLocation", "...")',
         )
     return spec.checkpoint
 
@@ -148,7 +143,7 @@ def messages_of(messages: Sequence[WriterCommitMessage | None]) -> list[ShardMes
 
 
 def context(spec: PipelineSpec, sink: Sink | SinkGroup, incarnation: str) -> Context:
-    """Ledger and committer of one pipeline, opened once in this process, which Spark uses for many batches."""
+    """Ledger and committer of a pipeline, opened once per process, which Spark reuses for many batches."""
     from delivered.engine.context import Context
     from delivered.engine.owner import located
 
@@ -170,8 +165,8 @@ class _Planned:
     """The batch that this process planned last.
 
     Attributes:
-        epoch: of the ledger, that its plan rests on.
-        start: of the query that it belongs to.
+        epoch: ledger epoch of its plan.
+        start: identifies the start of its query.
     """
 
     batch: int
@@ -179,7 +174,7 @@ class _Planned:
     start: str
 
     def is_followed_by(self, view: CheckpointView, start: str) -> bool:
-        """Whether Spark logged it and runs the next one, in the same start of the query: no claim needed."""
+        """Whether Spark logged it and runs the next batch in the same start of the query: no claim is needed."""
         return self.batch == view.batch - 1 == view.logged and self.start == start
 
 

@@ -1,4 +1,4 @@
-"""What happens between source and sinks, on DataFrames: the transform, and the rows and columns of each sink."""
+"""DataFrame operations between source and sinks: the transform, and the projection of each sink."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def apply_transform(
         case "python":
             function = transform.function
             if function is None:
-                raise UsageError("TRANSFORM_MISSING", "The transform is a function, and none was given.")
+                raise UsageError("TRANSFORM_MISSING", "The transform is a function, but none was given.")
             return function
         case "arrow":
             return _map_in_arrow(arrow_transform(transform), source)
@@ -74,7 +74,7 @@ def _map_in_arrow(transform: ArrowTransform, source: Source | None) -> Callable[
 
 
 def _travel_by_value(transform: Transform) -> None:
-    """A module of the user's own is not installed on executors: send its functions along."""
+    """Pickle the functions of the user's module by value: executors do not have it installed."""
     name = getattr(transform.function, "__module__", None)
     module: ModuleType | None = sys.modules.get(name) if name else None
     file = getattr(module, "__file__", None)
@@ -88,14 +88,14 @@ def _travel_by_value(transform: Transform) -> None:
 def routed(
     frame: DataFrame, projections: Sequence[Projection], keep: Sequence[str] = ()
 ) -> tuple[DataFrame, list[Columns | None]]:
-    """The frame with the columns that every sink needs, and how each finds its own. No row is added or moved.
+    """The frame with the columns of all sinks, and which of them each sink gets. Rows are neither added nor moved.
 
     Args:
-        keep: columns of the frame, if it has them, that are kept beside: where a row came from.
+        keep: columns to keep in addition, if the frame has them: where a row came from.
 
     Raises:
-        UsageError: an expression is no SQL over the frame's columns, gives more or fewer rows than it gets, or a
-            condition is not true or false.
+        UsageError: an expression is not SQL over the frame's columns, returns more or fewer rows than it gets, or a
+            condition is not boolean.
     """
     if all(p.is_all for p in projections):
         return frame, [None] * len(projections)
@@ -112,7 +112,7 @@ def routed(
             column = item.name
             if item.sql is not None:
                 column = f"{_OWN}{number}_{item.name}"
-                # Within CASE: only for the sink's own rows, and nothing that gives more rows or one for many.
+                # CASE evaluates it only for the sink's own rows, and rules out generators and aggregates.
                 made[column] = f"CASE WHEN {_quoted(where) if where else 'true'} THEN ({item.sql}) END"
             elif column not in given:
                 raise UsageError(
@@ -130,7 +130,7 @@ def routed(
 
 
 def taken(frame: DataFrame, sink: Sink) -> DataFrame:
-    """The rows of a frame that a sink does not refuse for themselves."""
+    """The valid rows of a frame, as the sink validates them."""
     if not isinstance(sink, ValidatesRows):
         return frame
 
@@ -142,7 +142,7 @@ def taken(frame: DataFrame, sink: Sink) -> DataFrame:
 
 
 def projected(frame: DataFrame, projection: Projection) -> DataFrame:
-    """What one sink gets of a frame, as a frame."""
+    """The rows and columns of a frame that one sink gets."""
     routed_frame, (route,) = routed(frame, [projection])
     if route is None:
         return frame
@@ -159,9 +159,8 @@ def _with_columns(frame: DataFrame, columns: Mapping[str, str]) -> DataFrame:
     except (AnalysisException, ParseException) as error:
         raise UsageError(
             "SINK_EXPRESSION",
-            f"A sink's select or where cannot be used: {str(error).splitlines()[0]}",
-            next_step="write SQL over one row of what the transform gives; what needs more rows belongs into the "
-            "transform",
+            f"A sink's select or where is invalid: {str(error).splitlines()[0]}",
+            next_step="write SQL over single rows of the transform's result; aggregate in the transform",
         ) from None
 
 
@@ -172,7 +171,7 @@ def _check_conditions(frame: DataFrame, projections: Sequence[Projection]) -> No
         if kind != "boolean":
             raise UsageError(
                 "WHERE_VALUE",
-                f"A sink's where is {projection.where!r}, of type {kind}; it must be true or false.",
+                f"A sink's where is {projection.where!r}, of type {kind}; it must be boolean.",
             )
 
 

@@ -1,9 +1,9 @@
-"""Sessions: every format made known to one; and one whose workers run this interpreter, on a Java that is really there.
+"""Registers the formats in a session; creates sessions whose workers run this interpreter, on an installed Java.
 
-A driver is known by an owner's id, which must reach each of its processes: those that plan and commit streams, and
-those that write batches for df.write and INSERT INTO. To a data source PySpark passes options alone, and an INSERT INTO
-has none that we could add to. What it does carry everywhere is the registered class, by value; so the id is an
-attribute of a class made by `register`. From there `formats.py` puts it into the spec, and nothing else reads it.
+An owner's id identifies the driver, and must reach each of its processes: those that plan and commit streams, and those
+that write for df.write and INSERT INTO. PySpark passes only options to a data source, and INSERT INTO has none to add
+to. But it pickles the registered class by value, so the id is an attribute of a class that `register` creates.
+`formats.py` copies it into the spec; nothing else reads it.
 """
 
 from __future__ import annotations
@@ -30,32 +30,31 @@ _CONF = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.session.timeZone": "UTC",
-    # Tasks that take rows in larger Arrow batches spend less time between Python and the JVM.
+    # Larger Arrow batches cost less between Python and the JVM.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "32768",
     "spark.sql.shuffle.partitions": "4",
 }
 
 
 _registered: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
-"""What a session's classes carry."""
 
 
 def is_registered(spark: SparkSession) -> bool:
-    """Whether this session knows the formats: registering again makes Spark warn, once for each."""
+    """Whether the session has the formats: registering again makes Spark warn about each."""
     return spark in _registered
 
 
 def register(spark: SparkSession) -> None:
-    """Make every format of this package known to a session, and the session active in this thread. May be called again.
+    """Register every format in a session, and make the session active in this thread. May be called again.
 
-    Every session that this one makes by `newSession` knows them too, and so does every thread. Errors of these formats
-    begin with their code from here on, and a query that cannot be started is refused by `start()` (docs/spark.md).
+    Sessions created from this one by `newSession` have the formats too, on every thread. From now on, errors of these
+    formats start with their code, and `start()` refuses a query that cannot run (docs/spark.md).
 
     Args:
-        spark: a classic session or one of Spark Connect.
+        spark: classic or Spark Connect.
 
-    The registered classes carry an id of this driver, new for each call: it is how the driver's processes know each
-    other as one owner of a ledger, and how a second driver on the same checkpoint is told apart.
+    The registered classes carry an id of this driver, new for each call: by it the driver's processes act as one owner
+    of a ledger, and a second driver on the same checkpoint is detected.
     """
     _register(spark, None)
     install(spark, _register)
@@ -68,7 +67,7 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
         parent: a session of the same driver.
     """
     owner = (_registered.get(parent) if parent is not None else None) or new_owner(jvm_of(spark))
-    with active(spark):  # where Spark looks whether a format is there already
+    with active(spark):  # where Spark checks for existing formats
         for name in (*connectors(), GROUP):
             attributes: dict[str, Any] = {"system": name, "owner": owner}
             # Not importable by name, so that Spark pickles the class by value, id included.
@@ -77,12 +76,12 @@ def _register(spark: SparkSession, parent: SparkSession | None) -> None:
 
 
 def prepare_environment(python: str | None = None) -> None:
-    """Set JAVA_HOME and PYSPARK_PYTHON of this process where they are not set. Call before the JVM starts.
+    """Set JAVA_HOME and PYSPARK_PYTHON of this process if unset. Call before the JVM starts.
 
-    Without PYSPARK_PYTHON Spark's workers would run whatever `python3` the system has.
+    Without PYSPARK_PYTHON, Spark's workers would run the system's `python3`.
 
     Args:
-        python: what workers run; default: this interpreter.
+        python: interpreter of the workers; default: this one.
 
     Raises:
         DeliveredError: no Java 17 or newer, neither on the machine nor from the extra `java`.
@@ -93,7 +92,7 @@ def prepare_environment(python: str | None = None) -> None:
 
 
 def _listen_on_loopback(builder: SparkSession.Builder) -> SparkSession.Builder:
-    """A driver that is its own cluster has no business on the network's addresses."""
+    """A local driver need not be reachable from the network."""
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     return builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
 
@@ -103,10 +102,10 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
 
     Args:
         master: default: what `spark-submit` set, else `local[*]`.
-        conf: Spark configuration on top of ours.
+        conf: Spark configuration, overrides ours.
     """
     if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
-        master = "local[*]"  # not below spark-submit, which would have set a master
+        master = "local[*]"  # spark-submit would have set a master
     local = master is not None and (master == "local" or master.startswith("local["))
     prepare_environment(worker_python() if local else None)
     builder = SparkSession.builder.appName(name)

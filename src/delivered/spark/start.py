@@ -1,8 +1,8 @@
 """Starts a pipeline as a query, and stops it between two batches.
 
-`query.stop()` kills the batch that runs. So the source is drained first: a file, which the spec names, tells it to
-offer nothing new. From then on no batch starts, the running one ends as always, and the query can be stopped while it
-is idle. The file lies on the driver's machine, where the source's offsets are asked.
+`query.stop()` kills the running batch. So the source is drained first: a file, named in the spec, makes it offer no new
+records. No batch starts after that, the running one completes, and the query is stopped while idle. The file is on the
+driver's machine, where the source plans its batches.
 """
 
 from __future__ import annotations
@@ -46,19 +46,15 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.05
 _IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
-"""Spark's words when no batch runs. It drops the first one as soon as it asks a source for offsets."""
+"""Spark's status messages when no batch runs. The first one disappears as soon as it asks a source for offsets."""
 
 
 _drains: dict[str, Path] = {}
-"""Of queries that were started here, by their run id."""
+"""By run id of the queries started here."""
 
 
 def start(pipeline: Definition, given: SparkSession | None) -> StreamingQuery:
-    """Keep the source's first offsets, and start the query.
-
-    Args:
-        pipeline: that was planned.
-    """
+    """Record the source's first offsets, and start the query of a planned pipeline."""
     spark = ready(pipeline, given)
     drain = Path(tempfile.gettempdir()) / f"delivered-drain-{uuid.uuid4().hex}"
     try:
@@ -73,7 +69,7 @@ def start(pipeline: Definition, given: SparkSession | None) -> StreamingQuery:
 
 
 def ready(pipeline: Definition, given: SparkSession | None) -> SparkSession:
-    """The session given, or a new one, with every format registered, and active in this thread."""
+    """The given session or a new one, with every format registered, active in this thread."""
     spark = given or SparkSession.getActiveSession() or new_session(pipeline)
     if not is_registered(spark):
         register(spark)
@@ -82,10 +78,10 @@ def ready(pipeline: Definition, given: SparkSession | None) -> SparkSession:
 
 
 def new_session(pipeline: Definition) -> SparkSession:
-    """A session fit for a pipeline's guarantee, with its own configuration on top."""
+    """A session that suits a pipeline's guarantee, with the pipeline's own configuration on top."""
     conf = pipeline.conf
     if pipeline.guarantee is Guarantee.AT_MOST_ONCE:
-        # A stage that Spark runs again after lost shuffle files counts its attempts from 0: tasks would send again.
+        # Spark numbers attempts from 0 again when it reruns a stage after lost shuffle files: tasks would send twice.
         conf = {"spark.stage.maxConsecutiveAttempts": "1", **conf}
     return session(pipeline.name, pipeline.master, conf)
 
@@ -94,7 +90,7 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
     """Let the running batch finish, then stop the query. Returns whether it was idle when it was stopped.
 
     Args:
-        timeout_s: after so long the query is stopped in mid-batch; recovery finishes or repeats the batch.
+        timeout_s: afterwards the query is stopped mid-batch; recovery completes or repeats the batch.
         waiting: called about every 50 ms.
     """
     idle = False
@@ -134,7 +130,7 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQ
     writer = frame.writeStream.format(PREFIX + (GROUP if spec.is_group else spec.sinks[0].system)).options(**beside)
     writer = writer.option(OPTION, spec.to_option()).option("checkpointLocation", pipeline.checkpoint)
     _keep_dedup(pipeline, spec)
-    with batches_fit_for(spark, frame.schema):  # a query keeps the configuration it started with
+    with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
         return writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
 
 
@@ -149,7 +145,7 @@ def _initial(source: Source) -> Offsets:
 
 
 def _is_direct(pipeline: Definition, spec: PipelineSpec) -> bool:
-    """Whether no operation of Spark's stands between source and sinks, so that tasks can read for themselves."""
+    """Whether no Spark operation lies between source and sinks, so that tasks can read the source themselves."""
     plain = all(s.projection.is_plain if spec.is_group else s.projection.is_all for s in pipeline.sinks)
     return pipeline.transform.kind in ("none", "arrow") and plain and pipeline.dedup is None
 
@@ -157,7 +153,7 @@ def _is_direct(pipeline: Definition, spec: PipelineSpec) -> bool:
 def _rows(
     pipeline: Definition, spark: SparkSession, frame: DataFrame, source: Source | None, spec: PipelineSpec
 ) -> tuple[DataFrame, PipelineSpec]:
-    """What the sinks get, and the spec with the route of each."""
+    """The rows for the sinks, and the spec with each sink's route."""
     projections = [s.projection for s in pipeline.sinks]
     routes = [p.route if spec.is_group else None for p in projections]
     if spec.direct is None:
@@ -167,8 +163,8 @@ def _rows(
         if not frame.isStreaming:
             raise UsageError(
                 "TRANSFORM_NOT_STREAMING",
-                "The transform gave a DataFrame that does not come from its source: it holds no stream.",
-                next_step="build the result from the DataFrame that the function gets, or from the view `source`",
+                "The transform returned a DataFrame that is not a stream: it was not derived from the source.",
+                next_step="derive the result from the DataFrame that the function gets, or from the view `source`",
             )
         if spec.is_group:
             keep = COORDINATES if pipeline.on_bad_row is OnBadRow.DEAD_LETTER else ()
@@ -179,7 +175,7 @@ def _rows(
 
 
 def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpec) -> DataFrame:
-    """The stream without its repeats, by what the pipeline lets remember them."""
+    """The deduplicated stream, by Spark's state or a table as the pipeline says."""
     if not dedup.in_table:
         return without_repeats(frame, dedup)
     sinks = spec.open()

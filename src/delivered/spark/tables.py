@@ -1,9 +1,9 @@
 """SQL tables over our formats: `CREATE TABLE t USING delivered_kafka OPTIONS (...)`.
 
-Spark passes the options of `CREATE TABLE` to a Python source once, when it asks for the columns, and to none of the
-statements that use the table later (measured with PySpark 4.3). What it does keep is the schema. So the options travel
-in the metadata of the first column: every SELECT, INSERT INTO and readStream.table gets that schema back. A table is
-resolved anew by every statement, and so reads what is there at that moment.
+Spark passes the options of `CREATE TABLE` to a Python source only once, when it asks for the columns, and never to
+later statements on the table (measured with PySpark 4.3). But it keeps the schema. So the options are stored in the
+metadata of the first column, which every SELECT, INSERT INTO and readStream.table gets. Every statement resolves the
+table again, and reads its current content.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ _METADATA = "delivered.table"
 _OF_CATALOG = "provider"
 _PREFIX = "option."
 _PER_STATEMENT = frozenset({"runid", "pipeline"})
-"""Options that a statement on a table may add: INSERT INTO t WITH ('runId' = '...')."""
+"""Options that a statement may add: INSERT INTO t WITH ('runId' = '...')."""
 
 
 def created(options: Mapping[str, str]) -> dict[str, str] | None:
-    """The options of the `CREATE TABLE` that asks; None: somebody else asks.
+    """The options of the calling `CREATE TABLE`; None: another statement calls.
 
     Raises:
-        UsageError: one holds a secret: the schema goes wherever the rows go, into files of other formats too.
+        UsageError: one holds a secret: the schema goes wherever the rows go, even into files of other formats.
     """
     given = {k.lower(): v for k, v in options.items()}
     if _OF_CATALOG not in given:
         return None
     found = {k.removeprefix(_PREFIX): v for k, v in given.items() if k.startswith(_PREFIX)}
-    if "path" in given:  # Spark takes it out of OPTIONS, as the table's location
+    if "path" in given:  # Spark removes it from OPTIONS, as the table's location
         found.setdefault("path", given["path"])
     hidden = redacted(found)
     secret = next((k for k in found if hidden[k] != found[k]), None)
     if secret is not None:
         raise UsageError(
             "TABLE_SECRET",
-            f"The option {secret!r} of the table holds a secret, which the catalog would show.",
-            next_step=f"refer to it: '{secret}' 'env:NAME' or 'file:PATH'",
+            f"The table option {secret!r} holds a secret, which the catalog would expose.",
+            next_step=f"use a reference: '{secret}' 'env:NAME' or 'file:PATH'",
         )
     return found
 
 
 def with_options(schema: StructType, options: Mapping[str, str]) -> StructType:
-    """The table's columns, with its options where `of_table` finds them."""
+    """The table's columns, with its options stored for `of_table`."""
     first, *rest = schema.fields
     metadata = {**first.metadata, _METADATA: json.dumps(dict(options))}
     return StructType([StructField(first.name, first.dataType, first.nullable, metadata), *rest])
 
 
 def is_sink(options: Mapping[str, str]) -> bool:
-    """A table that names a guarantee is written to; any other is read."""
+    """A table with a guarantee is a sink; any other is a source."""
     return "guarantee" in options
 
 
 def for_read(schema: StructType, options: Mapping[str, str], system: str) -> dict[str, str]:
-    """The options of a read: the statement's own, before the table's.
+    """The options of a read: the statement's own override the table's.
 
     Raises:
-        Refused: the table is a sink's.
+        Refused: the table is a sink.
         UsageError: a table whose options Spark did not pass.
     """
     table = _of_table(schema)
     if is_sink(table):
         raise Refused(
             "TABLE_WRITE_ONLY",
-            "The table names a guarantee in its OPTIONS: it is a sink, for INSERT INTO.",
-            next_step="create a second table over the source to read from, without the option guarantee",
+            "The table has a guarantee in its OPTIONS, so it is a sink for INSERT INTO and cannot be read.",
+            next_step="create a second table for reading, without the option guarantee",
         )
     if not table and not options:
         raise _not_passed(system, "SELECT ... FROM t WITH (...)")
@@ -78,10 +78,10 @@ def for_read(schema: StructType, options: Mapping[str, str], system: str) -> dic
 
 
 def for_write(schema: StructType, options: Mapping[str, str], system: str) -> dict[str, str]:
-    """The options of a write: those of the table, if the statement names a table.
+    """The options of a write: the table's, if the statement writes to a table.
 
-    A frame that was read from a table carries that table's options in its schema. They count only for a statement
-    that brings none of its own, as INSERT INTO does.
+    A frame that was read from a table has that table's options in its schema. They count only for a statement without
+    options of its own, such as INSERT INTO.
 
     Raises:
         UsageError: a table whose options Spark did not pass.
@@ -89,7 +89,7 @@ def for_write(schema: StructType, options: Mapping[str, str], system: str) -> di
     if any(k.lower() not in _PER_STATEMENT for k in options):
         return dict(options)
     table = _of_table(schema)
-    if not is_sink(table):  # none, or that of the table which the rows were read from
+    if not is_sink(table):  # none, or those of the table that the rows were read from
         raise _not_passed(system, "INSERT INTO t WITH (...)", "with the option guarantee, ")
     return {**table, **options}
 
@@ -97,10 +97,10 @@ def for_write(schema: StructType, options: Mapping[str, str], system: str) -> di
 def _not_passed(system: str, statement: str, as_sink: str = "") -> UsageError:
     return UsageError(
         "TABLE_OPTIONS",
-        f"delivered_{system} got no options of a {'sink' if as_sink else 'source'}. Spark passes those of a table only "
-        "if it was created without a list of columns, and never in CREATE TABLE ... AS SELECT.",
+        f"delivered_{system} got no {'sink' if as_sink else 'source'} options. Spark passes table options only if the "
+        "table was created without a column list, and never in CREATE TABLE ... AS SELECT.",
         next_step=f"create the table {as_sink}without columns: CREATE TABLE t USING delivered_{system} OPTIONS (...); "
-        f"or give all options to the statement: {statement}",
+        f"or pass all options in the statement: {statement}",
     )
 
 

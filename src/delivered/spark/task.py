@@ -1,4 +1,4 @@
-"""What a worker of Spark does before it works for us: arm crash points, and show warnings to people."""
+"""Set-up of a Spark worker: crash points and warnings; the running task and its batch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _armed = False
 
 
 def arm() -> None:
-    """Install the handler of `delivered.testing` if the environment names a crash point. Cheap when it does not."""
+    """Install the handler of `delivered.testing` if the environment names a crash point. Cheap otherwise."""
     global _armed
     _show_warnings()
     if _armed or not os.environ.get("DELIVERED_CRASH"):
         return
-    from delivered.testing.crash import install_from_environment  # a worker does not load it for nothing
+    from delivered.testing.crash import install_from_environment  # loaded only if needed
 
     install_from_environment()
     _armed = True
 
 
 def running_task() -> TaskContext:
-    """The task that runs here.
+    """The running task.
 
     Raises:
-        InvariantBroken: none does.
+        InvariantBroken: no task runs here.
     """
     task = TaskContext.get()
     if task is None:
@@ -38,12 +38,12 @@ def running_task() -> TaskContext:
 
 
 def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
-    """The query and the batch that a task works for; None outside of a stream."""
+    """Query and batch of a task; None outside a stream."""
     return task.getLocalProperty("sql.streaming.queryId"), task.getLocalProperty("streaming.sql.batchId")
 
 
 def _show_warnings() -> None:
-    """Warnings go to standard error, which Spark passes on to its own log: nobody configures logging in a worker."""
+    """Log warnings to standard error, which Spark adds to its own log: workers have no logging configuration."""
     ours = logging.getLogger("delivered")
     if logging.getLogger().handlers or any(not isinstance(h, logging.NullHandler) for h in ours.handlers):
         return

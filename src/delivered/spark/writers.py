@@ -1,4 +1,4 @@
-"""Any sink of ours as a Spark writer, of a stream or of a df.write. recovery.py says where its batch is recovered."""
+"""Our sinks as Spark writers, for streams and df.write. Recovery of their batch: recovery.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StreamWriter(Recovering, DataSourceStreamArrowWriter):
-    """One object per batch. Spark makes it twice: where it plans the batch, and anew where it commits."""
+    """One object per batch. Spark creates it twice: where it plans the batch, and where it commits."""
 
     _stays = ("_spec",)
 
@@ -47,9 +47,9 @@ class StreamWriter(Recovering, DataSourceStreamArrowWriter):
         if running != planned:
             raise InvariantBroken(
                 "BATCH_DIFFERS",
-                f"The task runs (query, batch) {running}, and the plan is for {planned}: the checkpoint changed "
+                f"The task runs (query, batch) {running}, but the plan is for {planned}: the checkpoint changed "
                 "while the batch was planned. Nothing was written.",
-                next_step="check that no other driver uses this checkpoint, then start again",
+                next_step="check that no other driver uses this checkpoint, then restart",
             )
         return self._write(self._direct.rows(iterator) if self._direct is not None else iterator)
 
@@ -75,10 +75,10 @@ class StreamWriter(Recovering, DataSourceStreamArrowWriter):
 
 
 class BatchWriter(Recovering, DataSourceArrowWriter):
-    """One run is one batch of an incarnation that its run id names."""
+    """A run is the only batch of an incarnation that its run id identifies."""
 
     def __init__(self, spec: PipelineSpec, sink: Sink, schema: pa.Schema) -> None:
-        # Every run is an incarnation of its own, on purpose.
+        # Every run is its own incarnation, on purpose.
         super().__init__(replace(spec, tolerance=Tolerance(new_checkpoint=True)), sink, schema)
         self._run = run_id(spec)
 
@@ -99,10 +99,10 @@ class BatchWriter(Recovering, DataSourceArrowWriter):
 
 
 def run_id(spec: PipelineSpec) -> str:
-    """The run's identity; made up where a repetition is within the guarantee.
+    """The run's identity; generated if the guarantee allows duplicates.
 
     Raises:
-        Refused: exactly_once or at_most_once without a run id: a job that is started again could not be known again.
+        Refused: exactly_once or at_most_once without a run id: a restarted job could not be recognized.
     """
     if spec.run_id is not None:
         return spec.run_id
@@ -110,8 +110,8 @@ def run_id(spec: PipelineSpec) -> str:
         return uuid.uuid4().hex
     raise Refused(
         "RUN_UNNAMED",
-        f"df.write under {spec.guarantee.value} needs a run id: without it a job that is started again after a "
-        "crash cannot be told from a new one.",
-        next_step='add .option("runId", "orders-2024-05-01"), or name the guarantee at_least_once; in SQL '
+        f"df.write under {spec.guarantee.value} needs a run id: without one, a job restarted after a crash cannot be "
+        "distinguished from a new job.",
+        next_step='add .option("runId", "orders-2024-05-01"), or use the guarantee at_least_once; in SQL '
         "INSERT INTO t WITH ('runId' = '...')",
     )
