@@ -290,7 +290,7 @@ def test_the_client_library_checks_certificates_itself(
 def test_files_of_certificates_that_cannot_be_used(guarded: Pulsar, tmp_path: Path) -> None:
     topic, empty = guarded.topic(), tmp_path / "empty.pem"
     empty.write_text("nothing")
-    for file, said in ((str(empty), "no certificate in PEM"), ("/no/such.pem", "no such file")):
+    for file, said in ((str(empty), "no PEM certificate"), ("/no/such.pem", "no such file")):
         options = place(guarded, "both", tlsTrustCertsFile=file)
         for findings in (
             source(options, topic).preflight(),

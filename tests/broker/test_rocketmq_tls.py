@@ -154,7 +154,7 @@ def _checked(rocketmq: Rocketmq, tmp_path: Path, address: str, ours: Path, other
             written(sink(tmp_path, options))
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("nothing")
-    for file, why in ((str(garbage), "no certificate in PEM"), ("/no/such.pem", "no such file")):
+    for file, why in ((str(garbage), "no PEM certificate"), ("/no/such.pem", "no such file")):
         for finding in (
             *sink(tmp_path, {**place, "tlsTrustCertsFile": file}).preflight(Guarantee.AT_LEAST_ONCE),
             *RocketmqQueue(receiver({**place, "tlsTrustCertsFile": file}, group)).preflight(),

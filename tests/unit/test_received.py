@@ -119,7 +119,7 @@ def test_bad_messages_are_quarantined_by_both_names(value: str) -> None:
         ({"prefetch": 70_000}, "from 1 to 65535"),
         ({"messageId": "sometimes"}, "required, none"),
         ({"url": "http://x/"}, "amqp://user@host"),
-        ({"url": "amqp://app:secret@x/"}, "holds a password"),
+        ({"url": "amqp://app:secret@x/"}, "contains a password"),
         ({"reader": "a/b"}, "letters, digits"),
         ({"quque": "x"}, "has no option 'quque'"),
     ],

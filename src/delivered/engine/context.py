@@ -1,4 +1,4 @@
-"""What every part of the engine needs: the sinks of one pipeline behind one ledger, as one driver."""
+"""Shared state of the engine: the sinks of one pipeline behind one ledger, for one driver."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Context:
         tolerance: Tolerance = _NONE_TAKEN,
         transform: str = "",
     ) -> Context:
-        """Of a sink, or of several as one. Connects to nobody yet."""
+        """Connects on first use."""
         others = sink.others if isinstance(sink, SinkGroup) else frozenset[str]()
         ledger, committer = open_ledger(sink, scope), sink.committer(scope)
         return cls(scope, guarantee, owner, ledger, committer, tolerance, others, transform)
 
 
 def open_ledger(sink: Sink | SinkGroup, scope: Scope) -> Ledger:
-    """The rules above the store of the sink that keeps the ledger, as the plan places it."""
+    """The ledger of the sink that holds it according to the plan."""
     sinks = [m.sink for m in sink.members] if isinstance(sink, SinkGroup) else [sink]
     place = LedgerPlace.among([s.capability() for s in sinks])
     return Ledger(sink.store(scope), scope, carries_rows=place.carries_rows)

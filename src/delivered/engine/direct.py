@@ -40,13 +40,13 @@ class ArrowTransform:
 
 @dataclass(frozen=True)
 class Direct:
-    """What a task needs to read for itself. Picklable, no connection."""
+    """What a task needs to read the source itself. Picklable; holds no connection."""
 
     source: Source
     transform: ArrowTransform
 
     def schema(self) -> pa.Schema:
-        """Of the rows that the sink gets. Runs the transform on an empty batch."""
+        """Schema of the sink's rows. Runs the transform on an empty batch."""
         return self.transform(pa.RecordBatch.from_pylist([], schema=self.source.schema())).schema
 
     def rows(self, slices: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -1,4 +1,4 @@
-"""Who may decide: one driver, known by an id of its own, and by the process that tells whether it lives."""
+"""Who may decide: one driver, identified by its own id, and by the process that shows whether it is alive."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _START_TOLERANCE_MS = 2_000
 
 
 def new_owner(jvm: psutil.Process | None) -> Owner:
-    """An owner that nobody else is.
+    """A new, unique owner.
 
     Args:
-        jvm: of the driver; None: it runs elsewhere (Spark Connect), and each of its processes looks for itself.
+        jvm: of the driver; None: it is remote (Spark Connect), and each of its processes finds it itself.
     """
     made = Owner(uuid.uuid4().hex)
     return made if jvm is None else _at(made, jvm)
 
 
 def located(owner: Owner) -> Owner:
-    """The same owner with host and process of its JVM, for certain. Runs in a process of the driver."""
+    """The same owner, with host and process of its JVM filled in. Runs in a process of the driver."""
     return replace(owner, host=socket.gethostname()) if owner.process else _at(owner, _above())
 
 
 def living(owner: Owner | None, jvm: psutil.Process | None = None) -> Owner | None:
-    """The owner, if it is another driver on this machine and its process lives. Of other machines nothing is known;
-    the ledger fences them.
+    """The owner, if it is another live driver on this machine. Drivers on other machines are not visible; the ledger
+    fences them.
 
     Args:
-        jvm: of the session that is to run the pipeline.
+        jvm: of the session that will run the pipeline.
     """
     if owner is None or owner.host != socket.gethostname() or owner.process in _own_processes():
         return None
@@ -58,8 +58,8 @@ def _at(owner: Owner, process: psutil.Process) -> Owner:
 
 @cache
 def _above() -> psutil.Process:
-    """The JVM above this worker; this process itself if there is none. Looked up once: when Python's daemon dies, its
-    workers live on, and nothing is above them any more."""
+    """The JVM that is an ancestor of this worker, or else this process. Looked up once: workers that outlive Python's
+    daemon have no such ancestor."""
     own = psutil.Process(os.getpid())
     return next((p for p in own.parents() if p.name().startswith("java")), own)
 

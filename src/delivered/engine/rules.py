@@ -141,8 +141,8 @@ def _same_offsets(decided: str, view: CheckpointView) -> None:
         raise LedgerAhead(
             "LEDGER_AHEAD",
             f"Batch {view.batch} of incarnation {view.incarnation} was decided for offsets {shown(decided)}, but is "
-            f"about to run for {shown(view.offsets)}: the checkpoint was restored from an older copy. Taking one for "
-            "the other would lose records.",
+            f"about to run for {shown(view.offsets)}: the checkpoint was restored from an older copy. Continuing "
+            "would lose records.",
             next_step=_after(decided),
         )
 

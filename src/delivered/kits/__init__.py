@@ -1,1 +1,1 @@
-"""What connectors of one kind share: `sql` databases, `table` formats and files, message `queue` systems."""
+"""Shared code of connectors of a kind: `sql` databases, `table` formats and files, message `queue` systems."""

@@ -1,4 +1,4 @@
-"""Options that connectors of several kinds declare in the same words."""
+"""Options that several connectors share."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     import ssl
 
 UPSERT_OPTIONS = (
-    Option("keyColumns", "With upsert: columns of the key, with commas; the table has a unique index over them."),
-    Option("versionColumn", "With upsert: a row is written only if its version is greater than the stored one."),
+    Option("keyColumns", "For upsert: comma-separated key columns; the table needs a unique index on them."),
+    Option("versionColumn", "For upsert: a row is written only if its version is greater than the stored one."),
     Option(
         "deleteColumn",
-        "With upsert: a boolean column; a row where it is true deletes its key. The column itself is not stored.",
+        "For upsert: a boolean column; a row where it is true deletes its key. The column is not stored.",
     ),
 )
 
 
 def if_not_exists(*, default: bool) -> Any:
-    return option("ifNotExists", "Whether a missing table is created from the rows' schema.", FLAG, default=default)
+    return option("ifNotExists", "Create a missing table from the rows' schema.", FLAG, default=default)
 
 
 def rows_max_option(what: str) -> Any:
-    doc = f"At most about so many {what} in one batch."
+    doc = f"Approximate maximum number of {what} per batch."
     return option("maxOffsetsPerTrigger", doc, whole(1), default=None, shown="no bound")
 
 
 def data_loss_option(what: str) -> Any:
-    doc = f"Stop when {what} are gone before they were read; false: go on, with a warning."
+    doc = f"Fail the query if {what} were deleted before they were read; false: continue with a warning."
     return option("failOnDataLoss", doc, FLAG, default=True)
 
 
@@ -46,12 +46,12 @@ def headers_option(doc: str) -> Any:
 
 
 def external_ledger() -> Any:
-    return option("ledger", "SQLite file of the driver in which batches are recorded.", example="/data/ledger.db")
+    return option("ledger", "SQLite file on the driver that holds the ledger.", example="/data/ledger.db")
 
 
 def write_mode() -> Any:
     """The field `write` of a sink that appends and upserts."""
-    mode = Option("mode", "append, or upsert: a row replaces the one with the same key.", "append")
+    mode = Option("mode", "append, or upsert: a row replaces the stored row with the same key.", "append")
     return several(
         lambda owner, values: parse_mode(owner, values, ("append", "upsert")), mode, *UPSERT_OPTIONS, default=APPEND
     )
@@ -60,7 +60,7 @@ def write_mode() -> Any:
 def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> WriteMode:
     """
     Raises:
-        UsageError: an unknown mode, an upsert without key, options of an upsert without it, one column in two roles.
+        UsageError: unknown mode, upsert without a key, upsert options in another mode, or one column in two roles.
     """
     mode = choice(modes).parse(owner, "mode", values.get("mode", "append"))
     given = [o.name for o in UPSERT_OPTIONS if o.name in values]
@@ -68,8 +68,8 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
         if given:
             raise UsageError(
                 "OPTION_VALUE",
-                f"{owner}: option {given[0]!r} is for mode upsert; the mode is append.",
-                next_step='add .option("mode", "upsert"), or take the option out',
+                f"{owner}: option {given[0]!r} is for mode upsert, but the mode is append.",
+                next_step='add .option("mode", "upsert"), or remove the option',
             )
         return APPEND
     if mode == "overwrite":
@@ -78,7 +78,7 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
     if not keys:
         raise UsageError(
             "OPTION_MISSING",
-            f"{owner} needs the option 'keyColumns' for mode upsert: the columns that tell rows apart.",
+            f"{owner} needs the option 'keyColumns' for mode upsert: the columns that identify a row.",
             next_step='add .option("keyColumns", "id")',
         )
     version, delete = (values.get(n, "").strip() or None for n in ("versionColumn", "deleteColumn"))
@@ -87,8 +87,8 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
     if twice is not None:
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: column {twice!r} is named twice in keyColumns, versionColumn and deleteColumn.",
-            next_step="a column has one of these roles",
+            f"{owner}: column {twice!r} appears twice in keyColumns, versionColumn and deleteColumn.",
+            next_step="use each column in only one of these options",
         )
     return WriteMode(keys, version, delete)
 
@@ -98,20 +98,20 @@ def _overwrite(owner: str, partitions: str, given: Sequence[str]) -> WriteMode:
     if not replaces or given:
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: mode overwrite replaces whole partitions: it needs 'partitionBy'"
-            f"{f', and takes no {given[0]!r}' if given else ''}.",
+            f"{owner}: mode overwrite replaces whole partitions: it requires 'partitionBy'"
+            f"{f', and does not support {given[0]!r}' if given else ''}.",
             next_step='write .option("partitionBy", ...), or .option("mode", "upsert") to replace rows by key',
         )
     return WriteMode(replaces=replaces)
 
 
 def split_columns(text: str) -> tuple[str, ...]:
-    """Columns or transforms between commas, those within parentheses apart: "a, bucket(16, b)"."""
+    """Split a list of columns or transforms at top-level commas: "a, bucket(16, b)"."""
     return tuple(part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip())
 
 
 def sink_name(target: str) -> str:
-    """A table's name or a folder's, made fit for a sink's name; two of them never share one."""
+    """A valid, unique sink name for a table or a folder."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", target)[: NAME_LENGTH_MAX - 9]
     if plain == target:
         return plain
@@ -119,12 +119,12 @@ def sink_name(target: str) -> str:
 
 
 def queue_sink_name(target: str) -> str:
-    """As `sink_name`, of a queue or a topic: cut, and without a digest."""
+    """As `sink_name`, for a queue or a topic: truncated, without a digest."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", target)[:NAME_LENGTH_MAX]
 
 
 def absolute(path: str) -> str:
-    """Tasks may run in another working folder than the driver: make a local path absolute. A URL stays."""
+    """Make a local path absolute: tasks may have another working directory than the driver. URLs are unchanged."""
     path = path.removeprefix("file://")
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
@@ -140,7 +140,7 @@ PATH = OptionType(_path)
 
 
 def names(what: str) -> OptionType[tuple[str, ...]]:
-    """Names between commas, at least one; of equal ones, the first."""
+    """Comma-separated names, at least one; duplicates are dropped."""
 
     def read(text: str) -> tuple[str, ...]:
         found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
@@ -152,7 +152,6 @@ def names(what: str) -> OptionType[tuple[str, ...]]:
 
 
 def not_blank(text: str) -> str:
-    """Read text that says something, as it is."""
     if not text.strip():
         raise Unfit("is empty")
     return text
@@ -162,7 +161,7 @@ def broker_url(schemes: Sequence[str], example: str, known_password: str | None 
     """URL of a message broker: one of these schemes, a host, no password.
 
     Args:
-        known_password: one that is no secret.
+        known_password: a well-known one that is not secret.
     """
 
     def read(url: str) -> str:
@@ -183,26 +182,26 @@ def broker_url(schemes: Sequence[str], example: str, known_password: str | None 
 def password_in_url(instead: str) -> Unfit:
     """Args: instead: a reference to write."""
     return Unfit(
-        "holds a password; urls are shown in plans and logs",
-        f'take it out and write .option("password", "{instead}")',
+        "contains a password; URLs are shown in plans and logs",
+        f'remove it and write .option("password", "{instead}")',
         "PASSWORD_IN_URL",
     )
 
 
 class BrokerOptions(Options):
-    """Base of what is told of a message broker that is reached by one URL.
+    """Base of the options for a message broker that is reached by one URL.
 
     Attributes:
         PORTS: default by scheme.
-        url: without a password; a connector declares it again, with its schemes.
-        password: may be a reference; None: what the URL says.
+        url: without a password; each connector redeclares it with its schemes.
+        password: may be a reference; None: as in the URL.
     """
 
     PORTS: ClassVar[Mapping[str, int]] = {}
 
     url: str
     password: str | None = option(
-        "password", "Of the user in the URL.", default=None, secret=True, example="env:BROKER_PASSWORD"
+        "password", "Password of the user in the URL.", default=None, secret=True, example="env:BROKER_PASSWORD"
     )
 
     @property
@@ -221,31 +220,31 @@ class BrokerOptions(Options):
 
     @property
     def place(self) -> str:
-        """Host and port, for people."""
+        """Host and port, for messages."""
         return f"{self.host}:{self.port}"
 
 
 def trust(name: str, path: str | None) -> ssl.SSLContext:
-    """What checks certificates and host names.
+    """TLS context that verifies certificates and host names.
 
     Args:
         name: of the option.
-        path: its value, a PEM file with the certificates to trust; None: those that the system trusts.
+        path: its value, a PEM file with trusted certificates; None: the system's trust store.
 
     Raises:
-        UsageError: the file is not here, or holds no certificate.
+        UsageError: the file is missing here, or contains no certificate.
     """
-    import ssl  # no executor of another system needs it
+    import ssl  # executors of other systems need not load it
 
     try:
         return ssl.create_default_context(cafile=path)
     except ssl.SSLError:
-        why = "it holds no certificate in PEM"
+        why = "it contains no PEM certificate"
     except OSError as error:
         why = (error.strerror or str(error)).lower()
     raise UsageError(
         "TLS_FILES",
-        f"The option {name} is {path!r}, which cannot be used here: {why}.",
-        next_step="name a PEM file with the certificates of who signed the servers'; it must be there on the driver, "
+        f"Option {name!r} is {path!r}, which cannot be used here: {why}.",
+        next_step="set it to a PEM file with the certificates of the servers' CA; the file must exist on the driver, "
         "on every executor and where receivers run",
     )

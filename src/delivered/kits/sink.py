@@ -1,4 +1,4 @@
-"""What every sink answers alike whose own transaction carries the decision."""
+"""Base of sinks whose own transaction carries the decision."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """What a connector is made of, each "module:name" in its folder.
+    """The parts of a connector, each as "module:name" in its folder.
 
-    Imported when it is asked for: a task loads nothing of the driver's, and a user who lacks the client library is told
-    so by the part that needs it.
+    Imported on first use, so that tasks load no driver code, and a missing client library is reported by the part that
+    needs it.
 
     Args:
         needs: raises MissingExtra if writer and store cannot be imported.
@@ -41,10 +41,10 @@ class Parts:
 
 
 class StoreSink(ABC):
-    """Holds options, no connection; secrets travel as references. Base of a dataclass with the field `options`.
+    """Base of a dataclass with the field `options`. Holds no connection; secrets are pickled as references.
 
     Attributes:
-        parts: each called with the options, and what the contract says.
+        parts: each called with the options and the arguments of the contract.
     """
 
     options: Any

@@ -1,4 +1,4 @@
-"""What a connector can do; all that the planner reads of it."""
+"""What a connector can do: everything the planner knows about it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from enum import StrEnum
 
 
 class Commit(StrEnum):
-    """How a sink can make a batch count."""
+    """How a sink commits a batch."""
 
     TWO_PHASE = "two_phase"
     """Tasks prepare; one record decides; then each participant is applied."""
     ONE_TRANSACTION = "one_transaction"
     """Tasks prepare by staging; rows and ledger row become visible in one transaction of the sink."""
     NONE = "none"
-    """What is written is visible at once."""
+    """Rows are visible as soon as they are written."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class WriteMode:
         keys: of an upsert; empty: rows are appended.
         version: column that orders the rows of one key.
         delete: boolean column whose rows delete their key.
-        replaces: columns; a batch replaces the table's rows that have its values in them.
+        replaces: columns; a batch replaces the table's rows that have the same values in them.
     """
 
     keys: tuple[str, ...] = ()
@@ -50,11 +50,11 @@ APPEND = WriteMode()
 class SourceCapability:
     """
     Attributes:
-        system: for people: "kafka", "log".
+        system: display name: "kafka", "log".
         replayable: reading the same offsets again gives the same records.
         why_not: why it cannot replay; empty: it can.
         repeats: why it may hold a message twice; empty: it does not.
-        sent_twice: what a producer sent twice is two records in it.
+        sent_twice: records that a producer sent twice appear twice.
         local: it uses files on one machine.
         assumes: what the guarantee assumes of this source.
     """
@@ -72,15 +72,15 @@ class SourceCapability:
 class SinkCapability:
     """
     Attributes:
-        system: for people: "kafka", "sqlite".
+        system: display name: "kafka", "sqlite".
         commit: the mechanism that this sink offers for exactly_once.
         mechanism: its name in a sentence: "two-phase commit".
         stage, prepare, decide, apply: what these steps are at this sink, for the plan.
-        batch_atomic: a reader sees all of a batch or nothing.
+        batch_atomic: readers see a batch as a whole or not at all.
         can_disable_retries: the sink can send without retries (needed for at_most_once).
         local: it uses files on one machine.
         prepared_timeout_s: seconds after which the sink drops a prepared participant; None: never.
-        remembers: it can keep dedup's keys next to its ledger: see `delivered.contract.powers`.
+        remembers: it can keep dedup's keys next to its ledger (`delivered.contract.powers.Remembers`).
         write: whether records are appended or replace others.
         assumes: what exactly_once assumes of the sink and its readers.
         limits: bounds to print with the plan.
@@ -106,12 +106,12 @@ class SinkCapability:
 
 @dataclass(frozen=True)
 class LedgerPlace:
-    """Where the ledger of a plan lies. The guarantee plays no part, so that a pipeline can change it.
+    """Which sink holds a plan's ledger. Independent of the guarantee, so that a pipeline can change it.
 
     Attributes:
-        sink: place among the plan's sinks of the one in whose store the ledger lies.
-        carries_rows: the transaction that writes the decision makes the rows of this sink visible too. Else every sink
-            commits what it prepared, after the decision.
+        sink: index of that sink in the plan.
+        carries_rows: the transaction of the decision also makes this sink's rows visible. Otherwise every sink
+            commits after the decision.
     """
 
     sink: int
@@ -119,7 +119,7 @@ class LedgerPlace:
 
     @classmethod
     def among(cls, sinks: Sequence[SinkCapability]) -> LedgerPlace:
-        """The first sink that cannot prepare, for its own transaction must carry the decision; else the first."""
+        """The first sink that cannot prepare, as its own transaction must carry the decision; else the first sink."""
         for place, sink in enumerate(sinks):
             if sink.commit is Commit.ONE_TRANSACTION:
                 return cls(place, carries_rows=True)

@@ -1,4 +1,4 @@
-"""Rows of one schema in the columns of another."""
+"""Casts rows to another schema."""
 
 from __future__ import annotations
 

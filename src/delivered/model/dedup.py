@@ -44,7 +44,7 @@ class Dedup:
 
     @property
     def within(self) -> str:
-        """For people and for Spark: "1 hour 30 minutes"."""
+        """As displayed, and as Spark accepts it: "1 hour 30 minutes"."""
         left, parts = self.within_ms, []
         for unit, size in _UNITS:
             count, left = divmod(left, size)
@@ -56,11 +56,11 @@ class Dedup:
 
     @property
     def says(self) -> str:
-        """For people, on one line."""
+        """One line for display."""
         return f"by {self.by_text} within {self.within} of {self.time}" + ", in a table" * self.in_table
 
     def to_json(self) -> dict[str, Any]:
-        """What determines the state; `drops_late` does not affect it."""
+        """Only what determines the state: `drops_late` does not."""
         return {"kind": self.kind, "by": list(self.by), "within_ms": self.within_ms, "time": self.time}
 
     @classmethod

@@ -99,5 +99,5 @@ OTHERS_MAX = 20
 
 
 def named_first(found: Iterable[OtherLedger]) -> list[OtherLedger]:
-    """Those with this incarnation first; at most `OTHERS_MAX`."""
+    """Those of this incarnation first; at most `OTHERS_MAX`."""
     return sorted(set(found), key=lambda o: (not o.same_incarnation, o.pipeline, o.sink))[:OTHERS_MAX]

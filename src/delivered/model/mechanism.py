@@ -1,7 +1,7 @@
-"""What a batch goes through to keep a guarantee: the steps of each mechanism, in order.
+"""The steps of a batch under each mechanism, in order.
 
-Written here once. The planner makes its plan of these lists; the engine asks them which step it is at (`parts`); a
-crash point that no list holds is an error in the tests.
+The planner builds its plan from these lists, the engine looks up its current step in them (`parts`), and tests fail at
+a crash point that is in no list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Mechanism(StrEnum):
     TWO_PHASE = "two_phase"
     ONE_TRANSACTION = "one_transaction"
     LAST_RESOURCE = "last_resource"
-    """Of several sinks the one that decides commits in one transaction; the others prepare before it."""
+    """The deciding sink commits in one transaction; the other sinks prepare before it."""
     AT_LEAST_ONCE = "at_least_once"
     AT_MOST_ONCE = "at_most_once"
 
@@ -62,7 +62,7 @@ STEPS: Mapping[Mechanism, tuple[StepId, ...]] = {
     Mechanism.AT_LEAST_ONCE: _SENDS,
     Mechanism.AT_MOST_ONCE: _SENDS,
 }
-"""Of a batch, when nothing goes wrong."""
+"""Steps of a batch without failures."""
 
 MECHANISMS: Mapping[Guarantee, tuple[Mechanism, ...]] = {
     Guarantee.EXACTLY_ONCE: (Mechanism.TWO_PHASE, Mechanism.ONE_TRANSACTION, Mechanism.LAST_RESOURCE),
@@ -76,15 +76,15 @@ RECOVERY: Mapping[Guarantee, tuple[StepId, ...]] = {
     Guarantee.AT_LEAST_ONCE: (*_CHECKED, StepId.RECOVER_ABORT_ORPHANS),
     Guarantee.AT_MOST_ONCE: (*_CHECKED, StepId.RECOVER_ABORT_ORPHANS),
 }
-"""Of a start, before its first batch."""
+"""Steps of a start, before its first batch."""
 
 
 def steps_of(mechanism: Mechanism, *, keys_in_table: bool = False) -> tuple[StepId, ...]:
     """The steps of a batch.
 
     Args:
-        keys_in_table: a dedup remembers keys in the database of the sink that decides: noted when they were read, and
-            kept by the transaction of the decision.
+        keys_in_table: a dedup keeps its keys in the deciding sink's database: noted once they are read, in effect with
+            the transaction of the decision.
     """
     found: list[StepId] = []
     for step in STEPS[mechanism]:
@@ -98,13 +98,13 @@ def steps_of(mechanism: Mechanism, *, keys_in_table: bool = False) -> tuple[Step
 
 @dataclass(frozen=True)
 class Parts:
-    """Which step plays which part under a guarantee.
+    """The role of each step under a guarantee.
 
     Attributes:
-        begin: makes known, before the first row leaves, that a batch may send; None: none need know.
-        write, promise: of a task: rows go out; they are durable, and as far as they can be without a decision.
+        begin: records, before the first row is sent, that the batch may send rows; None: not needed.
+        write, promise: steps of a task: send rows; make them durable, short of the decision.
         decide: from here on the batch counts.
-        apply: makes what is decided visible; None: it is visible already.
+        apply: makes decided rows visible; None: they are visible already.
     """
 
     begin: StepId | None
@@ -116,7 +116,7 @@ class Parts:
 
 @cache
 def parts(guarantee: Guarantee) -> Parts:
-    """By the lists above; all mechanisms of one guarantee agree."""
+    """From the lists above; the same for all mechanisms of a guarantee."""
     steps = STEPS[MECHANISMS[guarantee][0]]
 
     def one(*playing: StepId) -> StepId:

@@ -1,6 +1,7 @@
-"""`mix.c` through ctypes: hashes of Arrow arrays, where the library was built with the package.
+"""`mix.c` through ctypes: hashes of Arrow arrays, if the library was built with the package.
 
-Without it (no compiler, or another machine's folder) `library` is None and fingerprint.py computes the same with numpy.
+Without it (no compiler, or a folder of another machine), `library` is None and fingerprint.py computes the same hashes
+with numpy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 LIBRARY = Path(__file__).with_name("mix.lib")
-"""Where the build leaves it (hatch_build.py)."""
+"""Where hatch_build.py puts it."""
 
 U64 = npt.NDArray[np.uint64]
 

@@ -41,7 +41,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class OptionType(Generic[T]):
-    """What an option's text means.
+    """How an option's text is parsed.
 
     Attributes:
         read: text to value; raises Unfit.

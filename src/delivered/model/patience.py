@@ -1,10 +1,10 @@
-"""Waiting for an unreachable server: one mechanism, for every call that may be repeated.
+"""Waits for unreachable servers: one mechanism, for every call that may be retried.
 
     with unanswered("Kafka at broker:9092"):      one call; logs a warning if it takes long
     wait_out("Kafka at broker:9092", ask, away)   asks until there is an answer
-    patiently("Kafka at broker:9092", ask)        the same where something starts: an error of ours says who is away
+    patiently("Kafka at broker:9092", ask)        the same at a start: raises Unreachable, naming the server
 
-A change whose outcome is unknown is never repeated here: the caller fences, then looks.
+A change of unknown outcome is never retried here: the caller fences, then looks.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass
 class _Silence:
-    """What is known of one server that has not answered.
+    """One server that does not answer.
 
     Attributes:
         since: time.monotonic() of the first unanswered call.
         calls: in flight now.
-        told: time of the last warning; 0: none in this outage.
+        told: time of the last warning; 0: none during this outage.
     """
 
     since: float
@@ -58,23 +58,23 @@ _silences: dict[str, _Silence] = {}
 _watcher: tuple[int, threading.Thread] | None = None
 _in_query = False
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
-"""In time.monotonic(): a wait inside another wait gives up with it."""
+"""In time.monotonic(): nested waits end with the outer one."""
 
 
 def in_query() -> None:
-    """From here on, this process serves a running query: its servers answered before, so wait for them."""
+    """Mark that this process serves a running query: its servers answered before, so wait for them."""
     global _in_query
     _in_query = True
 
 
 def patience_s(answered: bool) -> float:
-    """How long to wait for a server: long if it answered before, else until it counts as unreachable."""
+    """How long to wait for a server: longer if it answered before."""
     return OUTAGE_PATIENCE_S if answered or _in_query else CONNECT_TIMEOUT_S
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Waits inside give up after this long, whatever their patience."""
+    """Limit the total time of all waits inside, whatever their patience."""
     token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
     try:
         yield
@@ -83,7 +83,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def left_s(longest_s: float) -> float:
-    """Seconds that one request may take: `longest_s`, or what the waits around it leave, at least a little."""
+    """Time-out of one request: `longest_s`, or what the enclosing waits leave of it, with a small minimum."""
     return max(0.1, min(longest_s, _deadline.get() - time.monotonic()))
 
 
@@ -96,10 +96,10 @@ def wait_out(
     """Ask until there is an answer.
 
     Args:
-        server: for people: "Kafka at broker:9092".
-        ask: may be called any number of times: a query, or an idempotent change.
+        server: for messages: "Kafka at broker:9092".
+        ask: a query or an idempotent change; may be called any number of times.
         away: whether an exception means that the server did not answer; any other counts as an answer.
-        patience_s: from the first call on; less inside another wait that ends sooner.
+        patience_s: from the first call on; less if an enclosing wait ends sooner.
 
     Raises:
         The last error of `ask`.
@@ -139,7 +139,7 @@ def unanswered(server: str, away: Callable[[BaseException], bool] = lambda _: Tr
 
 
 class Stall:
-    """Work that a server accepts piece by piece: logs a warning when it accepts no more.
+    """Work that a server accepts in pieces: logs a warning when it stops accepting.
 
     with Stall("Kafka at broker:9092") as stall:
         while left := what_is_left():
@@ -225,7 +225,7 @@ def patiently(
     """The answer of `ask`, once the server is reachable. The logger `delivered.outage` reports the wait.
 
     Args:
-        server: for people: "RabbitMQ at broker:5672".
+        server: for messages: "RabbitMQ at broker:5672".
         away: the error in an answer that means the server is unreachable; None: the answer is good.
         patience_s: 0: ask once.
 

@@ -1,4 +1,4 @@
-"""Transactions that stay open at a sink until they are ended. A committer that has them is a `HoldsTransactions`."""
+"""Transactions that stay open at a sink until they are ended; `HoldsTransactions` is the committer that has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from delivered.model.outcome import Outcome
 
 
 class OpenTransaction(Protocol):
-    """One open transaction at a sink, for people and for the audit."""
+    """One open transaction at a sink, for display and for the audit."""
 
     @property
     def transactional_id(self) -> str: ...
@@ -24,7 +24,7 @@ class OpenTransaction(Protocol):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Where its rows go."""
+        """Targets of its rows."""
 
     def age_s(self) -> float | None: ...
 
@@ -34,10 +34,10 @@ class HoldsTransactions(Protocol):
     """Implemented by a `Committer` whose participants stay open in the system until they are ended."""
 
     def open_transactions(self) -> Sequence[OpenTransaction]:
-        """All of this pipeline and sink, of any incarnation, oldest first. Raises Unreachable."""
+        """Those of this pipeline and sink, of any incarnation, oldest first. Raises Unreachable."""
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
-        """Commit or abort one by hand.
+        """Commit or abort one manually.
 
         Raises UsageError if the id is not ours, or has no open transaction.
         """

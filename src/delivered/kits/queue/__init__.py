@@ -1,1 +1,1 @@
-"""What connectors share whose system cannot hold a message back: what is sent is visible."""
+"""Shared code of connectors to message queues, where sent messages are visible at once."""

@@ -1,4 +1,4 @@
-"""A sink whose ledger lies elsewhere, because its system has no place that one driver owns."""
+"""A sink with an external ledger, because its system cannot hold one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from delivered.model.work import Prepared
 
 
 class SendingSink(ABC):
-    """What such a sink answers to the driver; what it does with rows is its own.
+    """Driver side of such a sink; subclasses write the rows.
 
     Attributes:
         options: with `sink_name`.
-        ledger_sink: the sink whose ledger holds what this one's driver records.
+        ledger_sink: the sink that holds the ledger.
     """
 
     options: Any
@@ -43,7 +43,7 @@ class SendingSink(ABC):
 
     @abstractmethod
     def _look(self, guarantee: Guarantee) -> Iterable[Finding]:
-        """What speaks against this sink; raises what stands in the way of asking."""
+        """Findings about the live system; raises if it cannot be asked."""
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return as_bytes(batch)
@@ -69,10 +69,11 @@ class SendingSink(ABC):
 
 
 def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], limits: Sequence[str]) -> SinkCapability:
-    """Of a sink that sends and can do none of the steps of a two-phase commit.
+    """Capability of a sink that only sends, without two-phase commit.
 
     Args:
-        mechanism: how it knows that a message has arrived; send: how it sends, and where to.
+        mechanism: how it learns that a message has arrived.
+        send: how it sends, and where to.
     """
     return SinkCapability(
         system=system,
@@ -90,11 +91,11 @@ def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], lim
 
 
 class Nothing:
-    """There is never a participant: what is sent is visible."""
+    """Committer without participants: sent messages are visible at once."""
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         del prepared
-        return Failed(f"shard {work.shard} was sent, and cannot be held back")
+        return Failed(f"shard {work.shard} was sent already and cannot be committed")
 
     def was_committed(self, work: Work) -> bool:
         del work
@@ -109,4 +110,4 @@ class Nothing:
         return Ok(0)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

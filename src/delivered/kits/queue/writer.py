@@ -1,4 +1,5 @@
-"""A task's side: what is staged is visible. Ids are the same when a batch runs again, so receivers can tell repeats."""
+"""Executor side: staged messages are visible at once. Their ids do not change between reruns of a batch, so consumers
+can detect duplicates."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ class Publisher(Protocol[M]):
 
     @property
     def unconfirmed(self) -> int:
-        """Messages sent whose fate nobody told."""
+        """Number of messages sent but not confirmed."""
 
     def send(self, messages: Sequence[M]) -> None:
-        """Waits while too many are in flight. Raises when one was refused."""
+        """Send; blocks while too many messages are in flight. Raises if one was rejected."""
 
     def flush(self) -> None:
-        """Wait until every message was confirmed. Raises when one was refused; OutcomeUnknown or Unreachable when
-        nobody can tell."""
+        """Wait until every message is confirmed. Raises if one was rejected; OutcomeUnknown or Unreachable if that is
+        unknown."""
 
     def close(self) -> None:
         """May be called again."""
@@ -38,7 +39,7 @@ class Publisher(Protocol[M]):
 class SendingWriter(ABC, Generic[M]):
     """
     Args:
-        gives_up: at_most_once: a message whose confirmation is lost is counted and not sent again.
+        gives_up: at_most_once: unconfirmed messages are counted as given up and not sent again.
     """
 
     def __init__(self, work: Work, gives_up: bool) -> None:
@@ -74,7 +75,7 @@ class SendingWriter(ABC, Generic[M]):
             self._publisher.close()
 
     def _next_id(self) -> str:
-        """Of the next row of this shard."""
+        """Message id of the next row of this shard."""
         found = f"{self._id}.{self._rows}"
         self._rows += 1
         return found
@@ -84,4 +85,4 @@ class SendingWriter(ABC, Generic[M]):
 
     @abstractmethod
     def _messages(self, rows: pa.RecordBatch) -> list[M]:
-        """One for each row, in their order."""
+        """One message per row, in order."""

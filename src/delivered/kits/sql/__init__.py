@@ -1,1 +1,1 @@
-"""What the connectors to SQL databases have in common. A connector adds its client, its types and its dialect."""
+"""Shared code of connectors to SQL databases. A connector adds its client, its types and its dialect."""

@@ -1,4 +1,4 @@
-"""Columns of a table in a database server, and whether rows fit them."""
+"""Columns of a server's table, compared with the rows' schema."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from delivered.model.errors import UsageError
 class Column:
     """
     Attributes:
-        kind: name of the type as `ServerTypes.fitting` uses it.
-        shown: the type as SQL writes it.
-        precision, scale: of a decimal number with bounds; else None.
-        required: no null, and no default.
-        computed: the server makes its values.
+        kind: name of the type, as in `ServerTypes.fitting`.
+        shown: the type in SQL.
+        precision, scale: of a bounded decimal; else None.
+        required: NOT NULL without a default.
+        computed: a generated column.
     """
 
     kind: str
@@ -36,10 +36,10 @@ class Column:
 def compare(
     options: ServerOptions, types: ServerTypes, schema: pa.Schema, columns: Mapping[str, Column], change: str
 ) -> tuple[str, ...]:
-    """Check rows of `schema` against a table's columns; return the type of each.
+    """Check a schema against a table's columns; return the type of each.
 
     Args:
-        change: how SQL gives a column another type: "ALTER COLUMN {name} TYPE".
+        change: SQL that changes a column's type: "ALTER COLUMN {name} TYPE".
 
     Raises:
         UsageError: a column is missing or of another type.
@@ -54,14 +54,14 @@ def compare(
         if column.computed:
             raise UsageError(
                 "COLUMN_COMPUTED",
-                f"The server makes the values of column {f.name!r} of {table!r} itself.",
+                f"Column {f.name!r} of table {table!r} is a generated column and cannot be written.",
                 next_step=f'df.drop("{f.name}")',
             )
         if not _fits(types, f.type, column):
             raise UsageError(
                 "COLUMN_TYPE",
-                f"Column {f.name!r} of table {table!r} is {column.shown}, which cannot take every value of {f.type} as "
-                f"it is; it takes {'nothing else' if untyped(f) else types.declared(f.type)}.",
+                f"Column {f.name!r} of table {table!r} is {column.shown}, which cannot store every value of {f.type} "
+                f"without loss; it must be {'another type' if untyped(f) else types.declared(f.type)}.",
                 next_step="cast the column of the rows, or "
                 f"ALTER TABLE {table} {change.format(name=quoted(f.name))} ...",
             )
@@ -70,30 +70,30 @@ def compare(
     if absent:
         raise UsageError(
             "COLUMN_REQUIRED",
-            f"Columns {', '.join(map(repr, absent))} of table {table!r} allow no null and have no default, and the "
-            "rows do not have them.",
+            f"Columns {', '.join(map(repr, absent))} of table {table!r} are NOT NULL without a default, but missing "
+            "from the rows.",
             next_step="add them to the rows, or give them a default",
         )
     return tuple(kinds)
 
 
 def check_typed(options: ServerOptions, schema: pa.Schema) -> None:
-    """Before a table is created.
+    """Check that a table can be created from a schema.
 
     Raises:
-        UsageError: a column holds nothing but nulls.
+        UsageError: a column has the type null.
     """
     if any(untyped(f) for f in schema):
         raise UsageError(
             "TYPE_UNKNOWN",
-            f"Columns {[f.name for f in schema if untyped(f)]} hold nothing but nulls, and {options.table_text} "
-            "is to be created: their type is not known.",
+            f"Table {options.table_text} cannot be created: columns {[f.name for f in schema if untyped(f)]} hold only "
+            "nulls, so their types are unknown.",
             next_step="cast them, or create the table",
         )
 
 
 def untyped(f: pa.Field) -> bool:
-    """Whether it holds nothing but nulls."""
+    """Whether its type is null."""
     return bool(pa.types.is_null(f.type))
 
 
@@ -104,5 +104,5 @@ def _fits(types: ServerTypes, kind: pa.DataType, column: Column) -> bool:
         return False
     if column.precision is None or column.scale is None or not pa.types.is_decimal(kind):
         return True
-    # Another scale would come back as other digits, and perhaps rounded.
+    # Another scale would change the digits, and perhaps round.
     return bool(kind.scale == column.scale and kind.precision <= column.precision)

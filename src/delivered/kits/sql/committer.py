@@ -1,4 +1,4 @@
-"""The driver's hand on what tasks, perhaps dead by now, have prepared in a database server."""
+"""Commits and aborts what tasks prepared in a database server."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from delivered.model.work import Decision, Prepared
 
 T = TypeVar("T")
 CONNECTIONS_MAX = 4
-"""Participants are applied side by side."""
+"""Participants are applied in parallel."""
 
 _BATCHES = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation AND batch"
 
 
 class ServerCommitter(ABC, Generic[C]):
-    """See `delivered.contract.sink.Committer`. Also what `delivered transactions` shows and does.
+    """See `delivered.contract.sink.Committer`. Also serves `delivered transactions`.
 
-    What a participant is, its handle says: a pipeline may change its mechanism between two starts.
+    A participant's handle tells its mechanism: a pipeline may change it between two starts.
     """
 
     def __init__(self, server: Server[C], dialect: Dialect, names: Names, staging: stage.Staging) -> None:
@@ -48,34 +48,34 @@ class ServerCommitter(ABC, Generic[C]):
 
     @abstractmethod
     def _end_prepared(self, connection: C, gid: str, commit: bool) -> bool:
-        """Commit or roll back a prepared transaction. May be repeated: an id names one transaction for ever.
+        """Commit or roll back a prepared transaction. May be called again: ids are never reused.
 
-        Returns whether it was there; if not, nothing will ever be prepared under this id. Raises the client's error.
+        Returns whether it existed; if not, nothing will ever be prepared under this id. Raises the client's error.
         """
 
     @property
     @abstractmethod
     def _id_prefix(self) -> str:
-        """Start of the ids of this sink's transactions, of any incarnation."""
+        """Prefix of the ids of this sink's transactions, of any incarnation."""
 
     @abstractmethod
     def _is_ours(self, gid: str) -> bool:
-        """Whether an id names a shard of this sink of this pipeline."""
+        """Whether an id belongs to a shard of this pipeline and sink."""
 
     @abstractmethod
     def _target(self, connection: C) -> Target | None:
-        """The table as the server tells it from others; None: it cannot. Raises the client's error."""
+        """The table's identity at the server; None: it has none. Raises the client's error."""
 
     @abstractmethod
     def _staged(self, connection: C) -> list[str]:
-        """Every staging table of this sink of this pipeline. Raises the client's error."""
+        """Every staging table of this pipeline and sink. Raises the client's error."""
 
     def _drop(self, connection: C, table: str) -> None:
-        """Drop a staging table, if it is there. Raises the client's error."""
+        """Drop a staging table if it exists. Raises the client's error."""
         self._staging.drop(connection, table)
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """Commit what was prepared. What was staged got in with the decision already."""
+        """Commit a prepared transaction. Staged rows became visible with the decision."""
         if transactions.KEY not in prepared.handle:
             return Ok(None)
         gid = str(prepared.handle[transactions.KEY])
@@ -89,14 +89,14 @@ class ServerCommitter(ABC, Generic[C]):
 
     def was_committed(self, work: Work) -> bool:
         """Whether a committed marker, or a decision that moved the rows itself, names this shard of this batch; or a
-        later batch was decided, which none is before all of this one is visible."""
+        later batch was decided, which implies that all of this one is visible."""
         return self._marked(work) or self._moved(work)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         if transactions.KEY in prepared.handle:
             match self._end(str(prepared.handle[transactions.KEY]), commit=False):
                 case Failed():
-                    return Ok(None)  # gone already
+                    return Ok(None)  # dropped already
                 case other:
                     return other
         return self._drop_staged(prepared)
@@ -115,7 +115,7 @@ class ServerCommitter(ABC, Generic[C]):
                         case Unknown(reason):
                             return Unknown(reason)
                         case Failed():
-                            pass  # gone since it was listed
+                            pass  # dropped since it was listed
             with self._borrowed() as connection:
                 for table in self._staged(connection):
                     if table not in tables:
@@ -133,16 +133,16 @@ class ServerCommitter(ABC, Generic[C]):
         return {} if known is None else {self._scope.sink: known}
 
     def set_up(self) -> None:
-        """The table for markers, where another sink keeps the ledger. See `delivered.contract.powers.SetsUp`."""
+        """Create the table for markers. See `delivered.contract.powers.SetsUp`."""
         self._ask(self._server.migrate)
 
     def forget(self, batch: int) -> None:
-        """Markers of batches before this one, which a decision in this database would have forgotten."""
+        """Delete markers of earlier batches, as a decision in this database would have."""
         values = {**self._key, "batch": batch}
         self._ask(lambda c: self._sql.delete(c, "marker", f"{_BATCHES} < :batch", values))
 
     def open_transactions(self) -> list[OpenTransaction]:
-        """Every prepared transaction of this sink of this pipeline, of any incarnation, oldest first.
+        """Every prepared transaction of this pipeline and sink, of any incarnation, oldest first.
 
         Raises:
             Unreachable: the server did not answer.
@@ -150,23 +150,23 @@ class ServerCommitter(ABC, Generic[C]):
         return self._ask(self._list)
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
-        """Commit or roll back, by hand, a prepared transaction.
+        """Manually commit or roll back a prepared transaction.
 
         Raises:
-            UsageError: the id belongs to somebody else, or nothing is prepared under it.
+            UsageError: the id is not ours, or there is no prepared transaction with this id.
         """
         if not self._is_ours(transactional_id):
             raise UsageError(
                 "TRANSACTION_FOREIGN",
-                f"{transactional_id!r} is no transaction of pipeline {self._scope.pipeline!r}, sink "
-                f"{self._scope.sink!r}: its ids start with {self._id_prefix!r}.",
-                next_step="`delivered transactions list` shows them",
+                f"{transactional_id!r} is not a transaction of pipeline {self._scope.pipeline!r}, sink "
+                f"{self._scope.sink!r}: their ids start with {self._id_prefix!r}.",
+                next_step="list them with `delivered transactions list`",
             )
         if all(t.transactional_id != transactional_id for t in self.open_transactions()):
             raise UsageError(
                 "TRANSACTION_NOT_OPEN",
-                f"Nothing is prepared under {transactional_id!r}.",
-                next_step="`delivered transactions list` shows those that are open",
+                f"There is no prepared transaction {transactional_id!r}.",
+                next_step="list the open ones with `delivered transactions list`",
             )
         return self._end(transactional_id, commit)
 
@@ -183,21 +183,21 @@ class ServerCommitter(ABC, Generic[C]):
         return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}
 
     def _drop_staged(self, prepared: Prepared) -> Outcome[None]:
-        """Give back the staging table that a handle names, if it names one."""
+        """Drop the staging table of a handle, if it has one."""
         if stage.KEY not in prepared.handle:
             return Ok(None)
         return self._try(lambda connection: self._drop(connection, str(prepared.handle[stage.KEY])))
 
     def _end(self, gid: str, commit: bool) -> Outcome[None]:
-        """Failed: nothing is prepared under this id, nor ever will be."""
+        """Failed: no transaction is prepared under this id, nor ever will be."""
         match self._try(lambda connection: self._end_prepared(connection, gid, commit)):
             case Ok(there):
-                return Ok(None) if there else Failed(f"nothing is prepared under {gid}")
+                return Ok(None) if there else Failed(f"there is no prepared transaction {gid}")
             case other:
                 return other
 
     def _try(self, action: Callable[[C], T]) -> Outcome[T]:
-        """What changes the server: after any error nobody knows whether it did."""
+        """Run a change; after any error of the client its outcome is unknown."""
         try:
             with self._borrowed() as connection:
                 return Ok(action(connection))
@@ -215,7 +215,7 @@ class ServerCommitter(ABC, Generic[C]):
             later = connection.execute(
                 self._sql(f"SELECT 1 FROM {{decision}} WHERE {_BATCHES} > :batch LIMIT 1"), _values(work)
             ).fetchone()
-            if later is not None:  # its decision forgot the markers of this one
+            if later is not None:  # its decision deleted the markers of this one
                 return True
             found = connection.execute(
                 self._sql(f"SELECT gid FROM {{marker}} WHERE {_BATCHES} = :batch AND shard = :shard"),
@@ -240,7 +240,7 @@ class ServerCommitter(ABC, Generic[C]):
         return self._ask(question)
 
     def _ask(self, question: Callable[[C], T]) -> T:
-        """A question that changes nothing; asked once more if the connection was an old one that is gone."""
+        """Run a read-only query; retried once if a pooled connection was lost."""
         for attempt in (1, 2):
             try:
                 with self._borrowed() as connection:
@@ -252,7 +252,7 @@ class ServerCommitter(ABC, Generic[C]):
 
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[C]:
-        """A connection that no other thread has. One that had an error is not used again."""
+        """A connection for exclusive use. It is closed after an error."""
         connection = self._pool.get()
         healthy = False
         try:

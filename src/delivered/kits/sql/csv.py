@@ -1,7 +1,7 @@
-"""Rows that a server sends as CSV, which Arrow parses: numbers, times and texts come back as they went in.
+"""Rows that a server sends as CSV, parsed by Arrow without loss.
 
-In it stand timestamps and times as whole microseconds, dates as days since 1970, bytes as hexadecimal digits in lower
-case; null is nothing at all, and an empty text is in quotes.
+Timestamps and times are whole microseconds, dates are days since 1970, bytes are lower-case hexadecimal digits, null is
+an empty field, and an empty text is quoted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 BLOCK_BYTES = 1 << 20
-"""Text parsed at once."""
+"""Size of a block that Arrow parses."""
 
 
 def batches(
@@ -22,13 +22,13 @@ def batches(
 ) -> Iterator[pa.RecordBatch]:
     """
     Args:
-        more: some more of the text, in pieces of any length; nothing at its end.
-        true, false: how the server writes them.
+        more: returns the next piece of the text, of any length; empty at the end.
+        true, false: the server's boolean literals.
     """
     from pyarrow import csv
 
     text = _Text(more)
-    if text.empty:  # which Arrow takes for an error
+    if text.empty:  # an error to Arrow
         return
     read_options = csv.ReadOptions(column_names=schema.names, block_size=BLOCK_BYTES, use_threads=False)
     convert_options = csv.ConvertOptions(
@@ -69,7 +69,6 @@ def _restored(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _from_hex(column: pa.Array) -> pa.Array:
-    """Texts of hexadecimal digits, in lower case, as bytes."""
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
     data = column.buffers()[2]
     digits = np.frombuffer(b"" if data is None else data, np.uint8)[offsets[0] : offsets[-1]]
@@ -84,8 +83,6 @@ def _from_hex(column: pa.Array) -> pa.Array:
 
 
 class _Text(io.RawIOBase):
-    """Pieces of a text as a file."""
-
     def __init__(self, more: Callable[[], bytes | bytearray | memoryview]) -> None:
         self._more = more
         self._rest = memoryview(b"")
@@ -103,7 +100,7 @@ class _Text(io.RawIOBase):
         return bytes(taken)
 
     def _fill(self) -> None:
-        """Servers give a row at a time; Arrow wants more."""
+        """Collect a full block: servers send single rows."""
         parts, size = [], 0
         while size < BLOCK_BYTES and (data := self._more()):
             parts.append(bytes(data))

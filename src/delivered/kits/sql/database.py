@@ -1,4 +1,4 @@
-"""A database as the user named it: connections, errors in plain words, questions."""
+"""A database as the user declared it: connections, readable errors, queries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Connection(Protocol):
-    """What we ask of a client's connection."""
+    """The part of a client's connection that we use."""
 
     def execute(self, statement: str, values: Any = ..., /) -> Any: ...
 
@@ -29,34 +29,34 @@ class Database(ABC, Generic[C]):
     @property
     @abstractmethod
     def where(self) -> str:
-        """Where it is, as it stands in a sentence: "at host:5432/shop"."""
+        """Its location, for messages: "at host:5432/shop"."""
 
     @abstractmethod
     def connect(self, role: str, *, writes: bool = True) -> C:
         """Open a connection. Raises DeliveredError within 15 s.
 
         Args:
-            role: who asks, for the server's list of sessions.
+            role: shown in the server's list of sessions.
         """
 
     @abstractmethod
     def errors(self) -> type[Exception]:
-        """The base of all the client's errors; imported when asked."""
+        """Base class of the client's errors; imported on first use."""
 
     @abstractmethod
     def explained(self, error: Exception) -> DeliveredError:
-        """The client's error in plain words, with the next step."""
+        """The client's error as ours, with the next step."""
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """What goes wrong inside is raised as ours."""
+        """Raise the client's errors as ours."""
         try:
             yield
         except self.errors() as error:
             raise self.explained(error) from error
 
     def ask(self, question: Callable[[C], T]) -> T:
-        """A question that changes nothing, on a connection of its own."""
+        """Run a read-only query on its own connection."""
         connection = self.connect("read", writes=False)
         try:
             with self.explaining():
@@ -66,7 +66,6 @@ class Database(ABC, Generic[C]):
 
 
 def quoted(name: str) -> str:
-    """An identifier, quoted for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -74,15 +73,15 @@ def is_newest(version: int, known: int, ledger: str) -> bool:
     """Whether the ledger's tables need no migration.
 
     Args:
-        ledger: as it stands in a sentence: "in schema 'delivered'".
+        ledger: for messages: "in schema 'delivered'".
 
     Raises:
-        UsageError: a newer version of this package wrote them.
+        UsageError: a newer version of this package created them.
     """
     if version > known:
         raise UsageError(
             "LEDGER_NEWER",
-            f"The ledger {ledger} has version {version}; this version of delivered knows {known}.",
+            f"The ledger {ledger} has version {version}; this version of delivered supports up to {known}.",
             next_step="pip install --upgrade delivered",
         )
     return version == known

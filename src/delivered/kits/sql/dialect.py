@@ -1,7 +1,7 @@
-"""What a database's SQL and its client have of their own.
+"""Differences between databases in SQL and client API.
 
-Statements are written once, with `:name` for values and `{table}` for our tables; a `Dialect` puts them into the form
-that the client wants.
+Statements are written once, with `:name` for values and `{table}` for our tables; a `Dialect` translates them for the
+client.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from delivered.kits.sql.database import Connection
 class Dialect:
     """
     Attributes:
-        tables: our names of tables -> theirs, quoted for SQL.
-        value: ":name" as the client writes it.
+        tables: our table names -> the database's, quoted for SQL.
+        value: ":name" in the client's notation.
         written: table -> column that grows with the time at which a row was written.
-        hold: what a SELECT ends in that keeps the row from others until the transaction's end.
-        pack, unpack: a list of names as the client takes and gives it.
-        hash: bytes as SQL writes them.
+        hold: suffix of a SELECT that locks the row until the transaction ends.
+        pack, unpack: convert a list of names to and from the client's form.
+        hash: bytes as an SQL literal.
     """
 
     tables: dict[str, str]
@@ -37,19 +37,18 @@ class Dialect:
         return self.value(statement).format(**self.tables)
 
     def known(self, keys: str, column: str | None) -> str:
-        """What an INSERT ends in that gives `column` its new value where the keys are there already; None: that does
-        nothing there."""
+        """Suffix of an INSERT that updates `column` of rows whose keys exist; None: leaves them unchanged."""
         return f"ON CONFLICT ({keys}) DO " + (f"UPDATE SET {column} = excluded.{column}" if column else "NOTHING")
 
     def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
-        """Delete what others have committed, or this connection wrote. Inside an open transaction, or as one."""
+        """Delete rows that are committed, or that this connection wrote. Inside an open transaction, or as one."""
         connection.execute(self(f"DELETE FROM {{{table}}} WHERE {where}"), values)
 
     def forget(self, connection: Connection, table: str, index: str, where: str) -> None:
-        """Delete many rows that no other connection works on, by an index, inside an open transaction.
+        """Delete many rows that no other connection uses, by an index, inside an open transaction.
 
         Args:
-            index: over the columns that `where` names.
+            index: on the columns of `where`.
         """
         del index
         connection.execute(self(f"DELETE FROM {{{table}}} WHERE {where}"), {})

@@ -1,14 +1,14 @@
-"""Keys that a pipeline's dedup remembers, in tables beside the ledger.
+"""Keys that a pipeline's dedup keeps, in tables next to the ledger.
 
-    memory   one row for each checkpoint of a pipeline and sink: up to which batch, and the newest time before it
-    noted    keys that tasks let in; they count for nothing, and only under the claim that they were noted under
+    memory   one row per checkpoint of a pipeline and sink: its last batch, and the newest time before it
+    noted    keys that tasks admitted; not in effect yet, and valid only under the claim that they were noted under
     seen     keys of decided batches
 
-The transaction of a decision moves the batch's keys from `noted` to `seen` and forgets those whose time is over by what
-the batches *before* it held: so a batch that runs again after its decision (a promise of two_phase that is gone) finds
-what it found the first time.
+The transaction of a decision moves the batch's keys from `noted` to `seen`, and deletes those that expired by the
+newest time of the batches *before* it. So a batch that runs again after its decision (a prepared transaction was lost)
+gets the same answers as the first time.
 
-All values are numbers and hexadecimal digits of ours, so statements carry them as text: no client limits their count.
+All values are numbers and hexadecimal digits of ours, so they are inlined in the SQL: clients limit parameters.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision
 
 CHUNK = 2_000
-"""Keys in one statement."""
+"""Keys per statement."""
 
 _SINK = "pipeline = :pipeline AND sink = :sink"
 
 
 def number_of(scope: Scope) -> int:
-    """By which the rows of one checkpoint are known: short, for it stands in every row."""
+    """Short id of a checkpoint, stored in each of its rows."""
     text = f"{scope.pipeline}\0{scope.sink}\0{scope.incarnation}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def open_memory(sql: Dialect, connection: Connection, scope: Scope, *, fresh: bool) -> None:
-    """In the transaction of a claim: what earlier claims noted is void; memories of old checkpoints go.
+    """In the transaction of a claim: void the notes of earlier claims, and delete the memories of old checkpoints.
 
     Args:
-        fresh: nothing of this checkpoint was decided, so there is nothing that a missing memory could have forgotten.
+        fresh: this checkpoint has no decided batch, so no memory can be missing.
     """
     key = {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}
     number = number_of(scope)
@@ -72,9 +72,9 @@ _NEVER = -(1 << 62)
 
 
 def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -> None:
-    """In the transaction of a decision, before its COMMIT: the keys of its batch count.
+    """In the transaction of a decision, before its COMMIT: put the keys of its batch into effect.
 
-    Does nothing where no dedup notes keys, and for a later revision of a batch: its keys count already.
+    Does nothing without a dedup, and for a later revision of a batch, whose keys are in effect already.
     """
     number = number_of(decision.scope)
     row = connection.execute(sql(f"SELECT batch, newest_us FROM {{memory}} WHERE number = {number}"), {}).fetchone()
@@ -97,7 +97,7 @@ def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -
             ),
             {},
         )
-        # One time in the future must not end the memory of all others.
+        # A single time in the future must not expire all other keys.
         newest = max(former, min(int(last), decision.decided_at_ms * 1_000))
     sql.forget(connection, "noted", "PRIMARY", f"{claim} AND batch <= {decision.batch}")
     connection.execute(
@@ -114,8 +114,8 @@ class KeyTable(Generic[C]):
     """See `delivered.contract.powers.KeyMemory`.
 
     Args:
-        borrowed: a connection outside of any transaction, for one question; errors inside are raised as ours.
-        writing: the same, for one statement that writes and is committed at its end.
+        borrowed: a connection outside any transaction, for one query; raises errors as ours.
+        writing: the same, for one statement that is committed at its end.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class KeyTable(Generic[C]):
         return found
 
     def note(self, batch: int, keys: Sequence[bytes], times: Sequence[int], untils: Sequence[int]) -> None:
-        """Each statement is committed by itself: a task that hangs holds nothing that a claim or a decision needs."""
+        """Each statement is its own transaction: a hanging task holds no lock that a claim or a decision needs."""
         for part in _parts(list(zip(keys, times, untils, strict=True))):
             rows = ", ".join(
                 f"({self._number}, {self._epoch}, {batch}, {self._sql.hash(k)}, {int(t)}, {int(u)})" for k, t, u in part
@@ -165,10 +165,10 @@ class KeyTable(Generic[C]):
                 )
 
     def close(self) -> None:
-        """Connections are given back after each question."""
+        """Connections are released after each query."""
 
     def _opened(self, connection: C, batch: int) -> int:
-        """Learn under which claim keys are noted; return the newest time of the batches before this one."""
+        """Read the current claim; return the newest time of the earlier batches."""
         row = connection.execute(
             self._sql(
                 "SELECT m.batch, m.newest_us, m.former_us, o.epoch FROM {memory} AS m JOIN {owner} AS o "
@@ -179,10 +179,10 @@ class KeyTable(Generic[C]):
         if row is None:
             raise InvariantBroken(
                 "DEDUP_MEMORY_GONE",
-                f"Batch {batch} of {self._scope}: the sink's database holds no memory of keys for this checkpoint. Its "
-                "records could not be told from repeats of what the batches before delivered.",
-                next_step="restore the database together with its ledger; or start a new checkpoint at the offsets "
-                "where this one ended, which remembers nothing of what came before",
+                f"Batch {batch} of {self._scope}: the sink's database has no dedup keys for this checkpoint, so "
+                "duplicates of records that earlier batches delivered cannot be detected.",
+                next_step="restore the database together with its ledger; or start a new checkpoint, without earlier "
+                "keys, at the offsets where this one ended",
             )
         at, newest, former, epoch = (int(v) for v in row)
         self._epoch = epoch

@@ -1,14 +1,14 @@
-"""Upserts: which of several rows of one key counts, and the statements that make staged rows those of the table.
+"""Upserts: which of several rows of a key wins, and the SQL that merges staged rows into the table.
 
 Rows are staged in a table of ours, with `ORDER`, their order of arrival. Of the rows of one key
 
-    with a version    the greatest version counts; of equal versions the one that came first, as if it had been written
-                      before: how a stream is cut into batches makes no difference
-    without           the one that came last counts. Shards of one batch have no order among each other, so a key that
-                      lies in two of them is refused
+    with a version    the greatest version wins; of equal versions the first one, as if it had been written before: the
+                      batch boundaries of a stream make no difference
+    without           the last one wins. Shards of a batch have no order among each other, so a key in two of them is
+                      refused
 
-A deletion is a row like any other until it has won. It takes the stored row away and leaves nothing: after it a row
-with a lower version gets in again, if it comes in a later batch.
+A delete competes like any other row. If it wins, it removes the stored row without a trace: a row of a later batch with
+a lower version is inserted again.
 """
 
 from __future__ import annotations
@@ -28,44 +28,45 @@ SHARD = "__delivered_shard"
 
 
 def stored(mode: WriteMode, schema: pa.Schema) -> pa.Schema:
-    """The columns that the table has."""
+    """The columns that are stored in the table."""
     return pa.schema([f for f in schema if f.name != mode.delete])
 
 
 def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
     """
     Raises:
-        UsageError: the rows lack a column that the mode names, or its type does not fit its role.
+        UsageError: the rows lack a column of the mode, or its type does not suit its role.
     """
     named = [*mode.keys, *(n for n in (mode.version, mode.delete) if n is not None)]
     absent = [n for n in named if n not in schema.names]
     if absent:
         raise UsageError(
             "COLUMN_MISSING",
-            f"mode upsert names the columns {', '.join(map(repr, absent))}; the rows have {', '.join(schema.names)}.",
-            next_step="mend keyColumns, versionColumn or deleteColumn; names are compared with their case",
+            f"mode upsert uses the columns {', '.join(map(repr, absent))}, but the rows have "
+            f"{', '.join(schema.names)}.",
+            next_step="correct keyColumns, versionColumn or deleteColumn; names are case-sensitive",
         )
     taken = [n for n in (ORDER, SHARD) if n in schema.names]
     if taken:
-        raise UsageError("COLUMN_NAME", f"The column name {taken[0]!r} is taken.", next_step="rename the column")
+        raise UsageError("COLUMN_NAME", f"The column name {taken[0]!r} is reserved.", next_step="rename the column")
     if mode.delete is not None and not pa.types.is_boolean(schema.field(mode.delete).type):
         raise UsageError(
             "COLUMN_TYPE",
             f"deleteColumn {mode.delete!r} is {schema.field(mode.delete).type}; it must be boolean.",
-            next_step=f'df.withColumn("{mode.delete}", col("value").isNull()), or what tells a deletion in your rows',
+            next_step=f'df.withColumn("{mode.delete}", col("value").isNull()), or what marks a delete in your rows',
         )
     if mode.version is not None and not types.orders(types.plain(schema.field(mode.version).type)):
         raise UsageError(
             "COLUMN_TYPE",
-            f"versionColumn {mode.version!r} is {schema.field(mode.version).type}; {types.system} and we put whole "
-            f"numbers, dates and timestamps{' and decimals' if types.orders(pa.decimal128(1)) else ''} into one order.",
+            f"versionColumn {mode.version!r} is {schema.field(mode.version).type}; for {types.system} it must be an "
+            f"integer, date{', decimal' if types.orders(pa.decimal128(1)) else ''} or timestamp.",
             next_step=f'df.withColumn("{mode.version}", col("{mode.version}").cast("bigint"))',
         )
     floats = [k for k in mode.keys if pa.types.is_floating(schema.field(k).type)]
     if floats:
         raise UsageError(
             "COLUMN_TYPE",
-            f"keyColumns names {floats[0]!r}, a floating-point number: NaN and -0 make no key.",
+            f"keyColumns has {floats[0]!r}, a floating-point column: NaN and -0 cannot be keys.",
             next_step=f'cast it: col("{floats[0]}").cast("string")',
         )
 
@@ -80,13 +81,13 @@ def check_rows(mode: WriteMode, batch: pa.RecordBatch) -> None:
             if batch.column(batch.schema.get_field_index(name)).null_count:
                 raise BadRecord(
                     f"{role.upper()}_NULL",
-                    f"A row has null in {name!r}, a {role} column of the upsert: it could never be found again.",
+                    f"A row has null in {name!r}, a {role} column of the upsert.",
                     next_step=f'df.filter(col("{name}").isNotNull())',
                 )
 
 
 def without_key(mode: WriteMode, batch: pa.RecordBatch, reasons: pa.Array | None) -> pa.Array | None:
-    """For each row why it cannot be written, beside the reasons that there are. What `check_rows` raises for."""
+    """Add the rows that `check_rows` rejects to the reasons of invalid rows."""
     for name in (*mode.keys, *((mode.version,) if mode.version else ())):
         column = batch.column(batch.schema.get_field_index(name))
         if column.null_count:
@@ -100,7 +101,7 @@ class Merge:
 
     Attributes:
         target: the table, quoted for SQL.
-        columns: that it gets, as the rows name them.
+        columns: those written to it, as the rows name them.
     """
 
     mode: WriteMode
@@ -108,7 +109,7 @@ class Merge:
     columns: tuple[str, ...]
 
     def reduce(self, staged: str) -> str:
-        """Of each key keep the row that counts. Every row of one shard, or, with a version, of one batch, is staged."""
+        """Keep the winning row of each key. All rows of a shard, or, with a version, of a batch, are staged."""
         by = f"{quoted(ORDER)} DESC"
         if self.mode.version is not None:
             by = f"{quoted(self.mode.version)} DESC, {quoted(ORDER)}"
@@ -119,12 +120,12 @@ class Merge:
         return f"DELETE FROM {staged} WHERE {quoted(ORDER)} IN ({losers})"
 
     def before_upsert(self, staged: str) -> str | None:
-        """What has to run before `upsert`, where that cannot leave out by itself what is not newer than the table."""
+        """Statement to run before `upsert`, if that cannot skip outdated rows itself."""
         del staged
         return None
 
     def upsert(self, staged: str) -> str:
-        """Write what is staged and does not delete; one row of each key is staged."""
+        """Write the staged rows that are not deletes; one row per key is staged."""
         columns = ", ".join(map(quoted, self.columns))
         rows = "TRUE" if self.mode.delete is None else f"{quoted(self.mode.delete)} IS NOT TRUE"
         others = [quoted(c) for c in self.columns if c not in self.mode.keys]
@@ -139,7 +140,7 @@ class Merge:
         )
 
     def delete(self, staged: str) -> str:
-        """Delete what staged rows delete. After `upsert`: a row of another shard that came before is found then."""
+        """Apply the staged deletes. After `upsert`, so that earlier rows of other shards are found."""
         found = f"SELECT {self._keys('s.')} FROM {staged} AS s WHERE s.{quoted(str(self.mode.delete))} IS TRUE"
         if self.mode.version is not None:
             same = " AND ".join(f"t.{quoted(k)} = s.{quoted(k)}" for k in self.mode.keys)
@@ -150,7 +151,7 @@ class Merge:
         return f"DELETE FROM {self.target} WHERE ({self._keys()}) IN ({found})"
 
     def key_in_two(self, staged: Sequence[str]) -> str:
-        """A key that more than one of these tables holds, each of which holds it at most once."""
+        """A key that is in more than one of these tables; each table holds a key at most once."""
         rows = " UNION ALL ".join(f"SELECT {self._keys()} FROM {name}" for name in staged)
         return f"SELECT {self._keys()} FROM ({rows}) AS u GROUP BY {self._keys()} HAVING count(*) > 1 LIMIT 1"
 
@@ -169,9 +170,9 @@ def key_in_two_shards(mode: WriteMode, key: Sequence[object], table: str) -> Usa
     columns = ", ".join(f'"{k}"' for k in mode.keys)
     return UsageError(
         "KEY_IN_TWO_SHARDS",
-        f"Two shards of one batch hold rows for {table!r} with the key {shown}. Shards have no order among each other, "
-        "so which of the rows is the last cannot be told; nothing of the batch is visible.",
-        next_step=f'add .option("versionColumn", ...), or bring each key into one shard: df.repartition({columns})',
+        f"Two shards of one batch have rows for {table!r} with the key {shown}. Shards have no order among each other, "
+        "so the last row is undefined. Nothing of the batch is visible.",
+        next_step=f'add .option("versionColumn", ...), or keep each key in one shard: df.repartition({columns})',
     )
 
 
@@ -179,7 +180,7 @@ def no_unique_index(mode: WriteMode, table: str, where: str) -> UsageError:
     columns = ", ".join(map(quoted, mode.keys))
     return UsageError(
         "KEY_NOT_UNIQUE",
-        f"Table {table!r} {where} has no unique index over exactly the key columns ({mode.keys_text}), without "
-        "condition and not deferrable: an upsert by them is not possible.",
-        next_step=f"CREATE UNIQUE INDEX ON {table} ({columns}), or mend keyColumns",
+        f"Table {table!r} {where} has no unique index on exactly the key columns ({mode.keys_text}). An upsert needs "
+        "one, neither partial nor deferrable.",
+        next_step=f"CREATE UNIQUE INDEX ON {table} ({columns}), or correct keyColumns",
     )

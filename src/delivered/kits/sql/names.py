@@ -1,4 +1,4 @@
-"""Names by which what a pipeline leaves at a server is known, and whose it is."""
+"""Names of what a pipeline creates at a server, which identify their owner."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from delivered.model.identity import Scope, Work
 
 @dataclass(frozen=True)
 class Names:
-    """Of one sink of one pipeline, in any incarnation.
+    """Names of one pipeline and sink, in any incarnation.
 
     Attributes:
-        check_bytes: of the hash that tells sinks apart whose written names are the same (names may hold dots), and
-            their ledgers.
+        check_bytes: length of a hash that distinguishes sinks whose joined names are equal (names may contain dots),
+            and their ledgers.
     """
 
     scope: Scope
@@ -30,11 +30,11 @@ class Names:
 
     @property
     def staging_prefix(self) -> str:
-        """Start of the names of all staging tables of this sink, and of no other's."""
+        """Prefix of the names of this sink's staging tables, and of no others."""
         return f"s_{self.check}_"
 
     def staging(self, work: Work, nonce: str) -> str:
-        """The staging table of one attempt of one shard."""
+        """Name of the staging table of one attempt of a shard."""
         return f"{self.staging_prefix}{work.batch}_{work.shard}_{nonce}"
 
     def is_staging(self, name: str) -> bool:
@@ -43,5 +43,5 @@ class Names:
 
 
 def new_nonce() -> str:
-    """16 characters that nobody else has, nor ever had: two attempts of one shard never share a name."""
+    """16 unique characters, so that two attempts of a shard never share a name."""
     return secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""Options that every sink into a table has, and what it knows of its table by name."""
+"""Options of sinks that write to a database table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LOCK_TIMEOUT_S_DEFAULT = 60
 
 
 class Mechanism(StrEnum):
-    """How exactly_once is had in a database server."""
+    """How a database server's sink provides exactly_once."""
 
     ONE_TRANSACTION = "one_transaction"
-    """Tasks commit their shards into staging tables; one transaction of the driver moves them, with the decision."""
+    """Tasks commit their shards to staging tables; one transaction of the driver moves them and writes the decision."""
     TWO_PHASE = "two_phase"
     """Tasks leave prepared transactions; the driver decides, then commits each."""
 
@@ -35,12 +35,12 @@ class TableOptions(Options):
     @property
     @abstractmethod
     def table_text(self) -> str:
-        """The table as the user named it."""
+        """The table as the user wrote it."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """The database, as it stands in a sentence: "at host:5432/shop"."""
+        """The database, for messages: "at host:5432/shop"."""
 
     @property
     def sink_name(self) -> str:
@@ -51,7 +51,7 @@ class TableOptions(Options):
 class TableName:
     """
     Attributes:
-        schema, table: as the server knows them; schema None: the one that a session starts in.
+        schema, table: as stored at the server; schema None: the session's default.
     """
 
     schema: str | None
@@ -59,24 +59,28 @@ class TableName:
 
 
 class ServerOptions(TableOptions):
-    """Base of the options of a sink into a database server.
+    """Base of the options of a sink that writes to a database server.
 
-    A connector declares `url`, `named` and `ledger_schema` again, with what its system takes for one.
+    A connector redeclares `url`, `named` and `ledger_schema` with its system's types.
 
     Attributes:
         url: without a password.
-        password: a reference, or the password itself; resolved where it is used.
+        password: the password or a reference; resolved where it is used.
     """
 
     url: str
     named: TableName
-    user: str | None = option("user", "Whom to log in as.", default=None)
+    user: str | None = option("user", "User to log in as.", default=None)
     password: str | None = option(
-        "password", "Its password, better as env:NAME or file:PATH.", default=None, secret=True, example="env:PASSWORD"
+        "password",
+        "The user's password; prefer env:NAME or file:PATH.",
+        default=None,
+        secret=True,
+        example="env:PASSWORD",
     )
     mechanism: Mechanism = option(
         "mechanism",
-        "one_transaction or two_phase: how exactly_once is had.",
+        "How exactly_once is implemented: one_transaction or two_phase.",
         choice(Mechanism),
         default=Mechanism.ONE_TRANSACTION,
     )
@@ -84,7 +88,7 @@ class ServerOptions(TableOptions):
     ledger_schema: str
     lock_timeout_s: int = option(
         "lockTimeout",
-        "Seconds that a task, or a decision, waits for a lock that another transaction holds.",
+        "Seconds that a task or a decision waits for a lock held by another transaction.",
         whole(1, 3600),
         default=LOCK_TIMEOUT_S_DEFAULT,
     )
@@ -113,7 +117,7 @@ class ServerOptions(TableOptions):
         return f"at {self.place}"
 
     def password_resolved(self) -> str | None:
-        """Use at once, do not keep."""
+        """The resolved password; use at once, do not keep."""
         return None if self.password is None else resolve_secret("password", self.password)
 
 
@@ -123,12 +127,12 @@ def database_url(
     secret: Collection[str],
     check: Callable[[SplitResult], bool] | None = None,
 ) -> OptionType[str]:
-    """URL of a database: one of these schemes, perhaps after jdbc:, a database, no password.
+    """URL of a database: one of these schemes, optionally after jdbc:, a database, no password.
 
     Args:
-        form: for people, as an example.
+        form: example for messages.
         secret: parameters that hold passwords.
-        check: whether the system's own rules let it pass; may raise Unfit, or ValueError as urlsplit does.
+        check: the system's own rules; may raise Unfit, or ValueError as urlsplit does.
     """
 
     def read(text: str) -> str:
@@ -139,7 +143,7 @@ def database_url(
         except ValueError:
             usable = False
         if not usable:
-            # Not repeated here: what is not understood may hold a password.
+            # The value is not shown: an unparsable URL may contain a password.
             raise Unfit(f"is not of the form {form}")
         if parts.password is not None or not parse_qs(parts.query).keys().isdisjoint(secret):
             raise password_in_url("env:DATABASE_PASSWORD")
@@ -149,11 +153,11 @@ def database_url(
 
 
 def identifier(fits: Callable[[str], bool], rule: str) -> OptionType[str]:
-    """A name in the server.
+    """An identifier of the server.
 
     Args:
-        fits: whether the server takes it.
-        rule: what it takes, as a sentence.
+        fits: whether the server accepts it.
+        rule: what the server accepts, as a sentence.
     """
 
     def read(name: str) -> str:
@@ -167,13 +171,13 @@ def identifier(fits: Callable[[str], bool], rule: str) -> OptionType[str]:
 def table_name(
     name: OptionType[str], quotes: str, fold: Callable[[str], str], outer: str, hint: str
 ) -> OptionType[TableName]:
-    """A table, with its schema or without.
+    """A table name, with or without a schema.
 
     Args:
-        outer: what the system calls a schema.
-        quotes: characters that a name may stand between; twice: the character itself.
-        fold: what the server makes of a name without quotes.
-        hint: the next step for a text that is no table.
+        outer: the system's term for a schema.
+        quotes: quote characters for names; doubled inside a name.
+        fold: case folding of unquoted names.
+        hint: the next step if the text is not a table name.
     """
     part = "|".join([rf"{q}(?:[^{q}\0]|{q}{q})+{q}" for q in quotes] + [r"[^\W\d][\w$]*"])
     whole_name = re.compile(rf"(?:({part})\s*\.\s*)?({part})")
@@ -185,7 +189,7 @@ def table_name(
     def read(text: str) -> TableName:
         match = whole_name.fullmatch(text.strip())
         if match is None:
-            raise Unfit(f"is {text!r}; it must be a table's name, with its {outer} or without", hint)
+            raise Unfit(f"is {text!r}; it must be a table name, with or without its {outer}", hint)
         schema, table = match.groups()
         return TableName(schema and plain(schema), plain(table))
 

@@ -1,4 +1,4 @@
-"""A database behind a server: what is asked of its client beside connections and questions."""
+"""A database server: what connectors implement in addition to `Database`."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from delivered.kits.sql.database import C, Database
 
 
 class Server(Database[C]):
-    """One database of one server. Holds no connection; picklable; two that are named alike are equal."""
+    """One database of one server. Holds no connection; picklable; equal if declared alike."""
 
     @abstractmethod
     def is_lost(self, error: BaseException) -> bool:
-        """Whether the connection is gone, so that the outcome of what was asked last is not known."""
+        """Whether the connection was lost, so that the outcome of the last statement is unknown."""
 
     @abstractmethod
     def is_locked(self, error: BaseException) -> bool:
-        """Whether a lock was waited for in vain: nothing was done, and it may be asked again."""
+        """Whether waiting for a lock timed out: nothing was done, and the statement may be retried."""
 
     @abstractmethod
     def idle(self, connection: C) -> bool:
-        """Whether the connection is open and outside of any transaction, as far as the client knows. Asks nobody."""
+        """Whether the connection is open and outside any transaction, according to the client. Asks no server."""
 
     @abstractmethod
     def version(self, connection: C) -> int:
-        """The version of the ledger's tables; 0: there are none. Raises the client's error."""
+        """Version of the ledger's tables; 0: they do not exist. Raises the client's error."""
 
     @abstractmethod
     def migrate(self, connection: C) -> None:
-        """Bring the ledger's tables to the newest version; do nothing if they are there. Outside of a transaction.
+        """Create or migrate the ledger's tables; does nothing if they are up to date. Outside a transaction.
 
         Raises:
-            UsageError: a newer version of this package wrote them.
-            The client's error: the server said no.
+            UsageError: a newer version of this package created them.
+            The client's error: the server rejected it.
         """
 
     def discard(self, connection: C | None) -> None:
-        """Close a connection, which undoes what it has open. Never raises."""
+        """Close a connection, which rolls back its open transaction. Never raises."""
         if connection is not None:
             with contextlib.suppress(Exception):
                 connection.close()

@@ -1,4 +1,4 @@
-"""The ledger in a database server: sessions of others can be ended there, and markers lie beside the decisions."""
+"""The ledger in a database server, which can end other sessions and stores markers next to the decisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from delivered.model.work import Owner
 
 T = TypeVar("T")
 CLAIM_WAIT_S = 1
-"""How long a claim lets a decision that is under way come to its end by itself."""
+"""How long a claim waits for a decision in flight before it ends the session."""
 
 
 class ServerStore(SqlStore[C]):
@@ -37,25 +37,25 @@ class ServerStore(SqlStore[C]):
 
     @abstractmethod
     def _claiming(self, connection: C) -> AbstractContextManager[None]:
-        """One transaction that waits for a lock no longer than `CLAIM_WAIT_S`; committed at its end, or undone."""
+        """One transaction with a lock time-out of `CLAIM_WAIT_S`; committed at its end, or rolled back."""
 
     @abstractmethod
     def _begin_view(self, connection: C) -> None:
-        """Open a transaction that sees one moment, and writes nothing."""
+        """Open a read-only transaction with a consistent snapshot."""
 
     @abstractmethod
     def _end_holders(self) -> None:
-        """Have the server end sessions of this very ledger that hold the owner's row and do not go on: a driver that
-        was paused in mid-decision. What they had open is rolled back, so they are fenced. Raises nothing."""
+        """Have the server end idle sessions of this ledger that hold the owner's row: drivers paused mid-decision.
+        Their transactions are rolled back, so they are fenced. Never raises."""
 
     @property
     @abstractmethod
     def _see_holders(self) -> str:
-        """What a person runs to see who holds a lock, and to end them."""
+        """SQL that shows who holds a lock, so that a user can end them."""
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
-        """Takes the owner's row, which a decision holds from its start to its COMMIT: one that is under way is over
-        when this returns, or was ended by the server, and one that comes later finds another epoch."""
+        """Locks the owner's row, which a decision holds from its start to its COMMIT: when this returns, a decision in
+        flight has completed or was ended by the server, and any later one finds another epoch."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             try:
@@ -79,7 +79,7 @@ class ServerStore(SqlStore[C]):
         self._server.discard(connection)
 
     def _record(self, connection: C, batch: int, decision: str) -> None:
-        """Also forget markers of batches before it, which are all visible."""
+        """Also delete markers of earlier batches, which are all visible."""
         super()._record(connection, batch, decision)
         self._sql.delete(
             connection,
@@ -92,7 +92,7 @@ class ServerStore(SqlStore[C]):
         return self._server.version(connection)
 
     def _view(self, question: Callable[[C], T], nothing: T) -> T:
-        """Asked once more if the connection was an old one that is gone."""
+        """Retried once if a pooled connection was lost."""
         for attempt in (1, 2):
             try:
                 connection = self._open()
@@ -130,7 +130,7 @@ class ServerStore(SqlStore[C]):
             return self._server.explained(error)
         return Unreachable(
             "LEDGER_LOCKED",
-            f"Another session holds the ledger's row of sink {self._scope.sink!r} of pipeline "
+            f"Another session has held the ledger's row of sink {self._scope.sink!r} of pipeline "
             f"{self._scope.pipeline!r} {self._server.where} for more than {CONNECT_TIMEOUT_S:.0f} s, and could not "
             "be ended.",
             next_step=self._see_holders,

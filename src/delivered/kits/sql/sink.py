@@ -1,4 +1,4 @@
-"""What every sink into a table answers alike, and what is alike in those into a database, or a database server."""
+"""Bases of sinks that write to a table, a database, or a database server."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ class TableSink(StoreSink):
 
 
 class DatabaseSink(TableSink):
-    """Into a table of a database."""
-
     options: TableOptions
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
@@ -49,44 +47,44 @@ class DatabaseSink(TableSink):
 
     @property
     def _into(self) -> str:
-        """Where rows go, and how, for the plan."""
+        """Target and write mode, for the plan."""
         write = self.options.write
         text = f"table {self.options.table_text}"
         if write.upserts:
             text += f", by key ({write.keys_text})"
-            text += f" where {write.version} grows" if write.version else ", the last row of a key"
-            text += f", deleted where {write.delete}" if write.delete else ""
+            text += f", newest {write.version} wins" if write.version else ", last row of a key wins"
+            text += f", deletes where {write.delete}" if write.delete else ""
         return text
 
     @property
     def _assumed(self) -> tuple[str, ...]:
-        """What an upsert takes for granted."""
+        """Assumptions of an upsert."""
         write = self.options.write
         if write.version is not None:
-            return ("of two rows of one key and one version, either may be the one that stays",)
+            return ("of two rows with the same key and version, either may win",)
         return (
-            "each key lies in one shard of a batch (refused otherwise), in the order of its changes",
+            "all rows of a key are in one shard of a batch (refused otherwise), in the order of its changes",
         ) * write.upserts
 
     @property
     def _bounds(self) -> tuple[str, ...]:
-        """What an upsert does not do."""
+        """Limits of an upsert."""
         write = self.options.write
         if write.version is None or write.delete is None:
             return ()
-        return ("a deleted key forgets its version: an older row of a later batch brings it back",)
+        return ("a delete discards the key's version: an older row of a later batch is inserted again",)
 
 
 @dataclass(frozen=True)
 class Words:
-    """How a server's steps read in a plan.
+    """A server's terms for the steps of a plan.
 
     Attributes:
-        load: how rows get in.
-        transaction: in which a shard's rows wait for the decision.
-        prepare, commit: of such a transaction.
-        moved: what is left to do when rows and decision got in by one transaction.
-        holds: what prepared rows hold up.
+        load: how rows are written.
+        transaction: kind of transaction that holds a shard's rows until the decision.
+        prepare, commit: statements of such a transaction.
+        moved: what remains to do after rows and decision were committed in one transaction.
+        holds: what prepared rows block.
     """
 
     load: str
@@ -108,7 +106,7 @@ class ServerSink(DatabaseSink):
         two_phase = self.options.mechanism is Mechanism.TWO_PHASE
         common: dict[str, Any] = {
             "system": self.parts.folder.rpartition(".")[2],
-            "send": f"{words.load} into {into}, one transaction for each shard, visible when it ends",
+            "send": f"{words.load} into {into}, one transaction per shard, visible when it commits",
             "remembers": True,
             "write": self.options.write,
         }
@@ -116,32 +114,32 @@ class ServerSink(DatabaseSink):
             return SinkCapability(
                 commit=Commit.ONE_TRANSACTION,
                 mechanism="ledger row in the sink's transaction",
-                stage=f"{words.load} into a staging table for each shard",
+                stage=f"{words.load} into one staging table per shard",
                 prepare="the staging table is committed, durable",
                 decide=f"one transaction: rows of all shards into {into}, and the ledger row",
                 apply=words.moved,
                 batch_atomic=True,
                 assumes=(*words.assumes, *self._assumed),
-                limits=("rows are written twice: once staged, once moved", HISTORY, *self._bounds),
+                limits=("rows are written twice: staged, then moved", HISTORY, *self._bounds),
                 **common,
             )
         return SinkCapability(
             commit=Commit.TWO_PHASE,
             mechanism="two-phase commit",
-            stage=f"{words.load} into {into}, {words.transaction} for each shard, invisible",
+            stage=f"{words.load} into {into}, {words.transaction} per shard, invisible",
             prepare=f"a marker in the same transaction; {words.prepare}",
-            decide="one row in the ledger, by the one driver that owns it",
+            decide="one row in the ledger, by the driver that owns it",
             apply=f"{words.commit} for each shard, from the driver",
             batch_atomic=False,
             assumes=(
                 *words.assumes,
-                "no rows of one batch wait for each other's unique keys across shards",
+                "no two shards of a batch write the same value of a unique key",
                 *self._assumed,
             ),
             limits=(
                 *words.limits,
-                "a reader may see some shards of a batch a few ms before the others",
-                f"prepared rows of a pipeline that never starts again {words.holds}: `delivered transactions list` "
+                "readers may see some shards of a batch a few ms before the others",
+                f"prepared rows of a pipeline that never restarts {words.holds}: `delivered transactions list` "
                 "shows them and their age",
                 HISTORY,
             ),
@@ -149,7 +147,7 @@ class ServerSink(DatabaseSink):
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        """Ask the server. Findings that refuse come last: what is behind them could not be asked."""
+        """Check the server. Refusing findings come last: what follows them could not be checked."""
         found: list[Finding] = []
         server: Server[Any] = self.parts["database"](self.options)
         try:

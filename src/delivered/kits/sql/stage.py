@@ -1,4 +1,4 @@
-"""mechanism one_transaction: what tasks committed into staging tables gets into the target, by the driver."""
+"""Mechanism one_transaction: the driver moves rows from the tasks' staging tables to the target."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ KEY = "staged"
 
 @dataclass(frozen=True)
 class Staging:
-    """Staging tables in the ledger's schema. Each call is inside an open transaction and raises the client's errors.
+    """Staging tables in the ledger's schema. Calls run inside an open transaction and raise the client's errors.
 
     Attributes:
-        merge: the statements of an upsert, in the database's words.
+        merge: the statements of an upsert, in the database's SQL.
     """
 
     options: ServerOptions
     merge: type[Merge] = Merge
 
     def full(self, table: str) -> str:
-        """Its name with the schema, quoted for SQL."""
+        """The qualified name, quoted for SQL."""
         return f"{quoted(self.options.ledger_schema)}.{quoted(table)}"
 
     def drop(self, connection: Connection, table: str) -> None:
-        """Give staged rows back."""
         connection.execute(f"DROP TABLE IF EXISTS {self.full(table)}")
 
     def reduce(self, connection: Connection, table: str, merge: Merge, rows: int) -> int:
-        """Of each key keep the staged row that counts; return how many there are.
+        """Keep the winning staged row of each key; return their number.
 
         Args:
-            rows: that are staged.
+            rows: number of staged rows.
         """
         return rows - int(connection.execute(merge.reduce(self.full(table))).rowcount)
 
     def add(self, connection: Connection, table: str, merge: Merge) -> None:
-        """Make reduced rows those of the target; deletions only by `delete`."""
+        """Merge reduced rows into the target, except deletes (see `delete`)."""
         name = self.full(table)
         first = merge.before_upsert(name)
         if first is not None:
@@ -55,7 +54,7 @@ class Staging:
 
         Raises:
             InvariantBroken: the rows are not those that were prepared.
-            The client's error: the server said no, perhaps because the staged rows are gone.
+            The client's error: the server rejected it, perhaps because the staged rows are gone.
         """
         table, target = str(prepared.handle[KEY]), prepared.handle["target"]
         staged, columns = self.full(table), prepared.handle["columns"]
@@ -69,16 +68,16 @@ class Staging:
         if rows != wanted:
             raise InvariantBroken(
                 "STAGED_ROWS_DIFFER",
-                f"Shard {prepared.shard}: {rows} rows got into {target}, prepared were {wanted}. Does a trigger or "
-                "rule of the table take rows away?",
-                next_step="start the pipeline again; the batch runs again",
+                f"Shard {prepared.shard}: {rows} rows were inserted into {target}, but {wanted} were prepared.",
+                next_step="check whether a trigger or rule of the table drops rows; then start the pipeline again, "
+                "which repeats the batch",
             )
 
     def check_keys(self, connection: Connection, staged: Sequence[Prepared]) -> None:
-        """Before the first `move`.
+        """Check the shards of a batch, before the first `move`.
 
         Raises:
-            UsageError: a key lies in two shards, and nothing tells which of its rows is the last.
+            UsageError: a key is in two shards, so its last row is undefined.
         """
         write = self.options.write
         if len(staged) > 1 and write.upserts and write.version is None:
@@ -88,8 +87,8 @@ class Staging:
                 raise key_in_two_shards(write, found, self.options.table_text)
 
     def delete(self, connection: Connection, staged: Sequence[Prepared]) -> None:
-        """Deletions of all shards. After the last `move`: with a version, a row of any shard that is older than one
-        is found by it."""
+        """Apply the deletes of all shards. After the last `move`: with a version, a delete must find older rows of any
+        shard."""
         if self.options.write.delete is not None:
             for prepared in staged:
                 connection.execute(self._merge(prepared).delete(self.full(str(prepared.handle[KEY]))))

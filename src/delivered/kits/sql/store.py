@@ -1,6 +1,6 @@
-"""Owner and decisions in tables of the user's database: a batch's rows and its decision get in by one transaction.
+"""Owner and decisions in tables of the user's database.
 
-Keys that a dedup remembers get in by the same transaction: see `delivered.kits.sql.keys`.
+One transaction writes a batch's rows, its decision and the keys of a dedup (`delivered.kits.sql.keys`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SINK = "pipeline = :pipeline AND sink = :sink"
 _SCOPE = f"{_SINK} AND incarnation = :incarnation"
 _OTHER = f"{_SINK} AND incarnation <> :incarnation"
 _ARCHIVE_VERSION = 3
-"""Of the ledger's tables, from which on there is the archive."""
+"""Version of the ledger's tables that introduced the archive."""
 _SAME = "n.pipeline = d.pipeline AND n.sink = d.sink AND n.incarnation = d.incarnation"
 
 
@@ -49,34 +49,34 @@ class SqlStore(ABC, Generic[C]):
 
     @abstractmethod
     def _open(self) -> C:
-        """The connection of this ledger, opened if need be."""
+        """The connection of this ledger, opened on first use."""
 
     @abstractmethod
     def _begin(self, connection: C) -> None:
-        """Open a transaction that will write."""
+        """Begin a read-write transaction."""
 
     @abstractmethod
     def _version(self, connection: C) -> int:
-        """Of the ledger's tables."""
+        """Version of the ledger's tables."""
 
     @abstractmethod
     def _view(self, question: Callable[[C], T], nothing: T) -> T:
-        """One consistent view, whatever others commit meanwhile; `nothing` where there is no ledger yet."""
+        """Run a query on a consistent snapshot; returns `nothing` if there is no ledger yet."""
 
     def _peek(self, question: Callable[[C], T], nothing: T) -> T:
-        """As `_view`, by a process that may not be the owner."""
+        """As `_view`, for a process that may not be the owner."""
         return self._view(question, nothing)
 
     @abstractmethod
     def _move(self, connection: C, change: Change) -> None:
-        """Inside the decision's transaction, make staged rows of `change.move` those of the table.
+        """Move the staged rows of `change.move` to the table, inside the decision's transaction.
 
         Reaches the crash points of `commit.apply` once per participant.
         """
 
     @abstractmethod
     def _after_failed_commit(self, error: Exception, there: Callable[[C], bool]) -> Outcome[None]:
-        """COMMIT ended in an error: tell whether the transaction is in. `there` looks for what it wrote."""
+        """Determine the outcome of a COMMIT that raised an error. `there` looks for what it wrote."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -90,10 +90,10 @@ class SqlStore(ABC, Generic[C]):
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
         """One transaction, never run twice (P19).
 
-        1  hold the owner's row, so that a claim waits or this write finds another epoch; ask the rule
-        2  make the rows of this sink's participants that staged them visible   <- crash points of commit.apply
-        3  dedup.keep: the keys that the batch let in count
-        4  write the decision, forget old ones
+        1  lock the owner's row, so that a claim waits or this write finds another epoch; ask the rule
+        2  move the staged rows of this sink's participants                     <- crash points of commit.apply
+        3  dedup.keep: put the keys that the batch admitted into effect
+        4  write the decision, delete old ones
         5  COMMIT                                                               <- from here on the batch counts
         """
         try:
@@ -104,7 +104,7 @@ class SqlStore(ABC, Generic[C]):
             if change is not None:
                 self._put(connection, change, head.epoch)
         except self._database.errors() as error:
-            # COMMIT was not sent: what loses its connection is rolled back.
+            # COMMIT was not sent: losing the connection rolls back.
             self.close()
             raise self._database.explained(error) from error
         except BaseException:
@@ -154,7 +154,7 @@ class SqlStore(ABC, Generic[C]):
         return self._view(question, [])
 
     def _record(self, connection: C, batch: int, decision: str) -> None:
-        """Write a decision, or its next revision; forget those beyond the history. Inside an open transaction."""
+        """Write a decision, or its next revision; delete those beyond the history. Inside an open transaction."""
         connection.execute(
             self._sql(
                 "INSERT INTO {decision} (pipeline, sink, incarnation, batch, decision) "
@@ -167,7 +167,7 @@ class SqlStore(ABC, Generic[C]):
         self._sql.delete(connection, "decision", f"{_SCOPE} AND batch <= :horizon", horizon)
 
     def _take(self, connection: C, successor: Callable[[Head], Owner]) -> int:
-        """The claim itself, inside an open transaction that writes."""
+        """The claim itself, inside a read-write transaction."""
         connection.execute(
             self._sql(
                 "INSERT INTO {owner} (pipeline, sink, id, epoch, host, process, started_ms, superseded) "
@@ -194,7 +194,7 @@ class SqlStore(ABC, Generic[C]):
 
     def _put(self, connection: C, change: Change, epoch: int) -> None:
         if change.begun is not None:
-            # Not an update: what tells the newest row is set when a row is made.
+            # Not an update: the column that identifies the newest row is set on insert.
             self._sql.delete(connection, "begun", _SCOPE, self._key)
             connection.execute(
                 self._sql(
@@ -209,14 +209,14 @@ class SqlStore(ABC, Generic[C]):
             self._record(connection, change.decision.batch, change.decision.to_json())
 
     def _undo(self, connection: C) -> None:
-        """End a transaction that wrote nothing. What goes wrong is no answer to anything."""
+        """Roll back a transaction that wrote nothing; ignores errors."""
         try:
             connection.execute("ROLLBACK")
         except self._database.errors():
             self.close()
 
     def _head(self, connection: C) -> Head:
-        """The owner's row is held from here to the transaction's end; what it guards is read after that."""
+        """Lock the owner's row until the transaction ends, then read what it guards."""
         owner, epoch = self._owner(connection, hold=True) or (None, 0)
         (batch,) = self._one(connection, f"SELECT max(batch) FROM {{decision}} WHERE {_SCOPE}")
         return Head(
@@ -279,9 +279,9 @@ class SqlStore(ABC, Generic[C]):
         return None if row is None else str(row[0])
 
     def _forget_incarnations(self, connection: C) -> None:
-        """Of other incarnations keep the newest decision; of very old ones the archived entry.
+        """Keep only the newest decision of other incarnations; of very old ones, the archived entry.
 
-        What a statement deletes from, it reads in a query of its own below: MySQL takes it no other way.
+        A DELETE reads its own table in a nested subquery: MySQL accepts no other form.
         """
         newest = f"SELECT incarnation AS i, max(batch) AS b FROM {{decision}} WHERE {_OTHER} GROUP BY incarnation"
         where = f"{_OTHER} AND (incarnation, batch) NOT IN (SELECT i, b FROM ({newest}) AS newest)"
@@ -297,7 +297,7 @@ class SqlStore(ABC, Generic[C]):
             self._sql.delete(connection, table, where, values)
 
     def _archive(self, connection: C, incarnation: str, decision: str | None) -> None:
-        """A decision's entry takes the place of that of a batch that was only begun, never the other way round."""
+        """A decision's entry replaces that of a begun batch, never the reverse."""
         entry = Decision.from_json(decision).archived if decision is not None else Archived.begun(incarnation)
         statement = (
             "INSERT INTO {archive} (pipeline, sink, incarnation, entry) "
@@ -307,7 +307,7 @@ class SqlStore(ABC, Generic[C]):
         connection.execute(self._sql(statement), {**self._key, "incarnation": incarnation, "entry": entry.encode()})
 
     def _archived(self, connection: C) -> Archived | None:
-        if self._version(connection) < _ARCHIVE_VERSION:  # looked at by somebody who may not migrate it
+        if self._version(connection) < _ARCHIVE_VERSION:  # read by a process that may not migrate it
             return None
         row = self._one(connection, f"SELECT entry FROM {{archive}} WHERE {_SCOPE}")
         return None if row is None else Archived.decode(bytes(row[0]))

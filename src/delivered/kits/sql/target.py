@@ -1,4 +1,4 @@
-"""What we say of the user's table, whatever the database."""
+"""Errors and findings about the user's table, for any database."""
 
 from __future__ import annotations
 
@@ -18,38 +18,37 @@ _MARK = re.compile(r"delivered ([0-9a-f]{32})")
 
 
 def new_mark() -> str:
-    """A comment that tells a table we make from a later one of its name, for databases that keep no id of it."""
+    """A table comment that identifies a table we create, for databases that give tables no id."""
     return f"delivered {uuid.uuid4().hex}"
 
 
 def marked(text: str | None) -> str | None:
-    """The id in the comment of a table; None: we did not make it."""
+    """The id in a table's comment; None: we did not create it."""
     found = _MARK.search(text or "")
     return None if found is None else found[1]
 
 
 def missing(table: str, where: str, next_step: str) -> UsageError:
     return UsageError(
-        "TABLE_MISSING", f"There is no table {table!r} {where}, and ifNotExists is false.", next_step=next_step
+        "TABLE_MISSING", f"Table {table!r} {where} does not exist, and ifNotExists is false.", next_step=next_step
     )
 
 
 def missing_at_server(options: ServerOptions) -> UsageError:
-    way_out = 'create the table, mend the option dbtable, or write .option("ifNotExists", "true")'
+    way_out = 'create the table, correct the option dbtable, or add .option("ifNotExists", "true")'
     return missing(options.table_text, options.where, way_out)
 
 
 def text_of(options: ServerOptions) -> str:
-    """The table as the user named it, quoted for SQL."""
+    """The table as the user wrote it, quoted for SQL."""
     return quoted(options.table) if options.schema is None else f"{quoted(options.schema)}.{quoted(options.table)}"
 
 
 def permission(options: ServerOptions, user: str, rights: Sequence[str], table: str) -> Finding:
-    """Rights on the table that the user lacks."""
     lacks = " and ".join(rights)
     return Finding(
         "PERMISSION",
-        f"User {user!r} has no right to {lacks} on {options.table_text!r} at {options.place}.",
+        f"User {user!r} lacks the privilege {lacks} on {options.table_text!r} at {options.place}.",
         True,
         f"GRANT {', '.join(rights)} ON {table} TO {user}",
     )
@@ -58,7 +57,7 @@ def permission(options: ServerOptions, user: str, rights: Sequence[str], table: 
 def never_written(table: str, where: str, options: str) -> UsageError:
     return UsageError(
         "TABLE_UNKNOWN",
-        f"Table {table!r} {where} holds no row that a pipeline wrote.",
+        f"Table {table!r} {where} was never written by a pipeline.",
         next_step=f"run the pipeline first, or check {options}",
     )
 
@@ -74,12 +73,12 @@ def column_missing(table: str, where: str, field: str, has: str, next_step: str)
 def check_unchanged(table: str, where: str, known: pa.Schema, now: pa.Schema, next_step: str) -> None:
     """
     Raises:
-        UsageError: the rows have other columns or types than those that were written before.
+        UsageError: the rows have other columns or types than those written before.
     """
     if not known.equals(now):
         raise UsageError(
             "SCHEMA_CHANGED",
-            f"Table {table!r} {where} was written with the columns {shown(known)}, the rows now have {shown(now)}. "
-            "Fingerprints of the two could not be added up.",
+            f"Table {table!r} {where} was written with the columns {shown(known)}, but the rows now have {shown(now)}. "
+            "Fingerprints of the two cannot be combined.",
             next_step=next_step,
         )

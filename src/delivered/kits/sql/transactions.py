@@ -1,4 +1,4 @@
-"""mechanism two_phase: what is said of a transaction that a task left prepared at a server."""
+"""Mechanism two_phase: prepared transactions at a server."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KEY = "gid"
 
 @dataclass(frozen=True)
 class OpenTransaction:
-    """One prepared transaction, for a person. See `delivered.model.transactions.OpenTransaction`.
+    """One prepared transaction, for display. See `delivered.model.transactions.OpenTransaction`.
 
     Attributes:
-        started_ms: when it was prepared, milliseconds since 1970: by the server's clock where the server tells.
-        user: who prepared it, where the server tells.
+        started_ms: when it was prepared, in milliseconds since 1970; by the server's clock if available.
+        user: who prepared it, if available.
     """
 
     transactional_id: str
@@ -50,15 +50,15 @@ def check_deletions(options: ServerOptions) -> Iterator[Finding]:
     if options.write.delete is not None:
         yield Finding(
             "DELETE_TWO_PHASE",
-            "deleteColumn does not go with mechanism two_phase: a deletion of a key that is not there yet leaves no "
-            "lock for another shard of the batch to meet, so one that is out of order would go unseen.",
+            "deleteColumn is not supported with mechanism two_phase: a delete of a key that does not exist takes no "
+            "lock, so a conflict with another shard of the batch would not be detected.",
             True,
             'write .option("mechanism", "one_transaction")',
         )
 
 
 def mark(connection: Connection, dialect: Dialect, work: Work, gid: str, fingerprint: Fingerprint) -> None:
-    """Write the marker, in the transaction of the rows: seen later, it tells that they are in."""
+    """Write the marker in the transaction of the rows, as evidence that it was committed."""
     connection.execute(
         dialect(
             "INSERT INTO {marker} (pipeline, sink, incarnation, batch, shard, gid, fingerprint) "

@@ -1,4 +1,4 @@
-"""Columns: which can be kept, the one form of them that fingerprints rest on, and which rows cannot be written."""
+"""Column types: which ones are supported, their canonical form for fingerprints, and invalid rows."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from delivered.model.errors import UsageError
 
 
 class Types(ABC):
-    """What a database does with Arrow's types. Without state."""
+    """A database's support of Arrow types. Stateless."""
 
     system: ClassVar[str]
-    """Its name, as people write it."""
+    """Display name of the system."""
     columns_max: ClassVar[int]
     name_bytes_max: ClassVar[int | None] = None
     folds_case: ClassVar[bool] = False
-    """Names that differ in their case alone are one name."""
+    """Names are case-insensitive."""
     nested_hint: ClassVar[str] = ""
 
     @abstractmethod
     def declared(self, kind: pa.DataType) -> str | None:
-        """SQL type of a column that is made for values of a plain type; None: there is none."""
+        """SQL type of a new column for a plain type; None: unsupported."""
 
     def keeps(self, kind: pa.DataType) -> bool:
-        """Whether values of a plain type come back as they were."""
+        """Whether values of a plain type are stored without loss."""
         return self.declared(kind) is not None
 
     def orders(self, kind: pa.DataType) -> bool:
-        """Whether values of a plain type stand in the same order here as they do in Arrow and in Spark."""
+        """Whether values of a plain type sort as they do in Arrow and Spark."""
         t = pa.types
         return bool(t.is_integer(kind) or t.is_date32(kind) or t.is_timestamp(kind))
 
     def plain(self, kind: pa.DataType) -> pa.DataType:
-        """The one type that stands for all with the same values."""
+        """The representative of all types with the same values."""
         t = pa.types
         if t.is_dictionary(kind):
             return self.plain(kind.value_type)
@@ -49,20 +49,22 @@ class Types(ABC):
         return kind
 
     def plain_schema(self, schema: pa.Schema) -> pa.Schema:
-        """The columns of `schema` in their order, with plain types and nothing else."""
+        """The columns of `schema` in their order, with plain types, without metadata."""
         return pa.schema([pa.field(f.name, self.plain(f.type)) for f in schema])
 
     def canonical_schema(self, schema: pa.Schema) -> pa.Schema:
-        """Plain types, columns by name: the order in which a table's columns were made does not count."""
+        """Plain types, columns sorted by name: a table's column order does not matter."""
         return pa.schema(sorted(self.plain_schema(schema), key=lambda f: f.name))
 
     def check(self, schema: pa.Schema) -> None:
         """
         Raises:
-            UsageError: a column cannot be kept.
+            UsageError: a column cannot be stored.
         """
         if not 1 <= len(schema) <= self.columns_max:
-            raise UsageError("COLUMNS", f"A row has {len(schema)} columns; a table has 1 to {self.columns_max}.")
+            raise UsageError(
+                "COLUMNS", f"The rows have {len(schema)} columns; a table must have 1 to {self.columns_max}."
+            )
         seen: dict[str, str] = {}
         for field in schema:
             self._check_name(field.name, seen)
@@ -71,14 +73,14 @@ class Types(ABC):
                 way = f'to_json("{field.name}")' if nested else f'col("{field.name}").cast("string")'
                 raise UsageError(
                     "TYPE_UNKNOWN",
-                    f"Column {field.name!r} is {field.type}; {self.system} has no type that keeps it without loss.",
+                    f"Column {field.name!r} is {field.type}; {self.system} has no type that stores it without loss.",
                     next_step=f'df.withColumn("{field.name}", {way}){self.nested_hint}',
                 )
 
     def _check_name(self, name: str, seen: dict[str, str]) -> None:
         known = name.lower() if self.folds_case else name
         if known in seen:
-            why = f"are one to {self.system}, which knows no case in names" if seen[known] != name else "have one name"
+            why = f"are the same to {self.system}, which ignores case" if seen[known] != name else "have the same name"
             raise UsageError(
                 "COLUMN_TWICE",
                 f"Columns {seen[known]!r} and {name!r} {why}.",
@@ -87,20 +89,20 @@ class Types(ABC):
         seen[known] = name
         limit = self.name_bytes_max
         if not name or "\0" in name or (limit is not None and len(name.encode()) > limit):
-            bound = f": {self.system}'s have 1 to {limit} bytes" if limit is not None else ""
+            bound = f": {self.system} allows 1 to {limit} bytes" if limit is not None else ""
             raise UsageError(
                 "COLUMN_NAME",
-                f"{name!r} is no name for a column{bound}.",
+                f"{name!r} is not a valid column name{bound}.",
                 next_step="rename it: df.withColumnRenamed(...)",
             )
 
 
 class ServerTypes(Types):
-    """Of a database whose columns have one of many types each."""
+    """Types of a database whose columns are typed."""
 
     @abstractmethod
     def fitting(self, kind: pa.DataType) -> tuple[str, ...]:
-        """Names of the database's types that keep values of `kind` as they are, the natural one first; empty: none."""
+        """Names of the database's types that store values of `kind` without loss, the best match first."""
 
     def keeps(self, kind: pa.DataType) -> bool:
         return bool(self.fitting(kind)) or bool(pa.types.is_null(kind))
@@ -116,15 +118,12 @@ class ServerTypes(Types):
 
 
 def shown(schema: pa.Schema) -> str:
-    """Columns and types, for a message."""
+    """Columns and types, for messages."""
     return ", ".join(f"{f.name} {f.type}" for f in schema)
 
 
 def because(reasons: pa.Array | None, mask: pa.Array, text: str) -> pa.Array | None:
-    """For each row why it cannot be written: the reasons so far and, where `mask` is true and none stands yet, `text`.
-
-    No Python object is made per row.
-    """
+    """Add the reason `text` to the rows where `mask` is true and that have none yet. No Python object per row."""
     mask = pc.fill_null(mask, False)
     if not pc.any(mask).as_py():
         return reasons
@@ -133,7 +132,7 @@ def because(reasons: pa.Array | None, mask: pa.Array, text: str) -> pa.Array | N
 
 
 def outside_years(batch: pa.RecordBatch) -> pa.Array | None:
-    """Rows with a date or timestamp outside of the years 1 to 9999, which texts of dates cannot hold."""
+    """Reasons of rows with a date or timestamp outside the years 1 to 9999, which have no text form."""
     reasons: pa.Array | None = None
     for field, column in zip(batch.schema, batch.columns, strict=True):
         if pa.types.is_timestamp(field.type) or pa.types.is_date32(field.type):

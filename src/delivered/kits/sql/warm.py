@@ -1,4 +1,4 @@
-"""Connections of tasks, kept open in the reused worker between shards: a new one costs the server a session."""
+"""Connections of tasks, pooled in the reused worker between shards: opening one costs the server a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _idle: list[tuple[int, Server[Any], Any]] = []
 
 
 def take(server: Server[C]) -> C:
-    """A connection outside of any transaction that answers now; nobody else has it until `give`.
+    """Take a live connection outside any transaction, for exclusive use until `give`.
 
     Raises:
         DeliveredError: see `Database.connect`.
@@ -27,14 +27,14 @@ def take(server: Server[C]) -> C:
                 connection.execute("SELECT 1")
                 found: C = connection
                 return found
-            except server.errors():  # the server was restarted meanwhile
+            except server.errors():  # the server was restarted
                 server.discard(connection)
                 break
     return server.connect("task")
 
 
 def give(server: Server[C], connection: C) -> None:
-    """Keep a connection for the next shard, unless something is open on it."""
+    """Return a connection for the next shard; it is closed if a transaction is open on it."""
     if not server.idle(connection):
         server.discard(connection)
         return

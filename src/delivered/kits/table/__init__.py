@@ -1,1 +1,1 @@
-"""What connectors to folders and tables of files share."""
+"""Shared code of connectors to table formats and folders of files."""

@@ -1,7 +1,7 @@
-"""The archive of a ledger in files: immutable ones, each with some entries, any number of which is as good as one.
+"""The archive of a ledger as any number of immutable files, each with some of the entries.
 
-A file is never changed, and taken away only by one who wrote its entries into another before. So a driver that was
-fenced in the middle, or that comes late, takes nothing from the archive: at worst an entry stands there twice.
+A file is never changed, and deleted only by a process that wrote its entries to another file before. So a driver that
+is fenced midway, or late, removes nothing from the archive: at worst an entry is stored twice.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from delivered.kits.table.store import Store
 from delivered.model.archive import ENTRY_BYTES, Archive, Archived
 
 FILES_MAX = 16
-"""Small files before they are put together."""
+"""Number of small files before they are compacted."""
 FULL_BYTES = 65_536 * ENTRY_BYTES
-"""A file of this size is left as it is."""
+"""Files of at least this size are not compacted."""
 
 
 class ArchiveFiles:
     """
     Args:
-        folder: below the store's root; nothing else lies there.
+        folder: below the store's root; contains nothing else.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -34,7 +34,7 @@ class ArchiveFiles:
             found = [self._store.get(name) for name in self._names()]
             if all(data is not None for data in found):
                 return Archive(b"".join(data for data in found if data is not None), repr(self._folder))
-            # Put together with others since it was listed: those hold it now.
+            # Compacted since it was listed: another file has its entries.
 
     def add(self, entries: Iterable[Archived]) -> None:
         """Durable when this returns. May be called again with the same entries."""
@@ -48,7 +48,7 @@ class ArchiveFiles:
 
     def _put_together(self, names: list[str]) -> None:
         found = {name: data for name in names if (data := self._store.get(name)) is not None}
-        if not found:  # others were faster
+        if not found:  # another process was faster
             return
         whole = self._put(
             b"".join(sorted({a.encode() for data in found.values() for a in Archive(data, self._folder)}))
@@ -56,7 +56,7 @@ class ArchiveFiles:
         self._store.remove(name for name in found if name != whole)
 
     def _put(self, data: bytes) -> str:
-        """Named by its contents: the same entries are the same file."""
+        """Write a file named by its content hash: the same entries give the same file."""
         name = f"{self._folder}/{hashlib.blake2b(data, digest_size=16).hexdigest()}.bin"
         self._store.put(name, data)
         return name

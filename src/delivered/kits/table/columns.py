@@ -1,6 +1,6 @@
-"""Arrow types as tables and folders of files keep them: one type for all that have the same values.
+"""Arrow types as tables and folders of files store them: one representative for all types with the same values.
 
-Arrow                           kept as
+Arrow                           stored as
 boolean, int8..int64            the same
 float, double                   the same
 decimal up to 38 digits         the same
@@ -24,7 +24,7 @@ from delivered.model.errors import UsageError
 
 
 def canonical(kind: pa.DataType) -> pa.DataType | None:
-    """The one Arrow type that stands for all with the same values; None if it is not kept."""
+    """The representative of all Arrow types with the same values; None: unsupported."""
     t = pa.types
     if t.is_dictionary(kind):
         return canonical(kind.value_type)
@@ -53,22 +53,22 @@ def canonical(kind: pa.DataType) -> pa.DataType | None:
 def kept(field: pa.Field, kind: pa.DataType | None, system: str) -> pa.DataType:
     """
     Args:
-        system: what keeps the column, for the error: "a Delta table".
+        system: for the error: "a Delta table".
 
     Raises:
-        UsageError: `kind` is None: the column's type cannot be kept.
+        UsageError: `kind` is None: the column's type is not supported.
     """
     if kind is None:
         raise UsageError(
             "COLUMN_TYPE",
-            f"Column {field.name!r} has the type {field.type}, which {system} cannot keep.",
-            next_step=f"cast it, for instance to string: {field.name}.cast('string')",
+            f"Column {field.name!r} has the type {field.type}, which {system} does not support.",
+            next_step=f"cast it, for example to string: {field.name}.cast('string')",
         )
     return kind
 
 
 def named_once(schema: pa.Schema) -> bool:
-    """Whether there is a column, and no two of one name, capital letters apart: readers do not tell those."""
+    """Whether there is a column, and names are unique ignoring case, as readers require."""
     lower = [name.lower() for name in schema.names]
     return bool(lower) and len(set(lower)) == len(lower)
 
@@ -90,20 +90,20 @@ class TableTypes(Types):
     def canonical_schema(self, schema: pa.Schema) -> pa.Schema:
         """
         Raises:
-            UsageError: a column's type cannot be kept.
+            UsageError: a column's type is not supported.
         """
         return pa.schema([pa.field(f.name, kept(f, self.canonical(f.type), self.table)) for f in schema])
 
     def check(self, schema: pa.Schema) -> None:
         """
         Raises:
-            UsageError: no column, two of one name, or a type that cannot be kept.
+            UsageError: no columns, duplicate names, or an unsupported type.
         """
         if not named_once(schema):
             raise UsageError(
                 "COLUMNS",
-                f"Rows have the columns {schema.names}; {self.table} needs at least one, each of its own name, capital "
-                "letters apart.",
+                f"The rows have the columns {schema.names}; {self.table} needs at least one, and names that are unique "
+                "ignoring case.",
                 next_step="rename columns",
             )
         self.canonical_schema(schema)

@@ -1,4 +1,4 @@
-"""Local files and names that a power loss does not take back (decision 010)."""
+"""Local files whose content and names survive a power loss (decision 010)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def make_folder(folder: Path) -> Path:
-    """A folder whose name is durable, and those above it."""
+    """Create a folder and its parents durably."""
     missing, path = [], folder
     while not path.is_dir():
         missing.append(path)
@@ -31,7 +31,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """A file in a folder that is there; durable, its name not yet."""
+    """Create a file in an existing folder. Its content is durable, its name not yet."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -39,7 +39,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def put(path: Path, data: bytes) -> None:
-    """Whole or not at all, in place of what was there; durable."""
+    """Create or replace a file atomically and durably."""
     make_folder(path.parent)
     draft = _draft(path)
     try:
@@ -52,7 +52,7 @@ def put(path: Path, data: bytes) -> None:
 
 
 def put_first(path: Path, data: bytes) -> bool:
-    """Whole or not at all, and never over what is there; durable. Returns False if another one was first."""
+    """Create a file atomically and durably. Returns False if it exists."""
     make_folder(path.parent)
     draft = _draft(path)
     try:

@@ -1,12 +1,12 @@
-"""What a batch makes of a table of files: files that come, and files that go, in the one commit of its decision.
+"""The effect of a batch on a table of files: files added and removed by the one commit of its decision.
 
-append     the staged files come
-overwrite  they come, and what the table has in the same partitions goes
-upsert     the staged rows are reduced to one of each key; files that hold one of these keys go, and come again without
-           the rows that are replaced; rows of new keys come
+append     adds the staged files
+overwrite  adds them, and removes the table's files in the same partitions
+upsert     reduces the staged rows to one per key; rewrites files that contain one of these keys, with the new rows;
+           adds rows of new keys
 
-An upsert runs on the driver: it holds the batch's rows, one of each key, and one file's worth of keys, in memory. Rows
-of a batch bear `SHARD` and `ORDER`, their order of arrival. What counts is said in `delivered.kits.sql.merge`.
+An upsert runs on the driver, with the batch's rows (one per key) and the keys of one file in memory. Rows of a batch
+have `SHARD` and `ORDER`, their order of arrival. Which row wins: `delivered.kits.sql.merge`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ BATCH_ROWS = 65_536
 class Effect:
     """
     Attributes:
-        adds, removes: data files, as the table's connector names them.
-        writer: of the files that come, if they are not the staged ones; as the ledger's record names it.
-        exact: worked out of what the table holds: as soon as that changes, anew.
-        discard: gives back what was written for this effect.
+        adds, removes: data files, as the table's connector represents them.
+        writer: of the added files, if they are not the staged ones; as in the ledger's record.
+        exact: computed from the table's content; must be recomputed when that changes.
+        discard: deletes the files written for this effect.
     """
 
     adds: Sequence[Any] = ()
@@ -47,26 +47,26 @@ class Effect:
 
 
 class TableFile(Protocol):
-    """A data file that the table has."""
+    """A data file of the table."""
 
     def bounds(self, key: str) -> tuple[Any, Any] | None:
-        """No value of the column lies outside; None: not known."""
+        """Minimum and maximum of a column; None: unknown."""
 
     def rows(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """All rows in their order, in these columns, of which some may be new to the file."""
+        """All rows in order, with these columns, some of which the file may lack."""
 
 
 F = TypeVar("F", bound=TableFile)
 
 
 def upsert(mode: WriteMode, rows: pa.Table, columns: pa.Schema, there: Iterable[F], files: ShardFiles) -> list[F]:
-    """Write the files that come; returns those that go.
+    """Write the new files; return those they replace.
 
     Args:
         rows: from `one_of_each`.
         columns: of the table.
-        there: its files.
-        files: take what comes. Discarded if this raises.
+        there: the table's files.
+        files: gets the new rows. Discarded if this raises.
     """
     removes: list[F] = []
     met = np.zeros(rows.num_rows, dtype=bool)
@@ -96,7 +96,7 @@ def _write(files: ShardFiles, batches: Iterable[pa.RecordBatch]) -> None:
 
 
 def _may_hold(mode: WriteMode, file: TableFile, rows: pa.Table) -> bool:
-    """Whether a file may hold one of the keys, by the bounds that are known of it."""
+    """Whether a file may contain one of the keys, by its statistics."""
     for key in mode.keys:
         bounds = file.bounds(key)
         if bounds is None:
@@ -105,13 +105,13 @@ def _may_hold(mode: WriteMode, file: TableFile, rows: pa.Table) -> bool:
         try:
             if batch["max"] < bounds[0] or batch["min"] > bounds[1]:
                 return False
-        except TypeError:  # not of one kind
+        except TypeError:  # not comparable
             continue
     return True
 
 
 def staged_rows(store: Store, shards: Sequence[Sequence[str]]) -> pa.Table:
-    """All rows that the tasks staged, in Parquet files of these names, with their shard and their order of arrival."""
+    """All staged rows in these Parquet files, with their shard and their order of arrival."""
 
     def one(name: str) -> pa.Table:
         with store.fs.open_input_file(name) as source:
@@ -131,7 +131,7 @@ def batch_of(shards: Iterable[Iterable[pa.Table]]) -> pa.Table:
 
 
 def one_of_each(mode: WriteMode, rows: pa.Table, where: str) -> pa.Table:
-    """Of each key the row that counts: see `delivered.kits.sql.merge`."""
+    """The winning row of each key: see `delivered.kits.sql.merge`."""
     keys = list(mode.keys)
     if mode.version is None:
         spread = rows.group_by(keys, use_threads=False).aggregate([(SHARD, "min"), (SHARD, "max"), (ORDER, "max")])
@@ -149,9 +149,9 @@ def one_of_each(mode: WriteMode, rows: pa.Table, where: str) -> pa.Table:
 class _Matches:
     """
     Attributes:
-        source: rows of the batch whose key the file holds.
-        row: rows of the file that are replaced, ascending.
-        by: for each of them the row of the batch.
+        source: rows of the batch whose key is in the file.
+        row: replaced rows of the file, ascending.
+        by: the replacing row of the batch for each of them.
     """
 
     source: Any
@@ -160,14 +160,14 @@ class _Matches:
 
 
 def _key_columns(mode: WriteMode) -> list[str]:
-    """What `_matches` needs of a file."""
+    """The columns that `_matches` reads."""
     return [*mode.keys, *([mode.version] if mode.version is not None else [])]
 
 
 def _matches(mode: WriteMode, there: pa.Table, rows: pa.Table) -> _Matches:
     """
     Args:
-        there: `_key_columns` of a file, all its rows in their order.
+        there: `_key_columns` of a file, all rows in order.
         rows: from `one_of_each`.
     """
     keys, version = list(mode.keys), [mode.version] if mode.version is not None else []
@@ -186,7 +186,7 @@ def _matches(mode: WriteMode, there: pa.Table, rows: pa.Table) -> _Matches:
 def _rewritten(
     mode: WriteMode, batches: Iterable[pa.RecordBatch], columns: pa.Schema, rows: pa.Table, found: _Matches
 ) -> Iterator[pa.RecordBatch]:
-    """A file's rows, those that are replaced as the batch has them; columns that it lacks keep their values."""
+    """A file's rows, with the batch's values in replaced ones; columns that the batch lacks keep their values."""
     given = set(stored(mode, rows.schema).names)
     at = 0
     for batch in batches:
@@ -209,7 +209,7 @@ def _rewritten(
 
 
 def _new_rows(mode: WriteMode, rows: pa.Table, met: Any, columns: pa.Schema) -> pa.Table:
-    """Rows of keys that the table does not hold; columns that they lack are null.
+    """Rows of keys that are new to the table; columns that they lack are null.
 
     Args:
         met: for each row whether its key was found.

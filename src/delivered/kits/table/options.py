@@ -1,4 +1,4 @@
-"""Options of a sink into a table of files."""
+"""Options of sinks that write to a table of files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MODES = ("append", "overwrite", "upsert")
 class FileTableOptions(Options):
     """
     Attributes:
-        partition_by: None: not named; as the table is.
-        write: of an overwrite, `replaces` is what partitionBy names, as it stands there.
+        partition_by: None: as the table is partitioned.
+        write: for overwrite, `replaces` is the value of partitionBy.
     """
 
     create: bool = if_not_exists(default=True)
     merge_schema: bool = option(
         "mergeSchema",
-        "Whether columns that the table lacks are added to it before the first batch.",
+        "Add columns that the table lacks before the first batch.",
         FLAG,
         default=False,
     )
@@ -32,8 +32,8 @@ class FileTableOptions(Options):
         lambda owner, values: parse_mode(owner, values, MODES),
         Option(
             "mode",
-            "append; overwrite: a batch replaces what the table has in its partitions; upsert: a row replaces the one "
-            "with the same key.",
+            "append; overwrite: a batch replaces the partitions that it has rows in; upsert: a row replaces the stored "
+            "row with the same key.",
             "append",
         ),
         *UPSERT_OPTIONS,
@@ -42,23 +42,23 @@ class FileTableOptions(Options):
 
     @property
     def where(self) -> str:
-        """For errors, behind "the table"."""
+        """For errors, after "the table"."""
         raise NotImplementedError
 
     @property
     def local(self) -> bool:
-        """Whether its files lie on a local disk."""
+        """Whether its files are on a local disk."""
         raise NotImplementedError
 
     @property
     def appending(self) -> Self:
-        """The same table, as files of it are written."""
+        """The same options with mode append, as data files are written."""
         return replace(self, write=APPEND)
 
 
 def compression_option(first: str, *others: str) -> Any:
-    """The first one is the default; "none" is always allowed."""
+    """The first codec is the default; "none" is always allowed."""
     allowed = (first, *others, "none")
     return option(
-        "compression", f"{first}, {', '.join(others)} or none: of the data files.", choice(allowed), default=first
+        "compression", f"Codec of the data files: {first}, {', '.join(others)} or none.", choice(allowed), default=first
     )

@@ -1,4 +1,4 @@
-"""Rows of one shard into Parquet files, one or more for each part of a table, in bounded memory."""
+"""Writes the rows of a shard to Parquet files, one or more per table partition, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from delivered.kits.table.store import Store
 
 GROUP_ROWS = 1 << 20
 GROUP_BYTES = 32 << 20
-"""A row group is written when so much waits for it; what waits in all open files together is bounded by it too."""
+"""Size of a row group; also bounds the buffered rows of all open files together."""
 OPEN_FILES_MAX = 100
-"""Files of one shard that are open at once; a shard with more parts writes some of them in several files."""
+"""Open files of a shard; a shard with more parts writes some of them to several files."""
 
 _SAMPLE_ROWS = 8_192
 
@@ -29,13 +29,13 @@ Part = TypeVar("Part", bound=Hashable)
 
 @dataclass(frozen=True)
 class Written(Generic[Part]):
-    """A file that was written and closed.
+    """A written and closed file.
 
     Attributes:
-        name: as the store knows it.
+        name: in the store.
         size: in bytes.
-        footer: Parquet's own metadata.
-        not_a_number: columns that hold a NaN.
+        footer: Parquet metadata.
+        not_a_number: columns that contain NaN.
     """
 
     name: str
@@ -66,7 +66,7 @@ class _Open(Generic[Part]):
     bytes: int = 0
 
     def flush(self) -> None:
-        """Write what waits as one row group."""
+        """Write the buffered rows as one row group."""
         if not self.rows:
             return
         rows = pa.Table.from_batches(self.waiting, self.schema)
@@ -82,7 +82,7 @@ class _Open(Generic[Part]):
         self.waiting, self.rows, self.bytes = [], 0, 0
 
     def close(self) -> int:
-        """Returns the size of the file in bytes."""
+        """Return the size of the file in bytes."""
         if self.writer is not None:
             self.writer.close()
         size = int(self.sink.tell())
@@ -94,10 +94,10 @@ class PartFiles(Generic[Part]):
     """The files of one shard. Used by one thread.
 
     Args:
-        open_store: called when there is a row to write.
+        open_store: called on the first row.
         schema: of the files.
         options: for Arrow's ParquetWriter.
-        folder_of: where below the writer's folder the files of a part lie, with a slash at its end; empty: there.
+        folder_of: subfolder for the files of a part, with a trailing slash; empty: the writer's folder.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class PartFiles(Generic[Part]):
         self._done: list[Written[Part]] = []
 
     def write(self, part: Part, rows: pa.RecordBatch) -> None:
-        """Take rows in the columns of `schema`."""
+        """Write rows that have the columns of `schema`."""
         file = self._file(part)
         file.waiting.append(rows)
         file.rows += rows.num_rows
@@ -132,7 +132,7 @@ class PartFiles(Generic[Part]):
             self._flush(max(self._open.values(), key=lambda f: f.bytes))
 
     def finish(self) -> Sequence[Written[Part]]:
-        """Close all files, and make them durable."""
+        """Close all files and make them durable."""
         while self._open:
             self._close(next(iter(self._open)))
         if self._store is not None:
@@ -175,7 +175,7 @@ class PartFiles(Generic[Part]):
 
 
 def split(keys: pa.RecordBatch, rows: pa.RecordBatch) -> list[tuple[tuple[Any, ...], pa.RecordBatch]]:
-    """Rows by equal values of the key columns, each with those values; the order within a part is kept."""
+    """Group rows by the values of the key columns; keeps the order within a group."""
     numbered = pa.Table.from_batches([keys]).append_column("\0row", pa.array(np.arange(rows.num_rows)))
     groups = numbered.group_by(keys.schema.names, use_threads=False).aggregate([("\0row", "list")])
     members = groups.column("\0row_list").combine_chunks()
@@ -186,7 +186,7 @@ def split(keys: pa.RecordBatch, rows: pa.RecordBatch) -> list[tuple[tuple[Any, .
 
 
 def _repeating(rows: pa.Table) -> list[str]:
-    """Columns whose first values repeat: a dictionary pays for these, and costs more than all else for the others."""
+    """Columns whose first values repeat: only for these is dictionary encoding worth its high cost."""
     sample = rows.slice(0, _SAMPLE_ROWS)
     return [
         f.name

@@ -1,4 +1,4 @@
-"""Data files of a table in slices, for a scan of all its rows."""
+"""Packs the data files of a table into slices, for a scan."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 SLICE_BYTES = 64 << 20
-"""Of data files in one slice, about; a file is never split."""
+"""Approximate size of a slice; files are never split."""
 
 
 def packed(files: Iterable[T], size: Callable[[T], int]) -> list[list[T]]:
-    """Files in groups of about `SLICE_BYTES`, in their order; a larger one stands alone."""
+    """Group files to about `SLICE_BYTES`, in order; a larger file is a group of its own."""
     groups: list[list[T]] = []
     room = 0
     for file in files:

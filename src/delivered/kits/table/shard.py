@@ -1,4 +1,4 @@
-"""A task's side at a table of files: rows into files that the table names later (exactly_once), or at once."""
+"""Executor side of tables of files: writes files that are committed later (exactly_once), or at once."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class ShardFiles(Protocol):
     """The files of one shard. Used by one thread, once."""
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Take rows, at least one."""
+        """Write rows, at least one."""
 
     def finish(self) -> int:
-        """Close all files and make them durable; returns how many rows are in them."""
+        """Close all files and make them durable; return their number of rows."""
 
     def handle(self) -> dict[str, Any]:
-        """After `finish`: what the driver needs to have the table name them. Empty: there is no file."""
+        """After `finish`: what the driver needs to commit the files. Empty: there are no files."""
 
     def check(self) -> None:
-        """After `finish`: raise if the table cannot take them."""
+        """After `finish`: raise if the table cannot accept the files."""
 
     def commit(self) -> Outcome[None]:
-        """After `check`: have the table name them now. Called once."""
+        """After `check`: commit the files now. Called once."""
 
     def discard(self) -> None:
-        """Give back what was written. Never raises."""
+        """Delete what was written. Never raises."""
 
 
 class StagingWriter:
-    """exactly_once: files that nobody sees before the driver's commit names them."""
+    """exactly_once: files stay invisible until the driver commits them."""
 
     def __init__(self, work: Work, files: ShardFiles) -> None:
         self._work = work
@@ -62,15 +62,15 @@ class StagingWriter:
         if rows != fingerprint.count:
             raise InvariantBroken(
                 "ROWS_DIFFER",
-                f"Shard {self._work.shard} of batch {self._work.batch}: {rows} rows are in its files, the fingerprint "
-                f"counts {fingerprint.count}. Nothing of the shard is visible.",
+                f"Shard {self._work.shard} of batch {self._work.batch}: its files have {rows} rows, but its "
+                f"fingerprint counts {fingerprint.count}. Nothing of the shard is visible.",
                 next_step="start the pipeline again; the batch runs again",
             )
         return rows
 
 
 class DirectWriter(StagingWriter):
-    """at_least_once, at_most_once: the task commits its files itself."""
+    """at_least_once, at_most_once: the task commits its own files."""
 
     def __init__(self, work: Work, guarantee: Guarantee, files: ShardFiles) -> None:
         super().__init__(work, files)
@@ -81,7 +81,7 @@ class DirectWriter(StagingWriter):
         if not self._finish(fingerprint):
             return {}
         self._files.check()
-        self._committed = True  # from here on the files may be seen: they are not taken away any more
+        self._committed = True  # the files may be visible from here on, and must not be deleted
         match self._files.commit():
             case Ok():
                 return {}
@@ -98,9 +98,9 @@ class DirectWriter(StagingWriter):
                     return {"given_up": fingerprint.count}
                 raise OutcomeUnknown(
                     "COMMIT_UNKNOWN",
-                    f"Whether shard {self._work.shard} of batch {self._work.batch} is visible cannot be told: "
-                    f"{reason}. It is sent again, and may then be in twice.",
-                    next_step="start the pipeline again when the store answers",
+                    f"It is unknown whether shard {self._work.shard} of batch {self._work.batch} is visible: "
+                    f"{reason}. It is written again, and may then be duplicated.",
+                    next_step="start the pipeline again once the store responds",
                 )
 
     def abort(self) -> None:
@@ -121,7 +121,7 @@ def _as_ours(work: Work) -> Iterator[None]:
     except FileNotFoundError:
         raise InvariantBroken(
             "STAGED_FILE_GONE",
-            f"A file of shard {work.shard} of batch {work.batch} was taken away while the task wrote it: a later "
-            "start of the pipeline removed what this one left. Nothing of the shard is visible.",
-            next_step="nothing, if the later start is running; else start the pipeline again",
+            f"A file of shard {work.shard} of batch {work.batch} was deleted while the task wrote it: a later start of "
+            "the pipeline cleaned up after this one. Nothing of the shard is visible.",
+            next_step="nothing, if the later start is running; otherwise start the pipeline again",
         ) from None

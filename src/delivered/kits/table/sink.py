@@ -1,4 +1,4 @@
-"""What every sink into a table of files answers alike."""
+"""Base of sinks that write to a table of files."""
 
 from __future__ import annotations
 

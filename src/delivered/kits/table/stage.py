@@ -1,10 +1,10 @@
-"""Files that tasks write into a table's folder before anything names them, and which of them nobody decided.
+"""Staged files: tasks write them to a table's folder before they are committed. Aborts those of undecided batches.
 
     delivered/p-<pipeline>/s-<sink>/i-<incarnation>/<batch / 100>/[<folder>/]
         <batch>-<shard>-<attempt>-<nonce>-<n>.parquet
 
-Who wrote a file stands in its name, so that only its own pipeline ever takes one away. Files of direct writers
-(at_least_once, at_most_once) lie in `direct/` and are not removed: whether one counts, only the table knows.
+A file's name identifies its writer, so that only its own pipeline ever deletes it. Files of direct writers
+(at_least_once, at_most_once) are in `direct/` and are never deleted: only the table knows whether they are committed.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision, Prepared
 
 BLOCK_BATCHES = 100
-"""Batches in one folder: recovery lists the folders of the newest batches alone."""
+"""Batches per folder: recovery only lists the folders of the newest batches."""
 _ROOT = "delivered"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the files of one writer lie."""
+    """Where one writer puts its files."""
 
     folder: str
     stem: str
 
     def name(self, folder: str, number: int) -> str:
-        """Args: folder: below the writer's own, with a slash at its end; empty: none."""
+        """Args: folder: subfolder with a trailing slash; empty: none."""
         return f"{self.folder}/{folder}{self.stem}-{number}.parquet"
 
     def beside(self, what: str) -> str:
@@ -42,7 +42,7 @@ class Place:
 
 
 def sink_folder(scope: Scope) -> str:
-    # Prefixed, so that a pipeline named ".." stays inside.
+    # Prefixed, so that a pipeline named ".." cannot escape.
     return f"{_ROOT}/p-{scope.pipeline}/s-{scope.sink}"
 
 
@@ -55,7 +55,7 @@ def incarnation_folder(scope: Scope, incarnation: str) -> str:
 
 
 def incarnation_of(scope: Scope, name: str) -> str | None:
-    """Of a staged file of this sink of this pipeline; None if it is none."""
+    """Incarnation of a staged file of this pipeline and sink; None: it is not one."""
     head, _, tail = name.partition(f"{sink_folder(scope)}/i-")
     return None if head or not tail else tail.partition("/")[0]
 
@@ -71,18 +71,18 @@ def new_place(work: Work, direct: bool) -> Place:
 
 
 def batch_of(name: str) -> int | None:
-    """The batch that a staged file belongs to, by its name; None if it is no name of ours."""
+    """Batch of a staged file, by its name; None: not our name."""
     digits = name.rpartition("/")[2].partition("-")[0]
     return int(digits) if digits.isdigit() else None
 
 
 def writer_of(name: str) -> str:
-    """One text for all files of one writer."""
+    """Name of a file's writer."""
     return name.rpartition("/")[2].rpartition("-")[0]
 
 
 def newest_files(store: Store, scope: Scope, incarnation: str, newest: int | None) -> list[str]:
-    """Files of one incarnation in the folders from that of its newest decided batch on."""
+    """Files of an incarnation, from the folder of its newest decided batch on."""
     folder = incarnation_folder(scope, incarnation)
     first = "" if newest is None else block_folder(scope, incarnation, newest)
     blocks = [b for b in (f"{folder}/{name}" for name in store.folders(folder)) if b >= first]
@@ -91,7 +91,7 @@ def newest_files(store: Store, scope: Scope, incarnation: str, newest: int | Non
 
 @contextlib.contextmanager
 def moving(decision: Decision, prepared: Prepared) -> Iterator[None]:
-    """While a participant's files are taken into the decision."""
+    """Wraps adding a participant's files to the decision."""
     facts = {"batch": decision.batch, "shard": prepared.shard}
     reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
     yield
@@ -101,16 +101,16 @@ def moving(decision: Decision, prepared: Prepared) -> Iterator[None]:
 def check_whole(there: Mapping[str, int], name: str, size: int) -> None:
     """
     Args:
-        there: name -> size of the files that are there.
+        there: name -> size of the existing files.
 
     Raises:
-        InvariantBroken: the file is gone, or is not what was prepared.
+        InvariantBroken: the file is missing, or differs from what was prepared.
     """
     if there.get(name) != size:
         raise InvariantBroken(
             "STAGED_FILE_GONE",
-            f"The staged file {name!r} has {there.get(name, 'no')} bytes, prepared were {size}. Nothing of the batch "
-            "is visible.",
+            f"The staged file {name!r} has {there.get(name, 'no')} bytes, but {size} were prepared. Nothing of the "
+            "batch is visible.",
             next_step="start the pipeline again; the batch runs again",
         )
 
@@ -118,12 +118,12 @@ def check_whole(there: Mapping[str, int], name: str, size: int) -> None:
 def check_count(prepared: Prepared, rows: int) -> None:
     """
     Raises:
-        InvariantBroken: a participant's files hold more or fewer rows than were prepared.
+        InvariantBroken: a participant's files have more or fewer rows than were prepared.
     """
     if rows != prepared.fingerprint.count:
         raise InvariantBroken(
             "STAGED_ROWS_DIFFER",
-            f"Shard {prepared.shard}: {rows} rows are in its files, its fingerprint counts "
+            f"Shard {prepared.shard}: its files have {rows} rows, but its fingerprint counts "
             f"{prepared.fingerprint.count}.",
             next_step="start the pipeline again; the batch runs again",
         )
@@ -133,18 +133,18 @@ _claims: dict[Hashable, int] = {}
 
 
 def note_claim(ledger: Hashable, claim: int) -> None:
-    """This process claimed a ledger, and may remove orphans for as long as that claim is the newest."""
+    """Record this process's claim of a ledger: it may delete orphans while that claim is the newest."""
     _claims[ledger] = claim
 
 
 @dataclass(frozen=True)
 class Undecided:
-    """The staged files of a sink of a pipeline that no decision names.
+    """Staged files of a pipeline and sink that no decision names.
 
     Attributes:
-        ledger: as `note_claim` knows it.
-        decided: incarnation -> its newest decided batch (None: none) and the writers whose files that one names.
-        claim: the newest claim of the ledger, now.
+        ledger: as passed to `note_claim`.
+        decided: incarnation -> its newest decided batch (None: none) and the writers whose files that batch names.
+        claim: reads the newest claim of the ledger.
     """
 
     store: Store
@@ -154,12 +154,12 @@ class Undecided:
     claim: Callable[[], int | None]
 
     def abort_orphans(self, keep: set[str]) -> int:
-        """Take away files of batches that no decision names, of any incarnation, but for those of the writers in
-        `keep`. Those of older batches than the newest decided one, which a task that nobody waited for may leave, are
-        for the table's own upkeep. Returns how many writers there were.
+        """Delete files of undecided batches, of any incarnation, except those of the writers in `keep`. Files of
+        batches before the newest decided one, left by late tasks, are up to the table's own maintenance. Returns the
+        number of writers.
 
         Raises:
-            Fenced: somebody else claimed the ledger since this process did. Nothing was taken away.
+            Fenced: another process has claimed the ledger since. Nothing was deleted.
         """
         names: list[str] = []
         for folder in self.store.folders(sink_folder(self.scope)):
@@ -171,22 +171,22 @@ class Undecided:
         return len({writer_of(name) for name in gone})
 
     def check_claim(self) -> None:
-        """Called between a look at what is there and the removal: then nothing of a later owner is in that look.
+        """Called after listing files and before deleting them, so that the list has no file of a later owner.
 
         Raises:
-            Fenced: somebody else claimed the ledger since this process did.
+            Fenced: another process has claimed the ledger since.
         """
         mine, newest = _claims.get(self.ledger), self.claim()
         if mine is not None and newest != mine:
             raise Fenced(
                 "FENCED",
                 f"The ledger of sink {self.scope.sink!r} of pipeline {self.scope.pipeline!r} was claimed by a later "
-                "start while this one removed orphans. Nothing was taken away.",
-                next_step="nothing, if the later start is running; else start the pipeline again",
+                "start while this one was aborting orphans. Nothing was deleted.",
+                next_step="nothing, if the later start is running; otherwise start the pipeline again",
             )
 
     def remove(self, names: Iterable[str]) -> None:
-        """Of these files those that do not count, whoever asks: a decided row is never taken away from here."""
+        """Delete those of these files that are undecided; never deletes a decided row, whoever calls it."""
         found = []
         for name in names:
             incarnation = incarnation_of(self.scope, name)
@@ -197,10 +197,10 @@ class Undecided:
         self.store.remove(found)
 
     def _open(self, incarnation: str) -> list[str]:
-        """Files of one incarnation that no decision names, in the folders where such can be.
+        """Files of an incarnation that no decision names, in the folders that may have some.
 
-        What is decided is asked again after the look at the files, which may have taken long: what got there in between
-        may have been decided in between.
+        Decisions are read again after listing the files, which may take long: files that appeared meanwhile may have
+        been decided meanwhile.
         """
         found = newest_files(self.store, self.scope, incarnation, self.decided(incarnation)[0])
         newest, named = self.decided(incarnation)

@@ -1,4 +1,4 @@
-"""Files below one folder, on a local disk or in an object store. On a local disk what is put is durable."""
+"""Files below one folder, on a local disk or in an object store. Writes to a local disk are durable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Store:
 
     Args:
         fs: Arrow's file system whose root is that folder.
-        local: the folder, if it lies on a local disk.
+        local: the folder, if it is on a local disk.
     """
 
     def __init__(self, fs: Any, local: Path | None) -> None:
@@ -23,12 +23,12 @@ class Store:
         self._local = local
 
     def make_folder(self, folder: str) -> None:
-        """A local folder whose name is durable, and those above it. Object stores have none."""
+        """Create a local folder and its parents durably. Object stores have no folders."""
         if self._local is not None:
             durable.make_folder(self._local / folder)
 
     def put(self, name: str, data: bytes) -> None:
-        """Whole or not at all."""
+        """Create or replace a file atomically."""
         if self._local is None:
             file = self.create(name)
             file.write(data)
@@ -37,7 +37,7 @@ class Store:
         durable.put(self._local / name, data)
 
     def create(self, name: str) -> Any:
-        """A new file to write to, in an object store there when it is closed; not durable on a local disk."""
+        """Open a new file for writing. In an object store it appears when closed; on a local disk it is not durable."""
         return self.fs.open_output_stream(name)
 
     def get(self, name: str) -> bytes | None:
@@ -48,11 +48,11 @@ class Store:
             return None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Name -> size of every file below a folder."""
+        """Size of every file below a folder, by name."""
         return {f.path.lstrip("/"): f.size for f in self._list(folder, recursive=True) if f.is_file}
 
     def folders(self, folder: str) -> list[str]:
-        """Names of the folders in a folder, without its own."""
+        """Names of the subfolders of a folder."""
         if self._local is not None:
             return sorted(f.base_name for f in self._list(folder, recursive=False) if not f.is_file)
         start = folder.rstrip("/") + "/"
@@ -60,7 +60,7 @@ class Store:
         return sorted({first for first, slash, _ in found if slash})
 
     def remove(self, names: Iterable[str]) -> None:
-        """A file that is gone already is no error."""
+        """Delete files; missing ones are ignored."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self.fs.delete_file(name)

@@ -1,4 +1,4 @@
-"""The user's table as any connector to tables of files sees it: compare it with the rows, and say what is wrong."""
+"""Checks of the user's table against the rows and options, for any table of files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from delivered.model.guarantee import Guarantee
 def preflight(options: FileTableOptions, guarantee: Guarantee, look: Callable[[], None]) -> list[Finding]:
     """
     Args:
-        look: raises what speaks against this table.
+        look: checks the table; raises if it cannot be used.
     """
     mode = options.write
     if mode != APPEND and guarantee is not Guarantee.EXACTLY_ONCE:
         return [
             Finding(
                 "MODE_GUARANTEE",
-                f"Mode {'upsert' if mode.upserts else 'overwrite'} takes files of the table away, and under "
-                f"{guarantee.value} each task would do so for itself: they would meet at the same files.",
+                f"Mode {'upsert' if mode.upserts else 'overwrite'} removes files of the table; under "
+                f"{guarantee.value} each task would do that on its own, in conflict with the others.",
                 True,
-                "choose exactly_once, where one commit does it for all shards",
+                "use exactly_once, where one commit covers all shards",
             )
         ]
     try:
@@ -40,7 +40,7 @@ def preflight(options: FileTableOptions, guarantee: Guarantee, look: Callable[[]
 
 
 def probe(store: Store, folder: str) -> None:
-    """Write one small file, and take it away again. Raises what the store raises."""
+    """Write and delete a small file. Raises the store's errors."""
     name = f"{folder}/probe-{uuid.uuid4().hex}"
     store.put(name, b"may this user write here?")
     store.remove([name])
@@ -49,16 +49,16 @@ def probe(store: Store, folder: str) -> None:
 def compare(
     options: FileTableOptions, there: pa.Schema, schema: pa.Schema, partitions: Collection[str], *, adds: bool = False
 ) -> list[pa.Field]:
-    """Columns that the table lacks and that are to be added.
+    """Columns to add to the table.
 
     Args:
-        there: the table's columns; one that may hold no null says so.
+        there: the table's columns, with their nullability.
         schema: of the rows, canonical.
-        partitions: names of the columns that the table is partitioned by.
+        partitions: the table's partition columns.
         adds: whether columns can be added now, if the options ask for it.
 
     Raises:
-        UsageError: names or types do not fit, or a column is missing on one of the sides.
+        UsageError: names or types do not match, or a column is missing on one side.
     """
     lower = {name.lower(): name for name in there.names}
     missing = [field for field in schema if field.name not in there.names]
@@ -73,12 +73,12 @@ def compare(
         if field not in missing and not there.field(field.name).type.equals(field.type):
             raise UsageError(
                 "COLUMN_TYPE",
-                f"Column {field.name!r} is {there.field(field.name).type} in the table {options.where}, and "
+                f"Column {field.name!r} is {there.field(field.name).type} in the table {options.where}, but "
                 f"{field.type} in the rows.",
                 next_step="cast it in the pipeline",
             )
     if missing and not (adds and options.merge_schema):
-        way = 'have it added with .option("mergeSchema", "true"), or leave it out of the rows'
+        way = 'add it with .option("mergeSchema", "true"), or drop it from the rows'
         raise UsageError(
             "COLUMN_MISSING",
             f"The table {options.where} has no column {', '.join(repr(f.name) for f in missing)}; it has "
@@ -88,10 +88,10 @@ def compare(
     needed = dict.fromkeys([*(f.name for f in there if not f.nullable), *partitions])
     absent = [name for name in needed if name not in schema.names]
     if absent:
-        nested = "" if set(absent) <= set(there.names) else "; a field inside a struct cannot partition what is written"
+        nested = "" if set(absent) <= set(there.names) else "; partitioning by a field of a struct is not supported"
         raise UsageError(
             "COLUMN_REQUIRED",
-            f"The table {options.where} needs a value in {absent}, and the rows have no such column.",
+            f"The table {options.where} requires values in {absent}, but the rows have no such column.",
             next_step=f"add it to the rows{nested}",
         )
     return missing
@@ -100,35 +100,35 @@ def compare(
 def check_asked(options: FileTableOptions, asked: Sequence[str]) -> None:
     """
     Args:
-        asked: what the table asks of a writer and this one does not do.
+        asked: features that the table requires of writers and this one does not support.
 
     Raises:
-        Refused: there is such a thing.
+        Refused: there are such features.
     """
     if asked:
         raise Refused(
             "TABLE_FEATURES",
-            f"The table {options.where} asks of its writers: {', '.join(asked)}. This sink does not do that.",
-            next_step="write to a table without it, and take the rows over from there",
+            f"The table {options.where} requires writer features that this sink does not support: {', '.join(asked)}.",
+            next_step="write to a table without them, and copy the rows from there",
         )
 
 
 def missing_table(options: FileTableOptions, system: str, check: str) -> UsageError:
-    """Args: check: what the user should look at."""
+    """Args: check: what the user should check."""
     return UsageError(
         "TABLE_MISSING",
-        f"There is no {system} table {options.where}.",
-        next_step=f'check {check}; or let it be created with .option("ifNotExists", "true")',
+        f"The {system} table {options.where} does not exist.",
+        next_step=f'check {check}; or create it with .option("ifNotExists", "true")',
     )
 
 
 def unreachable(options: FileTableOptions, error: Exception, check: str) -> DeliveredError:
-    """An error of the client or of the file system as ours."""
+    """Translate an error of the client or the file system."""
     if isinstance(error, OSError) and options.local:
         return DeliveredError(
             "TABLE_STORAGE",
             f"The files of the table {options.where} cannot be read or written: {str(error)[:500]}",
-            next_step="make room on the disk, or give the user the right to write there; the batch runs again",
+            next_step="free disk space, or grant write permission; then start again: the batch runs again",
         )
     return Unreachable(
         "TABLE_UNREACHABLE",
@@ -139,7 +139,7 @@ def unreachable(options: FileTableOptions, error: Exception, check: str) -> Deli
 
 @contextlib.contextmanager
 def but_gone(explained: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """`explained`, but for a file that is gone: that is told apart from a store that does not work."""
+    """`explained`, except for missing files, which are not a failure of the store."""
     gone = None
     with explained:
         try:
