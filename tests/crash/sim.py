@@ -121,7 +121,8 @@ class Driver:
             if not first:
                 step.reach(StepId.LOG, Moment.AFTER, batch=self.before)
             self.before = None
-            plan = _travel(plan_batch(self.planner, view, first=first, since=self.epoch))
+            keeps_state = lambda: self.sim.keeps_state  # noqa: E731
+            plan = _travel(plan_batch(self.planner, view, first=first, since=self.epoch, keeps_state=keeps_state))
             self.before, self.epoch = view.batch, plan.epoch
             messages = self.sim.tasks(self, plan)
             self._commit(view, messages)
@@ -172,6 +173,7 @@ class Sim:
         change: (batch of rows, number of the run) -> rows: a transform that is not deterministic.
         commit_again: how many times more Spark asks to commit each batch.
         on_start: called before each start of a driver, with its number from 0.
+        keeps_state: the query does: Spark keeps what its tasks read (`read`) of a batch that it logs.
     """
 
     guarantee: Guarantee
@@ -186,6 +188,8 @@ class Sim:
     commit_again: int = 0
     expire_on_start: bool = False
     on_start: Callable[[Sim, int], None] | None = None
+    keeps_state: bool = False
+    read: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     problems: list[str] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
@@ -336,10 +340,19 @@ class Sim:
 
     def _read(self, piece: object) -> Iterator[pa.RecordBatch]:
         partition, start, end = piece.data  # type: ignore[attr-defined]
+        values: list[bytes] = []
         for at in range(start, end, self.rows_per_read):
             part = type(piece)((partition, at, min(at + self.rows_per_read, end)))
             for batch in self.source.read(part):
-                yield self.change(batch, self.starts) if self.change else batch
+                rows = self.change(batch, self.starts) if self.change else batch
+                values += rows.column("value").to_pylist()
+                yield rows
+        self.read[partition, end] = values
+
+    def state(self) -> Counter[bytes]:
+        """What tasks read of the batches that are logged, the last time they read all of a shard."""
+        ends = {(int(p), at) for n in self.checkpoint.commits for p, at in self.checkpoint.offsets[n].items()}
+        return Counter(v for (p, end), values in self.read.items() if (int(p), end) in ends for v in values)
 
     def _in_thread(self, driver: Process, pause: Pause, run: Callable[[], None]) -> None:
         """Run something that may be paused; return when it ended or was paused."""

@@ -154,7 +154,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 def epoch_of_plan_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decide, "_same_claim", lambda *args: None)
     honest = recover.plan_batch
-    patch.setattr("tests.crash.sim.plan_batch", lambda context, view, first, since: honest(context, view, first=first))
+    patch.setattr("tests.crash.sim.plan_batch", lambda context, view, first, **rest: honest(context, view, first=first))
 
 
 def unknown_is_ok(patch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +171,8 @@ def test_bad_triggers(given: object) -> None:
         ("SELECT value, rand() AS r FROM source", False, False),
         ("SELECT uuid() AS id, value FROM source", False, False),
         ("SELECT key, count(*) FROM source GROUP BY key", None, True),
+        ("SELECT key, collect_list(value) FROM source GROUP BY key", False, True),
+        ("SELECT key, current_timestamp() AS at FROM source", None, False),
         ("SELECT operand FROM source", None, False),
     ],
 )
@@ -175,6 +180,57 @@ def test_what_sql_says_of_itself(sql: str, deterministic: bool | None, stateful:
     facts = transform(sql).facts()
     assert (facts.deterministic, facts.stateful) == (deterministic, stateful)
     assert transform(sql, deterministic=True).facts().deterministic is True
+
+
+class _Processor:
+    def handle(self) -> str:
+        return _named()
+
+
+def _named() -> str:
+    return uuid.uuid4().hex
+
+
+def _by_class(frame: Any) -> Any:
+    return frame.groupBy("k").transformWithState(_Processor(), "now string", "append", "none")
+
+
+def _by_import(frame: Any) -> Any:
+    from datetime import UTC
+    from datetime import datetime as clock
+    from random import randint
+
+    return frame.mapInArrow(lambda rows: (rows, clock.now(UTC), randint(1, 2)), frame.schema)
+
+
+def _plain(frame: Any) -> Any:
+    return frame.where("k > 1").selectExpr("now() AS at")
+
+
+@pytest.mark.parametrize(
+    ("function", "changing", "stateful"),
+    [
+        (_by_class, ("uuid.uuid4()",), True),
+        (_by_import, ("clock.now()", "randint()"), False),
+        (functools.partial(_by_class), ("uuid.uuid4()",), True),
+        (_plain, (), False),
+    ],
+)
+def test_what_a_python_function_calls(function: Any, changing: tuple[str, ...], stateful: bool) -> None:
+    facts = transform(function).facts()
+    assert (facts.changing, facts.stateful) == (changing, stateful)
+    assert facts.deterministic is (False if changing else None)
+    assert transform(function, deterministic=True).facts().changing == ()
+
+
+def test_what_a_function_of_spark_calls() -> None:
+    functions = pytest.importorskip("pyspark.sql.functions")
+    said = functions.udf(lambda v: v).asNondeterministic()
+
+    def aggregate(frame: Any) -> Any:
+        return frame.groupBy("k").agg(functions.first("v"), functions.sum("v"), functions.now(), said("v"))
+
+    assert transform(aggregate).facts().changing == ("functions.first()", "said()")
 
 
 def test_a_function_of_a_module_beside_the_file(tmp_path: Path) -> None:

@@ -73,9 +73,12 @@ PLANS = {
         sinks=(replace(TO_SQLITE, capability=replace(TO_SQLITE.capability, remembers=True)),),
         dedup=Dedup(("order_id",), 3_600_000, kind=TABLE),
     ),
+    "state_nondeterministic": replace(
+        ASKED, transform=TransformFacts("sql", "SELECT ...", stateful=True, deterministic=False, changing=("uuid()",))
+    ),
     "kafka_nondeterministic": replace(
         ASKED,
-        transform=TransformFacts("python", "orders:clean", stateful=True, deterministic=False),
+        transform=TransformFacts("python", "orders:clean", deterministic=False),
         execution=Execution(batch_s_max=90),
         source=replace(KAFKA, findings=(Finding("RETENTION", "Topic orders keeps records for 1 h.", False),)),
     ),

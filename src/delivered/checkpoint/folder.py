@@ -2,7 +2,7 @@
 
 Through pyarrow's file systems, so that it works wherever the driver's Python can read: a local folder, HDFS, an object
 store. Layout (Spark 3 and 4): `metadata` holds the query's id; `offsets/N` a version line, a line of Spark's own, then
-a line per source; `commits/N` exists when batch N is done.
+a line per source; `commits/N` exists when batch N is done; `state/` when a query that keeps state has run a batch.
 """
 
 from __future__ import annotations
@@ -85,6 +85,19 @@ def holds_batches(location: str) -> bool:
     filesystem, path = open_folder(location)
     try:
         return _newest(filesystem, f"{path}/offsets") is not None
+    except OSError as error:
+        raise _unreadable(location, error) from error
+
+
+def holds_state(location: str) -> bool:
+    """Whether tasks of the query left state here, of whatever store and format.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    filesystem, path = open_folder(location)
+    try:
+        return bool(filesystem.get_file_info(fs.FileSelector(f"{path}/state", allow_not_found=True)))
     except OSError as error:
         raise _unreadable(location, error) from error
 

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
-from delivered.engine.messages import all_skipped, check_same_rows, checked, complete, orphans, repeats, written
+from delivered.engine.messages import (
+    all_skipped,
+    check_same_rows,
+    check_same_state,
+    checked,
+    complete,
+    orphans,
+    repeats,
+    written,
+)
 from delivered.engine.orphans import abort_orphans
 from delivered.engine.repair import repaired
 from delivered.engine.target import decided_targets, known_targets
@@ -56,7 +65,8 @@ def commit_batch(
         InvariantBroken: the messages are inconsistent. Nothing was decided.
         Fenced: another driver, or a later start of this one, owns the ledger. Nothing was decided.
         Refused: the run was already decided, with other rows. Nothing was written.
-        ReplayDiffers: a rewritten shard differs from the decided one. Nothing was applied.
+        ReplayDiffers: a rewritten shard differs from the decided one, or, in a query that keeps state, any shard does.
+            Nothing was applied.
         OutcomeUnknown, PromiseBroken: the next start finishes the batch.
     """
     shards = checked(context, batch, messages)
@@ -78,6 +88,11 @@ def commit_batch(
         if all(m.did is Action.COMPARE for m in shards):
             return None
     if last is not None and last.batch == batch:
+        try:
+            check_same_state(last, shards, run=run)
+        except DeliveredError:
+            _abort(context, orphans(shards, last))
+            raise
         if all_skipped(shards):
             return None
         new = orphans(shards, last)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from delivered.engine.context import Context
 from delivered.model.archive import Archived
-from delivered.model.errors import InvariantBroken, Refused
+from delivered.model.dialect import shown, starting_at
+from delivered.model.errors import InvariantBroken, Refused, ReplayDiffers
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import Action, Decision, Prepared, ShardMessage
@@ -53,7 +54,7 @@ def written(messages: Sequence[ShardMessage]) -> tuple[Prepared, ...]:
 
 
 def all_skipped(messages: Sequence[ShardMessage]) -> bool:
-    return bool(messages) and all(m.did is Action.SKIP for m in messages)
+    return bool(messages) and all(m.did in (Action.SKIP, Action.COMPARE) for m in messages)
 
 
 def repeats(messages: Sequence[ShardMessage]) -> bool:
@@ -67,7 +68,7 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
     Raises:
         Refused: it has other rows. None of them was written.
     """
-    rows = sum((m.compared for m in messages), Fingerprint())
+    rows = sum((m.compared[context.scope.sink] for m in messages if m.did is Action.COMPARE), Fingerprint())
     rows += sum((p.fingerprint for p in written(messages) if p.sink == context.scope.sink), Fingerprint())
     if decided.holds(rows):
         return
@@ -80,6 +81,49 @@ def check_same_rows(context: Context, decided: Archived, messages: Sequence[Shar
         next_step="use another runId for other rows; in foreachBatch, combine the query's id and the batch's: "
         'f"{query_id}-{batch_id}"',
     )
+
+
+def check_same_state(decided: Decision, messages: Sequence[ShardMessage], *, run: bool) -> None:
+    """Check that a decided batch of a query that keeps state has the same rows again: Spark commits the state of this
+    run of it. Rows may have moved to another shard. Shards that were rewritten, `engine.repair` compares.
+
+    Raises:
+        ReplayDiffers: it has other rows. Nothing was applied, and Spark does not log the batch.
+    """
+    if run or not any(m.plan.action is Action.COMPARE for m in messages):
+        return
+    now: dict[str, dict[int, Fingerprint]] = {s: {} for m in messages for s in m.compared}
+    for m in messages:
+        for sink, rows in (*m.compared.items(), *((p.sink, p.fingerprint) for p in m.participants)):
+            if sink in now:
+                now[sink][m.shard] = rows
+    none = Fingerprint()
+    for sink, after in now.items():
+        before = {p.shard: p.fingerprint for p in decided.of(sink)}
+        if decided.guarantee is Guarantee.AT_MOST_ONCE:
+            # Of a shard that was given up, a count is known, and not which rows it had.
+            after = {shard: after.get(shard, none) for shard in before}
+        if _same(sum(before.values(), none), sum(after.values(), none)):
+            continue
+        differing = [n for n in sorted({*before, *after}) if not _same(before.get(n, none), after.get(n, none))]
+        shard = differing[0]
+        raise ReplayDiffers(
+            "REPLAY_DIFFERS",
+            f"Batch {decided.batch} is decided and delivered, and reran with other rows in shards {differing[:50]}. "
+            f"Shard {shard} at sink {sink!r} was decided with fingerprint {before.get(shard, none)}, but reran with "
+            f"{after.get(shard, none)}. The state that Spark keeps of the rerun holds what was never delivered, so the "
+            "query cannot go on from it. Nothing more was written. The transform was edited, or is not deterministic. "
+            f"The batch ended at offsets {shown(decided.offsets)}",
+            next_step="if the transform was edited since, start once with the previous one. Otherwise remove what "
+            "changes between runs (uuid(), rand(), now(), the order of rows) from it, and start where the batch ended, "
+            f"with empty state: a new checkpointLocation, {starting_at(decided.offsets)} and, once, "
+            '.option("newCheckpoint", "accept")',
+        )
+
+
+def _same(decided: Fingerprint, now: Fingerprint) -> bool:
+    """Whether the rows are the same, as far as `now`, which may be a count alone, can tell."""
+    return now in (decided, Fingerprint(decided.count))
 
 
 def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> None:

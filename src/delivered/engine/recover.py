@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from delivered.engine.apply import apply_decided, work_of
 from delivered.engine.context import Context
@@ -23,7 +23,14 @@ from delivered.model.work import Action, BatchPlan, Begun, CheckpointView, Decis
 log = logging.getLogger(__name__)
 
 
-def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: int | None = None) -> BatchPlan:
+def plan_batch(
+    context: Context,
+    view: CheckpointView,
+    *,
+    first: bool,
+    since: int | None = None,
+    keeps_state: Callable[[], bool] = lambda: False,
+) -> BatchPlan:
     """Recover, and plan the batch that Spark is about to run.
 
     Runs on the driver, before every batch. May be called again for the same batch, after a crash anywhere.
@@ -42,6 +49,8 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
             only check that this driver still owns the ledger.
         since: epoch of this process's previous plan. If the ledger was claimed since, this is a first batch too:
             the same session may have restarted the query, or have fenced a decision of unknown outcome.
+        keeps_state: whether the query does. Then a decided batch is read and compared: Spark commits the state of this
+            run of it, which must not hold what was never delivered.
 
     Raises:
         Fenced, LedgerAhead, LedgerBehind, TargetChanged, PromiseBroken, Refused, OutcomeUnknown: a new start
@@ -61,7 +70,7 @@ def plan_batch(context: Context, view: CheckpointView, *, first: bool, since: in
         case DecidedBatch(decision):
             log.info("batch %d was decided; finishing it", view.batch, extra={"step": StepId.RECOVER_APPLY})
             rewrite = _finish(context, decision, state.earlier[0] if view.run and state.earlier else None)
-            guarantee, action = decision.guarantee, Action.COMPARE if view.run else Action.SKIP
+            guarantee, action = decision.guarantee, Action.COMPARE if view.run or keeps_state() else Action.SKIP
         case ArchivedRun():
             _undo(context, state.earlier[0] if state.earlier else None)
             action = Action.COMPARE

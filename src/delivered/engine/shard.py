@@ -64,9 +64,7 @@ def write_shard(
         for batch in batches:
             for _ in _shared(lines, batch, plan.batch, shard):
                 pass  # counted
-        return ShardMessage(
-            plan, shard, attempt, action, compared=next(n.total for n in lines if n.scope == plan.scope)
-        )
+        return ShardMessage(plan, shard, attempt, action, compared=_compared(lines))
     if action is Action.GIVE_UP:
         for batch in batches:
             for line, _ in _shared(lines, batch, plan.batch, shard):
@@ -87,7 +85,7 @@ def write_shard(
     # Records of a written shard that the sink gave up unacknowledged: a count only, as it is unknown which.
     dropped = {n.scope.sink: n.dropped for n in lines}
     unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) + dropped[p.sink] for p in participants}
-    return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered)
+    return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _compared(lines))
 
 
 @dataclass
@@ -146,14 +144,22 @@ class _Line:
             )
 
 
+def _compared(lines: Sequence[_Line]) -> dict[str, Fingerprint]:
+    """A dead letter tells its row's number in the shard, and rows may come in another order: letters are counted."""
+    read = [n for n in lines if n.writer is None]
+    return {n.scope.sink: Fingerprint(n.total.count) if n.member.dead_letters else n.total for n in read}
+
+
 def _lines(sink: Sink | SinkGroup, plan: BatchPlan, shard: int) -> list[_Line]:
-    """One for each sink that this shard is written to; with dead letters, also for those that reject rows."""
+    """One for each sink that this shard is written to; with dead letters, also for those that reject rows; all, if the
+    batch's rows are compared."""
     members = sink.members if isinstance(sink, SinkGroup) else (Member(plan.scope.sink, sink),)
     on_bad_row = sink.on_bad_row if isinstance(sink, SinkGroup) else OnBadRow.FAIL
     asked = plan.rewrite.get(shard)
     wanted = [m for m in members if asked is None or m.name in asked]
     found = []
-    for member in members if any(m.dead_letters for m in wanted) else wanted:
+    every = plan.action is Action.COMPARE or any(m.dead_letters for m in wanted)
+    for member in members if every else wanted:
         scope = replace(plan.scope, sink=member.name)
         found.append(_Line(member, scope, fingerprint_seed(scope), on_bad_row, member in wanted))
     return found

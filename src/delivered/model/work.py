@@ -42,7 +42,8 @@ class Action(StrEnum):
     SKIP = "skip"
     """The shard is already delivered and need not be read."""
     COMPARE = "compare"
-    """The run is already delivered; its rows are counted, to check that they are the same, and none is written."""
+    """The shard is already delivered; all of its rows are read and counted, to check that they are the same, and none
+    is written. For a run of `df.write`, and for a batch of a query that keeps state: Spark keeps that of the rerun."""
     GIVE_UP = "give_up"
     """at_most_once: an earlier attempt may have sent records; count them, send none."""
 
@@ -127,7 +128,8 @@ class ShardMessage:
         did: what it did. WRITE has a participant for each written sink; GIVE_UP the fingerprint of what was not
             sent.
         given_up: by sink, as `Prepared.sink` names it.
-        compared: COMPARE: the rows that were handed to the sink that keeps the ledger.
+        compared: the rows that were only read, by sink: of COMPARE, and of a shard that is rewritten to other sinks in
+            such a batch.
     """
 
     plan: BatchPlan
@@ -136,7 +138,7 @@ class ShardMessage:
     did: Action
     participants: tuple[Prepared, ...] = ()
     given_up: Mapping[str, Fingerprint] = field(default_factory=dict)
-    compared: Fingerprint = Fingerprint()
+    compared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @property
     def prepared(self) -> Prepared | None:

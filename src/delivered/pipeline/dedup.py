@@ -7,7 +7,7 @@ import re
 from delivered.model.dedup import KIND, TABLE, Dedup
 from delivered.model.errors import UsageError
 from delivered.model.options import choice
-from delivered.pipeline.transform import changes_between_runs
+from delivered.pipeline.changing import changing_in_sql
 
 _MS = {"millisecond": 1, "second": 1_000, "minute": 60_000, "hour": 3_600_000, "day": 86_400_000, "week": 604_800_000}
 _CLOCK = re.compile(r"\b(now|current_timestamp|current_date|curdate|localtimestamp)\b", re.IGNORECASE)
@@ -38,7 +38,7 @@ def dedup(*by: str, within: str, time: str = "timestamp", late: str = "refuse", 
             next_step='write what identifies a record, for example delivered.dedup("key", within="1 hour")',
         )
     for text in (*by, time):
-        if changes_between_runs(text) or _CLOCK.search(text):
+        if changing_in_sql(text) or _CLOCK.search(text):
             raise UsageError(
                 "DEDUP_CHANGES",
                 f"dedup uses {text!r}, whose value changes between runs: neither deduplication nor an audit could rely "

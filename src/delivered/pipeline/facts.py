@@ -22,10 +22,10 @@ from delivered.model.errors import MissingExtra, Refused, UsageError
 from delivered.model.extras import missing_extra
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import CheckpointView, LedgerState
+from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec
-from delivered.pipeline.transform import changes_between_runs
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
@@ -107,8 +107,7 @@ def _transform(pipeline: Definition) -> TransformFacts:
     if not texts:
         return facts
     kind = "sql" if facts.kind == "none" else facts.kind
-    deterministic = False if facts.deterministic is None and changes_between_runs(texts) else facts.deterministic
-    return replace(facts, kind=kind, deterministic=deterministic)
+    return replace(facts.seen(changing_in_sql(texts)), kind=kind)
 
 
 def _source(endpoint: Endpoint, offline: bool) -> SourceFacts:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import inspect
-import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,25 +21,13 @@ from typing import Any
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
+from delivered.pipeline.changing import changing_in_python, changing_in_sql, python_keeps_state, sql_keeps_state
 from delivered.pipeline.projection import Projection
 from delivered.planner import TransformFacts
-
-_CHANGES_BETWEEN_RUNS = re.compile(
-    r"\b(rand|randn|random|uuid|shuffle|randstr|monotonically_increasing_id|spark_partition_id|reflect|java_method)\s*\(",
-    re.IGNORECASE,
-)
-"""SQL functions whose values change when a batch reruns. Not now(): Spark logs a batch's time with its offsets."""
-
-_KEEPS_STATE = re.compile(r"\b(group\s+by|distinct|join)\b", re.IGNORECASE)
 
 _CONSTANT_LENGTH_MAX = 10_000
 _FUNCTIONS_MAX = 1_000
 _INSTALLED = tuple(sysconfig.get_path(p) for p in ("purelib", "platlib", "stdlib"))
-
-
-def changes_between_runs(sql: str) -> bool:
-    """Whether SQL calls a function whose values change when a batch reruns."""
-    return bool(_CHANGES_BETWEEN_RUNS.search(sql))
 
 
 @dataclass(frozen=True)
@@ -64,14 +51,16 @@ class Transform:
 
     def facts(self) -> TransformFacts:
         """What the planner needs to know. Runs nothing."""
-        deterministic, stateful = self.deterministic, self.stateful
-        if self.kind == "sql":
-            if deterministic is None and changes_between_runs(self.sql):
-                deterministic = False
-            stateful = stateful or bool(_KEEPS_STATE.search(self.sql))
         kind = "none" if self.kind == "arrow" and self.function is None else self.kind
         text = self.sql or getattr(self.function, "__qualname__", "")
-        return TransformFacts(kind, text, stateful, deterministic)
+        found = TransformFacts(kind, text, self.stateful, self.deterministic)
+        match self.kind:
+            case "sql":
+                return found.seen(changing_in_sql(self.sql), sql_keeps_state(self.sql))
+            case "python":
+                return found.seen(changing_in_python(self.function), python_keeps_state(self.function))
+            case _:
+                return found
 
 
 NO_TRANSFORM = Transform("none")

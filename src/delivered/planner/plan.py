@@ -96,30 +96,44 @@ def _assumptions(request: Request) -> list[str]:
                     "the query stops if shuffle files are lost: spark.stage.maxConsecutiveAttempts=1 (set in sessions "
                     "created here)"
                 )
-    if request.transform.stateful or (request.dedup is not None and not request.dedup.in_table):
+    if request.keeps_state:
+        found += _same_state(request)
         found.append("the state lives in Spark's checkpoint and is restored together with the offsets")
     return found
 
 
+def _same_state(request: Request) -> list[str]:
+    """What a query that keeps state assumes: Spark keeps the state of a decided batch's rerun."""
+    found = []
+    if request.dedup is not None and not request.dedup.in_table:
+        found.append("copies of one record in one batch are identical")
+    if request.transform.deterministic is False:
+        found.append(
+            f"no batch reruns after commit.decide: the transform{_changing(request)} is not deterministic and keeps "
+            "state, so the query would stop (REPLAY_DIFFERS) before it goes on from values that were never delivered"
+        )
+    else:
+        found.append(
+            "a rerun of a decided batch yields the same rows: the query keeps state, so they are read and compared, "
+            "and a difference stops it (REPLAY_DIFFERS)"
+        )
+    return found
+
+
+def _changing(request: Request) -> str:
+    return f" (it calls {', '.join(request.transform.changing)})" * bool(request.transform.changing)
+
+
 def _same_rows(request: Request) -> list[str]:
-    """What exactly_once assumes of the transform: only an expired transaction ever needs its rows again."""
+    """What exactly_once assumes of a transform without state: only an expired transaction ever needs its rows again."""
     promises = _promises(request)
-    if not promises:
+    if not promises or request.keeps_state or request.transform.kind == "none":
         return []
     span = seconds(min(promises))
-    if request.dedup is not None and not request.dedup.in_table:
-        found = [f"copies of one record in one batch are identical (matters only if a transaction times out: {span})"]
-        return found + _same_transform(request, span)
-    return _same_transform(request, span)
-
-
-def _same_transform(request: Request, span: str) -> list[str]:
-    if request.transform.kind == "none":
-        return []
     if request.transform.deterministic is False:
         return [
-            f"no decided transaction times out ({span}): the transform is not deterministic, so its rows could not be "
-            "rewritten, and the query would stop with an error"
+            f"no decided transaction times out ({span}): the transform{_changing(request)} is not deterministic, so "
+            "its rows could not be rewritten, and the query would stop with an error"
         ]
     return [f"a rerun of a batch yields the same rows (matters only if a transaction times out: {span})"]
 

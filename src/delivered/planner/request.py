@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from delivered.contract.finding import Finding
@@ -56,6 +56,7 @@ class TransformFacts:
         text: the SQL, or the function's name.
         stateful: it keeps state between batches, as declared or seen.
         deterministic: the same input gives the same rows; None: not declared.
+        changing: functions that it calls, whose values change between runs: "uuid()".
         findings: of checking it against the source's columns, and its columns against the sinks.
     """
 
@@ -63,7 +64,16 @@ class TransformFacts:
     text: str = ""
     stateful: bool = False
     deterministic: bool | None = None
+    changing: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    def seen(self, changing: tuple[str, ...], stateful: bool = False) -> TransformFacts:
+        """With what its code says of it. What is declared stands."""
+        if self.deterministic is not None:
+            changing = ()
+        deterministic = False if changing else self.deterministic
+        stateful = stateful or self.stateful
+        return replace(self, stateful=stateful, deterministic=deterministic, changing=(*self.changing, *changing))
 
 
 @dataclass(frozen=True)
@@ -159,3 +169,8 @@ class Request:
     @property
     def is_group(self) -> bool:
         return len(self.sinks) > 1
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether Spark's checkpoint holds state of the query."""
+        return self.transform.stateful or (self.dedup is not None and not self.dedup.in_table)

@@ -87,11 +87,12 @@ class Recovering:
 
 def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> BatchPlan:
     """Recover a stream, and plan its next batch according to the checkpoint."""
-    from delivered.checkpoint.folder import read_view
+    from delivered.checkpoint.folder import holds_state, read_view
     from delivered.engine.recover import plan_batch
 
     arm()
-    view = read_view(checkpoint_of(spec))
+    checkpoint = checkpoint_of(spec)
+    view = read_view(checkpoint)
     if view.batch:
         in_query()
     opened = context(spec, sink, view.incarnation)
@@ -102,7 +103,8 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
         ready_target(sink, schema)
     else:
         reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
-    plan = plan_batch(opened, view, first=first, since=before.epoch if before is not None else None)
+    since = before.epoch if before is not None else None
+    plan = plan_batch(opened, view, first=first, since=since, keeps_state=lambda: holds_state(checkpoint))
     _planned[key] = _Planned(view.batch, plan.epoch, spec.start)
     return plan
 

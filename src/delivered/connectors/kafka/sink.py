@@ -46,7 +46,7 @@ class KafkaSink:
             prepared_timeout_s=float(timeout),
             assumes=(
                 f"readers of {target} use isolation.level=read_committed",
-                "a batch run again gives the same rows (only needed if a transaction expired: "
+                "a batch run again gives the same rows (only needed if the query keeps state or a transaction expired: "
                 f"{timeout} s after its first record)",
                 "min.insync.replicas copies of the topic and of the broker's own logs are never lost together",
             ),

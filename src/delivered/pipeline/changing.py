@@ -1,0 +1,163 @@
+"""What a transform calls whose value changes when a batch reruns: seen in its SQL and in its bytecode, without running
+it. What hides behind an installed package, a method of a value or a table that is read is not seen."""
+
+from __future__ import annotations
+
+import datetime
+import dis
+import functools
+import random
+import re
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_SQL = (
+    *("rand", "randn", "random", "uuid", "shuffle", "randstr", "monotonically_increasing_id", "spark_partition_id"),
+    *("reflect", "java_method"),
+    # of rows that a shuffle may bring in another order
+    *("first", "first_value", "last", "last_value", "any_value", "collect_list", "collect_set", "array_agg"),
+    *("listagg", "string_agg"),
+)
+"""Not now(): Spark logs a batch's time with its offsets."""
+_CALLED = re.compile(rf"\b({'|'.join(_SQL)})\s*\(", re.IGNORECASE)
+_KEEPS_STATE_SQL = re.compile(r"\b(group\s+by|distinct|join)\b", re.IGNORECASE)
+_KEEPS_STATE = frozenset(
+    {
+        *("agg", "applyInPandasWithState", "cube", "distinct", "dropDuplicates", "dropDuplicatesWithinWatermark"),
+        *("drop_duplicates", "groupBy", "groupby", "join", "rollup", "transformWithState"),
+        "transformWithStateInPandas",
+    }
+)
+_MODULES: tuple[ModuleType, ...] = (random, secrets)
+_FUNCTIONS = {
+    uuid: ("uuid1", "uuid4"),
+    time: ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
+    datetime.datetime: ("now", "utcnow", "today"),
+    datetime.date: ("today",),
+}
+_CODES_MAX = 1_000
+
+
+def changing_in_sql(sql: str) -> tuple[str, ...]:
+    """The functions, each once: ("uuid()",)."""
+    return tuple(dict.fromkeys(f"{name.lower()}()" for name in _CALLED.findall(sql)))
+
+
+def sql_keeps_state(sql: str) -> bool:
+    return bool(_KEEPS_STATE_SQL.search(sql))
+
+
+def changing_in_python(function: Any) -> tuple[str, ...]:
+    """The functions that it calls, or another of the user's own that it references: ("uuid.uuid4()",)."""
+    found = (name for code, names in _codes(function) for name in _changing(code, names))
+    return tuple(dict.fromkeys(f"{name}()" for name in found))
+
+
+def python_keeps_state(function: Any) -> bool:
+    return any(_KEEPS_STATE.intersection(code.co_names) for code, _ in _codes(function))
+
+
+Names = dict[str, Any]
+
+
+def _codes(what: Any) -> Iterator[tuple[CodeType, Names]]:
+    """The code of a function, of those in it, and of the functions and classes of the user's own that it names."""
+    pending, seen = [what], set[int]()
+    while pending and len(seen) < _CODES_MAX:
+        one = pending.pop()
+        if id(one) in seen or not str(getattr(one, "__module__", "") or "").strip():
+            continue
+        seen.add(id(one))
+        if isinstance(one, functools.partial):
+            pending += [one.func, *one.args, *one.keywords.values()]
+        elif hasattr(one, "deterministic") and hasattr(one, "func"):  # a UDF
+            pending.append(one.func)
+        elif isinstance(one, type):
+            pending += vars(one).values()
+        elif isinstance(one, FunctionType):
+            names = {**one.__globals__, **_closure(one)}
+            for code in _nested(one.__code__):
+                yield code, names
+                # Of the user's own: what an installed package calls is its business.
+                own = [v for n in (*code.co_names, *code.co_freevars) if _is_own(v := names.get(n), one)]
+                pending += own
+            pending += [v for v in (getattr(one, "__wrapped__", None),) if v is not None]
+        elif not isinstance(one, ModuleType) and callable(one) and _is_own(type(one), what):
+            pending += [type(one), *getattr(one, "__dict__", {}).values()]
+
+
+def _is_own(what: Any, user: Any) -> bool:
+    """Whether it comes from the top-level package that the transform comes from, or from the main program."""
+    module = str(getattr(what, "__module__", "") or getattr(type(what), "__module__", ""))
+    mine = str(getattr(user, "__module__", ""))
+    return callable(what) and module.partition(".")[0] in ("__main__", mine.partition(".")[0])
+
+
+def _closure(function: FunctionType) -> Names:
+    found: Names = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    return found
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _changing(code: CodeType, names: Names) -> Iterator[str]:
+    """Follows names and their attributes; what is made at run time is unknown."""
+    local: Names = {}
+    value: Any = None
+    path = ""
+    for step in dis.get_instructions(code):
+        name = step.argval if isinstance(step.argval, str) else ""
+        if step.opname == "IMPORT_NAME":
+            value, path = sys.modules.get(name), name
+        elif step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
+            value, path = local.get(name, names.get(name)), name
+        elif step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")):
+            path = f"{path}.{name}"
+            if _known(value, name) and step.opname != "IMPORT_FROM":
+                yield path
+            value = getattr(value, name, None) if isinstance(value, ModuleType | type) else None
+            continue
+        elif step.opname.startswith("STORE_") and name:
+            (names if step.opname == "STORE_DEREF" else local)[name] = value  # a function within sees it
+            continue
+        else:
+            continue
+        if _changes(value):
+            yield path
+
+
+def _known(parent: Any, name: str) -> bool:
+    """Whether the attribute of this module or class gives another value each time."""
+    if isinstance(parent, ModuleType):
+        return _changes(getattr(parent, name, None))
+    return isinstance(parent, type) and any(
+        isinstance(owner, type) and issubclass(parent, owner) and name in named for owner, named in _FUNCTIONS.items()
+    )
+
+
+def _changes(value: Any) -> bool:
+    if isinstance(value, ModuleType | type) or not callable(value):
+        return False
+    module, name = str(getattr(value, "__module__", "") or ""), str(getattr(value, "__name__", ""))
+    if module.startswith("pyspark.sql") and module.endswith("functions.builtin"):
+        return name in _SQL
+    if getattr(value, "deterministic", True) is False:  # a UDF that says so
+        return True
+    listed = [getattr(m, n) for m, names in _FUNCTIONS.items() if isinstance(m, ModuleType) for n in names]
+    listed += [v for m in _MODULES for v in vars(m).values()]
+    return any(value is v for v in listed) or (module, name) == ("posix", "urandom")

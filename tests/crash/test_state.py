@@ -1,0 +1,134 @@
+"""A query that keeps state: what Spark keeps of a batch is what the sinks got of it, or the query stops."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.crash.group_sim import LAST_RESOURCE, GroupSim
+from tests.crash.scenarios import Crash
+from tests.crash.sim import Sim, other_rows
+
+from delivered.engine import decide
+from delivered.model.capability import Commit
+from delivered.model.guarantee import Guarantee
+from delivered.model.step import ROLE_OF_STEP, Role
+
+POINTS = [
+    f"{step}:{moment}"
+    for step, role in ROLE_OF_STEP.items()
+    if role is not Role.RECEIVER
+    for moment in ("before", "after")
+]
+
+
+def made(sim: Sim, change: Any = other_rows) -> Sim:
+    sim.keeps_state = True
+    sim.change = change
+    return sim.run()
+
+
+def odd_ones(batch: pa.RecordBatch, run: int) -> pa.RecordBatch:
+    """Other rows in every run, of those that the second of several sinks does not get."""
+    values = [v if v[-1] % 2 == 0 else b"%d/%s" % (run, v) for v in batch.column("value").to_pylist()]
+    return pa.record_batch([batch.column("key"), pa.array(values, pa.binary())], schema=batch.schema)
+
+
+def stopped(sim: Sim) -> list[str]:
+    return [str(e) for e in sim.errors if getattr(e, "code", "") == "DELIVERED_REPLAY_DIFFERS"]
+
+
+@pytest.mark.parametrize("commit", [Commit.TWO_PHASE, Commit.ONE_TRANSACTION])
+@pytest.mark.parametrize("guarantee", Guarantee)
+def test_state_that_lives_on_was_delivered(guarantee: Guarantee, commit: Commit) -> None:
+    stops = 0
+    for point in POINTS:
+        for nth in (1, 2, 3):
+            sim = made(Sim(guarantee, commit, (Crash(point, nth, "tree"),)))
+            left = sim.state() - sim.visible()
+            if guarantee is Guarantee.AT_MOST_ONCE and left:
+                assert sum(left.values()) <= sim.last().given_up.count, (point, nth)
+            else:
+                assert not left, (point, nth)
+            stops += bool(stopped(sim))
+    assert stops >= 3
+
+
+@pytest.mark.parametrize("guarantee", Guarantee)
+@pytest.mark.parametrize("point", POINTS)
+def test_the_same_rows_never_stop_a_query(point: str, guarantee: Guarantee) -> None:
+    sim = made(Sim(guarantee, crashes=(Crash(point, 2, "tree"),)), None)
+    assert stopped(sim) == []
+    assert sim.verdict() == []
+
+
+def test_rows_may_come_in_another_order_or_shard() -> None:
+    """Only what is in a batch is state; where it was shuffled to is not."""
+    sim = Sim(Guarantee.EXACTLY_ONCE, crashes=(Crash("log:before", 1, "tree"),))
+    honest = sim.tasks
+
+    def swapped(driver: Any, plan: Any) -> Any:
+        pieces = sim._read
+        if sim.starts > 1:
+            other = {0: 1, 1: 0}
+            sim._read = (
+                lambda piece: pieces(  # type: ignore[method-assign]
+                    type(piece)((type(piece.data[0])(other[int(piece.data[0])]), *piece.data[1:]))
+                )
+            )
+        return honest(driver, plan)
+
+    sim.tasks = swapped  # type: ignore[method-assign]
+    made(sim, None)
+    assert stopped(sim) == []
+    assert sim.verdict() == []
+
+
+def test_the_error_names_batch_shard_and_the_way_on() -> None:
+    sim = made(Sim(Guarantee.EXACTLY_ONCE, crashes=(Crash("commit.decide:after", 1, "tree"),)))
+    (said, *_) = stopped(sim)
+    assert said.startswith("[DELIVERED_REPLAY_DIFFERS] Batch 0 is decided and delivered, and reran with other rows")
+    assert "in shards [0, 1]. Shard 0 at sink" in said
+    assert """.option("startingOffsets", '{"0":4,"1":4}') and, once, .option("newCheckpoint", "accept")""" in said
+
+
+@pytest.mark.parametrize("point", ["commit.decide:after", "log:before"])
+def test_a_row_that_only_one_of_several_sinks_sees_is_compared(point: str) -> None:
+    for commits in (LAST_RESOURCE, LAST_RESOURCE[::-1]):
+        sim = GroupSim(Guarantee.EXACTLY_ONCE, commits=commits, crashes=(Crash(point, 1, "tree"),))
+        made(sim, odd_ones)
+        assert stopped(sim), commits
+
+
+def test_a_shard_that_is_rewritten_to_one_sink_is_compared_at_the_other() -> None:
+    """The second sink's rows are the same in every run, and are the only ones that are gone."""
+    sim = GroupSim(Guarantee.EXACTLY_ONCE, batches=1, crashes=(Crash("commit.apply:after", 3, "tree"),))
+    sim.expire_on_start = True
+    made(sim, odd_ones)
+    assert stopped(sim)
+    assert sim.world.unsettled() == []
+
+
+def test_a_query_without_state_skips_unread() -> None:
+    sim = Sim(Guarantee.EXACTLY_ONCE, crashes=(Crash("log:before", 1, "tree"),))
+    sim.change = other_rows
+    reads: Counter[int] = Counter()
+    honest = sim._read
+
+    def counted(piece: Any) -> Any:
+        for batch in honest(piece):
+            reads[sim.starts] += batch.num_rows
+            yield batch
+
+    sim._read = counted  # type: ignore[method-assign]
+    sim.run()
+    assert stopped(sim) == []
+    assert reads[1] == reads[2] == 8  # batch 0, then batch 1 alone
+
+
+def test_broken_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decide, "check_same_state", lambda *args, **named: None)
+    sim = made(Sim(Guarantee.EXACTLY_ONCE, crashes=(Crash("commit.decide:after", 1, "tree"),)))
+    assert sim.state() - sim.visible()
