@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.guarantee import Guarantee
-from delivered.verify import stored
 from delivered.verify.fault import PLACES
 from delivered.verify.judge import RECOVERY_RATIO_MAX, Verdict
-from delivered.verify.matrix import SINKS
+from delivered.verify.matrix import FORMAT, SINKS, read_results, write_file
 from delivered.verify.services import SERVICES
 from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
 from delivered.verify.workloads import WORKLOADS
@@ -34,7 +33,7 @@ NOTHING = "-"
 
 
 def load() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = stored.read(STORED)["results"] if STORED.exists() else []
+    found: list[dict[str, Any]] = read_results(STORED)["results"] if STORED.exists() else []
     return found
 
 
@@ -46,11 +45,11 @@ def store(paths: Sequence[Path]) -> None:
 
     found = {key(r): r for r in load()}
     for path in paths:
-        for r in stored.read(path)["results"]:
+        for r in read_results(path)["results"]:
             if r["workload"] != "own":
                 found[key(r)] = {k: r[k] for k in _KEPT if r.get(k, "") != ""}
     lines = ",\n".join(json.dumps(found[k]) for k in sorted(found))
-    stored.write(STORED, f'{{"format": {stored.FORMAT}, "results": [\n{lines}\n]}}\n')
+    write_file(STORED, f'{{"format": {FORMAT}, "results": [\n{lines}\n]}}\n')
 
 
 def of_matrix(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

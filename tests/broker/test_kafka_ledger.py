@@ -21,7 +21,7 @@ from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.connectors.kafka.store import KafkaStore
 from delivered.connectors.kafka.topics import ledger_topic
 from delivered.engine.context import open_ledger
-from delivered.ledger import history
+from delivered.ledger import ledger as rules
 from delivered.ledger.ledger import Ledger
 from delivered.model.errors import Fenced, LedgerBehind
 from delivered.model.fingerprint import Fingerprint
@@ -351,7 +351,7 @@ def test_p4_the_oldest_incarnations_are_forgotten(
     rig: Rig, opened: Callable[[], Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch job that runs daily is a new incarnation every day."""
-    monkeypatch.setattr(history, "LEDGER_INCARNATIONS", 3)
+    monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 3)
     for run in range(8):
         rig.incarnation = f"run{run}"
         one = opened()
@@ -374,7 +374,7 @@ def test_what_is_forgotten_at_once_is_bounded(
         assert one.begin(Begun(0, "o")) == Ok(None)
         if run % 2:
             assert one.decide(decision(rig.scope, 0, "driver")) == Ok(None)
-    monkeypatch.setattr(history, "LEDGER_INCARNATIONS", 0)
+    monkeypatch.setattr(rules, "LEDGER_INCARNATIONS", 0)
     monkeypatch.setattr(store_module, "_TOMBSTONES_MAX", 0)
     rig.incarnation = "newest"
     left = []

@@ -18,7 +18,7 @@ from delivered.engine.decide import commit_batch
 from delivered.engine.recover import plan_batch
 from delivered.engine.shard import write_shard
 from delivered.kits.sql import store as sql_store
-from delivered.ledger import history
+from delivered.ledger import ledger as rules
 from delivered.model.capability import Commit
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
@@ -38,7 +38,7 @@ ONCE_MORE = ("files-json", "iceberg-rest", "mysql-one-transaction", "postgres-on
 
 @pytest.fixture(params=sweep([n for n in SINKS if "s3" not in n], lambda name: name not in ONCE_MORE))
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    for module in (sql_store, history):
+    for module in (sql_store, rules):
         monkeypatch.setattr(module, "LEDGER_INCARNATIONS", KEPT)
     return Rig(SINKS[request.param](request))
 

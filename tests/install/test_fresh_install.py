@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.install.conftest import ROOT, Installed, clean, uv
 
-from delivered.model.extras import EXTRA_OF
+from delivered.model.errors import EXTRA_OF
 
 EXTRAS = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 _IN_CI = ("",)

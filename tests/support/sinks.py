@@ -20,7 +20,7 @@ from delivered.connectors.files import CONNECTOR as FILES
 from delivered.connectors.iceberg import CONNECTOR as ICEBERG
 from delivered.connectors.memory import CONNECTOR as MEMORY
 from delivered.connectors.sqlite import CONNECTOR as SQLITE
-from delivered.contract.powers import ready_target
+from delivered.contract.powers import HoldsTransactions, ready_target
 from delivered.contract.sink import Sink
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -29,7 +29,6 @@ from delivered.engine.shard import fingerprint_seed, write_shard
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.transactions import HoldsTransactions
 from delivered.model.work import (
     BatchPlan,
     CheckpointView,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from delivered.model.errors import MissingExtra
-from delivered.model.extras import EXTRA_OF, missing_extra
+from delivered.model.errors import EXTRA_OF, MissingExtra, missing_extra
 from delivered.model.translate import translated
 
 ROOT = Path(__file__).parents[2]

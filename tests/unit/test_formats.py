@@ -12,8 +12,7 @@ import pytest
 from delivered.checkpoint import first_offsets
 from delivered.connectors.kafka.markers import read_marker
 from delivered.connectors.log.produce import append
-from delivered.connectors.log.progress import read_progress
-from delivered.connectors.log.table import open_table
+from delivered.connectors.log.table import open_table, read_progress
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.record_format import FORMAT, LOG_PROPERTY

@@ -21,7 +21,7 @@ from delivered.connectors.rocketmq.message import content
 from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import BATCH_BYTES_MAX, BATCH_MAX, Message, batches
 from delivered.connectors.rocketmq.receiver import forgetful, renewed
-from delivered.connectors.rocketmq.stored import joined, parsed
+from delivered.connectors.rocketmq.topic import joined, parsed
 from delivered.connectors.rocketmq.writer import RocketmqWriter
 from delivered.model.errors import BadRecord, UsageError
 from delivered.model.fingerprint import Fingerprint

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from delivered.audit.history import History, check_history
+from delivered.contract.powers import HoldsTransactions, OpenTransaction
 from delivered.contract.sink import Committer, Sink, SinkGroup
 from delivered.engine.context import open_ledger
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.transactions import HoldsTransactions, OpenTransaction
 from delivered.model.work import Decision
 
 

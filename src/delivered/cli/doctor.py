@@ -21,8 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from delivered.cli.output import console, spoken
-from delivered.model.errors import DeliveredError
-from delivered.model.extras import EXTRA_OF
+from delivered.model.errors import EXTRA_OF, DeliveredError
 
 if TYPE_CHECKING:
     from delivered.spark.pipeline import Pipeline

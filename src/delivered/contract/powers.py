@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target
+from delivered.model.outcome import Outcome
 
 S = TypeVar("S")
 
@@ -141,4 +142,39 @@ class KnowsTarget(Protocol):
 
         A target's id never changes while it exists, whatever is written to it and however the options spell its name; a
         recreated target has a new one. Runs on the driver at recovery, after the claim. May be called again. Read-only.
+        """
+
+
+class OpenTransaction(Protocol):
+    """One open transaction at a sink, for display and for the audit."""
+
+    @property
+    def transactional_id(self) -> str: ...
+
+    @property
+    def state(self) -> str:
+        """In the system's own terms."""
+
+    @property
+    def participant(self) -> dict[str, Any]:
+        """The handle that names it in a decision, if one does."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Targets of its rows."""
+
+    def age_s(self) -> float | None: ...
+
+
+@runtime_checkable
+class HoldsTransactions(Protocol):
+    """Implemented by a `Committer` whose participants stay open in the system until they are ended."""
+
+    def open_transactions(self) -> Sequence[OpenTransaction]:
+        """Those of this pipeline and sink, of any incarnation, oldest first. Raises Unreachable."""
+
+    def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
+        """Commit or abort one manually.
+
+        Raises UsageError if the id is not ours, or has no open transaction.
         """

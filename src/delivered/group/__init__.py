@@ -1,6 +1,5 @@
 """Several sinks, one batch, all or nothing."""
 
-from delivered.group.route import Columns
-from delivered.group.sinks import Group
+from delivered.group.sinks import Columns, Group
 
 __all__ = ["Columns", "Group"]

@@ -69,7 +69,7 @@ class Store(Protocol):
         """One attempt to become the owner; return the epoch of the claim.
 
         Asks `successor` for the owner that follows the head it read; this may raise, and may be asked again. After Ok,
-        no write of an earlier claim succeeds, whatever was in flight. Forgets what `history.outdated` names.
+        no write of an earlier claim succeeds, whatever was in flight. Forgets what `ledger.outdated` names.
         Failed, Unknown: another owner claimed meanwhile, or there was no answer; it may be retried.
         """
 

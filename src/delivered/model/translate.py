@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from delivered.model import errors
-from delivered.model.errors import DeliveredError
-from delivered.model.extras import missing_extra
+from delivered.model.errors import DeliveredError, missing_extra
 
 _OURS = re.compile(
     r"(?:delivered\.model\.errors\.(\w+): )?\[DELIVERED_([A-Z0-9_]+)\] (.*?)(?: Next: (.*?))?\s*(?=\n|$)", re.DOTALL

@@ -18,8 +18,7 @@ from delivered.engine.owner import living
 from delivered.engine.recover import other_ledgers
 from delivered.engine.rules import judge
 from delivered.model.capability import SourceCapability
-from delivered.model.errors import MissingExtra, Refused, UsageError
-from delivered.model.extras import missing_extra
+from delivered.model.errors import MissingExtra, Refused, UsageError, missing_extra
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql

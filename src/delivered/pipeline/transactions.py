@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from delivered.checkpoint.folder import logged
+from delivered.contract.powers import HoldsTransactions
 from delivered.contract.sink import Committer
 from delivered.engine.context import open_ledger
 from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.transactions import HoldsTransactions
 from delivered.model.work import LedgerState
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import platform
 import queue
 import threading
@@ -14,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
-from delivered.verify import stored
 from delivered.verify.case import Case, Result, run_case
 from delivered.verify.environment import Environment, Say, can_mount
 from delivered.verify.fault import CLUSTER, MOUNT, TOPICS
@@ -25,6 +26,38 @@ from delivered.verify.services import ENGINE, SERVICES, SPARK
 from delivered.verify.systems import KAFKA, SINK_KINDS
 from delivered.verify.template import Template
 from delivered.verify.workloads import WORKLOADS, Workload
+
+FORMAT = 1
+"""Of stored results. 1: {"format": 1, "results": ...}; 0, until 0.1: a bare list of results, or a run."""
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Results in a file, converted to the newest format.
+
+    Raises:
+        UsageError: a newer version of this package wrote it.
+        ValueError: it is not JSON.
+    """
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not (isinstance(data, dict) and "results" in data):
+        data = {"results": data}
+    version = data.setdefault("format", 0)
+    if not isinstance(version, int) or version > FORMAT:
+        raise UsageError(
+            "VERIFY_FORMAT_NEWER",
+            f"{path} holds results of format {version!r}; this version of delivered reads formats up to {FORMAT}.",
+            next_step="run `pip install --upgrade delivered`, or name another file with --out",
+        )
+    return {**data, "format": FORMAT}
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
 
 SINKS = tuple(SINK_KINDS)
 GUARANTEES = (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
@@ -150,14 +183,14 @@ class Store:
             UsageError: a newer version of this program wrote the file.
         """
         if self.path.exists():
-            for data in stored.read(self.path)["results"]:
+            for data in read_results(self.path)["results"]:
                 result = Result.from_json(data)
                 self.results[result.key] = result
 
     def add(self, result: Result) -> None:
         self.results[result.key] = result
-        results = {"format": stored.FORMAT, "results": [r.to_json() for r in self.results.values()]}
-        stored.write(self.path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        results = {"format": FORMAT, "results": [r.to_json() for r in self.results.values()]}
+        write_file(self.path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
     def settled(self, case: Case) -> bool:
         found = self.results.get(case.key)

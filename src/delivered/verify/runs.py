@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from delivered.model.errors import UsageError
-from delivered.verify import stored
 from delivered.verify.case import Result
 from delivered.verify.judge import Verdict
-from delivered.verify.matrix import versions
+from delivered.verify.matrix import FORMAT, read_results, versions, write_file
 from delivered.verify.pages import html_page
 from delivered.verify.report import write_report
 
@@ -45,7 +44,7 @@ class Run:
     results: list[Result] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": stored.FORMAT, **vars(self), "results": [r.to_json() for r in self.results]}
+        return {"format": FORMAT, **vars(self), "results": [r.to_json() for r in self.results]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
@@ -92,7 +91,7 @@ class RunLog:
 
     def _save(self) -> None:
         path = self._folder / RUNS / f"{self.run.name}.json"
-        stored.write(path, json.dumps(self.run.to_json(), ensure_ascii=False))
+        write_file(path, json.dumps(self.run.to_json(), ensure_ascii=False))
 
 
 def load_runs(folder: Path) -> list[Run]:
@@ -100,7 +99,7 @@ def load_runs(folder: Path) -> list[Run]:
     found = []
     for path in (folder / RUNS).glob("*.json"):
         try:
-            found.append(Run.from_json(stored.read(path)))
+            found.append(Run.from_json(read_results(path)))
         except (ValueError, KeyError, TypeError):
             continue
         except UsageError as error:

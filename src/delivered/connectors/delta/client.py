@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.kits.table import delta_log, target
+from delivered.kits.table import durable, target
 from delivered.kits.table import store as storage
 from delivered.model.errors import MissingExtra
 
@@ -124,4 +124,4 @@ class _Bytes:
 def sync_versions(options: DeltaOptions, first: int, last: int) -> None:
     """Make the commits first..last of a local table durable."""
     if options.local:
-        delta_log.sync_versions(Path(options.path), first, last)
+        durable.sync_versions(Path(options.path), first, last)

@@ -11,7 +11,7 @@ from typing import Any
 
 from delivered.connectors.delta.client import delta, open_table, sync_versions
 from delivered.connectors.delta.options import DeltaOptions
-from delivered.kits.table.delta_log import sync_checkpoint
+from delivered.kits.table.durable import sync_checkpoint
 from delivered.model.errors import DeliveredError
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 

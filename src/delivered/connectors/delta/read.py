@@ -13,7 +13,7 @@ from delivered.connectors.delta.client import Store, explained, require_table
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import table_schema
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.table.scan import packed
+from delivered.kits.table.store import packed
 from delivered.model.errors import UsageError
 
 BATCH_ROWS = 65_536

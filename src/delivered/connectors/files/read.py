@@ -12,7 +12,7 @@ from delivered.connectors.files import formats
 from delivered.connectors.files.disk import failed, schema_file
 from delivered.connectors.files.options import FilesOptions
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.table.scan import packed
+from delivered.kits.table.store import packed
 from delivered.model.errors import UsageError
 
 

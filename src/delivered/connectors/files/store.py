@@ -21,7 +21,7 @@ from delivered.kits.table import stage
 from delivered.kits.table.archive import ArchiveFiles
 from delivered.kits.table.durable import make_folder, put, sync, write_new
 from delivered.kits.table.store import Store
-from delivered.ledger.history import outdated, state_of
+from delivered.ledger.ledger import outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, named_first

@@ -12,7 +12,7 @@ from delivered.connectors.iceberg.client import explained, require_table
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.types import plain
 from delivered.contract.source import Offsets, Slice
-from delivered.kits.table.scan import packed
+from delivered.kits.table.store import packed
 from delivered.model.columns import fitted
 
 NONE = -1

@@ -24,7 +24,7 @@ from delivered.connectors.iceberg.staged import ROWS
 from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.kits.table import stage
 from delivered.kits.table.merge import Effect
-from delivered.ledger.history import outdated, state_of
+from delivered.ledger.ledger import outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Work, named_first

@@ -35,7 +35,7 @@ from delivered.connectors.kafka.topics import (
     ensure_topic,
     ledger_topic,
 )
-from delivered.ledger.history import outdated, state_of
+from delivered.ledger.ledger import outdated, state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.archive import Archive, Archived
 from delivered.model.errors import LedgerBehind, OutcomeUnknown

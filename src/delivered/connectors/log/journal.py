@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 
 from delivered.connectors.log import produce
 from delivered.connectors.log import table as layout
-from delivered.connectors.log.progress import read_progress
 from delivered.connectors.log.read import RangeReader
+from delivered.connectors.log.table import read_progress
 from delivered.contract.queue import Entered, JournalSize, MessageBatch
 from delivered.kits.table.durable import sync
 from delivered.model.errors import DeliveredError

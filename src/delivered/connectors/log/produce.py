@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from delivered.connectors.log import table as layout
 from delivered.kits.options import absolute
-from delivered.kits.table.delta_log import sync_checkpoint
-from delivered.kits.table.durable import sync
+from delivered.kits.table.durable import sync, sync_checkpoint
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import record_hashes
 from delivered.model.record_format import FORMAT, LOG_PROPERTY

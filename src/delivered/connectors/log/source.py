@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from delivered.connectors.log import table as layout
 from delivered.connectors.log.options import EARLIEST, LATEST, LogOptions, Position
-from delivered.connectors.log.progress import write_progress
 from delivered.connectors.log.read import RangeReader
+from delivered.connectors.log.table import write_progress
 from delivered.contract.finding import Finding
 from delivered.contract.source import Offsets, Slice
 from delivered.model.capability import SourceCapability

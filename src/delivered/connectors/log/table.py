@@ -7,6 +7,7 @@ and the smallest and largest offset of a file say all about where a record can b
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.kits.table import delta_log
+from delivered.kits.table import durable
+from delivered.model import record_format
 from delivered.model.errors import InvariantBroken, MissingExtra, Unreachable, UsageError
 from delivered.model.record_format import LOG_PROPERTY, check_format
 from delivered.source.columns import HEADERS, TIMESTAMP
@@ -175,7 +177,7 @@ def sync_versions(path: str, first: int, last: int) -> None:
     if is_local(path):
         # A reader without rights to open the folder for syncing still may read.
         with contextlib.suppress(PermissionError):
-            delta_log.sync_versions(Path(path), first, last)
+            durable.sync_versions(Path(path), first, last)
 
 
 def jitter_s(attempt: int) -> float:
@@ -191,3 +193,31 @@ def damaged(path: str, partition: int, expected: int, found: str) -> InvariantBr
         "from the table, or something else than delivered.connectors.log.append wrote to it. Nothing was skipped.",
         next_step="restore an earlier version of the Delta table, or start a new checkpoint after the gap",
     )
+
+
+PROGRESS = "_progress"
+"""Folder beside the table's own; Delta leaves names with an underscore alone."""
+
+
+def write_progress(path: str, storage: Mapping[str, str], reader: str, offsets: Mapping[int, int]) -> None:
+    """Store a reader's position next to the log, for deletion behind all readers. It may lag, but is never ahead."""
+    fs, target = filesystem(path, storage), f"{PROGRESS}/{reader}.json"
+    local = is_local(path)
+    draft = f"{PROGRESS}/.{reader}.draft" if local else target  # an object store shows an object whole or not at all
+    fs.create_dir(PROGRESS, recursive=True)
+    # Buffered: the object store's handler takes bytes, and not what pyarrow would hand on as it is.
+    with fs.open_output_stream(draft, buffer_size=65_536) as file:
+        file.write(json.dumps(record_format.numbered({"offsets": {str(p): o for p, o in offsets.items()}})).encode())
+    if local:
+        fs.move(draft, target)
+
+
+def read_progress(path: str, storage: Mapping[str, str], reader: str) -> dict[int, int] | None:
+    """The position stored by `write_progress`; None: unknown."""
+    fs = filesystem(path, storage)
+    try:
+        with fs.open_input_stream(f"{PROGRESS}/{reader}.json") as file:
+            found = json.loads(file.read())
+    except (FileNotFoundError, ValueError):
+        return None
+    return {int(p): int(o) for p, o in record_format.known(found, "a reader's progress")["offsets"].items()}

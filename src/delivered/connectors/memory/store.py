@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from delivered.connectors.memory.world import Answer, State, World
-from delivered.ledger.history import state_of
+from delivered.ledger.ledger import state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, named_first

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from delivered.connectors.mysql import errors
 from delivered.connectors.mysql.migrate import migrate, version_of
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.kits.sql.server import Server
+from delivered.kits.sql.database import Server
 from delivered.model.errors import DeliveredError, MissingExtra, Unreachable, UsageError
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delivered.connectors.mysql.merge import MysqlMerge
 from delivered.connectors.mysql.options import MysqlOptions
-from delivered.connectors.mysql.target import Target
+from delivered.connectors.mysql.target import MysqlMerge, Target
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import ORDER, Merge
 from delivered.kits.sql.names import Names

@@ -11,18 +11,82 @@ from urllib.parse import quote
 import pyarrow as pa
 
 from delivered.connectors.mysql import errors
-from delivered.connectors.mysql.merge import MysqlMerge
 from delivered.connectors.mysql.migrate import alone, with_values
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import CHARSETS, TYPES
 from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import no_unique_index, stored
+from delivered.kits.sql.merge import ORDER, Merge, no_unique_index, stored
 from delivered.kits.sql.target import check_unchanged, marked, missing_at_server, new_mark, text_of
 from delivered.model.errors import UsageError
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
+
+
+@dataclass(frozen=True)
+class MysqlMerge(Merge):
+    """Upserts in MySQL: an UPDATE of existing rows, then an INSERT of new ones.
+
+    Not INSERT ... ON DUPLICATE KEY UPDATE: it matches rows by *any* unique index, so a row with a new key but a taken
+    e-mail address would silently overwrite another key's row; it has no WHERE, which a version needs; and it fires
+    insert triggers for updated rows.
+
+    Target rows are read only through the key's index, and only those that are staged: a scan would wait for locks that
+    other shards' prepared transactions hold.
+
+    Attributes:
+        index: the unique index on exactly the keys.
+    """
+
+    index: str = "PRIMARY"
+
+    def reduce(self, staged: str) -> str:
+        order = quoted(ORDER)
+        by = f"{order} DESC"
+        if self.mode.version is not None:
+            by = f"{quoted(self.mode.version)} DESC, {order}"
+        ranked = (
+            f"SELECT {order} AS o, row_number() OVER (PARTITION BY {self._keys()} ORDER BY {by}) AS n FROM {staged}"
+        )
+        return f"DELETE s FROM {staged} AS s JOIN ({ranked}) AS r ON r.o = s.{order} WHERE r.n > 1"
+
+    def before_upsert(self, staged: str) -> str | None:
+        others = [quoted(c) for c in self.columns if c not in self.mode.keys]
+        if not others:
+            return None
+        changes = ", ".join(f"t.{c} = s.{c}" for c in others)
+        where = " AND ".join(x for x in (self._stays(), self._if_newer("", "s").strip()) if x)
+        return f"UPDATE {self._found(staged)} SET {changes} WHERE {where or 'TRUE'}"
+
+    def upsert(self, staged: str) -> str:
+        columns = ", ".join(map(quoted, self.columns))
+        rows = ", ".join(f"s.{quoted(c)}" for c in self.columns)
+        absent = f"t.{quoted(self.mode.keys[0])} IS NULL"
+        where = " AND ".join(x for x in (absent, self._stays()) if x)
+        return (
+            f"INSERT INTO {self.target} ({columns}) SELECT {rows} FROM {staged} AS s "
+            f"LEFT JOIN {self._target} ON {self._same} WHERE {where}"
+        )
+
+    def delete(self, staged: str) -> str:
+        gone = f"s.{quoted(str(self.mode.delete))} IS TRUE"
+        return f"DELETE t FROM {self._found(staged)} WHERE {gone}{self._if_newer('AND', 's')}"
+
+    def _found(self, staged: str) -> str:
+        return f"{staged} AS s STRAIGHT_JOIN {self._target} ON {self._same}"
+
+    def _stays(self) -> str:
+        return "" if self.mode.delete is None else f"s.{quoted(self.mode.delete)} IS NOT TRUE"
+
+    @property
+    def _target(self) -> str:
+        return f"{self.target} AS t FORCE INDEX ({quoted(self.index)})"
+
+    @property
+    def _same(self) -> str:
+        return " AND ".join(f"t.{quoted(k)} = s.{quoted(k)}" for k in self.mode.keys)
+
 
 ENGINE = "InnoDB"
 """The one engine whose transactions, prepared ones too, this sink knows."""

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from delivered.connectors.mysql import sessions, stage, target, transactions
+from delivered.connectors.mysql import encode, errors, sessions, stage, target, transactions
 from delivered.connectors.mysql.client import MysqlDatabase
-from delivered.connectors.mysql.load import Loading
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import dialect
 from delivered.connectors.mysql.types import TYPES, check_values
@@ -28,6 +27,62 @@ from delivered.model.identity import Work
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
+
+
+class Loading:
+    """Loads the rows of a shard in bounded blocks, by LOAD DATA LOCAL if the server allows it, else by INSERT.
+
+    Inside an open transaction of `session`; used by one thread. The next block is encoded while the server loads one.
+    LOAD DATA LOCAL implies IGNORE: it skips rows that violate a constraint and adjusts values, with a warning only. So
+    warnings and missing rows are errors here. Methods raise BadRecord for a rejected row, and MySQLError.
+
+    Args:
+        into: the table, quoted for SQL.
+        columns: the rows' columns, quoted, comma-separated.
+    """
+
+    def __init__(self, session: Session, options: MysqlOptions, into: str, columns: str) -> None:
+        self._session = session
+        self._options = options
+        self._sent = 0
+        self.rows = 0
+        if session.execute("SELECT @@local_infile").fetchone()[0]:
+            self._form = encode.LOAD
+            self._statement = (
+                f"LOAD DATA LOCAL INFILE 'delivered' INTO TABLE {into} CHARACTER SET binary "
+                r"FIELDS TERMINATED BY '\t' ESCAPED BY '\\' LINES TERMINATED BY '\n' "
+                f"({columns})"
+            ).encode()
+        else:
+            self._form = encode.INSERT
+            self._statement = f"INSERT INTO {into} ({columns}) VALUES ".encode()
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Args: batch: of plain types, with values that the server can store."""
+        for rows, block in encode.blocks(batch, self._form):
+            self.end()
+            if self._form is encode.LOAD:
+                self._session.start(self._statement, block)
+            else:
+                self._session.start(self._statement + bytes(block[:-1]))
+            self._sent = rows
+
+    def end(self) -> None:
+        """Wait until the server has loaded what was sent."""
+        sent, self._sent = self._sent, 0
+        if not sent:
+            return
+        rows, warnings = self._session.finish()
+        if warnings:
+            _, number, said = self._session.execute("SHOW WARNINGS LIMIT 1").fetchone()
+            raise errors.row_refused(f"{said} (warning {number}, one of {warnings})", self._options)
+        if rows != sent:
+            raise InvariantBroken(
+                "ROWS_DIFFER",
+                f"{sent} rows were sent, but the server loaded {rows}, without a warning.",
+                next_step="start the pipeline again; the batch runs again",
+            )
+        self.rows += rows
 
 
 class LoadWriter:

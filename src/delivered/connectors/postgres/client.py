@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from delivered.connectors.postgres.migrate import migrate, version_of
 from delivered.connectors.postgres.options import PostgresOptions
-from delivered.kits.sql.server import Server
+from delivered.kits.sql.database import Server
 from delivered.model.errors import BadRecord, DeliveredError, MissingExtra, Unreachable, UsageError
 from delivered.model.limits import REQUEST_TIMEOUT_S
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.pulsar.admin import Registered
+from delivered.connectors.pulsar.admin import Admin, Registered
 from delivered.connectors.pulsar.avro import JSON, Unmappable, Unreadable, fastavro, shape_of
+from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions
+from delivered.model.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KINDS: tuple[tuple[pa.DataType, Any], ...] = (
@@ -268,3 +270,59 @@ def _maps(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_list(kind):
         return [_maps(v, kind.value_type) for v in value]
     return value
+
+
+def check_type(options: PulsarSinkOptions, rows: pa.DataType) -> None:
+    """Raise UsageError if rows of this type have no schema. Asks no server."""
+    try:
+        derived(str(options.schema), rows)
+    except Unmappable as error:
+        raise UsageError(
+            "COLUMN_TYPE",
+            f"{SINK}: with schema={str(options.schema).lower()}, the column 'value' must be a struct with a "
+            f"schema: {error}.",
+            next_step="select the fields into it, for example selectExpr('key', 'struct(*) AS value'), cast or "
+            "renamed as the schema requires",
+        ) from None
+
+
+def settle(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> Settled:
+    """The schema that rows are written with, given the topic's current one. Registers nothing.
+
+    Raises:
+        UsageError: the rows do not match the registered schema.
+    """
+    known = admin.schema(options.topic)
+    try:
+        return settled(str(options.schema), rows, known)
+    except (Unfit, Unmappable) as error:
+        version = "" if known is None else f", version {known.version},"
+        raise UsageError(
+            "SCHEMA_INCOMPATIBLE",
+            f"{SINK}: rows do not match the schema registered for {options.label}{version}: {error}.",
+            next_step="cast or rename columns in the transform to match, or write to another topic",
+        ) from None
+
+
+def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> None:
+    """Register the rows' schema for the topic.
+
+    Raises:
+        UsageError: the rows do not match the registered schema, or the brokers refuse added fields.
+    """
+    from delivered.connectors.pulsar.publish import check_connection
+
+    made = settle(admin, options, rows)
+    try:
+        check_connection(options, (made.kind, made.text))
+    except UsageError as error:
+        if error.code != "DELIVERED_SCHEMA_INCOMPATIBLE":
+            raise
+        what = f"with the added fields {', '.join(made.added)}" if made.added else "of the rows"
+        raise UsageError(
+            "SCHEMA_INCOMPATIBLE",
+            f"{SINK}: the brokers refuse the schema {what} for {options.label}: by the compatibility strategy of the "
+            "namespace, or because producers may not register schemas there.",
+            next_step="pulsar-admin namespaces get-schema-compatibility-strategy, and get-is-allow-auto-update-schema; "
+            "leave these columns out, or let an administrator upload the schema",
+        ) from None

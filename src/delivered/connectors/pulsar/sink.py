@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.encode import canonical
+from delivered.connectors.pulsar.encode import canonical, check_type, register
 from delivered.connectors.pulsar.options import SINK, PulsarSinkOptions, SourceOptions
 from delivered.connectors.pulsar.positions import EARLIEST, LATEST, Where, physical
-from delivered.connectors.pulsar.topic_schema import check_type, register
 from delivered.contract.finding import Finding
 from delivered.contract.sink import BoundedScan, Sink, Writer
 from delivered.kits.queue.columns import check_names

@@ -9,10 +9,9 @@ from __future__ import annotations
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin
-from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled
+from delivered.connectors.pulsar.encode import BadValue, Encoder, Settled, settle
 from delivered.connectors.pulsar.options import PulsarSinkOptions
 from delivered.connectors.pulsar.publish import Message, Publisher
-from delivered.connectors.pulsar.topic_schema import settle
 from delivered.kits.queue.columns import column
 from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord

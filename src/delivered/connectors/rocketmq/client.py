@@ -16,14 +16,73 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-from delivered.connectors.rocketmq.channels import Channels, untrusted
 from delivered.connectors.rocketmq.options import Place
+from delivered.kits.options import trust
 from delivered.model.errors import DeliveredError, MissingExtra, OutcomeUnknown, Refused, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
+
+_OPTIONS = [
+    ("grpc.enable_retries", 0),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+_DISTRUST = ("CERTIFICATE_VERIFY_FAILED", "not in peer certificate", "Hostname Verification Check failed")
+
+
+class Channels:
+    """gRPC channels of a session, one per proxy, used in the client's thread. The client library's own channels cannot
+    be given trusted certificates."""
+
+    def __init__(self, library: SimpleNamespace, options: Place) -> None:
+        """Raises UsageError: the file of trusted certificates cannot be used."""
+        self._library = library
+        self._tls = options.tls
+        self._trusted = None if options.trusted is None else _certificates(options.trusted)
+        self._made: dict[Any, tuple[Any, Any]] = {}
+
+    def stub(self, proxy: Any) -> Any:
+        if proxy not in self._made:
+            grpc = self._library.grpc
+            if self._tls:
+                # gRPC always verifies certificate and host name.
+                credentials = grpc.ssl_channel_credentials(self._trusted)
+                channel = grpc.aio.secure_channel(proxy.facade, credentials, _OPTIONS)
+            else:
+                channel = grpc.aio.insecure_channel(proxy.facade, _OPTIONS)
+            self._made[proxy] = channel, self._library.Stub(channel)
+        return self._made[proxy][1]
+
+    async def close(self) -> None:
+        made, self._made = self._made, {}
+        for channel, _ in made.values():
+            await channel.close()
+
+
+def untrusted(options: Place, said: str) -> UsageError | None:
+    """The error for a gRPC message about a certificate; None: it is about something else."""
+    if not options.tls or not any(word in said for word in _DISTRUST):
+        return None
+    trusted = f"those in {options.trusted}" if options.trusted is not None else "gRPC's built-in ones"
+    return UsageError(
+        "CERTIFICATE_REFUSED",
+        f"The certificate of a proxy at {options.endpoints} was not accepted: {said[-300:]}. Trusted certificates: "
+        f"{trusted}. Nothing was sent.",
+        next_step="set tlsTrustCertsFile to the CA certificate, after verifying it (openssl s_client -showcerts "
+        f"-connect {options.endpoints.split(';')[0]}), and use the host names of the certificate in endpoints",
+    )
+
+
+def _certificates(path: str) -> bytes:
+    """Check the file first: without a certificate in it, gRPC fails every connection without a reason."""
+    trust("tlsTrustCertsFile", path)
+    return Path(path).read_bytes()
+
 
 _LOG_MODULE = "rocketmq.v5.log"
 _SAID_MAX = 300

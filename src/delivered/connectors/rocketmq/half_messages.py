@@ -33,8 +33,7 @@ from delivered.connectors.rocketmq.remoting import (
     Place,
     Window,
 )
-from delivered.connectors.rocketmq.stored import joined
-from delivered.connectors.rocketmq.topic import ends
+from delivered.connectors.rocketmq.topic import ends, joined
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.identity import Scope
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from delivered.connectors.sqlite import stage, target
-from delivered.connectors.sqlite.database import connect, explained
-from delivered.connectors.sqlite.migrate import version_of
+from delivered.connectors.sqlite.database import connect, explained, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown

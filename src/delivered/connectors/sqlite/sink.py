@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from delivered.connectors.sqlite import target
-from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, rollback, writing
-from delivered.connectors.sqlite.migrate import migrate
+from delivered.connectors.sqlite.database import WAL_RACE_FIXED, begin, connect, explained, migrate, rollback, writing
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
 from delivered.contract.finding import Finding
@@ -110,7 +109,7 @@ class SqliteSink(DatabaseSink):
             connection.close()
 
     def key_memory(self, scope: Scope) -> KeyMemory:
-        from delivered.connectors.sqlite.keys import key_table
+        from delivered.connectors.sqlite.store import key_table
 
         return key_table(self.options, scope)
 

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.connectors.sqlite.types import TYPES
+from delivered.kits.sql.database import quoted
+from delivered.kits.sql.merge import ORDER, SHARD, Merge, key_in_two_shards, stored
 from delivered.kits.table.durable import make_folder, sync
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
@@ -194,3 +199,49 @@ class _Summed:
 
     def tell(self) -> int:
         return self.size
+
+
+STAGED = 'temp."_delivered_staged"'
+
+
+class Merging:
+    """Upserts a batch, or a shard under a weaker guarantee, through a temporary table. Used by one thread."""
+
+    def __init__(self, connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Schema) -> None:
+        """Args: schema: plain types."""
+        self._connection = connection
+        self._mode = options.write
+        self._table = options.table
+        columns = tuple(stored(options.write, schema).names)
+        self._merge = Merge(options.write, quoted(options.table), columns)
+        self._shards: set[int] = set()
+        body = "".join(f"{quoted(f.name)} {TYPES.declared(f.type)}, " for f in schema)
+        connection.execute(f"DROP TABLE IF EXISTS {STAGED}")
+        connection.execute(
+            f"CREATE TABLE {STAGED} ({body}{quoted(SHARD)} INTEGER, {quoted(ORDER)} INTEGER PRIMARY KEY)"
+        )
+
+    def add(self, shard: int, batches: Iterable[pa.RecordBatch]) -> int:
+        """Return the number of rows."""
+        self._shards.add(shard)
+        return target.insert(self._connection, STAGED, batches, {SHARD: shard})
+
+    def finish(self) -> None:
+        """Merge the rows into the table, inside a read-write transaction.
+
+        Raises:
+            UsageError: a key is in two shards, so its last row is undefined.
+        """
+        if self._mode.version is None and len(self._shards) > 1:
+            keys = ", ".join(map(quoted, self._mode.keys))
+            found = self._connection.execute(
+                f"SELECT {keys} FROM {STAGED} GROUP BY {keys} "  # noqa: S608
+                f"HAVING min({quoted(SHARD)}) <> max({quoted(SHARD)}) LIMIT 1"
+            ).fetchone()
+            if found is not None:
+                raise key_in_two_shards(self._mode, found, self._table)
+        self._connection.execute(self._merge.reduce(STAGED))
+        self._connection.execute(self._merge.upsert(STAGED))
+        if self._mode.delete is not None:
+            self._connection.execute(self._merge.delete(STAGED))
+        self._connection.execute(f"DROP TABLE {STAGED}")

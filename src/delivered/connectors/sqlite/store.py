@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from delivered.connectors.sqlite import target
-from delivered.connectors.sqlite.database import SqliteDatabase, begin, rollback, writing
-from delivered.connectors.sqlite.merge import Merging
-from delivered.connectors.sqlite.migrate import migrate, version_of
+from delivered.connectors.sqlite.database import SqliteDatabase, begin, migrate, rollback, version_of, writing
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.connectors.sqlite.stage import read_staged, staged_schema
+from delivered.connectors.sqlite.stage import Merging, read_staged, staged_schema
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.keys import KeyTable
 from delivered.kits.sql.store import SqlStore
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
@@ -130,3 +129,19 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
                 f"fingerprint of {prepared.fingerprint.count}.",
                 next_step="start the pipeline again; the batch runs again",
             )
+
+
+def key_table(options: SqliteOptions, scope: Scope) -> KeyTable[sqlite3.Connection]:
+    database = SqliteDatabase(options.path)
+
+    @contextlib.contextmanager
+    def reading() -> Iterator[sqlite3.Connection]:
+        with contextlib.closing(database.connect("keys", writes=False)) as connection, database.explaining():
+            yield connection
+
+    @contextlib.contextmanager
+    def alone() -> Iterator[sqlite3.Connection]:
+        with contextlib.closing(database.connect("keys")) as connection, writing(connection, options.path):
+            yield connection
+
+    return KeyTable(DIALECT, scope, reading, alone)

@@ -10,11 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.sqlite import target
-from delivered.connectors.sqlite.database import SqliteDatabase, connect, explained, rollback, writing
-from delivered.connectors.sqlite.merge import Merging
-from delivered.connectors.sqlite.migrate import migrate
+from delivered.connectors.sqlite.database import SqliteDatabase, connect, explained, migrate, rollback, writing
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.connectors.sqlite.stage import StagedFile
+from delivered.connectors.sqlite.stage import Merging, StagedFile
 from delivered.connectors.sqlite.types import TYPES, check_values
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import check_rows, stored

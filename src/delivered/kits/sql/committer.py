@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from delivered.kits.sql import stage, transactions
-from delivered.kits.sql.database import C
+from delivered.kits.sql.database import C, Server
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.names import Names
-from delivered.kits.sql.server import Server
 from delivered.kits.sql.transactions import OpenTransaction
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import Target, Work

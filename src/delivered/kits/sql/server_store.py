@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from delivered.kits.sql import stage
-from delivered.kits.sql.database import C
+from delivered.kits.sql.database import C, Server
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.names import Names
-from delivered.kits.sql.server import Server
 from delivered.kits.sql.store import SqlStore
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, Unreachable

@@ -12,9 +12,9 @@ import pyarrow as pa
 from delivered.contract.finding import Finding
 from delivered.contract.powers import KeyMemory
 from delivered.kits.sink import StoreSink
+from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
-from delivered.kits.sql.server import Server
 from delivered.kits.sql.types import Types
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.columns import fitted

@@ -20,7 +20,7 @@ KEY = "gid"
 
 @dataclass(frozen=True)
 class OpenTransaction:
-    """One prepared transaction, for display. See `delivered.model.transactions.OpenTransaction`.
+    """One prepared transaction, for display. See `delivered.contract.powers.OpenTransaction`.
 
     Attributes:
         started_ms: when it was prepared, in milliseconds since 1970; by the server's clock if available.

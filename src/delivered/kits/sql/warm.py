@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from delivered.kits.sql.database import C
-from delivered.kits.sql.server import Server
+from delivered.kits.sql.database import C, Server
 
 IDLE_MAX = 4
 

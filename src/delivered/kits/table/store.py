@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from delivered.kits.table import durable
 
@@ -76,3 +76,21 @@ class Store:
 
         found: list[Any] = self.fs.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=recursive))
         return found
+
+
+T = TypeVar("T")
+SLICE_BYTES = 64 << 20
+"""Approximate size of a slice; files are never split."""
+
+
+def packed(files: Iterable[T], size: Callable[[T], int]) -> list[list[T]]:
+    """Group files to about `SLICE_BYTES`, in order; a larger file is a group of its own."""
+    groups: list[list[T]] = []
+    room = 0
+    for file in files:
+        if not groups or size(file) > room:
+            groups.append([])
+            room = SLICE_BYTES
+        groups[-1].append(file)
+        room -= size(file)
+    return groups
