@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -27,7 +27,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.options import Options, OptionType, option
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Handle, Prepared, Promise
 
 if TYPE_CHECKING:  # executors do without
     from delivered.ledger.store import Store
@@ -57,10 +57,14 @@ def show(hidden: Path) -> bool:
     visible = hidden.with_name(hidden.name.removeprefix("."))
     with contextlib.suppress(FileNotFoundError):  # an earlier call renamed it, or it is gone
         hidden.rename(visible)
-    if not visible.exists():
-        return False
-    sync([visible.parent])  # also if another process renamed it: that one may have died before its fsync
-    return True
+    if there := visible.exists():
+        sync([visible.parent])  # also if another process renamed it: that one may have died before its fsync
+    return there
+
+
+@dataclass(frozen=True)
+class StagedFile(Handle):
+    file: str
 
 
 class ToyWriter:
@@ -72,18 +76,16 @@ class ToyWriter:
     def stage(self, batch: pa.RecordBatch) -> None:
         self._file.writelines(json.dumps(row) + "\n" for row in fitted(batch, ROWS).to_pylist())
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         self._file.close()
         if not fingerprint.count:
             self.abort()
-            return {}
-        sync([self._hidden.parent])
+            return Promise()
+        with contextlib.suppress(FileNotFoundError):  # removed, see below
+            sync([self._hidden, self._hidden.parent])
         if not (self._hidden.exists() if self._exact else show(self._hidden)):
-            why = f"A later start of the pipeline removed {self._hidden} while it was written."
-            raise PromiseBroken("STAGED_FILE_GONE", why, next_step="nothing, if the later start is running")
-        return {"file": self._hidden.name} if self._exact else {}
+            raise PromiseBroken("STAGED_FILE_GONE", f"A later start removed {self._hidden}.", "nothing, if it runs")
+        return Promise(StagedFile(self._hidden.name) if self._exact else None)
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
@@ -98,7 +100,7 @@ class ToyCommitter:
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle names the file
         try:
-            return Ok(None) if show(self.folder / prepared.handle["file"]) else Failed("its staged file is gone")
+            return Ok(None) if show(self.folder / StagedFile.of(prepared).file) else Failed("its staged file is gone")
         except OSError as error:
             return Unknown(str(error))
 
@@ -106,11 +108,11 @@ class ToyCommitter:
         return any(self.folder.glob(f"{stem(work)}*"))
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        outcome = self._remove([self.folder / prepared.handle["file"]])
+        outcome = self._remove([self.folder / StagedFile.of(prepared).file])
         return Ok(None) if isinstance(outcome, Ok) else outcome
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        kept = {p.handle.get("file") for p in keep}
+        kept = {StagedFile.of(p).file for p in keep if p.handle}
         return self._remove([p for p in self.folder.glob(f".{prefix(self.scope)}*") if p.name not in kept])
 
     def _remove(self, staged: Sequence[Path]) -> Outcome[int]:

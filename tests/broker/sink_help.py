@@ -26,7 +26,8 @@ from delivered.engine.shard import write_shard
 from delivered.ledger.ledger import Ledger
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared, ShardMessage
+from delivered.model.prepared import Prepared
+from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, ShardMessage
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCHEMA = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])

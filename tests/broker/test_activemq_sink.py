@@ -20,6 +20,7 @@ from delivered.connectors.activemq.receiver import ActivemqReceiver
 from delivered.model.errors import DeliveredError, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
+from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = ActivemqOptions.parse
@@ -52,7 +53,7 @@ def test_all_rows_arrive_with_ids_that_a_replay_repeats(activemq: Activemq, tmp_
         task = writer(made)
         task.stage(rows(2_500))
         task.stage(rows(1_500, 2_500))
-        assert task.prepare(Fingerprint()) == {}
+        assert task.prepare(Fingerprint()) == Promise()
     found = taken(activemq, queue, "id")
     assert Counter(v for _, v in found) == Counter({b"row %d" % n: 2 for n in range(ROWS)})
     assert len({i for i, _ in found}) == ROWS
@@ -149,7 +150,7 @@ def test_values_of_all_kinds_arrive_as_bytes(activemq: Activemq, tmp_path: Path)
     made.check_schema(batch.schema)
     task = writer(made)
     task.stage(batch)
-    assert task.prepare(Fingerprint()) == {}
+    assert task.prepare(Fingerprint()) == Promise()
     receiver = ActivemqReceiver(
         parse({"url": activemq.url, "queue": queue, "log": "/x", "idHeader": "id", "keyHeader": "k"})
     )
@@ -176,6 +177,6 @@ def test_a_broker_that_dies_leaves_it_unknown(new_activemq: Callable[..., Active
     activemq.broker.kill()
     with pytest.raises(OutcomeUnknown, match="not confirmed"):
         sure.prepare(Fingerprint())
-    assert 0 < once.prepare(Fingerprint())["given_up"] <= 200
+    assert 0 < once.prepare(Fingerprint()).given_up["unconfirmed"] <= 200
     for task in (sure, once):
         task.abort()

@@ -28,7 +28,8 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope
 from delivered.model.limits import OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 FIRST, SECOND = Owner("first", "host-a", 1, 10), Owner("second", "host-b", 2, 20)
 

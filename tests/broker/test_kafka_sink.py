@@ -23,7 +23,8 @@ from delivered.model.errors import BadRecord, DeliveredError, Refused, Unreachab
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
-from delivered.model.work import Owner, Prepared
+from delivered.model.prepared import Prepared, Promise
+from delivered.model.work import Owner
 from delivered.source.columns import HEADERS
 
 WEAKER = [Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE]
@@ -34,7 +35,7 @@ def rig(kafka: Any) -> Rig:
     return Rig(kafka, kafka.topic(3))
 
 
-def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 0) -> dict[str, Any]:
+def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 0) -> Promise:
     """One shard, written, and made visible."""
     work = rig.work(batch)
     if guarantee is EXACT:
@@ -43,13 +44,13 @@ def send(rig: Rig, guarantee: Guarantee, *batches: pa.RecordBatch, batch: int = 
     try:
         for one in batches:
             writer.stage(one)
-        handle = writer.prepare(Fingerprint())
+        promise: Promise = writer.prepare(Fingerprint())
     except BaseException:
         writer.abort()
         raise
-    if guarantee is EXACT and handle:
-        assert rig.committer().commit(work, Prepared(0, 0, Fingerprint(), handle, sink=work.scope.sink)) == Ok(None)
-    return handle
+    if guarantee is EXACT and promise.handle is not None:
+        assert rig.committer().commit(work, Prepared.of(work, Fingerprint(), promise)) == Ok(None)
+    return promise
 
 
 @pytest.mark.parametrize("guarantee", list(Guarantee))
@@ -174,7 +175,7 @@ def test_records_of_a_megabyte(rig: Rig) -> None:
 
 def test_an_empty_batch_writes_nothing(rig: Rig) -> None:
     for guarantee in Guarantee:
-        assert send(rig, guarantee, rows([])) == {}
+        assert send(rig, guarantee, rows([])) == Promise()
     assert rig.visible("read_uncommitted") == []
 
 
@@ -269,7 +270,7 @@ def test_at_least_once_a_broker_that_restarts_loses_nothing(new_kafka: Callable[
     kafka.broker.kill()
     writer.stage(rows(values[30_000:]))
     kafka.broker.restart()
-    assert writer.prepare(Fingerprint()) == {}
+    assert writer.prepare(Fingerprint()) == Promise()
     assert set(rig.visible()) == set(values)
 
 

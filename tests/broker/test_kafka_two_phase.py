@@ -16,7 +16,7 @@ from tests.kafka_tools import read_committed
 
 from delivered.connectors.kafka import transactions, warm
 from delivered.connectors.kafka.protocol import Wire
-from delivered.connectors.kafka.transactions import Handle
+from delivered.connectors.kafka.transactions import Transaction
 from delivered.contract.sink import Writer
 from delivered.engine.context import open_ledger
 from delivered.model import step
@@ -25,7 +25,8 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.limits import TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Unknown
 from delivered.model.patience import within
-from delivered.model.work import Action, Prepared
+from delivered.model.prepared import Prepared, Promise
+from delivered.model.work import Action
 
 
 @pytest.fixture
@@ -170,9 +171,9 @@ def test_p9_every_batch_has_an_epoch_of_its_own_and_a_late_end_hits_nothing(rig:
     assert third.handle["transactional_id"] == first.handle["transactional_id"]
     assert (third.handle["producer_id"], third.handle["epoch"]) != (first.handle["producer_id"], first.handle["epoch"])
     # Late requests of batch 0, both kinds, while the same id holds batch 2.
-    assert isinstance(transactions.end(context.committer._wire, Handle.from_json(first.handle), commit=True), Failed)
-    assert isinstance(transactions.end(context.committer._wire, Handle.from_json(first.handle), commit=False), Failed)
-    assert [t.handle for t in context.committer.open_transactions()] == [Handle.from_json(third.handle)]
+    assert isinstance(transactions.end(context.committer._wire, Transaction.of(first), commit=True), Failed)
+    assert isinstance(transactions.end(context.committer._wire, Transaction.of(first), commit=False), Failed)
+    assert [t.participant for t in context.committer.open_transactions()] == [Transaction.of(third)]
     rig.commit(context, 2, [third_message])
     assert rig.visible() == sorted(rig.expected([0, 2], [0]) + rig.expected([1]))
 
@@ -204,8 +205,8 @@ def test_rows_that_waited_for_the_id_are_in_and_come_first(kafka: Any) -> None:
     wait_for(lambda: warm.is_ready(rig.sink.options, work))
     writer.stage(rows(values[20:40]))
     writer.stage(rows(values[40:]))
-    handle = writer.prepare(Fingerprint())
-    assert context.committer.commit(work, Prepared(0, 0, Fingerprint(), handle, sink=work.scope.sink)) == Ok(None)
+    promise = writer.prepare(Fingerprint())
+    assert context.committer.commit(work, Prepared.of(work, Fingerprint(), promise)) == Ok(None)
     assert [m.value() for m in read_committed(kafka.bootstrap, rig.topic)] == values
 
 
@@ -296,14 +297,14 @@ def test_p13_sinks_whose_names_run_together_do_not_touch_each_other(kafka: Any) 
     for scope in scopes:
         open_ledger(one.sink, scope).claim(one.context().owner)
     writers = [one.sink.writer(w, EXACT, SCHEMA) for w in works]
-    handles = []
+    promises = []
     for writer in writers:
         writer.stage(rows([b"x"]))
-        handles.append(writer.prepare(Fingerprint()))
+        promises.append(writer.prepare(Fingerprint()))
     # One of the two pipelines recovers; the other's promise must hold.
     assert one.sink.committer(scopes[0]).abort_orphans(()) == Ok(1)
     kept = one.sink.committer(scopes[1])
-    assert kept.commit(works[1], Prepared(0, 0, Fingerprint(), handles[1], sink=works[1].scope.sink)) == Ok(None)
+    assert kept.commit(works[1], Prepared.of(works[1], Fingerprint(), promises[1])) == Ok(None)
 
 
 def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
@@ -313,10 +314,8 @@ def test_p15_two_shards_in_one_process_have_nothing_in_common(rig: Rig) -> None:
     for s, writer in enumerate(writers):
         writer.stage(rows(rig.values_of(0, s)))
     writers[0].abort()
-    handle = writers[1].prepare(Fingerprint())
-    assert context.committer.commit(rig.work(0, 1), Prepared(1, 0, Fingerprint(), handle, sink=rig.scope.sink)) == Ok(
-        None
-    )
+    prepared = Prepared.of(rig.work(0, 1), Fingerprint(), writers[1].prepare(Fingerprint()))
+    assert context.committer.commit(rig.work(0, 1), prepared) == Ok(None)
     assert rig.visible() == rig.expected([0], [1])
 
 
@@ -362,7 +361,7 @@ def test_p24_a_shard_without_rows_opens_no_transaction(rig: Rig) -> None:
     rig.plan(context, 0)
     writer = rig.sink.writer(rig.work(0), EXACT, SCHEMA)
     writer.stage(rows([]))
-    assert writer.prepare(Fingerprint()) == {}
+    assert writer.prepare(Fingerprint()) == Promise()
     assert context.committer.open_transactions() == []
 
 

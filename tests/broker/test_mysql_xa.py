@@ -19,7 +19,8 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.work import Decision, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Decision
 
 if TYPE_CHECKING:
     from tests.support.servers import Mysql
@@ -43,9 +44,9 @@ class Hanging(LoadWriter):
         kept: list[Any] = []
         self._server = _KeepsOpen(self._server.options, kept)  # type: ignore[attr-defined]
         self.stage(rows(self._work.batch, self._work.shard))
-        handle = self.prepare(Fingerprint(rows(0, 0).num_rows))
+        promise = self.prepare(Fingerprint(rows(0, 0).num_rows))
         self.session = kept[0]
-        return Prepared(self._work.shard, self._work.attempt, Fingerprint(), handle, sink=self._work.scope.sink)
+        return Prepared.of(self._work, Fingerprint(), promise)
 
 
 def _KeepsOpen(options: Any, kept: list[Any]) -> Any:  # noqa: N802

@@ -32,6 +32,7 @@ from delivered.contract.powers import ready_target
 from delivered.model.errors import DeliveredError, Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
+from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = SourceOptions.parse
@@ -95,7 +96,7 @@ def written(made: Any, batch: pa.RecordBatch) -> None:
     task = writer(made)
     try:
         task.stage(batch)
-        assert task.prepare(Fingerprint()) == {}
+        assert task.prepare(Fingerprint()) == Promise()
     finally:
         task.abort()
 

@@ -22,6 +22,7 @@ from tests.support.sweeps import sweep
 from delivered.model.errors import BadRecord, OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
+from delivered.model.prepared import Promise
 from delivered.source.columns import HEADERS
 
 
@@ -34,7 +35,7 @@ def test_all_rows_arrive_with_ids_that_a_replay_repeats(pulsar: Pulsar, tmp_path
         task = writer(made)
         task.stage(rows(2_500))
         task.stage(rows(1_500, 2_500))
-        assert task.prepare(Fingerprint()) == {}
+        assert task.prepare(Fingerprint()) == Promise()
     found = taken(pulsar, topic)
     assert Counter(r["value"] for r in found) == Counter({b"row %d" % n: 2 for n in range(ROWS)})
     assert len(set(ids(found))) == ROWS
@@ -112,7 +113,7 @@ def test_a_topic_that_is_missing_or_takes_no_such_message_is_an_error(pulsar: Pu
     task.abort()
     task = writer(sink(tmp_path, pulsar, topic, chunking="true"))
     task.stage(pa.record_batch([pa.array([long])], schema=SCHEMA))
-    assert task.prepare(Fingerprint()) == {}
+    assert task.prepare(Fingerprint()) == Promise()
     assert taken(pulsar, topic)[-1]["value"] == long
     task = writer(sink(tmp_path, pulsar, topic))
     with pytest.raises(BadRecord, match="UTF-8"):
@@ -145,7 +146,7 @@ def test_a_broker_killed_under_a_task(
             pulsar.broker.kill()
             again = threading.Timer(0.1, pulsar.broker.restart)
             again.start()
-    assert task.prepare(Fingerprint()) == {}
+    assert task.prepare(Fingerprint()) == Promise()
     assert again is not None
     again.join()
     assert Counter(r["value"] for r in taken(pulsar, topic)) == Counter(b"row %d" % n for n in range(40_000))
@@ -160,6 +161,6 @@ def test_a_broker_killed_under_a_task(
     pulsar.broker.kill()
     with pytest.raises(OutcomeUnknown, match="did not acknowledge"):
         sure.prepare(Fingerprint())
-    assert 0 < once.prepare(Fingerprint())["given_up"] <= 200
+    assert 0 < once.prepare(Fingerprint()).given_up["unconfirmed"] <= 200
     for task in (sure, once):
         task.abort()

@@ -20,6 +20,7 @@ from delivered.connectors.rabbitmq.receiver import RabbitmqReceiver
 from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
+from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = RabbitmqOptions.parse
@@ -49,7 +50,7 @@ def test_all_rows_arrive_confirmed_with_ids_that_a_replay_repeats(rabbitmq: Rabb
         task = writer(made)
         task.stage(rows(2_500))
         task.stage(rows(1_500, 2_500))
-        assert task.prepare(Fingerprint()) == {}
+        assert task.prepare(Fingerprint()) == Promise()
     found = taken(rabbitmq, queue)
     assert Counter(v for _, v in found) == Counter({b"row %d" % n: 2 for n in range(ROWS)})
     assert len({i for i, _ in found}) == ROWS
@@ -105,6 +106,6 @@ def test_a_broker_that_dies_leaves_it_unknown(new_rabbitmq: Callable[[], Rabbitm
     rabbitmq.broker.kill()
     with pytest.raises(OutcomeUnknown, match="not confirmed"):
         sure.prepare(Fingerprint())
-    assert 0 < once.prepare(Fingerprint())["given_up"] <= 200
+    assert 0 < once.prepare(Fingerprint()).given_up["unconfirmed"] <= 200
     for task in (sure, once):
         task.abort()

@@ -22,7 +22,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Ok
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared, Promise
 from delivered.pipeline.registry import find_sink
 
 parse = RocketmqOptions.parse
@@ -95,7 +95,7 @@ def test_good_credentials_work_and_others_are_refused(tmp_path: Path, monkeypatc
                     written(sink, Guarantee.AT_LEAST_ONCE)
             assert codes(RocketmqQueue(parse({**received, **who})).preflight()) == ["ROCKETMQ_CREDENTIALS"]
         sink = find_sink("rocketmq", {**transactions, **good})
-        prepared = Prepared(0, 0, Fingerprint(2), written(sink, Guarantee.EXACTLY_ONCE), sink=sink.name)
+        prepared = Prepared.of(WORK, Fingerprint(2), written(sink, Guarantee.EXACTLY_ONCE))
         assert sink.committer(WORK.scope).commit(WORK, prepared) == Ok(None)
         rows = [r for b in scanned(sink) for r in b.to_pylist()]
         assert sorted(r["value"] for r in rows) == [b"a", b"b"]
@@ -109,14 +109,14 @@ def test_good_credentials_work_and_others_are_refused(tmp_path: Path, monkeypatc
         broker.kill()
 
 
-def written(sink: Any, guarantee: Guarantee) -> dict[str, Any]:
+def written(sink: Any, guarantee: Guarantee) -> Promise:
     writer = sink.writer(WORK, guarantee, SCHEMA)
     try:
         writer.stage(ROWS)
-        handle: dict[str, Any] = writer.prepare(Fingerprint(2))
+        promise: Promise = writer.prepare(Fingerprint(2))
     finally:
         writer.abort()
-    return handle
+    return promise
 
 
 def make(peer: Peer) -> None:

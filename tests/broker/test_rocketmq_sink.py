@@ -22,6 +22,7 @@ from delivered.connectors.rocketmq.receiver import RocketmqReceiver
 from delivered.model.errors import OutcomeUnknown, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
+from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = RocketmqOptions.parse
@@ -42,7 +43,7 @@ def test_all_rows_arrive_with_ids_that_a_replay_repeats(rocketmq: Rocketmq, tmp_
         task = writer(made)
         task.stage(rows(700))
         task.stage(rows(300, 700))
-        assert task.prepare(Fingerprint()) == {}
+        assert task.prepare(Fingerprint()) == Promise()
     found = taken(rocketmq, topic)
     assert Counter(v for _, _, v in found) == Counter({b"row %d" % n: 2 for n in range(1_000)})
     assert len({i for i, _, _ in found}) == 1_000
@@ -77,7 +78,7 @@ def test_message_groups_stay_in_order(rocketmq: Rocketmq, tmp_path: Path) -> Non
     made.check_schema(batch.schema)
     task = writer(made)
     task.stage(batch)
-    assert task.prepare(Fingerprint()) == {}
+    assert task.prepare(Fingerprint()) == Promise()
     found = taken(rocketmq, topic, ordered=True)
     assert len(found) == 200
     for group in range(5):
@@ -94,7 +95,7 @@ def test_messages_are_delivered_when_they_should_be(rocketmq: Rocketmq, tmp_path
     made.check_schema(batch.schema)
     task = writer(made)
     task.stage(batch)
-    assert task.prepare(Fingerprint()) == {}
+    assert task.prepare(Fingerprint()) == Promise()
     group = rocketmq.group()
     receiver = RocketmqReceiver(parse({"endpoints": rocketmq.url, "topic": topic, "group": group, "log": "/x"}))
     came: dict[bytes, float] = {}
@@ -122,7 +123,7 @@ def test_values_of_all_kinds_arrive(rocketmq: Rocketmq, tmp_path: Path) -> None:
     made.check_schema(batch.schema)
     task = writer(made)
     task.stage(batch)
-    assert task.prepare(Fingerprint()) == {}
+    assert task.prepare(Fingerprint()) == Promise()
     found = sorted(taken(rocketmq, topic), key=lambda f: values.index(f[2]))
     assert found == [
         ("m:é 0", b"a:b", values[0]),
@@ -164,6 +165,6 @@ def test_servers_that_die_leave_it_unknown(new_rocketmq: Callable[..., Rocketmq]
     rocketmq.broker.kill()
     with pytest.raises(OutcomeUnknown, match="not confirmed"):
         sure.prepare(Fingerprint())
-    assert 0 < once.prepare(Fingerprint())["given_up"] <= 200
+    assert 0 < once.prepare(Fingerprint()).given_up["unconfirmed"] <= 200
     for task in (sure, once):
         task.abort()

@@ -30,6 +30,7 @@ from delivered.model.errors import Unreachable, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
+from delivered.model.prepared import Promise
 from delivered.pipeline.registry import find_sink
 
 parse = RocketmqOptions.parse
@@ -69,7 +70,7 @@ def written(made: Any) -> None:
     task = writer(made)
     try:
         task.stage(rows(100))
-        assert task.prepare(Fingerprint()) == {}
+        assert task.prepare(Fingerprint()) == Promise()
     finally:
         task.abort()
 

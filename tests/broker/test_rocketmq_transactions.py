@@ -29,7 +29,7 @@ from tests.support.zygote import Zygote
 
 from delivered.connectors.log import append
 from delivered.connectors.rocketmq import committer, end_journal
-from delivered.connectors.rocketmq.half_messages import COMMIT, Ending, Handle
+from delivered.connectors.rocketmq.half_messages import COMMIT, Ending, HalfMessages
 from delivered.connectors.rocketmq.remoting import BUSY, END, IN_FLIGHT_MAX, Answer, Cluster
 from delivered.connectors.rocketmq.topic import open_half_messages
 from delivered.engine.context import open_ledger
@@ -38,7 +38,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 from delivered.pipeline.registry import find_sink
 
 EXACT = Guarantee.EXACTLY_ONCE
@@ -65,7 +65,7 @@ class Rig:
         """A shard, sent as a task does."""
         writer = self.sink.writer(self.work(batch, shard), EXACT, SCHEMA)
         writer.stage(pa.record_batch([[b"%d/%d/%d" % (batch, shard, n) for n in range(rows)]], schema=SCHEMA))
-        return Prepared(shard, 0, Fingerprint(rows), writer.prepare(Fingerprint(rows)), sink="out")
+        return Prepared.of(self.work(batch, shard), Fingerprint(rows), writer.prepare(Fingerprint(rows)))
 
     def shown(self) -> Counter[bytes]:
         return Counter(v for b in scanned(self.sink) for v in b.column("value").to_pylist())
@@ -163,11 +163,11 @@ def test_ends_that_are_still_under_way_are_waited_for(rig: Rig) -> None:
     """A driver dies with thousands of them at the broker, which goes on doing them while the next driver looks."""
     rows = 4_000
     prepared = rig.prepared(rows)
-    handle = Handle.from_json(prepared.handle)
+    handle = HalfMessages.of(prepared)
     rig.committer._journal.begin(rig.work(), handle.name)
     cluster = Cluster(rig.sink.options)
     peer, ending = cluster.broker("delivered"), Ending(cluster, "delivered", handle.name)
-    for half in handle.half_messages["delivered"]:
+    for half in handle.by_broker["delivered"]:
         peer.post(END, *ending._request(COMMIT, half), lambda _: None)
     peer.close()
     assert rig.committer.commit(rig.work(), prepared) == Ok(None)
@@ -198,9 +198,9 @@ def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pyt
     """The broker shows a message as often as it is told to. That is why it is told once."""
     monkeypatch.setattr(committer, "SETTLE_S", 0.5)
     prepared = rig.prepared(5)
-    handle = Handle.from_json(prepared.handle)
+    handle = HalfMessages.of(prepared)
     for _ in range(2):
-        Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.half_messages["delivered"], COMMIT)
+        Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.by_broker["delivered"], COMMIT)
     assert set(rig.shown().values()) == {2}
     assert rig.committer._journal.begin(rig.work(), handle.name) is end_journal.State.NEW
     with pytest.raises(InvariantBroken, match="SHOWN_TWICE"):
@@ -210,8 +210,8 @@ def test_what_somebody_else_ended_too_stops_the_query(rig: Rig, monkeypatch: pyt
 def test_a_file_that_knows_less_than_the_checkpoint_means_a_look(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """F8: the table of ends is gone; of batch 3 nobody knows whether it was told of."""
     prepared = rig.prepared(50, batch=3)
-    handle = Handle.from_json(prepared.handle)
-    Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.half_messages["delivered"][:20], COMMIT)
+    handle = HalfMessages.of(prepared)
+    Ending(Cluster(rig.sink.options), "delivered", handle.name).end(handle.by_broker["delivered"][:20], COMMIT)
     monkeypatch.setattr(committer, "SETTLE_S", 0.5)
     assert rig.committer.commit(rig.work(3), prepared) == Ok(None)
     assert rig.shown() == rig.once(50, batch=3)
@@ -316,7 +316,7 @@ def test_a_server_killed_after_ends_and_in_mid_apply(
     assert rig.committer.commit(rig.work(0), first) == Ok(None)
     rocketmq.broker.kill()
     rocketmq.broker.restart()
-    name = Handle.from_json(first.handle).name
+    name = HalfMessages.of(first).name
 
     def asked() -> int:
         """Copies that a broker makes of what it asks about, over and over."""

@@ -19,7 +19,8 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Target, Work
 from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Action, Decision, Owner, Prepared, Tolerance
+from delivered.model.prepared import Prepared
+from delivered.model.work import Action, Decision, Owner, Tolerance
 
 OVER_HTTP = pytest.mark.parametrize(
     "rig", sweep(SINKS, lambda name: name not in ("iceberg-s3", "files-json")), indirect=True

@@ -15,7 +15,8 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.options import REDACTED, Option, OptionTable, redacted, resolve_secret
-from delivered.model.work import Decision, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Decision
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, DeliveredError)]
 TABLE = OptionTable(

@@ -13,6 +13,7 @@ from tests.support.scans import scanned_table
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
+from delivered.model.prepared import Promise
 
 if TYPE_CHECKING:
     from tests.support.servers import Mysql, Postgres
@@ -51,14 +52,14 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }  # fmt: skip
 
 
-def write(sink: Any, batches: list[pa.RecordBatch], guarantee: Guarantee = Guarantee.AT_LEAST_ONCE) -> dict[str, Any]:
+def write(sink: Any, batches: list[pa.RecordBatch], guarantee: Guarantee = Guarantee.AT_LEAST_ONCE) -> Promise:
     """One shard, outside of any pipeline."""
     writer = sink.writer(Work(Scope("p", sink.name, "i"), 0, 0), guarantee, batches[0].schema)
     try:
         for batch in batches:
             writer.stage(batch)
-        handle: dict[str, Any] = writer.prepare(Fingerprint(sum(b.num_rows for b in batches)))
-        return handle
+        promise: Promise = writer.prepare(Fingerprint(sum(b.num_rows for b in batches)))
+        return promise
     finally:
         writer.abort()
 

@@ -14,6 +14,7 @@ from tests.support.servers import Pulsar
 
 from delivered.contract.powers import ready_target
 from delivered.model.fingerprint import Fingerprint, fingerprint
+from delivered.model.prepared import Promise
 
 
 def record(*fields: tuple[str, Any], name: str = "Order") -> dict[str, Any]:
@@ -71,7 +72,7 @@ def write(made: Any, rows: pa.RecordBatch) -> None:
     task = writer(made)
     try:
         task.stage(rows)
-        assert task.prepare(Fingerprint()) == {}
+        assert task.prepare(Fingerprint()) == Promise()
     finally:
         task.abort()
 

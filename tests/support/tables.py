@@ -14,7 +14,8 @@ from delivered.ledger.ledger import Ledger
 from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
-from delivered.model.work import Decision, Owner, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Decision, Owner
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCOPE = Scope("orders", "t", "i0")
@@ -44,12 +45,13 @@ EVERY_TYPE = pa.table(
 
 
 def staged(sink: DeltaSink, rows: pa.Table, batch: int = 0, scope: Scope = SCOPE, shard: int = 0) -> Prepared:
-    writer = sink.writer(Work(scope, batch, shard), EXACT, rows.schema)
+    work = Work(scope, batch, shard)
+    writer = sink.writer(work, EXACT, rows.schema)
     total = Fingerprint()
     for part in rows.to_batches():
         total += fingerprint(sink.records(part), 0)
         writer.stage(part)
-    return Prepared(shard, 0, total, writer.prepare(total), sink=scope.sink)
+    return Prepared.of(work, total, writer.prepare(total))
 
 
 def decision(batch: int, *prepared: Prepared, owner: str = "o") -> Decision:

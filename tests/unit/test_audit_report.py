@@ -15,7 +15,8 @@ from delivered.audit.report import AuditReport, as_text
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.work import Decision, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Decision
 
 A, B = Fingerprint(2, 5, 7), Fingerprint(1, 3, 4)
 

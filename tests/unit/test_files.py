@@ -24,8 +24,9 @@ from delivered.model.fingerprint import Fingerprint, fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok
+from delivered.model.prepared import Prepared
 from delivered.model.step import install
-from delivered.model.work import Begun, Decision, Owner, Prepared
+from delivered.model.work import Begun, Decision, Owner
 
 EXACT = Guarantee.EXACTLY_ONCE
 SCOPE = Scope("orders", "t", "i0")
@@ -60,12 +61,13 @@ def sink_at(path: Path, **given: str) -> FilesSink:
 
 
 def staged(sink: FilesSink, rows: pa.Table, batch: int = 0, shard: int = 0, guarantee: Guarantee = EXACT) -> Prepared:
-    writer = sink.writer(Work(SCOPE, batch, shard), guarantee, rows.schema)
+    work = Work(SCOPE, batch, shard)
+    writer = sink.writer(work, guarantee, rows.schema)
     total = Fingerprint()
     for part in rows.to_batches():
         total += fingerprint(sink.records(part), 0)
         writer.stage(part)
-    return Prepared(shard, 0, total, writer.prepare(total), sink=SCOPE.sink)
+    return Prepared.of(work, total, writer.prepare(total))
 
 
 def decision(batch: int, *prepared: Prepared) -> Decision:

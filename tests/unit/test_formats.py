@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from delivered.checkpoint import first_offsets
+from delivered.connectors.delta import commit as delta
+from delivered.connectors.files.disk import StagedFile
+from delivered.connectors.iceberg import staged as iceberg
 from delivered.connectors.kafka.markers import read_marker
+from delivered.connectors.kafka.transactions import Transaction
 from delivered.connectors.log.produce import append
 from delivered.connectors.log.table import open_table, read_progress
+from delivered.connectors.rocketmq.half_messages import HalfMessages
+from delivered.connectors.sqlite.stage import StagedRows
+from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.errors import Refused
 from delivered.model.fingerprint import Fingerprint
+from delivered.model.identity import Scope, Work
+from delivered.model.prepared import Handle, Prepared, Promise
 from delivered.model.record_format import FORMAT, LOG_PROPERTY
 from delivered.model.work import Begun, Decision, Owner
 
@@ -59,7 +69,10 @@ def test_record_without_a_format_is_read(kind: str, tmp_path: Path) -> None:
             )
             assert [*found.transforms[1].accounts] == ["kafka"]
             assert (found.transform, found.transforms[1].batch) == ("def", 40)
-            assert json.loads(found.to_json()) == {"format": FORMAT, **json.loads(UNNUMBERED[kind])}
+            assert [p.given_up for p in found.participants] == [{}, {}, {"unknown": 2}], "it stood in the handle"
+            stored = json.loads(UNNUMBERED[kind])
+            stored["participants"][2] |= {"handle": {}, "given_up": {"unknown": 2}}
+            assert json.loads(found.to_json()) == {"format": FORMAT, **stored}
         case "owner":
             assert found == (owner, {})
         case "owner_kafka":
@@ -86,6 +99,66 @@ def test_record_of_a_later_version_is_refused(kind: str, newer: object, tmp_path
         READERS[kind](text, tmp_path)
     assert repr(newer) in refused.value.message
     assert "or a later one" in str(refused.value.next_step)
+
+
+HANDLES: list[tuple[Handle, str]] = [
+    (Transaction("delivered.p.s.0.1", 7, 3), '{"epoch": 3, "producer_id": 7, "transactional_id": "delivered.p.s.0.1"}'),
+    (PreparedRows("delivered/p/s/0"), '{"gid": "delivered/p/s/0"}'),
+    (
+        PreparedRows("", "s_1", "a.t", '"k", "v"', 2, ("k", "v"), "PRIMARY"),
+        '{"staged": "s_1", "target": "a.t", "columns": "\\"k\\", \\"v\\"", "kept": 2, "stored": ["k", "v"], '
+        '"index": "PRIMARY"}',
+    ),
+    (
+        delta.StagedFiles((delta.DataFile("a.parquet", 9, 2, {"day": None}, "{}", 5),)),
+        '{"files": [{"path": "a.parquet", "size": 9, "rows": 2, "partition": {"day": null}, "statistics": "{}", '
+        '"modified_ms": 5}]}',
+    ),
+    (
+        iceberg.StagedFiles("d/w", 1, 9, 0, 0, (1, 2)),
+        '{"writer": "d/w", "files": 1, "bytes": 9, "schema": 0, "spec": 0, "columns": [1, 2]}',
+    ),
+    (
+        iceberg.StagedFiles("d/w", 1, rows=(("d/w-0.parquet", 9, 2),)),
+        '{"writer": "d/w", "files": 1, "rows": [["d/w-0.parquet", 9, 2]]}',
+    ),
+    (StagedFile("0-0-0-a.staged", 9, 2), '{"file": "0-0-0-a.staged", "bytes": 9, "rows": 2}'),
+    (StagedRows("i.0.0.0.a.arrow", 2, 9, 4), '{"path": "i.0.0.0.a.arrow", "rows": 2, "bytes": 9, "crc32": 4}'),
+    (
+        HalfMessages("g.a", {"b": "c$}"}, {"b": {"0": 17}}),
+        '{"name": "g.a", "halves": {"b": "c$}"}, "since": {"b": {"0": 17}}}',
+    ),
+]
+"""With what was stored before handles had a format."""
+
+
+@pytest.mark.parametrize(("handle", "unnumbered"), HANDLES, ids=lambda h: type(h).__name__)
+def test_handles_with_and_without_a_format_are_read_and_later_ones_refused(handle: Handle, unnumbered: str) -> None:
+    stored = json.loads(unnumbered)
+    work = Work(Scope("p", "s", "i"), 0, 3, 1)
+    prepared = Prepared.of(work, Fingerprint(2), Promise(handle, {"x": 1}))
+    assert prepared.handle == json.loads(json.dumps(prepared.handle)) == {"format": 1, **stored}
+    again = Prepared.from_json(json.loads(json.dumps(prepared.to_json("s"))), "s")
+    assert again == prepared
+    kind = type(handle)
+    assert kind.of(again) == handle == kind.from_json(stored)
+    assert handle.names(again)
+    assert handle.names(replace(again, handle=stored))
+    assert not handle.names(replace(again, handle={"gid": "another"}))
+    with pytest.raises(Refused, match="FORMAT_NEWER") as refused:
+        kind.from_json({**stored, "format": 2})
+    assert kind.__name__ in refused.value.message
+
+
+def test_what_was_given_up_keeps_its_reasons() -> None:
+    stored = {"shard": 0, "attempt": 0, "fingerprint": str(Fingerprint(9))}
+    for handle, given_up in (
+        ({"given_up": 5, "reasons": {"_MSG_TIMED_OUT": 3, "_TRANSPORT": 2}}, {"_MSG_TIMED_OUT": 3, "_TRANSPORT": 2}),
+        ({"given_up": 5}, {"unknown": 5}),
+    ):
+        found = Prepared.from_json({**stored, "handle": handle}, "s")
+        assert (found.handle, found.given_up) == ({}, given_up)
+        assert Prepared.from_json(found.to_json("s"), "s") == found
 
 
 def test_written_records_are_read_again() -> None:

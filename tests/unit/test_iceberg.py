@@ -28,6 +28,7 @@ from delivered.model.errors import BadRecord, Fenced, InvariantBroken, Refused, 
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.prepared import Promise
 from delivered.model.work import Owner
 
 __all__ = ["before_commit"]
@@ -294,7 +295,7 @@ def test_a_shard_sent_without_an_answer(tmp_path: Path, before_commit: Any, guar
 
     before_commit(hang)
     if guarantee is Guarantee.AT_MOST_ONCE:
-        assert writer.prepare(whole) == {"given_up": ROWS.num_rows}
+        assert writer.prepare(whole) == Promise(given_up={"unknown": ROWS.num_rows})
     else:
         with pytest.raises(Exception, match="DELIVERED_COMMIT_UNKNOWN"):
             writer.prepare(whole)

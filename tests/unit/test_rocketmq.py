@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import delivered
 from delivered.connectors.rocketmq.client import library
 from delivered.connectors.rocketmq.end_journal import EndJournal, State
-from delivered.connectors.rocketmq.half_messages import HalfMessage, Handle, packed, unpacked
+from delivered.connectors.rocketmq.half_messages import HalfMessage, HalfMessages, packed, unpacked
 from delivered.connectors.rocketmq.message import content
 from delivered.connectors.rocketmq.options import RocketmqOptions, RocketmqSinkOptions
 from delivered.connectors.rocketmq.publish import BATCH_BYTES_MAX, BATCH_MAX, Message, batches
@@ -28,7 +28,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import DECISION_BYTES_MAX
 from delivered.model.outcome import Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared, Promise
 from delivered.pipeline.registry import find_sink
 from delivered.planner import Plan, Refusal
 
@@ -142,9 +142,8 @@ def test_the_plan_of_transactions_says_what_readers_get() -> None:
 
 def test_batches_decided_as_transactions_are_not_passed_over_by_another_type() -> None:
     work = Work(Scope("p", "s", "i"), 3, 1)
-    prepared = Prepared(
-        1, 0, Fingerprint(1), Handle("n", {"b": [HalfMessage(1, 2)]}, {"b": {0: 0}}).to_json(), sink="out"
-    )
+    handle = HalfMessages("n", {"b": packed([HalfMessage(1, 2)])}, {"b": {"0": 0}})
+    prepared = Prepared.of(work, Fingerprint(1), Promise(handle))
     outcome = find_sink("rocketmq", SINK).committer(work.scope).commit(work, prepared)
     assert isinstance(outcome, Unknown)
     assert "messageType=transaction" in outcome.reason

@@ -28,7 +28,8 @@ from delivered.model.errors import PromiseBroken, UsageError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
-from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Action, BatchPlan, CheckpointView, Decision, Owner
 from delivered.pipeline.projection import Item, parse_projection
 from delivered.pipeline.spec import GROUP, OPTION, PipelineSpec
 from delivered.planner import Plan, Refusal

@@ -33,7 +33,8 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import LEDGER_INCARNATIONS, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok
-from delivered.model.work import Decision, Owner, Prepared
+from delivered.model.prepared import Prepared, Promise
+from delivered.model.work import Decision, Owner
 
 parse = SqliteOptions.parse
 
@@ -71,10 +72,11 @@ def sink_at(folder: Path, **options: str) -> SqliteSink:
 
 
 def stage(sink: SqliteSink, table: pa.Table, shard: int = 0, scope: Scope = SCOPE, batch: int = 0) -> Prepared:
-    writer = sink.writer(Work(scope, batch, shard), EXACT, table.schema)
+    work = Work(scope, batch, shard)
+    writer = sink.writer(work, EXACT, table.schema)
     for part in table.to_batches():
         writer.stage(part)
-    return Prepared(shard, 0, Fingerprint(table.num_rows), writer.prepare(Fingerprint()), sink=SCOPE.sink)
+    return Prepared.of(work, Fingerprint(table.num_rows), writer.prepare(Fingerprint()))
 
 
 def decision(*prepared: Prepared, owner: str = "me", batch: int = 0, scope: Scope = SCOPE) -> Decision:
@@ -115,7 +117,7 @@ def test_every_type_comes_back_as_it_was(tmp_path: Path, guarantee: Guarantee) -
     else:
         writer = sink.writer(Work(SCOPE, 0, 0), guarantee, EVERY_TYPE.schema)
         writer.stage(given)
-        assert writer.prepare(Fingerprint()) == {}
+        assert writer.prepare(Fingerprint()) == Promise()
     found, wanted = read(sink).combine_chunks().to_batches()[0], sink.records(given)
     assert found.schema == wanted.schema
     assert fingerprint(found, 1) == fingerprint(wanted, 1)
@@ -451,7 +453,8 @@ CHILD = """
     from delivered.model.fingerprint import Fingerprint
     from delivered.model.guarantee import Guarantee
     from delivered.model.identity import Scope, Work
-    from delivered.model.work import Decision, Owner, Prepared
+    from delivered.model.prepared import Prepared
+    from delivered.model.work import Decision, Owner
     path, rows = sys.argv[1], int(sys.argv[2])
     sink, scope = CONNECTOR.sink({"path": path, "table": "t"}), Scope("orders", "t", "i0")
     schema = pa.schema([pa.field("value", pa.binary())])
@@ -474,7 +477,7 @@ def test_p26_a_large_shard_takes_no_more_memory_than_a_small_one(tmp_path: Path)
         writer = sink.writer(Work(scope, 0, 0), Guarantee.EXACTLY_ONCE, schema)
         for i in range(rows // 1024):
             writer.stage(pa.record_batch([pa.array([i.to_bytes(4, "big") * 256] * 1024)], schema=schema))
-        prepared = Prepared(0, 0, Fingerprint(rows), writer.prepare(Fingerprint()), sink="t")
+        prepared = Prepared.of(Work(scope, 0, 0), Fingerprint(rows), writer.prepare(Fingerprint()))
         print(peak_mib())
         outcome = ledger.decide(Decision(scope, "me", Guarantee.EXACTLY_ONCE, 0, "{}", (prepared,), Fingerprint(),
                                          Fingerprint(), 1))

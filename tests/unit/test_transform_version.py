@@ -24,8 +24,9 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.limits import TRANSFORM_VERSIONS_BYTES_MAX, TRANSFORM_VERSIONS_KEPT
+from delivered.model.prepared import Prepared
 from delivered.model.transforms import MIXED, transforms_after
-from delivered.model.work import Decision, Prepared
+from delivered.model.work import Decision
 from delivered.pipeline.projection import parse_projection
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, as_transform, version_of
 from delivered.planner import CheckpointFacts, Plan, make_plan

@@ -93,8 +93,7 @@ def _hidden(committer: Committer, decision: Decision, still_open: list[OpenTrans
     prepared = [p for p in decision.participants if p.handle]
     if still_open:
         # The evidence among the rows lies behind what is open. What is open itself tells enough.
-        handles = [t.participant for t in still_open]
-        return [p.shard for p in prepared if dict(p.handle) in handles]
+        return [p.shard for p in prepared if any(t.participant.names(p) for t in still_open)]
     return [
         p.shard
         for p in prepared

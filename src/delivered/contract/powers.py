@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
@@ -11,6 +11,7 @@ from delivered.contract.sink import Sink, SinkGroup
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target
 from delivered.model.outcome import Outcome
+from delivered.model.prepared import Handle
 
 S = TypeVar("S")
 
@@ -156,7 +157,7 @@ class OpenTransaction(Protocol):
         """In the system's own terms."""
 
     @property
-    def participant(self) -> dict[str, Any]:
+    def participant(self) -> Handle:
         """The handle that names it in a decision, if one does."""
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -20,7 +20,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Outcome
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared, Promise
 
 if TYPE_CHECKING:  # executors do without
     from delivered.ledger.store import Store
@@ -37,8 +37,8 @@ class Writer(Protocol):
         Dies here: no row is visible (exactly_once); some may be (otherwise).
         """
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        """Make the rows durable and committable; return the handle for `Committer`.
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
+        """Make the rows durable and committable.
 
         `fingerprint` covers all staged rows; a sink whose prepared transactions can expire stores it in a marker with
         the rows.
@@ -46,9 +46,8 @@ class Writer(Protocol):
         Called once, after the last `stage`, even if there were no rows. Afterwards the process may die.
         The handle identifies the rows of this writer only, never those of another with the same `Work`: Spark restarts
         attempt numbers at 0 when a batch or a stage runs again, and an earlier task may still be alive.
-        exactly_once: raises if the rows cannot be prepared. at_least_once: returns {} when every row was
-        acknowledged, else raises. at_most_once: returns when every row was acknowledged or given up: {}, or
-        {"given_up": n} with the number of rows that were not acknowledged.
+        exactly_once: raises if the rows cannot be prepared. at_least_once: returns when every row was acknowledged,
+        else raises. at_most_once: returns when every row was acknowledged or given up. The latter two need no handle.
         """
 
     def abort(self) -> None:

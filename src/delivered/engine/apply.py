@@ -11,8 +11,9 @@ from delivered.model.errors import OutcomeUnknown
 from delivered.model.identity import Work
 from delivered.model.limits import APPLY_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, armed, reach
-from delivered.model.work import Decision, Prepared
+from delivered.model.work import Decision
 
 _PARALLEL_MAX = 16
 
@@ -30,7 +31,7 @@ def apply_decided(context: Context, decision: Decision, step: StepId) -> list[Pr
     Raises:
         OutcomeUnknown: a participant did not answer within 120 s. The decision holds; the next start finishes it.
     """
-    pending = [p for p in decision.participants if p.holds]
+    pending = [p for p in decision.participants if p.handle]
 
     def one(prepared: Prepared) -> Prepared | None:
         work = work_of(decision, prepared)

@@ -34,9 +34,10 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.limits import DECISION_BYTES_MAX, OUTAGE_PATIENCE_S
 from delivered.model.mechanism import parts
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, reach
 from delivered.model.transforms import transforms_after
-from delivered.model.work import Action, Decision, LedgerState, Prepared, ShardMessage
+from delivered.model.work import Action, Decision, LedgerState, ShardMessage
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def abort_batch(context: Context, messages: Sequence[ShardMessage | None]) -> No
     Runs on the driver, after tasks failed or `commit_batch` raised; may be called again. Never touches a
     decided batch. A decision of unknown outcome may still be in flight: it is fenced before anything is aborted.
     """
-    shards = [m for m in messages if m is not None and any(p.holds for p in m.participants)]
+    shards = [m for m in messages if m is not None and any(p.handle for p in m.participants)]
     if not shards:
         return
     try:
@@ -264,7 +265,7 @@ def _look(context: Context, decision: Decision, unknown: Unknown) -> Ok[None] | 
 def _abort(context: Context, participants: Sequence[Prepared]) -> None:
     """Abort participants that no decision names. The next recovery aborts those that cannot be reached now."""
     for p in participants:
-        if p.holds:
+        if p.handle:
             context.committer.abort(p)
 
 

@@ -10,7 +10,8 @@ from delivered.model.dialect import shown, starting_at
 from delivered.model.errors import InvariantBroken, Refused, ReplayDiffers
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
-from delivered.model.work import Action, Decision, Prepared, ShardMessage
+from delivered.model.prepared import Prepared
+from delivered.model.work import Action, Decision, ShardMessage
 
 _AGAIN = "start the pipeline again; the batch runs again"
 
@@ -149,7 +150,7 @@ def complete(context: Context, batch: int, messages: Sequence[ShardMessage]) -> 
 def orphans(messages: Sequence[ShardMessage], decision: Decision) -> list[Prepared]:
     """What tasks prepared but the decision does not name."""
     named = {_key(p) for p in decision.participants}
-    return [p for p in written(messages) if p.holds and _key(p) not in named]
+    return [p for p in written(messages) if p.handle and _key(p) not in named]
 
 
 def _key(p: Prepared) -> tuple[int, str, str]:

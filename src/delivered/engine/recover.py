@@ -141,7 +141,7 @@ def _finish(context: Context, decision: Decision, other: Decision | None = None)
 
 def _known_sinks(context: Context, decision: Decision) -> None:
     """A sink that was removed since then can be neither finished nor queried."""
-    gone = sorted({p.sink for p in decision.participants if p.holds} - {context.scope.sink, *context.others})
+    gone = sorted({p.sink for p in decision.participants if p.handle} - {context.scope.sink, *context.others})
     if gone:
         raise Refused(
             "SINK_LEFT_OUT",

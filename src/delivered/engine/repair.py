@@ -25,7 +25,7 @@ def repaired(context: Context, last: Decision, messages: Sequence[ShardMessage])
         _same_batch(last, plan.rewrite, messages)
     except InvariantBroken:
         for p in new.values():
-            if p.holds:
+            if p.handle:
                 context.committer.abort(p)
         raise
     return replace(

@@ -18,8 +18,9 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import SHARDS_MAX
 from delivered.model.mechanism import parts
+from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, reach
-from delivered.model.work import Action, BatchPlan, Prepared, ShardMessage
+from delivered.model.work import Action, BatchPlan, ShardMessage
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def write_shard(
         undo.pop_all()
     # Records of a written shard that the sink gave up unacknowledged: a count only, as it is unknown which.
     dropped = {n.scope.sink: n.dropped for n in lines}
-    unanswered = {p.sink: Fingerprint(int(p.handle.get("given_up", 0))) + dropped[p.sink] for p in participants}
+    unanswered = {p.sink: Fingerprint(sum(p.given_up.values())) + dropped[p.sink] for p in participants}
     return ShardMessage(plan, shard, attempt, Action.WRITE, tuple(participants), unanswered, _compared(lines))
 
 
@@ -127,7 +128,7 @@ class _Line:
     def abort_prepared(self, prepared: Prepared) -> None:
         """Abort what this sink prepared when another sink of the batch failed: no message reports it, so no decision
         can name it, and an open transaction blocks readers. The next recovery aborts what cannot be reached now."""
-        if not prepared.holds:
+        if not prepared.handle:
             return
         try:
             committer = self.member.sink.committer(self.scope)
@@ -207,6 +208,7 @@ def _prepare(lines: Sequence[_Line], plan: BatchPlan, shard: int, attempt: int) 
         if line.writer is not None:
             reach(step, Moment.BEFORE, sink=line.scope.sink, **facts)
             # The writer learns the fingerprint only now: sinks that store it with the rows write it last.
-            prepared = Prepared(shard, attempt, line.total, line.writer.prepare(line.total), sink=line.scope.sink)
+            work = Work(line.scope, plan.batch, shard, attempt)
+            prepared = Prepared.of(work, line.total, line.writer.prepare(line.total))
             yield line, prepared
             reach(step, Moment.AFTER, sink=line.scope.sink, **facts)

@@ -9,7 +9,7 @@ from delivered.contract.sink import Committer
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 
 class GroupCommitter:

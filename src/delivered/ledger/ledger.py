@@ -98,7 +98,7 @@ class Ledger:
         text = decision.to_json()
         carries_rows = self._carries_rows and decision.guarantee is Guarantee.EXACTLY_ONCE
         claim = self._claim  # of this call: a late write is judged by the claim under which it was sent
-        move = tuple(p for p in decision.to_move if p.holds) if carries_rows else ()
+        move = tuple(p for p in decision.to_move if p.handle) if carries_rows else ()
 
         def rule(head: Head) -> Change | None:
             if head.batch is not None and head.batch >= decision.batch:

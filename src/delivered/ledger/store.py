@@ -13,7 +13,8 @@ from typing import Protocol
 
 from delivered.model.identity import OtherLedger
 from delivered.model.outcome import Outcome
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,15 @@ def known(record: Mapping[str, Any], what: str) -> dict[str, Any]:
     return fields
 
 
-def check_format(version: Any, what: str) -> None:
+def check_format(version: Any, what: str, newest: int = FORMAT) -> None:
     """
     Raises:
         Refused: this version cannot be read here.
     """
-    if not isinstance(version, int) or not 0 <= version <= FORMAT:
+    if not isinstance(version, int) or not 0 <= version <= newest:
         raise Refused(
             "FORMAT_NEWER",
             f"The pipeline's state holds {what} in format {version!r}; this version of delivered reads formats up to "
-            f"{FORMAT}. Nothing was changed.",
+            f"{newest}. Nothing was changed.",
             next_step="run the pipeline with the version of delivered that wrote it, or a later one",
         )

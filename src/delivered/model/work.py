@@ -14,6 +14,7 @@ from delivered.model.archive import Archived
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
+from delivered.model.prepared import Prepared
 
 
 @dataclass(frozen=True)
@@ -72,51 +73,6 @@ class BatchPlan:
 
     def action_for(self, shard: int) -> Action:
         return Action.WRITE if shard in self.rewrite else self.action
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A shard's promise to commit at one sink, or its account of what it sent there.
-
-    Attributes:
-        fingerprint: of the rows as they were handed to the sink.
-        handle: all that another process needs to apply or abort it. JSON values only. Names the rows of this one
-            writer: Spark restarts attempts at 0 when a batch or stage reruns, so two writers may share one `Work`.
-            Empty if there is nothing to apply.
-        sink: name of the one that prepared.
-    """
-
-    shard: int
-    attempt: int
-    fingerprint: Fingerprint
-    handle: Mapping[str, Any] = field(default_factory=dict)
-    sink: str = field(kw_only=True)
-
-    @property
-    def holds(self) -> bool:
-        """Whether something lies at the sink that must be applied or aborted. An account of records given up does
-        not."""
-        return bool(self.handle) and "given_up" not in self.handle
-
-    def to_json(self, ledger_sink: str) -> dict[str, Any]:
-        """A record names all sinks but the one that keeps the ledger."""
-        return {
-            "shard": self.shard,
-            "attempt": self.attempt,
-            "fingerprint": str(self.fingerprint),
-            "handle": dict(self.handle),
-            **({"sink": self.sink} if self.sink != ledger_sink else {}),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], ledger_sink: str) -> Prepared:
-        return cls(
-            int(data["shard"]),
-            int(data["attempt"]),
-            Fingerprint.parse(data["fingerprint"]),
-            dict(data["handle"]),
-            sink=str(data.get("sink", ledger_sink)),
-        )
 
 
 @dataclass(frozen=True)

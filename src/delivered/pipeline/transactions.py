@@ -14,6 +14,7 @@ from delivered.model.errors import DeliveredError, OutcomeUnknown, Refused, Usag
 from delivered.model.identity import Scope
 from delivered.model.limits import OPEN_TRANSACTION_OLD_S
 from delivered.model.outcome import Failed, Ok, Unknown
+from delivered.model.prepared import Prepared
 from delivered.model.work import LedgerState
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.spec import NO_INCARNATION
@@ -58,7 +59,7 @@ def open_transactions(pipeline: Definition) -> list[Open]:
     for committer, state in _sinks(pipeline):
         decided = _decided(state)
         found.extend(
-            Open(t.transactional_id, t.state, t.age_s(), t.participant in decided, t.targets)
+            Open(t.transactional_id, t.state, t.age_s(), any(map(t.participant.names, decided)), t.targets)
             for t in committer.open_transactions()
         )
         committer.close()
@@ -79,7 +80,7 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
             if found is None:
                 continue
             # Ids come back batch after batch: only the whole handle tells one transaction from another.
-            decided = found.participant in _decided(state)
+            decided = any(map(found.participant.names, _decided(state)))
             if decided != commit and not force:
                 raise _against_the_ledger(transaction, commit)
             match committer.end_by_id(transaction, commit):
@@ -146,7 +147,6 @@ def _projected(sink: str, state: LedgerState) -> LedgerState:
     return replace(state, last=last, earlier=tuple(d.projected(sink) for d in state.earlier))
 
 
-def _decided(state: LedgerState) -> list[dict[str, Any]]:
-    """Handles that decisions name."""
+def _decided(state: LedgerState) -> list[Prepared]:
     decisions = [d for d in (state.last, *state.earlier) if d is not None]
-    return [dict(p.handle) for d in decisions for p in d.participants if p.handle]
+    return [p for d in decisions for p in d.participants if p.handle]

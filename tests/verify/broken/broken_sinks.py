@@ -28,7 +28,8 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import OtherLedger, Scope, Work
 from delivered.model.outcome import Ok, Outcome
-from delivered.model.work import Decision, LedgerState, Owner, Prepared
+from delivered.model.prepared import Handle, Prepared, Promise
+from delivered.model.work import Decision, LedgerState, Owner
 
 Put = Callable[[Sequence["Row"]], None]
 Row = tuple[bytes | None, bytes | None]
@@ -53,6 +54,11 @@ def insert(connection: sqlite3.Connection, rows: Sequence[Row], replace: bool = 
     connection.executemany("INSERT INTO effects VALUES (?, ?)", rows)
 
 
+@dataclass(frozen=True)
+class StagedFile(Handle):
+    file: str
+
+
 class Writer:
     """Keeps rows in a file beside the table until the batch is decided."""
 
@@ -68,12 +74,12 @@ class Writer:
         else:
             self._rows += rows
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         if self._at_once:
-            return {}
+            return Promise()
         file = f"{self._path}.staged-{uuid.uuid4().hex}"
         Path(file).write_bytes(pickle.dumps(self._rows))
-        return {"file": file}
+        return Promise(StagedFile(file))
 
     def abort(self) -> None:
         self._rows = []

@@ -14,6 +14,7 @@ from delivered.connectors.delta.options import DeltaOptions
 from delivered.kits.table.durable import sync_checkpoint
 from delivered.model.errors import DeliveredError
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.prepared import Handle
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +43,12 @@ class DataFile:
     statistics: str
     modified_ms: int
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "size": self.size,
-            "rows": self.rows,
-            "partition": dict(self.partition),
-            "statistics": self.statistics,
-            "modified_ms": self.modified_ms,
-        }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DataFile:
-        return cls(**data)
+@dataclass(frozen=True)
+class StagedFiles(Handle):
+    """The files of one shard, which the driver's commit names."""
+
+    files: tuple[DataFile, ...]
 
 
 @dataclass(frozen=True)

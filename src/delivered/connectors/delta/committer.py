@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delivered.connectors.delta.client import Store, explained, open_table
+from delivered.connectors.delta.commit import StagedFiles
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.records import Records, ledger_key
 from delivered.kits.table import stage
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 
 class DeltaCommitter:
@@ -40,7 +41,7 @@ class DeltaCommitter:
             return Ok(None)
         try:
             with explained(self._options):
-                self._undecided.remove(str(f["path"]) for f in prepared.handle["files"])
+                self._undecided.remove(f.path for f in StagedFiles.of(prepared).files)
         except DeliveredError as error:
             return Unknown(str(error))
         return Ok(None)
@@ -95,4 +96,4 @@ class DeltaCommitter:
 
 
 def _writers(prepared: Prepared) -> set[str]:
-    return {stage.writer_of(str(f["path"])) for f in prepared.handle.get("files", ())}
+    return {stage.writer_of(f.path) for f in StagedFiles.of(prepared).files} if prepared.handle else set()

@@ -21,6 +21,7 @@ from delivered.connectors.delta.commit import (
     OVERTAKEN,
     RETRIES_MAX,
     DataFile,
+    StagedFiles,
     TableChange,
     commit,
     tidy,
@@ -39,7 +40,8 @@ from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import OtherLedger, Scope, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 
 def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: Sequence[Sequence[DataFile]]) -> Effect:
@@ -260,19 +262,19 @@ class DeltaStore:
         there = there or newest
         return commit(self._options, table, change, there)  # THE line that decides a batch in this sink
 
-    def _staged(self, table: Any, decision: Decision, move: Sequence[Prepared]) -> list[list[DataFile]]:
+    def _staged(self, table: Any, decision: Decision, move: Sequence[Prepared]) -> list[Sequence[DataFile]]:
         """The files of each participant, after a check that they are there, whole, and fit the table.
 
         Raises:
             InvariantBroken: a file is gone, or is not what was prepared.
         """
-        files: list[list[DataFile]] = []
+        files: list[Sequence[DataFile]] = []
         if not move:
             return files
         there = self._records.store.files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
         for prepared in move:
             with stage.moving(decision, prepared):
-                staged = [DataFile.from_json(f) for f in prepared.handle["files"]]
+                staged = StagedFiles.of(prepared).files
                 stage.check_count(prepared, sum(f.rows for f in staged))
                 for file in staged:
                     stage.check_whole(there, file.path, file.size)

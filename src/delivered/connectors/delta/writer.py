@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from delivered.connectors.delta import statistics
 from delivered.connectors.delta.client import Store, explained, require_table
-from delivered.connectors.delta.commit import DataFile, TableChange, commit
+from delivered.connectors.delta.commit import DataFile, StagedFiles, TableChange, commit
 from delivered.connectors.delta.options import DeltaOptions
 from delivered.connectors.delta.target import TYPES, required, same_columns
 from delivered.contract.sink import Writer
@@ -85,8 +85,8 @@ class DeltaFiles:
         """Of the names of its files."""
         return self._place.stem
 
-    def handle(self) -> dict[str, Any]:
-        return {"files": [f.to_json() for f in self._done]} if self._done else {}
+    def handle(self) -> StagedFiles | None:
+        return StagedFiles(tuple(self._done)) if self._done else None
 
     def check(self) -> None:
         self._table = require_table(self._options)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from delivered.connectors.files.disk import RECORD, Places, failed, identity_file, numbered
+from delivered.connectors.files.disk import RECORD, Places, StagedFile, failed, identity_file, numbered
 from delivered.connectors.files.options import FilesOptions
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 
 class FilesCommitter:
@@ -35,13 +35,13 @@ class FilesCommitter:
             return Ok(None)
         try:
             for folder in (self._places.root / "staged").glob("*"):
-                (folder / Path(str(prepared.handle["file"])).name).unlink(missing_ok=True)
+                (folder / Path(StagedFile.of(prepared).file).name).unlink(missing_ok=True)
         except OSError as error:
             return Unknown(str(error))
         return Ok(None)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        kept = {str(p.handle.get("file")) for p in keep}
+        kept = {StagedFile.of(p).file for p in keep if p.handle}
         count = 0
         try:
             for path in (self._places.root / "staged").glob("*/*"):

@@ -24,8 +24,21 @@ from pathlib import Path
 from delivered.connectors.files.options import FilesOptions
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope
+from delivered.model.prepared import Handle
 
 RECORD = "_decision.json"
+
+
+@dataclass(frozen=True)
+class StagedFile(Handle):
+    """
+    Attributes:
+        file: its name, without its folder.
+    """
+
+    file: str
+    bytes: int
+    rows: int
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pyarrow import fs
 
-from delivered.connectors.files.disk import RECORD, Places, failed, numbered, take_away
+from delivered.connectors.files.disk import RECORD, Places, StagedFile, failed, numbered, take_away
 from delivered.connectors.files.options import FilesOptions
 from delivered.kits.table import stage
 from delivered.kits.table.archive import ArchiveFiles
@@ -27,7 +27,8 @@ from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES, OWNERS_REMEMBERED
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Begun, Decision, LedgerState, Owner, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 
 class FilesStore:
@@ -209,11 +210,11 @@ class FilesStore:
         """Staged files into the batch's folder, after a check that they are there, and whole."""
         for prepared in move:
             with stage.moving(decision, prepared):
-                handle = prepared.handle
-                staged = self._places.staged(self._scope.incarnation) / Path(str(handle["file"])).name
+                handle = StagedFile.of(prepared)
+                staged = self._places.staged(self._scope.incarnation) / Path(handle.file).name
                 there = {str(staged): staged.stat().st_size} if staged.exists() else {}
-                stage.check_whole(there, str(staged), handle["bytes"])
-                stage.check_count(prepared, handle["rows"])
+                stage.check_whole(there, str(staged), handle.bytes)
+                stage.check_count(prepared, handle.rows)
                 staged.rename(folder / f"{prepared.shard:05d}.{self._options.format}")
 
     def _state(self) -> LedgerState:

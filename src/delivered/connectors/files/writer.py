@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.files import formats, types
-from delivered.connectors.files.disk import Places, failed, take_away
+from delivered.connectors.files.disk import Places, StagedFile, failed, take_away
 from delivered.connectors.files.options import FilesOptions
 from delivered.kits.table.durable import make_folder, sync
 from delivered.model.columns import fitted
@@ -20,6 +20,7 @@ from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.prepared import Handle, Promise
 
 
 def writer(options: FilesOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter:
@@ -48,9 +49,9 @@ class StagingWriter:
             self._begun().write(fitted(batch, self._schema))
         self.rows += batch.num_rows
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         if self._encoder is None or self._path is None:
-            return {}
+            return Promise()
         with _as_ours(self._options, self._work):
             self._encoder.close()
             self._file.flush()
@@ -58,7 +59,7 @@ class StagingWriter:
             size = self._file.tell()
             self._file.close()
             self._check(fingerprint)
-            return self._keep(self._path, size)
+            return Promise(self._keep(self._path, size))
 
     def abort(self) -> None:
         with contextlib.suppress(Exception):
@@ -72,12 +73,12 @@ class StagingWriter:
     def _folder(self) -> Path:
         return self._places.staged(self._work.scope.incarnation)
 
-    def _keep(self, path: Path, size: int) -> dict[str, Any]:
+    def _keep(self, path: Path, size: int) -> Handle | None:
         # A later start may have removed the file while it was written: its name says so.
         if not path.exists():
             raise FileNotFoundError(path)
         sync([path.parent])
-        return {"file": path.name, "bytes": size, "rows": self.rows}
+        return StagedFile(path.name, size, self.rows)
 
     def _begun(self) -> formats.Encoder:
         if self._encoder is not None:
@@ -106,14 +107,14 @@ class DirectWriter(StagingWriter):
     def _folder(self) -> Path:
         return self._places.root / "direct" / self._nonce
 
-    def _keep(self, path: Path, size: int) -> dict[str, Any]:
+    def _keep(self, path: Path, size: int) -> Handle | None:
         del size
         work, folder = self._work, path.parent
         path.rename(folder / f"{work.shard:05d}.{self._options.format}")
         sync([folder])
         folder.rename(self._places.shard(work.scope.incarnation, work.batch, work.shard))
         sync([self._options.folder])
-        return {}
+        return None
 
     def abort(self) -> None:
         super().abort()

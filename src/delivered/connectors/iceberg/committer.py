@@ -9,12 +9,13 @@ from typing import Any
 from delivered.connectors.iceberg.client import data_path, explained, metadata_path, open_table, require_table, store
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.records import Names, Records, ledger_key
+from delivered.connectors.iceberg.staged import StagedFiles
 from delivered.kits.table import stage
 from delivered.kits.table.store import Store
 from delivered.model.errors import DeliveredError
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 
 class IcebergCommitter:
@@ -35,14 +36,14 @@ class IcebergCommitter:
         return newest is not None and newest >= work.batch
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        handle = prepared.handle
-        if not handle:
+        if not prepared.handle:
             return Ok(None)
-        names = [f"{handle['writer']}-{n}.parquet" for n in range(int(handle["files"]))]
+        staged = StagedFiles.of(prepared)
+        names = [f"{staged.writer}-{n}.parquet" for n in range(staged.files)]
         try:
             with explained(self._options):
                 table = require_table(self._options)
-                self._undecided(store(table, data_path(table))).remove([*names, f"{handle['writer']}-manifest.avro"])
+                self._undecided(store(table, data_path(table))).remove([*names, staged.manifest])
         except DeliveredError as error:
             return Unknown(str(error))
         return Ok(None)
@@ -55,7 +56,7 @@ class IcebergCommitter:
                 if table is None:
                     return Ok(0)
                 undecided = self._undecided(store(table, data_path(table)))
-                count = undecided.abort_orphans({stage.writer_of(f"{p.handle['writer']}-") for p in keep if p.handle})
+                count = undecided.abort_orphans(_writers(keep))
                 self._remove_manifests(table, undecided)
                 return Ok(count)
         except DeliveredError as error:
@@ -85,10 +86,9 @@ class IcebergCommitter:
             # Of an archived incarnation nothing is open, and all of its files may count.
             long_past = records is not None and records.archived(incarnation) is not None
             return sys.maxsize if long_past else None, set()
-        named = {str(p.handle["writer"]) for p in decision.of(self._scope.sink) if "writer" in p.handle}
         made = records.writer(incarnation)
-        named |= {made} if made is not None else set()
-        return decision.batch, {stage.writer_of(f"{writer}-") for writer in named}
+        merged = set() if made is None else {stage.writer_of(f"{made}-")}
+        return decision.batch, _writers(decision.of(self._scope.sink)) | merged
 
     def _epoch(self) -> int | None:
         table = open_table(self._options)
@@ -124,6 +124,10 @@ class IcebergCommitter:
         # Those of a later number may be of a claim that is just being made.
         old = [c for c in claims if held is not None and (stage.batch_of(c) or 0) <= held.epoch]
         files.remove([*found, *(c for c in old if not current.endswith(c))])
+
+
+def _writers(prepared: Sequence[Prepared]) -> set[str]:
+    return {stage.writer_of(f"{StagedFiles.of(p).writer}-") for p in prepared if p.handle}
 
 
 def claims_folder(scope: Scope) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -17,9 +18,30 @@ from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.identity import Work
 from delivered.model.outcome import Outcome
+from delivered.model.prepared import Handle
 
-ROWS = "rows"
-"""Name of the files in a participant's handle: (size, rows) of each, in their order."""
+
+@dataclass(frozen=True)
+class StagedFiles(Handle):
+    """One shard's.
+
+    Attributes:
+        writer: by which the files' names begin; files: how many there are.
+        bytes: size of the manifest that lists them; schema, spec, columns: ids by which they were written.
+        rows: mode upsert: name, size and number of rows of each. Nothing else then.
+    """
+
+    writer: str
+    files: int
+    bytes: int = 0
+    schema: int = -1
+    spec: int = -1
+    columns: tuple[int, ...] = ()
+    rows: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def manifest(self) -> str:
+        return f"{self.writer}-manifest.avro"
 
 
 class StagedRows:
@@ -45,14 +67,9 @@ class StagedRows:
                 self._done = list(self._files.finish())
         return sum(f.rows for f in self._done)
 
-    def handle(self) -> dict[str, Any]:
-        if not self._done:
-            return {}
-        return {
-            "writer": f"{self._place.folder}/{self._place.stem}",
-            "files": len(self._done),
-            ROWS: [[f.name, f.size, f.rows] for f in self._done],
-        }
+    def handle(self) -> StagedFiles | None:
+        rows = tuple((f.name, f.size, f.rows) for f in self._done)
+        return StagedFiles(f"{self._place.folder}/{self._place.stem}", len(rows), rows=rows) if rows else None
 
     def check(self) -> None:
         raise InvariantBroken("MODE_GUARANTEE", "Mode upsert is for exactly_once.")

@@ -20,7 +20,7 @@ from delivered.connectors.iceberg.committer import claims_folder
 from delivered.connectors.iceberg.merge import overwritten, upserted
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.records import Names, Records, decided_text, ledger_key
-from delivered.connectors.iceberg.staged import ROWS
+from delivered.connectors.iceberg.staged import StagedFiles
 from delivered.connectors.iceberg.target import check_features, same_columns
 from delivered.kits.table import stage
 from delivered.kits.table.merge import Effect
@@ -30,7 +30,8 @@ from delivered.model.errors import DeliveredError
 from delivered.model.identity import OtherLedger, Scope, Work, named_first
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 from delivered.model.outcome import Failed, Ok, Outcome
-from delivered.model.work import Decision, LedgerState, Owner, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Decision, LedgerState, Owner
 
 Staged = list[tuple[Prepared, list[Any]]]
 """Participants and their data files; mode upsert: their files' names."""
@@ -118,8 +119,9 @@ class IcebergStore:
         if isinstance(outcome, Failed):
             made.discard()
         if isinstance(outcome, Ok) and staged:
-            rows = [name for p, _ in staged for name, _, _ in p.handle.get(ROWS, ())]
-            self._take_away([*rows, *(f"{p.handle['writer']}-manifest.avro" for p, _ in staged if not rows)])
+            handles = [StagedFiles.of(p) for p, _ in staged]
+            rows = [name for handle in handles for name, _, _ in handle.rows]
+            self._take_away(rows or [handle.manifest for handle in handles])
         return outcome
 
     def history(self) -> Iterator[Decision]:
@@ -176,8 +178,8 @@ class IcebergStore:
                 work = Work(decision.scope, decision.batch, 0, 0)
                 return upserted(self._options, table, work, [files for _, files in staged])
             for prepared, _ in staged:
-                handle = prepared.handle
-                same_columns(self._options, table, handle["schema"], handle["spec"], handle["columns"])
+                handle = StagedFiles.of(prepared)
+                same_columns(self._options, table, handle.schema, handle.spec, handle.columns)
             files = [file for _, files in staged for file in files]
             return overwritten(self._options, table, files) if self._options.write.replaces else Effect(files)
 
@@ -194,11 +196,11 @@ class IcebergStore:
             there = store(table, path).files(stage.block_folder(self._scope, self._scope.incarnation, decision.batch))
         for prepared in move:
             with stage.moving(decision, prepared):
-                if ROWS in prepared.handle:
-                    for name, size, _ in prepared.handle[ROWS]:
+                if rows := StagedFiles.of(prepared).rows:
+                    for name, size, _ in rows:
                         stage.check_whole(there, name, size)
-                    stage.check_count(prepared, sum(rows for _, _, rows in prepared.handle[ROWS]))
-                    found.append((prepared, [name for name, _, _ in prepared.handle[ROWS]]))
+                    stage.check_count(prepared, sum(count for _, _, count in rows))
+                    found.append((prepared, [name for name, _, _ in rows]))
                 else:
                     files = self._named(table, prepared, there)
                     for file in files:
@@ -210,12 +212,12 @@ class IcebergStore:
 
     def _named(self, table: Any, prepared: Prepared, there: Mapping[str, int]) -> list[Any]:
         """The data files in a participant's manifest."""
-        handle = prepared.handle
-        name, size = f"{handle['writer']}-manifest.avro", int(handle["bytes"])
+        handle = StagedFiles.of(prepared)
+        name, size = handle.manifest, handle.bytes
         stage.check_whole(there, name, size)
         try:
             with explained(self._options):
-                return manifest.get(table, f"{data_path(table)}/{name}", size, int(handle["spec"]))
+                return manifest.get(table, f"{data_path(table)}/{name}", size, handle.spec)
         except DeliveredError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 stage.check_whole({}, name, size)

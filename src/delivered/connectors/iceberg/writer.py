@@ -11,6 +11,7 @@ from delivered.connectors.iceberg import manifest
 from delivered.connectors.iceberg.client import data_path, explained, require_table, store
 from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.options import IcebergOptions
+from delivered.connectors.iceberg.staged import StagedFiles
 from delivered.connectors.iceberg.target import check_features, compare, same_columns
 from delivered.connectors.iceberg.types import TYPES, to_arrow
 from delivered.contract.sink import Writer
@@ -79,20 +80,15 @@ class IcebergFiles:
             self._done = manifest.data_files(self._table, path, self._files.finish())
         return sum(int(f.record_count) for f in self._done)
 
-    def handle(self) -> dict[str, Any]:
+    def handle(self) -> StagedFiles | None:
         if not self._done:
-            return {}
+            return None
         with but_gone(explained(self._options)):
             name = self._place.beside("manifest.avro")
             size = manifest.put(self._table, f"{data_path(self._table)}/{name}", self._done)
-        return {
-            "writer": self.writer,
-            "files": len(self._done),
-            "bytes": size,
-            "schema": self._table.metadata.current_schema_id,
-            "spec": self._table.metadata.default_spec_id,
-            "columns": self._columns(),
-        }
+        now = self._table.metadata
+        columns = tuple(self._columns())
+        return StagedFiles(self.writer, len(self._done), size, now.current_schema_id, now.default_spec_id, columns)
 
     def check(self) -> None:
         self._fits(require_table(self._options))

@@ -9,12 +9,12 @@ from delivered.connectors.kafka.markers import find_marker
 from delivered.connectors.kafka.protocol import NoAnswer, Wire
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ensure_topic, ledger_topic, topic_id
-from delivered.connectors.kafka.transactions import Handle, OpenTransaction
+from delivered.connectors.kafka.transactions import OpenTransaction, Transaction
 from delivered.model.errors import Unreachable, UsageError
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.limits import RECOVERY_WAIT_S
 from delivered.model.outcome import Failed, Ok, Outcome
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 
 class KafkaCommitter:
@@ -35,7 +35,7 @@ class KafkaCommitter:
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle says it all
         """EndTxn(commit) with the producer id and epoch of this transaction alone."""
-        return transactions.end(self._wire, Handle.from_json(prepared.handle), commit=True)
+        return transactions.end(self._wire, Transaction.of(prepared), commit=True)
 
     def was_committed(self, work: Work) -> bool:
         """Whether a committed marker names this shard of this batch."""
@@ -45,7 +45,7 @@ class KafkaCommitter:
         """EndTxn(abort); an id that somebody else took meanwhile holds nothing of this participant any more."""
         if not prepared.handle:
             return Ok(None)
-        match transactions.end(self._wire, Handle.from_json(prepared.handle), commit=False):
+        match transactions.end(self._wire, Transaction.of(prepared), commit=False):
             case Failed():
                 return Ok(None)
             case other:
@@ -53,7 +53,7 @@ class KafkaCommitter:
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Fence every id of this sink that holds, or could open, a transaction that `keep` does not name."""
-        handles = [Handle.from_json(p.handle) for p in keep if p.handle]
+        handles = [Transaction.of(p) for p in keep if p.handle]
         return transactions.abort_orphans(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
 
     def targets(self) -> dict[str, Target]:
@@ -111,7 +111,7 @@ class KafkaCommitter:
                 f"{transactional_id!r} holds no open transaction.",
                 next_step="`delivered transactions list` shows those that are open",
             )
-        return transactions.end(self._wire, found.handle, commit)
+        return transactions.end(self._wire, found.participant, commit)
 
     def close(self) -> None:
         wire, self._opened = self._opened, None

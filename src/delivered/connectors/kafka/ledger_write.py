@@ -14,7 +14,7 @@ from typing import Any
 
 from delivered.connectors.kafka import protocol
 from delivered.connectors.kafka.protocol import NoAnswer, NotSent, Wire, name_of, retried
-from delivered.connectors.kafka.transactions import Handle, end_request
+from delivered.connectors.kafka.transactions import Transaction, end_request
 from delivered.model.limits import REQUEST_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 
@@ -40,7 +40,7 @@ _GZIP_FROM_BYTES = 4096
 class LedgerProducer:
     """A transactional id as this process holds it, under an epoch that nobody else uses."""
 
-    def __init__(self, wire: Wire, topic: str, held: Handle) -> None:
+    def __init__(self, wire: Wire, topic: str, held: Transaction) -> None:
         self._wire = wire
         self._topic = topic
         self._held = held

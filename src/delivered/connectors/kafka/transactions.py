@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from delivered.connectors.kafka.protocol import NoAnswer, Wire, name_of, retried
 from delivered.model.identity import Scope, Work
 from delivered.model.limits import REQUEST_TIMEOUT_S, TRANSACTION_SLOTS
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.prepared import Handle
 
 OPEN_STATES = ("Ongoing", "PrepareEpochFence", "PrepareCommit", "PrepareAbort")
 _PARALLEL_MAX = 8
@@ -69,22 +70,16 @@ class ProducerId:
 
 
 @dataclass(frozen=True)
-class Handle:
-    """A prepared transaction: all that another process needs to end it."""
+class Transaction(Handle):
+    """A prepared one: all that another process needs to end it."""
 
     transactional_id: str
-    producer: ProducerId
+    producer_id: int
+    epoch: int
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "transactional_id": self.transactional_id,
-            "producer_id": self.producer.id,
-            "epoch": self.producer.epoch,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Handle:
-        return cls(str(data["transactional_id"]), ProducerId(int(data["producer_id"]), int(data["epoch"])))
+    @property
+    def producer(self) -> ProducerId:
+        return ProducerId(self.producer_id, self.epoch)
 
 
 @dataclass(frozen=True)
@@ -114,32 +109,28 @@ class OpenTransaction:
         return max(0.0, (time.time() if now_s is None else now_s) - self.started_ms / 1000)
 
     @property
-    def handle(self) -> Handle:
-        return Handle(self.transactional_id, ProducerId(self.producer_id, self.epoch))
-
-    @property
-    def participant(self) -> dict[str, Any]:
-        return self.handle.to_json()
+    def participant(self) -> Transaction:
+        return Transaction(self.transactional_id, self.producer_id, self.epoch)
 
     @property
     def targets(self) -> tuple[str, ...]:
         return self.partitions
 
 
-def end_request(handle: Handle, commit: bool) -> Any:
+def end_request(handle: Transaction, commit: bool) -> Any:
     """EndTxn. Version 4 and older leave the epoch as it is, which makes a repetition harmless."""
     from kafka.protocol.producer.transaction import EndTxnRequest
 
     return EndTxnRequest(
         transactional_id=handle.transactional_id,
-        producer_id=handle.producer.id,
-        producer_epoch=handle.producer.epoch,
+        producer_id=handle.producer_id,
+        producer_epoch=handle.epoch,
         committed=commit,
         max_version=4,
     )
 
 
-def end(wire: Wire, handle: Handle, commit: bool) -> Outcome[None]:
+def end(wire: Wire, handle: Transaction, commit: bool) -> Outcome[None]:
     """Commit or abort a prepared transaction from any process; may be repeated.
 
     The epoch belongs to this one transaction alone, so a request that arrives late finds either this transaction, or a
@@ -155,7 +146,7 @@ def end(wire: Wire, handle: Handle, commit: bool) -> Outcome[None]:
             answer = wire.ask_coordinator(name, request, again=False)
     except NoAnswer as error:
         return Unknown(str(error))
-    what = f"{handle.transactional_id}, epoch {handle.producer.epoch}: {name_of(answer.error_code)}"
+    what = f"{handle.transactional_id}, epoch {handle.epoch}: {name_of(answer.error_code)}"
     if answer.error_code == protocol.NONE:
         return Ok(None)
     if answer.error_code in _PROMISE_GONE:
@@ -255,7 +246,9 @@ def open_transactions(wire: Wire, scope: Scope) -> list[OpenTransaction]:
     return sorted((t for t in found if t is not None and t.state in OPEN_STATES), key=lambda t: t.started_ms)
 
 
-def abort_orphans(wire: Wire, scope: Scope, keep: Iterable[Handle], timeout_ms: int, wait_s: float) -> Outcome[int]:
+def abort_orphans(
+    wire: Wire, scope: Scope, keep: Iterable[Transaction], timeout_ms: int, wait_s: float
+) -> Outcome[int]:
     """Fence every id of this sink that holds, or could still open, a transaction that `keep` does not name.
 
     Fencing instead of a plain abort: a task that sleeps through it cannot write on when it wakes up.

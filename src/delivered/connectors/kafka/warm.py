@@ -116,7 +116,7 @@ def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) 
 
 def _holder(options: SinkOptions, name: str) -> ProducerId:
     """Who holds a transactional id now, as its coordinator says."""
-    return state_of(options, name).handle.producer
+    return state_of(options, name).participant.producer
 
 
 def state_of(options: SinkOptions, name: str) -> OpenTransaction:

@@ -20,7 +20,7 @@ from delivered.connectors.kafka.producer import Producer, Rows, producer_config
 from delivered.connectors.kafka.protocol import server_name
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ledger_topic
-from delivered.connectors.kafka.transactions import Handle
+from delivered.connectors.kafka.transactions import Transaction
 from delivered.connectors.kafka.warm import Taken
 from delivered.model.errors import BadRecord, DeliveredError
 from delivered.model.fingerprint import Fingerprint
@@ -28,6 +28,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.patience import patience_s, wait_out
+from delivered.model.prepared import Promise
 
 log = logging.getLogger(__name__)
 
@@ -159,12 +160,12 @@ class TransactionalWriter:
                 self._sender.send(producer, batch)
         _refuse_failures(producer, self._options)
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         """Every row and the marker are acknowledged; the transaction stays open. No rows: no transaction."""
         self._send_early()
         taken = self._taken
         if taken is None:
-            return {}
+            return Promise()
         producer, scope = taken.producer, self._work.scope
         with _explained(self._options):
             producer.send_one(
@@ -179,14 +180,14 @@ class TransactionalWriter:
         # From here on the transaction belongs to the driver; the client that opened it has no more say.
         self._taken = None
         warm.retire(producer)
-        return Handle(self._id, taken.id).to_json()
+        return Promise(Transaction(self._id, taken.id.id, taken.id.epoch))
 
     def _confirm(self, taken: Taken) -> None:
         """A promise is given only for what the coordinator itself holds open, the marker included."""
         found = warm.state_of(self._options, self._id)
         scope = self._work.scope
         marker = f"{ledger_topic(scope, self._options.ledger_topic)}-{marker_partition(scope)}"
-        if found.state == "Ongoing" and found.handle.producer == taken.id and marker in found.partitions:
+        if found.state == "Ongoing" and found.participant.producer == taken.id and marker in found.partitions:
             return
         raise DeliveredError(
             "PREPARE_REFUSED",
@@ -241,10 +242,10 @@ class DirectWriter:
             self._sender.send(self._producer, batch)
         self._judge(self._producer)
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:  # noqa: ARG002 - no marker here
+    def prepare(self, fingerprint: Fingerprint) -> Promise:  # noqa: ARG002 - no marker here
         producer = self._producer
         if producer is None:
-            return {}
+            return Promise()
         with _explained(self._options):
             producer.flush(FLUSH_TIMEOUT_S)
         self._judge(producer)
@@ -252,10 +253,10 @@ class DirectWriter:
         failed = dict(sorted(producer.failures.by_name.items()))
         if not failed:
             warm.give_back(self._config, producer)
-            return {}
+            return Promise()
         log.warning("at_most_once: records given up: %s", failed)
         warm.retire(producer)
-        return {"given_up": sum(failed.values()), "reasons": failed}
+        return Promise(given_up=failed)
 
     def abort(self) -> None:
         producer, self._producer = self._producer, None

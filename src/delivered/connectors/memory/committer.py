@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from delivered.connectors.memory.world import Answer, Participant, State, World
+from delivered.connectors.memory.world import Answer, Opened, Participant, State, World
 from delivered.model.capability import Commit
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 
 class MemoryCommitter:
@@ -47,7 +47,7 @@ class MemoryCommitter:
         self._world.gate()
         if self._world.next_answer("abort_orphans"):
             return Unknown("the answer was lost")
-        kept = {p.handle.get("id") for p in keep}
+        kept = {Opened.of(p).id for p in keep if p.handle}
         mine = (self._scope.pipeline, self._scope.sink)
         with self._world.lock:
             gone = [
@@ -67,4 +67,4 @@ class MemoryCommitter:
         """Nothing is open."""
 
     def _find(self, prepared: Prepared) -> Participant | None:
-        return self._world.participants.get(int(prepared.handle["id"]))
+        return self._world.participants.get(Opened.of(prepared).id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from delivered.connectors.memory.world import Answer, State, World
+from delivered.connectors.memory.world import Answer, Opened, State, World
 from delivered.ledger.ledger import state_of
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError
@@ -101,7 +101,7 @@ class MemoryStore:
             self._room.begun[self._scope.incarnation] = change.begun
         staged = []
         for p in change.move:
-            found = self._world.participants.get(int(p.handle["id"]))
+            found = self._world.participants.get(Opened.of(p).id)
             if found is None or found.state is not State.PREPARED:
                 return Failed(f"the staged rows of shard {p.shard} are gone")
             if found.work.scope.sink != self._scope.sink:

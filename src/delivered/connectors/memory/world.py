@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from delivered.model.errors import UsageError
 from delivered.model.identity import Scope, Work
+from delivered.model.prepared import Handle
 from delivered.model.work import Begun, Decision, Owner
 
 ROWS = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
@@ -42,6 +43,14 @@ class Participant:
     opened_at: int
     rows: list[pa.RecordBatch] = field(default_factory=list)
     state: State = State.OPEN
+
+
+@dataclass(frozen=True)
+class Opened(Handle):
+    """A participant, as the driver knows it."""
+
+    id: int
+    rows: int
 
 
 class Answer(StrEnum):

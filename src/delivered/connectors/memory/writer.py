@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pyarrow as pa
 
-from delivered.connectors.memory.world import Participant, State, World
+from delivered.connectors.memory.world import Opened, Participant, State, World
 from delivered.model.errors import PromiseBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
+from delivered.model.prepared import Promise
 
 Canonical = Callable[[pa.RecordBatch], pa.RecordBatch]
 
@@ -27,7 +27,7 @@ class StagingWriter:
         self._world.gate()
         self._participant.rows.append(self._canonical(batch))
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         self._world.gate()
         if self._participant.state is not State.OPEN:
             raise PromiseBroken(
@@ -36,7 +36,7 @@ class StagingWriter:
                 next_step="nothing: the task runs again",
             )
         self._participant.state = State.PREPARED
-        return {"id": self._participant.id, "rows": fingerprint.count}
+        return Promise(Opened(self._participant.id, fingerprint.count))
 
     def abort(self) -> None:
         """What is promised is not this writer's any more, as with a transaction that the driver ends."""
@@ -56,9 +56,9 @@ class SendingWriter:
     def stage(self, batch: pa.RecordBatch) -> None:
         self._world.show(self._work, [self._canonical(batch)])
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:  # noqa: ARG002
+    def prepare(self, fingerprint: Fingerprint) -> Promise:  # noqa: ARG002
         self._world.gate()
-        return {}
+        return Promise()
 
     def abort(self) -> None:
         """What was sent cannot be taken back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from delivered.connectors.mysql import sessions, stage, target, transactions
@@ -10,13 +9,11 @@ from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.store import dialect
 from delivered.kits.sql.committer import ServerCommitter
-from delivered.kits.sql.stage import KEY as STAGED
 from delivered.kits.sql.stage import Staging
-from delivered.kits.sql.transactions import KEY as GID
-from delivered.kits.sql.transactions import OpenTransaction
+from delivered.kits.sql.transactions import OpenTransaction, PreparedRows
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
@@ -33,19 +30,17 @@ class MysqlCommitter(ServerCommitter["Session"]):
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Also drop what was staged and got in: the server drops no table inside of a transaction."""
         outcome = super().commit(work, prepared)
-        return self._drop_staged(prepared) if isinstance(outcome, Ok) else outcome
+        return self._drop_staged(PreparedRows.of(prepared)) if isinstance(outcome, Ok) else outcome
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         outcome = super().abort(prepared)
-        return self._drop_staged(prepared) if isinstance(outcome, Ok) else outcome
+        return self._drop_staged(PreparedRows.of(prepared)) if isinstance(outcome, Ok) else outcome
 
-    def _drop_staged(self, prepared: Prepared) -> Outcome[None]:
+    def _drop_staged(self, rows: PreparedRows) -> Outcome[None]:
         """Also what an upsert took its rows from before it was prepared."""
-        gid = prepared.handle.get(GID)
-        if gid is None or not self._options.write.upserts:
-            return super()._drop_staged(prepared)
-        table = transactions.staging_of(self._names, str(gid))
-        return super()._drop_staged(replace(prepared, handle={STAGED: table}))
+        if rows.gid and self._options.write.upserts:
+            rows = PreparedRows(staged=transactions.staging_of(self._names, rows.gid))
+        return super()._drop_staged(rows)
 
     def _list(self, connection: Session) -> list[OpenTransaction]:
         return transactions.listed(connection, self._scope, self._options)

@@ -14,19 +14,17 @@ from delivered.kits.sql.database import quoted
 from delivered.kits.sql.merge import ORDER, Merge
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.stage import Staging
-from delivered.model.work import Prepared
+from delivered.kits.sql.transactions import PreparedRows
+from delivered.model.prepared import Prepared
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
-INDEX = "index"
-"""Name of the key's index in a participant's handle."""
-
 
 class MysqlStaging(Staging):
     def _merge(self, prepared: Prepared) -> Merge:
-        handle = prepared.handle
-        return MysqlMerge(self.options.write, handle["target"], tuple(handle["stored"]), handle[INDEX])
+        handle = PreparedRows.of(prepared)
+        return MysqlMerge(self.options.write, handle.target, handle.stored, handle.index)
 
 
 def create(session: Session, options: MysqlOptions, table: str, target: Target) -> None:

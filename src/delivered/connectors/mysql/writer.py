@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -16,14 +17,13 @@ from delivered.kits.sql import warm
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import new_nonce
 from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.stage import KEY as STAGED
-from delivered.kits.sql.transactions import KEY as GID
-from delivered.kits.sql.transactions import mark
+from delivered.kits.sql.transactions import PreparedRows, mark
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.prepared import Promise
 
 if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
@@ -127,10 +127,10 @@ class LoadWriter:
                 self._loading = self._begin(self._session)
             self._loading.add(batch)
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         session, loading = self._session, self._loading
         if session is None or loading is None:
-            return {}
+            return Promise()
         with self._server.explaining():
             loading.end()
             if loading.rows != fingerprint.count:
@@ -139,32 +139,32 @@ class LoadWriter:
                     f"Shard {self._work.shard} of batch {self._work.batch}: {loading.rows} rows were sent, the "
                     f"fingerprint counts {fingerprint.count}.",
                 )
-            handle: dict[str, Any] = {}
+            handle = None
             if self._moved_later:
-                handle = {STAGED: self._staged, "target": self._ready.name, "columns": self._ready.columns}
+                handle = PreparedRows("", self._staged, self._ready.name, self._ready.columns)
             if self._upserts:
                 merge = self._ready.merge
                 kept = self._staging.reduce(session, self._staged, merge, loading.rows)
-                if self._moved_later:
-                    handle |= {"kept": kept, "stored": list(merge.columns), stage.INDEX: merge.index}
+                if handle is not None:
+                    handle = replace(handle, kept=kept, stored=merge.columns, index=merge.index)
                 else:
                     self._merge(session)
             if self._prepares:
-                handle = {GID: self._promise(session, fingerprint)}
+                handle = PreparedRows(self._promise(session, fingerprint))
             else:
                 session.execute("COMMIT")
         self._session = self._loading = None
         staged, self._staged = self._staged, ""
         if self._prepares:
             self._server.discard(session)
-            return handle
+            return Promise(handle)
         with contextlib.suppress(self._server.errors()):  # the promise is given; the next start removes what is left
             if staged:
                 sessions.release(session)
             if staged and not self._moved_later:
                 self._staging.drop(session, staged)
         warm.give(self._server, session)
-        return handle
+        return Promise(handle)
 
     def abort(self) -> None:
         session, staged = self._session, self._staged

@@ -13,7 +13,8 @@ from delivered.kits.sql.database import quoted
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.server_store import CLAIM_WAIT_S, ServerStore
-from delivered.kits.sql.stage import KEY, Staging
+from delivered.kits.sql.stage import Staging
+from delivered.kits.sql.transactions import PreparedRows
 from delivered.ledger.store import Change
 from delivered.model.identity import Scope
 from delivered.model.outcome import Failed, Outcome, Unknown
@@ -79,7 +80,7 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
         """The staging tables go with the transaction that empties them."""
         super()._move(connection, change)
         for prepared in change.move:
-            self._staging.drop(connection, str(prepared.handle[KEY]))
+            self._staging.drop(connection, PreparedRows.of(prepared).staged)
 
     def _end_holders(self) -> None:
         import psycopg

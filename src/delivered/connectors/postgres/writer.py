@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,15 +18,14 @@ from delivered.kits.sql import warm
 from delivered.kits.sql.merge import check_rows
 from delivered.kits.sql.names import Names, new_nonce
 from delivered.kits.sql.options import Mechanism
-from delivered.kits.sql.stage import KEY as STAGED
 from delivered.kits.sql.stage import Staging
-from delivered.kits.sql.transactions import KEY as GID
-from delivered.kits.sql.transactions import mark
+from delivered.kits.sql.transactions import PreparedRows, mark
 from delivered.model.columns import fitted
 from delivered.model.errors import InvariantBroken
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.prepared import Promise
 
 if TYPE_CHECKING:
     import psycopg
@@ -77,32 +77,32 @@ class CopyWriter:
         except psycopg.Error as error:
             raise explained(error, self._options) from error
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         import psycopg
 
         connection = self._connection
         if connection is None:
-            return {}
+            return Promise()
         try:
             self._end_copy(fingerprint)
-            handle: dict[str, Any] = {}
+            handle = None
             if self._moved_later:
-                handle = {STAGED: self._staged, "target": self._ready.name, "columns": self._ready.columns}
+                handle = PreparedRows("", self._staged, self._ready.name, self._ready.columns)
             if self._upserts:
                 kept = self._staging.reduce(connection, self._staged, self._ready.merge, self._rows)
-                if self._moved_later:
-                    handle |= {"kept": kept, "stored": list(self._ready.merge.columns)}
+                if handle is not None:
+                    handle = replace(handle, kept=kept, stored=self._ready.merge.columns)
                 else:
                     self._merge(connection)
             if self._moved_later or not self._exactly_once:
                 connection.execute("COMMIT")
             else:
-                handle = {GID: self._prepare(connection, fingerprint)}
+                handle = PreparedRows(self._prepare(connection, fingerprint))
         except psycopg.Error as error:
             raise explained(error, self._options) from error
         self._connection = None
         warm.give(self._server, connection)
-        return handle
+        return Promise(handle)
 
     def abort(self) -> None:
         connection, copying = self._connection, self._copying

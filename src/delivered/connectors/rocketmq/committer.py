@@ -12,14 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from delivered.connectors.rocketmq.end_journal import EndJournal, State
-from delivered.connectors.rocketmq.half_messages import COMMIT, ROLLBACK, Ending, HalfMessage, Handle, group_of
+from delivered.connectors.rocketmq.half_messages import COMMIT, ROLLBACK, Ending, HalfMessage, HalfMessages, group_of
 from delivered.connectors.rocketmq.options import RocketmqSinkOptions
 from delivered.connectors.rocketmq.remoting import Cluster, Place
 from delivered.connectors.rocketmq.topic import added, open_half_messages
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 SETTLE_S = 4.0
 """What somebody told a broker before, it has done after this: it drops what waited in it for 3 s
@@ -36,7 +36,7 @@ class RocketmqCommitter:
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """End every half message once."""
-        handle = Handle.from_json(prepared.handle)
+        handle = HalfMessages.of(prepared)
         try:
             with self._journal.held():
                 return self._apply(work, handle)
@@ -50,12 +50,14 @@ class RocketmqCommitter:
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
         """Spare the broker its questions. Runs in tasks too, where there is no ledger."""
-        handle = Handle.from_json(prepared.handle) if prepared.handle else Handle("")
-        return self._roll_back(handle.name, handle.half_messages)
+        if not prepared.handle:
+            return Ok(None)
+        handle = HalfMessages.of(prepared)
+        return self._roll_back(handle.name, handle.by_broker)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Void half messages of this sink that `keep` does not name, and that nobody began to end."""
-        kept = {p.handle["name"] for p in keep if p.holds}
+        kept = {HalfMessages.of(p).name for p in keep if p.handle}
         try:
             found: dict[str, dict[str, list[HalfMessage]]] = defaultdict(lambda: defaultdict(list))
             tops = self._journal.tops()
@@ -75,8 +77,8 @@ class RocketmqCommitter:
     def close(self) -> None:
         self._cluster.close()
 
-    def _apply(self, work: Work, handle: Handle) -> Outcome[None]:
-        left: Mapping[str, Sequence[HalfMessage]] = handle.half_messages
+    def _apply(self, work: Work, handle: HalfMessages) -> Outcome[None]:
+        left: Mapping[str, Sequence[HalfMessage]] = handle.by_broker
         match self._journal.begin(work, handle.name):
             case State.ENDED:
                 return Ok(None)
@@ -95,20 +97,21 @@ class RocketmqCommitter:
             gone += len(ending.gone)
         if gone:
             return self._gone(handle, gone)
-        tops = [(broker, half_messages[-1].offset) for broker, half_messages in handle.half_messages.items()]
+        tops = [(broker, half_messages[-1].offset) for broker, half_messages in handle.by_broker.items()]
         self._journal.end(work, handle.name, tops)
         return Ok(None)
 
-    def _not_shown(self, handle: Handle) -> dict[str, list[HalfMessage]]:
+    def _not_shown(self, handle: HalfMessages) -> dict[str, list[HalfMessage]]:
         """Which of them are not in the topic, when nobody can be telling of them any more. Raises Unreachable."""
         self._cluster.close()
         time.sleep(SETTLE_S)
         left: dict[str, list[HalfMessage]] = {}
-        for broker, half_messages in handle.half_messages.items():
+        for broker, half_messages in handle.by_broker.items():
             ours = {h.place for h in half_messages}
             shown: Counter[int] = Counter()
             for queue, since in handle.since[broker].items():
-                shown.update(m.half for m in added(self._cluster, Place(broker, queue), since) if m.half in ours)
+                there = added(self._cluster, Place(broker, int(queue)), since)
+                shown.update(m.half for m in there if m.half in ours)
             twice = [place for place, times in shown.items() if times > 1]
             if twice:
                 raise InvariantBroken(
@@ -120,8 +123,8 @@ class RocketmqCommitter:
             left[broker] = [h for h in half_messages if h.place not in shown]
         return left
 
-    def _gone(self, handle: Handle, count: int) -> Outcome[None]:
-        total = sum(map(len, handle.half_messages.values()))
+    def _gone(self, handle: HalfMessages, count: int) -> Outcome[None]:
+        total = sum(map(len, handle.by_broker.values()))
         if count == total:
             return Failed("the broker does not have its half messages any more, and none of them was shown")
         return Unknown(

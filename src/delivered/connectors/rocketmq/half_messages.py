@@ -15,7 +15,7 @@ import uuid
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from delivered.connectors.rocketmq.remoting import (
 from delivered.connectors.rocketmq.topic import ends, joined
 from delivered.model.errors import DeliveredError, Unreachable
 from delivered.model.identity import Scope
+from delivered.model.prepared import Handle
 
 COMMIT, ROLLBACK = 8, 12
 _GONE = "Find prepared transaction message failed"
@@ -53,33 +54,22 @@ class HalfMessage:
 
 
 @dataclass(frozen=True)
-class Handle:
-    """Half messages of one writer.
+class HalfMessages(Handle):
+    """Those of one writer.
 
     Attributes:
         name: under which they were sent: begins with that of the sink, and is new for each writer.
-        half_messages: by broker, in the order in which they are stored.
-        since: by broker and queue, where the topic ended before any of them was ended.
+        halves: by broker, packed, in the order in which they are stored.
+        since: by broker and queue (its number as text), where the topic ended before any of them was ended.
     """
 
     name: str
-    half_messages: Mapping[str, Sequence[HalfMessage]] = field(default_factory=dict)
-    since: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    halves: Mapping[str, str]
+    since: Mapping[str, Mapping[str, int]]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "halves": {broker: packed(half_messages) for broker, half_messages in self.half_messages.items()},
-            "since": {broker: {str(q): o for q, o in ends.items()} for broker, ends in self.since.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Handle:
-        return cls(
-            data["name"],
-            {broker: unpacked(text) for broker, text in data["halves"].items()},
-            {broker: {int(q): o for q, o in ends.items()} for broker, ends in data["since"].items()},
-        )
+    @property
+    def by_broker(self) -> dict[str, list[HalfMessage]]:
+        return {broker: unpacked(text) for broker, text in self.halves.items()}
 
 
 def packed(half_messages: Iterable[HalfMessage]) -> str:
@@ -156,14 +146,19 @@ class HalfSender:
             if self._error is not None:
                 raise self._error
 
-    def flush(self) -> Handle:
-        """All of them, when all are stored. Raises as `send`."""
+    def flush(self) -> dict[str, list[HalfMessage]]:
+        """All of them by broker, in the order in which they are stored, when all are. Raises as `send`."""
         for window in self._windows.values():
             window.flush()
         if self._error is not None:
             raise self._error
-        half_messages = {broker: sorted(found) for broker, found in self._half_messages.items()}
-        return Handle(self._name, half_messages, {b: self._since[b] for b in half_messages})
+        return {broker: sorted(found) for broker, found in self._half_messages.items()}
+
+    def handle(self) -> HalfMessages:
+        """Of them, once they are flushed."""
+        halves = {broker: packed(found) for broker, found in self.flush().items()}
+        since = {broker: {str(queue): top for queue, top in self._since[broker].items()} for broker in halves}
+        return HalfMessages(self._name, halves, since)
 
     def _request(self, what: tuple[Place, Message]) -> tuple[Mapping[str, Any], bytes]:
         place, message = what
@@ -216,11 +211,12 @@ class HalfPublisher:
 
     def __init__(self, cluster: Cluster, name: str, *, holds: bool) -> None:
         self._cluster = cluster
+        self._name = name
         self._sender = HalfSender(cluster, name)
         self._holds = holds
         self._sent = 0
         self._ended = 0
-        self.handle: Handle | None = None
+        self.handle: HalfMessages | None = None
 
     @property
     def unconfirmed(self) -> int:
@@ -237,12 +233,11 @@ class HalfPublisher:
         self._cluster.close()
 
     def _flush(self) -> None:
-        handle = self._sender.flush()
         if self._holds:
-            self.handle = handle
+            self.handle = self._sender.handle()
             return
-        for broker, half_messages in handle.half_messages.items():
-            ending = Ending(self._cluster, broker, handle.name)
+        for broker, half_messages in self._sender.flush().items():
+            ending = Ending(self._cluster, broker, self._name)
             try:
                 ending.end(half_messages, COMMIT)
             finally:

@@ -22,7 +22,7 @@ from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Outcome, Unknown
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 _NEEDED = {"NORMAL": (), "FIFO": ("message_group",), "DELAY": ("delivery_timestamp",), TRANSACTION: ()}
 HALF_MESSAGES_KEPT_S = 72 * 3_600.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pyarrow as pa
 
 from delivered.connectors.rocketmq.half_messages import HalfPublisher, new_name
@@ -15,6 +13,7 @@ from delivered.kits.queue.writer import SendingWriter
 from delivered.model.errors import BadRecord
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
+from delivered.model.prepared import Promise
 
 NAMES = ("value", "message_id", "key", "tag", "message_group")
 
@@ -68,10 +67,10 @@ class HalfWriter(RocketmqWriter):
         self._half_messages = HalfPublisher(Cluster(self._options), new_name(self._scope), holds=True)
         return self._half_messages
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         super().prepare(fingerprint)
         handle = None if self._half_messages is None else self._half_messages.handle
-        return {} if handle is None or not handle.half_messages else handle.to_json()
+        return Promise(handle if handle is not None and handle.halves else None)
 
 
 def _milliseconds(rows: pa.RecordBatch) -> list[int | None]:

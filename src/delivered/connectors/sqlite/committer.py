@@ -11,7 +11,8 @@ from delivered.connectors.sqlite.database import connect, explained, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
-from delivered.model.work import Decision, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Decision
 
 
 class SqliteCommitter:
@@ -49,13 +50,13 @@ class SqliteCommitter:
         if not prepared.handle:
             return Ok(None)
         try:
-            stage.remove(self._options, self._scope, prepared.handle)
+            stage.remove(self._options, self._scope, stage.StagedRows.of(prepared))
         except OSError as error:
             return Unknown(str(error))
         return Ok(None)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        kept = {str(p.handle["path"]) for p in keep if p.handle}
+        kept = {stage.StagedRows.of(p).path for p in keep if p.handle}
         count = 0
         try:
             for path in stage.staged_files(self._options, self._scope):

@@ -12,7 +12,8 @@ import os
 import sqlite3
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,24 @@ from delivered.kits.sql.merge import ORDER, SHARD, Merge, key_in_two_shards, sto
 from delivered.kits.table.durable import make_folder, sync
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
+from delivered.model.prepared import Handle
 
 _SUFFIX = ".arrow"
 _UNFINISHED = ".part"
 _READ_BYTES = 1 << 20
 
-KEY = "path"
-"""In a handle: the file of staged rows, without its folder."""
+
+@dataclass(frozen=True)
+class StagedRows(Handle):
+    """
+    Attributes:
+        path: the file's name, without its folder.
+    """
+
+    path: str
+    rows: int
+    bytes: int
+    crc32: int
 
 
 def folder_of(options: SqliteOptions, scope: Scope) -> Path:
@@ -65,7 +77,7 @@ class StagedFile:
             raise _failed(self._part, error) from error
         self.rows += batch.num_rows
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> StagedRows:
         """Durable under its final name; the handle to find and check it by."""
         try:
             self._writer.close()
@@ -83,7 +95,7 @@ class StagedFile:
             ) from None
         except OSError as error:
             raise _failed(self._part, error) from error
-        return {KEY: self._final.name, "rows": self.rows, "bytes": self._sink.size, "crc32": self._sink.crc}
+        return StagedRows(self._final.name, self.rows, self._sink.size, self._sink.crc)
 
     def discard(self) -> None:
         """Take the file away, under either name. May be called again."""
@@ -94,13 +106,13 @@ class StagedFile:
                 path.unlink(missing_ok=True)
 
 
-def read_staged(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+def read_staged(options: SqliteOptions, scope: Scope, staged: StagedRows) -> Iterator[pa.RecordBatch]:
     """The rows of a prepared shard, after a check that they are all there, unchanged.
 
     Raises:
         InvariantBroken: the file is gone, or is not what was prepared.
     """
-    path = folder_of(options, scope) / Path(str(handle[KEY])).name
+    path = folder_of(options, scope) / Path(staged.path).name
     try:
         size, crc = _checksum(path)
     except FileNotFoundError:
@@ -109,11 +121,11 @@ def read_staged(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any])
             f"The staged rows of a shard, {str(path)!r}, are gone. Nothing of the batch is visible.",
             next_step="start the pipeline again; the batch runs again",
         ) from None
-    if (size, crc) != (handle["bytes"], handle["crc32"]):
+    if (size, crc) != (staged.bytes, staged.crc32):
         raise InvariantBroken(
             "STAGED_FILE_DAMAGED",
             f"The staged rows of a shard, {str(path)!r}, are not what the task wrote: {size} bytes with checksum "
-            f"{crc}, prepared were {handle['bytes']} with {handle['crc32']}. Nothing of the batch is visible.",
+            f"{crc}, prepared were {staged.bytes} with {staged.crc32}. Nothing of the batch is visible.",
             next_step="check the disk, then start the pipeline again; the batch runs again",
         )
     # Not mapped into memory: a mapped file of any size would count as this process's memory.
@@ -123,10 +135,10 @@ def read_staged(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any])
             yield reader.get_batch(index)
 
 
-def staged_schema(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any]) -> pa.Schema:
+def staged_schema(options: SqliteOptions, scope: Scope, staged: StagedRows) -> pa.Schema:
     """The schema of a prepared shard."""
     try:
-        with pa.memory_map(str(folder_of(options, scope) / Path(str(handle[KEY])).name)) as source:
+        with pa.memory_map(str(folder_of(options, scope) / Path(staged.path).name)) as source:
             return pa.ipc.open_file(source).schema
     except (OSError, pa.ArrowInvalid) as error:
         raise InvariantBroken(
@@ -136,9 +148,9 @@ def staged_schema(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any
         ) from None
 
 
-def remove(options: SqliteOptions, scope: Scope, handle: Mapping[str, Any]) -> None:
+def remove(options: SqliteOptions, scope: Scope, staged: StagedRows) -> None:
     """Take a staged file away. May be called again."""
-    (folder_of(options, scope) / Path(str(handle[KEY])).name).unlink(missing_ok=True)
+    (folder_of(options, scope) / Path(staged.path).name).unlink(missing_ok=True)
 
 
 def staged_files(options: SqliteOptions, scope: Scope) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from delivered.connectors.sqlite import target
 from delivered.connectors.sqlite.database import SqliteDatabase, begin, migrate, rollback, version_of, writing
 from delivered.connectors.sqlite.options import SqliteOptions
-from delivered.connectors.sqlite.stage import Merging, read_staged, staged_schema
+from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, staged_schema
 from delivered.kits.sql.database import quoted
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.keys import KeyTable
@@ -22,8 +22,9 @@ from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Owner, Prepared
+from delivered.model.work import Owner
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
     def _move(self, connection: sqlite3.Connection, change: Change) -> None:
         merging = None
         if change.move:
-            schema = staged_schema(self._options, self._scope, change.move[0].handle)
+            schema = staged_schema(self._options, self._scope, StagedRows.of(change.move[0]))
             target.ready(connection, self._options, schema)
             if self._options.write.upserts:
                 merging = Merging(connection, self._options, schema)
@@ -117,15 +118,16 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             merging.finish()
 
     def _add_shard(self, connection: sqlite3.Connection, prepared: Prepared, merging: Merging | None) -> None:
-        batches = read_staged(self._options, self._scope, prepared.handle)
+        staged = StagedRows.of(prepared)
+        batches = read_staged(self._options, self._scope, staged)
         if merging is not None:
             rows = merging.add(prepared.shard, batches)
         else:
             rows = target.insert(connection, quoted(self._options.table), batches)
-        if rows != prepared.handle["rows"] or rows != prepared.fingerprint.count:
+        if rows != staged.rows or rows != prepared.fingerprint.count:
             raise InvariantBroken(
                 "STAGED_ROWS_DIFFER",
-                f"Shard {prepared.shard}: {rows} rows were staged, prepared were {prepared.handle['rows']}, with a "
+                f"Shard {prepared.shard}: {rows} rows were staged, prepared were {staged.rows}, with a "
                 f"fingerprint of {prepared.fingerprint.count}.",
                 next_step="start the pipeline again; the batch runs again",
             )

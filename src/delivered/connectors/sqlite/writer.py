@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -20,6 +19,7 @@ from delivered.model.columns import fitted
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
+from delivered.model.prepared import Promise
 
 
 def writer(options: SqliteOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter | DirectWriter:
@@ -45,9 +45,9 @@ class StagingWriter:
             self._file = StagedFile(self._options, self._work, self._schema)
         self._file.write(batch)
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         del fingerprint  # the file carries a checksum of its own
-        return {} if self._file is None else self._file.finish()
+        return Promise(None if self._file is None else self._file.finish())
 
     def abort(self) -> None:
         if self._file is not None:
@@ -96,13 +96,13 @@ class DirectWriter:
             with writing(connection, self._options.path):
                 target.insert(connection, quoted(self._options.table), [batch.slice(start, target.CHUNK_ROWS)])
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         del fingerprint
         if self._connection is not None and self._merging is not None:
             with writing(self._connection, self._options.path):
                 self._merging.finish()
         self.abort()
-        return {}
+        return Promise()
 
     def abort(self) -> None:
         if self._connection is not None:

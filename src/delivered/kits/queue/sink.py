@@ -17,7 +17,7 @@ from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Work
 from delivered.model.outcome import Failed, Ok, Outcome
-from delivered.model.work import Prepared
+from delivered.model.prepared import Prepared
 
 
 class SendingSink(ABC):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
 from delivered.model.errors import OutcomeUnknown, Unreachable
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
+from delivered.model.prepared import Promise
 
 _ROWS = 1_000
 
@@ -55,20 +56,20 @@ class SendingWriter(ABC, Generic[M]):
         for at in range(0, batch.num_rows, _ROWS):
             self._publisher.send(self._messages(batch.slice(at, _ROWS)))
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         del fingerprint
         publisher = self._publisher
         if publisher is None:
-            return {}
+            return Promise()
         try:
             publisher.flush()
         except (OutcomeUnknown, Unreachable):
             if not self._gives_up:
                 raise
-            return {"given_up": publisher.unconfirmed}
+            return Promise(given_up={"unconfirmed": publisher.unconfirmed})
         finally:
             publisher.close()
-        return {}
+        return Promise()
 
     def abort(self) -> None:
         if self._publisher is not None:

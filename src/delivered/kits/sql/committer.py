@@ -8,15 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from delivered.kits.sql import stage, transactions
+from delivered.kits.sql import stage
 from delivered.kits.sql.database import C, Server
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.names import Names
-from delivered.kits.sql.transactions import OpenTransaction
+from delivered.kits.sql.transactions import OpenTransaction, PreparedRows
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.identity import Target, Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
-from delivered.model.work import Decision, Prepared
+from delivered.model.prepared import Prepared
+from delivered.model.work import Decision
 
 T = TypeVar("T")
 CONNECTIONS_MAX = 4
@@ -75,9 +76,9 @@ class ServerCommitter(ABC, Generic[C]):
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         """Commit a prepared transaction. Staged rows became visible with the decision."""
-        if transactions.KEY not in prepared.handle:
+        gid = PreparedRows.of(prepared).gid
+        if not gid:
             return Ok(None)
-        gid = str(prepared.handle[transactions.KEY])
         outcome = self._end(gid, commit=True)
         if isinstance(outcome, Failed):
             try:
@@ -92,18 +93,19 @@ class ServerCommitter(ABC, Generic[C]):
         return self._marked(work) or self._moved(work)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        if transactions.KEY in prepared.handle:
-            match self._end(str(prepared.handle[transactions.KEY]), commit=False):
+        rows = PreparedRows.of(prepared)
+        if rows.gid:
+            match self._end(rows.gid, commit=False):
                 case Failed():
                     return Ok(None)  # dropped already
                 case other:
                     return other
-        return self._drop_staged(prepared)
+        return self._drop_staged(rows)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
         """Roll back prepared transactions, and drop staging tables, that `keep` does not name."""
-        gids = {p.handle.get(transactions.KEY) for p in keep}
-        tables = {p.handle.get(stage.KEY) for p in keep}
+        kept = [PreparedRows.of(p) for p in keep]
+        gids, tables = {rows.gid for rows in kept}, {rows.staged for rows in kept}
         count = 0
         try:
             for transaction in self.open_transactions():
@@ -181,11 +183,9 @@ class ServerCommitter(ABC, Generic[C]):
         scope = self._scope
         return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}
 
-    def _drop_staged(self, prepared: Prepared) -> Outcome[None]:
+    def _drop_staged(self, rows: PreparedRows) -> Outcome[None]:
         """Drop the staging table of a handle, if it has one."""
-        if stage.KEY not in prepared.handle:
-            return Ok(None)
-        return self._try(lambda connection: self._drop(connection, str(prepared.handle[stage.KEY])))
+        return self._try(lambda connection: self._drop(connection, rows.staged)) if rows.staged else Ok(None)
 
     def _end(self, gid: str, commit: bool) -> Outcome[None]:
         """Failed: no transaction is prepared under this id, nor ever will be."""
@@ -234,7 +234,7 @@ class ServerCommitter(ABC, Generic[C]):
                 self._sql(f"SELECT decision FROM {{decision}} WHERE {_BATCHES} = :batch"), _values(work)
             ).fetchone()
             participants = Decision.from_json(row[0]).of(work.scope.sink) if row else ()
-            return any(p.shard == work.shard and stage.KEY in p.handle for p in participants)
+            return any(p.shard == work.shard and PreparedRows.of(p).staged for p in participants)
 
         return self._ask(question)
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from delivered.kits.sql.database import Connection, quoted
 from delivered.kits.sql.merge import Merge, key_in_two_shards
 from delivered.kits.sql.options import ServerOptions
+from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.errors import InvariantBroken
-from delivered.model.work import Prepared
-
-KEY = "staged"
-"""Name of the staging table in a participant's handle."""
+from delivered.model.prepared import Prepared
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,12 @@ class Staging:
             InvariantBroken: the rows are not those that were prepared.
             The client's error: the server rejected it, perhaps because the staged rows are gone.
         """
-        table, target = str(prepared.handle[KEY]), prepared.handle["target"]
-        staged, columns = self.full(table), prepared.handle["columns"]
+        handle = PreparedRows.of(prepared)
+        table, target, columns = handle.staged, handle.target, handle.columns
+        staged = self.full(table)
         if self.options.write.upserts:
             row = connection.execute(f"SELECT count(*) FROM {staged}").fetchone()
-            rows, wanted = row[0] if row else 0, prepared.handle["kept"]
+            rows, wanted = row[0] if row else 0, handle.kept
             self.add(connection, table, self._merge(prepared))
         else:
             rows = connection.execute(f"INSERT INTO {target} ({columns}) SELECT {columns} FROM {staged}").rowcount
@@ -81,7 +80,7 @@ class Staging:
         """
         write = self.options.write
         if len(staged) > 1 and write.upserts and write.version is None:
-            tables = [self.full(str(p.handle[KEY])) for p in staged]
+            tables = [self.full(PreparedRows.of(p).staged) for p in staged]
             found = connection.execute(self._merge(staged[0]).key_in_two(tables)).fetchone()
             if found is not None:
                 raise key_in_two_shards(write, found, self.options.table_text)
@@ -91,7 +90,8 @@ class Staging:
         shard."""
         if self.options.write.delete is not None:
             for prepared in staged:
-                connection.execute(self._merge(prepared).delete(self.full(str(prepared.handle[KEY]))))
+                connection.execute(self._merge(prepared).delete(self.full(PreparedRows.of(prepared).staged)))
 
     def _merge(self, prepared: Prepared) -> Merge:
-        return self.merge(self.options.write, prepared.handle["target"], tuple(prepared.handle["stored"]))
+        handle = PreparedRows.of(prepared)
+        return self.merge(self.options.write, handle.target, handle.stored)

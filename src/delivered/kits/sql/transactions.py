@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from delivered.contract.finding import Finding
 from delivered.kits.sql.database import Connection
@@ -13,9 +12,26 @@ from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.options import ServerOptions
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.identity import Work
+from delivered.model.prepared import Handle
 
-KEY = "gid"
-"""Name of the transaction's id in a participant's handle."""
+
+@dataclass(frozen=True)
+class PreparedRows(Handle):
+    """A shard at a server.
+
+    Attributes:
+        gid: of the prepared transaction that holds the rows; empty: they are in a staging table.
+        staged: that table, in the ledger's schema. target: where its rows go; columns: of these, for SQL.
+        kept: mode upsert: of the staged rows, those that count; stored: their columns; index: MySQL, of the keys.
+    """
+
+    gid: str = ""
+    staged: str = ""
+    target: str = ""
+    columns: str = ""
+    kept: int = 0
+    stored: tuple[str, ...] = ()
+    index: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,8 +53,8 @@ class OpenTransaction:
     state: str = "Prepared"
 
     @property
-    def participant(self) -> dict[str, Any]:
-        return {KEY: self.transactional_id}
+    def participant(self) -> PreparedRows:
+        return PreparedRows(self.transactional_id)
 
     def age_s(self) -> float:
         """Seconds since it was prepared, by this machine's clock."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -13,6 +13,7 @@ from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
+from delivered.model.prepared import Handle, Promise
 
 
 class ShardFiles(Protocol):
@@ -24,8 +25,8 @@ class ShardFiles(Protocol):
     def finish(self) -> int:
         """Close all files and make them durable; return their number of rows."""
 
-    def handle(self) -> dict[str, Any]:
-        """After `finish`: what the driver needs to commit the files. Empty: there are no files."""
+    def handle(self) -> Handle | None:
+        """After `finish`: what the driver needs to commit the files. None: there are no files."""
 
     def check(self) -> None:
         """After `finish`: raise if the table cannot accept the files."""
@@ -49,9 +50,9 @@ class StagingWriter:
             with _as_ours(self._work):
                 self._files.write(batch)
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         self._finish(fingerprint)
-        return self._files.handle()
+        return Promise(self._files.handle())
 
     def abort(self) -> None:
         self._files.discard()
@@ -77,14 +78,14 @@ class DirectWriter(StagingWriter):
         self._guarantee = guarantee
         self._committed = False
 
-    def prepare(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def prepare(self, fingerprint: Fingerprint) -> Promise:
         if not self._finish(fingerprint):
-            return {}
+            return Promise()
         self._files.check()
         self._committed = True  # the files may be visible from here on, and must not be deleted
         match self._files.commit():
             case Ok():
-                return {}
+                return Promise()
             case Failed(reason):
                 self._committed = False
                 raise InvariantBroken(
@@ -95,7 +96,7 @@ class DirectWriter(StagingWriter):
                 )
             case Unknown(reason):
                 if self._guarantee is Guarantee.AT_MOST_ONCE:
-                    return {"given_up": fingerprint.count}
+                    return Promise(given_up={"unknown": fingerprint.count})
                 raise OutcomeUnknown(
                     "COMMIT_UNKNOWN",
                     f"It is unknown whether shard {self._work.shard} of batch {self._work.batch} is visible: "

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from delivered.kits.table.store import Store
 from delivered.model.errors import Fenced, InvariantBroken
 from delivered.model.identity import Scope, Work
+from delivered.model.prepared import Prepared
 from delivered.model.step import Moment, StepId, reach
-from delivered.model.work import Decision, Prepared
+from delivered.model.work import Decision
 
 BLOCK_BATCHES = 100
 """Batches per folder: recovery only lists the folders of the newest batches."""
