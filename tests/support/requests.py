@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from delivered.model.capability import Commit, SinkCapability, SourceCapability
 from delivered.model.guarantee import Guarantee
+from delivered.pipeline.registry import alternatives
 from delivered.planner import (
     CheckpointFacts,
     Request,
@@ -87,4 +88,5 @@ ASKED = Request(
     sinks=(TO_KAFKA,),
     checkpoint=CheckpointFacts("/data/checkpoints/orders"),
     transform=TransformFacts("sql", "SELECT key, value FROM source"),
+    alternatives=alternatives(),
 )

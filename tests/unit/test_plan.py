@@ -11,15 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docs import support
 from tests.support.requests import ASKED, KAFKA, LOG, QUEUE, TO_HTTP, TO_KAFKA, TO_POSTGRES, TO_SQLITE
 
 from delivered.contract.finding import Finding
 from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import Commit
 from delivered.model.dedup import TABLE, Dedup
 from delivered.model.guarantee import Guarantee
 from delivered.model.step import StepId
 from delivered.model.work import Owner
-from delivered.pipeline.registry import find_source
+from delivered.pipeline.registry import alternatives, connector, find_sink, find_source
 from delivered.planner import (
     CheckpointFacts,
     EarlierFacts,
@@ -244,3 +246,16 @@ def test_sources_that_keep_what_was_sent_twice_say_so() -> None:
 
     found = {e.system: find_source(e.system, e.options).capability().sent_twice for e in SOURCES}
     assert {system for system, twice in found.items() if twice} == {"kafka", "pulsar", "rabbitmq_stream"}
+
+
+def test_refusals_recommend_what_can_be_had() -> None:
+    """Of every example in the docs: what a connector declares is what its sinks are capable of."""
+    for example in support.SINKS:
+        able = find_sink(example.system, example.options).capability()
+        declared = connector(example.system)
+        asked = dict([declared.transactions.split("=")]) if declared.transactions else {}
+        always = declared.transactions is not None and asked.items() <= example.options.items()
+        assert (able.commit is not Commit.NONE) == always, example.label
+        assert able.remembers == declared.key_table, example.label
+        assert able.can_disable_retries, example.label
+    assert "rocketmq with messageType=transaction" in alternatives().transactional

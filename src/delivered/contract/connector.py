@@ -44,6 +44,8 @@ class Connector:
         sources: set if the system is replayable.
         queues: set if the system deletes acknowledged messages: receivers write them to a log, which is the source.
         external_ledger: the system cannot hold a ledger; the option `ledger` names a SQLite file that does.
+        transactions: the option with which its sinks can prepare a batch; empty: they always can; None: they cannot.
+        key_table: its sinks can store a dedup's keys. Both for the alternatives that refusals list.
         instead: next step for a role the system does not support: "read with delivered_log".
     """
 
@@ -53,6 +55,8 @@ class Connector:
     sinks: Made | None = None
     queues: Made | None = None
     external_ledger: bool = False
+    transactions: str | None = None
+    key_table: bool = False
     instead: str | None = None
 
     @property

@@ -24,6 +24,7 @@ from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.registry import alternatives
 from delivered.pipeline.spec import NO_INCARNATION, PipelineSpec
 from delivered.planner import (
     CheckpointFacts,
@@ -96,6 +97,7 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
         validating=tuple(n.name for (_, s), n in zip(made, sinks, strict=True) if isinstance(s, ValidatesRows)),
         dead_letters=sinks[-1].name if pipeline.dead_letter is not None else None,
         dedup=pipeline.dedup,
+        alternatives=alternatives(),
     )
 
 
@@ -246,7 +248,8 @@ def _refused_by_plan(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
     label = Endpoint(told.system, told.options).label
     facts = SinkFacts(told.name or sink.name, label, sink.capability(), tuple(sink.preflight(spec.guarantee)))
     source = SourceFacts("the query's source", SourceCapability("spark", replayable=True))
-    plan = make_plan(Request(spec.pipeline, spec.guarantee, source, (facts,), CheckpointFacts(checkpoint)))
+    known = CheckpointFacts(checkpoint)
+    plan = make_plan(Request(spec.pipeline, spec.guarantee, source, (facts,), known, alternatives=alternatives()))
     if isinstance(plan, Refusal):
         raise plan.error
 

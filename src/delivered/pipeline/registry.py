@@ -12,6 +12,7 @@ from delivered.contract.connector import Connector
 from delivered.contract.sink import Sink
 from delivered.contract.source import Source
 from delivered.model.errors import UsageError
+from delivered.planner.request import Alternatives
 
 if TYPE_CHECKING:
     from delivered.source.received import ReceivedSource
@@ -24,6 +25,16 @@ def connectors() -> dict[str, Connector]:
     """Every installed connector by name."""
     found = {e.name: e.load() for e in entry_points(group=ENTRY_POINTS)}
     return dict(sorted(found.items()))
+
+
+def alternatives() -> Alternatives:
+    """What a refusal recommends, of all installed connectors."""
+    found = connectors().values()
+    able = [(c.name, c.transactions) for c in found if c.transactions is not None]
+    return Alternatives(
+        tuple(f"{name} with {option}" if option else name for name, option in able),
+        tuple(c.name for c in found if c.key_table),
+    )
 
 
 def connector(name: str) -> Connector:

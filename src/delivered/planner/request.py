@@ -135,6 +135,18 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True)
+class Alternatives:
+    """Systems that a refusal recommends.
+
+    Attributes:
+        transactional: their sinks can hold a batch back until it is decided; key_tables: can keep a dedup's keys.
+    """
+
+    transactional: tuple[str, ...] = ()
+    key_tables: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Request:
     """A pipeline, and what is known about it.
 
@@ -156,6 +168,7 @@ class Request:
     validating: tuple[str, ...] = ()
     dead_letters: str | None = None
     dedup: Dedup | None = None
+    alternatives: Alternatives = Alternatives()
 
     @property
     def ledger(self) -> LedgerPlace:

@@ -3,7 +3,7 @@ to the state of the live systems."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from delivered.model.bad_row import OnBadRow
@@ -156,8 +156,8 @@ def keys_beside_the_ledger(request: Request) -> Reason | None:
         "DEDUP_MEMORY",
         f"dedup uses memory: table, so keys must change in the transaction that decides a batch, but the deciding "
         f"sink, {request.decider.label}, cannot hold a key table{among}.",
-        "let a postgres, mysql or sqlite sink decide (with mechanism one_transaction it always decides, else list it "
-        "first), or keep the keys in Spark's state: memory: state",
+        f"let a sink of {_any(request.alternatives.key_tables)} decide (with mechanism one_transaction it always does, "
+        "else list it first), or keep the keys in Spark's state: memory: state",
     )
 
 
@@ -194,7 +194,7 @@ def sink_commits(request: Request) -> Reason | None:
         "SINK_CANNOT_COMMIT",
         f"exactly_once needs a sink that can hold a batch back until it is decided, and {sink.label} makes writes "
         "visible at once.",
-        "write to a sink with transactions (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
+        f"write to a sink with transactions: {_any(request.alternatives.transactional)}",
     )
 
 
@@ -205,7 +205,7 @@ def sink_sends_once(request: Request) -> Reason | None:
     return Reason(
         "SINK_RESENDS",
         f"at_most_once needs a sink whose client never resends a record on its own, and {sink.label}'s may.",
-        "write to a sink that can disable retries (delta, files, iceberg, kafka, mysql, postgres, sqlite)",
+        "write to a sink that can disable retries: all that come with delivered can",
     )
 
 
@@ -374,6 +374,11 @@ def reasons(request: Request) -> Iterator[Reason]:
             yield found
             if rule is some_sink:
                 return
+
+
+def _any(systems: Sequence[str]) -> str:
+    """ "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(systems[:-1]), *systems[-1:])))
 
 
 def seconds(value: float) -> str:

@@ -9,5 +9,6 @@ CONNECTOR = Connector(
     "delta",
     "delta",
     sinks=Made(DeltaOptions, "delivered.connectors.delta.sink:DeltaSink"),
+    transactions="",
     instead='read a Delta table with format("delta"), or a log with delivered_log',
 )

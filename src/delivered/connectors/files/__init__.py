@@ -9,5 +9,6 @@ CONNECTOR = Connector(
     "files",
     "files",
     sinks=Made(FilesOptions, "delivered.connectors.files.sink:FilesSink"),
+    transactions="",
     instead='read a folder with Spark\'s own format("parquet"), format("json") or format("csv")',
 )

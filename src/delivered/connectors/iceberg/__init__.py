@@ -9,5 +9,6 @@ CONNECTOR = Connector(
     "iceberg",
     "iceberg",
     sinks=Made(IcebergOptions, "delivered.connectors.iceberg.sink:IcebergSink"),
+    transactions="",
     instead='read an Iceberg table with format("iceberg"), or a log with delivered_log',
 )

@@ -11,4 +11,5 @@ CONNECTOR = Connector(
     "kafka",
     sources=Made(SourceOptions, "delivered.connectors.kafka.source:KafkaSource"),
     sinks=Made(SinkOptions, "delivered.connectors.kafka.sink:KafkaSink"),
+    transactions="",
 )

@@ -13,5 +13,7 @@ CONNECTOR = Connector(
     "mysql",
     "mysql",
     sinks=Made(MysqlOptions, "delivered.connectors.mysql.sink:MysqlSink"),
+    transactions="",
+    key_table=True,
     instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",
 )

@@ -9,5 +9,7 @@ CONNECTOR = Connector(
     "postgres",
     "postgres",
     sinks=Made(PostgresOptions, "delivered.connectors.postgres.sink:PostgresSink"),
+    transactions="",
+    key_table=True,
     instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",
 )

@@ -14,4 +14,5 @@ CONNECTOR = Connector(
     queues=Made(RocketmqOptions, "delivered.connectors.rocketmq.queue:RocketmqQueue"),
     sinks=Made(RocketmqSinkOptions, "delivered.connectors.rocketmq.sink:RocketmqSink"),
     external_ledger=True,
+    transactions="messageType=transaction",
 )

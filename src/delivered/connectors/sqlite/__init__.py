@@ -9,5 +9,7 @@ CONNECTOR = Connector(
     "sqlite",
     "sqlite",
     sinks=Made(SqliteOptions, "delivered.connectors.sqlite.sink:SqliteSink"),
+    transactions="",
+    key_table=True,
     instead="read from delivered_log or delivered_kafka; a table has no offsets that a stream could replay",
 )
