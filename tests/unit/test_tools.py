@@ -74,8 +74,10 @@ def test_a_sink_implements_what_its_protocols_declare() -> None:
 
 
 def test_files_of_a_commit_are_counted() -> None:
-    assert size.files_touched(None) is None
-    assert size.files_touched("no-such-commit") is None
+    found = size.port_of("activemq")
+    assert {"docs/connectors/activemq.md", "src/delivered/connectors/activemq/__init__.py"} <= {*found["own"]}
+    assert "pyproject.toml" in found["others"]
+    assert size.port_of("no-such-" + "system") == {"own": [], "others": []}
 
 
 def test_no_modules_import_each_other() -> None:

@@ -14,7 +14,7 @@ from delivered.verify.fault import Fault
 from delivered.verify.faults import source_catalogue
 from delivered.verify.judge import Verdict
 from delivered.verify.services import ENGINE, SPARK
-from delivered.verify.systems import ACTIVEMQ, PULSAR, RABBITMQ, RABBITMQ_STREAM, ROCKETMQ, SQLITE
+from delivered.verify.systems import PULSAR, RABBITMQ, RABBITMQ_STREAM, SQLITE
 from delivered.verify.systems.rabbitmq import RabbitQueue
 
 BROKEN = Path(__file__).parent / "broken"
@@ -50,7 +50,7 @@ def test_a_receiver_that_acknowledges_before_it_persists_is_found_out(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("source", [PULSAR, RABBITMQ_STREAM, RABBITMQ, ACTIVEMQ, ROCKETMQ])
+@pytest.mark.parametrize("source", [PULSAR, RABBITMQ_STREAM, RABBITMQ, "activemq", "rocketmq"])
 def test_every_source_through_spark(tmp_path: Path, source: str) -> None:
     environment = Environment(tmp_path, print)
     try:

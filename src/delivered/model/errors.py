@@ -76,11 +76,8 @@ class MissingExtra(UsageError):
         super().__init__(code, message, next_step)
 
 
-_AWAY = frozenset(
-    f"DELIVERED_{system}_{what}"
-    for system in ("ACTIVEMQ", "KAFKA", "MYSQL", "POSTGRES", "PULSAR", "RABBITMQ", "ROCKETMQ")
-    for what in ("UNREACHABLE", "NO_ANSWER")
-)
+_AWAY = re.compile(r"DELIVERED_(?!TABLE_|LOG_)[A-Z0-9]+_(UNREACHABLE|NO_ANSWER)")
+"""A server that may come back, unlike a path."""
 
 
 class Unreachable(DeliveredError):
@@ -88,7 +85,7 @@ class Unreachable(DeliveredError):
 
     def __init__(self, code: str, message: str, next_step: str | None = None) -> None:
         super().__init__(code, message, next_step)
-        self.may_come_back = self.code in _AWAY  # not for wrong credentials or paths
+        self.may_come_back = _AWAY.fullmatch(self.code) is not None  # not for wrong credentials
 
 
 class BadRecord(DeliveredError):

@@ -18,8 +18,7 @@ from delivered.verify.systems.base import SinkKind, SourceClient, SourceKind, Sy
 
 SQLITE, KAFKA, POSTGRES, POSTGRES_2PC, DELTA, FILES = "sqlite", "kafka", "postgres", "postgres-2pc", "delta", "files"
 MYSQL, MYSQL_XA, ICEBERG = "mysql", "mysql-xa", "iceberg"
-RABBITMQ, ACTIVEMQ, PULSAR, ROCKETMQ = "rabbitmq", "activemq", "pulsar", "rocketmq"
-ROCKETMQ_2PC, RABBITMQ_STREAM, LOG = "rocketmq-2pc", "rabbitmq_stream", "log"
+RABBITMQ, PULSAR, RABBITMQ_STREAM, LOG = "rabbitmq", "pulsar", "rabbitmq_stream", "log"
 GROUP = f"{KAFKA}-{POSTGRES}-{DELTA}"
 _SINK_ORDER = (SQLITE, KAFKA, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, DELTA, ICEBERG, FILES, GROUP, RABBITMQ)
 _SOURCE_ORDER = (LOG, KAFKA, PULSAR, RABBITMQ_STREAM, RABBITMQ)
