@@ -62,7 +62,7 @@ def test_a_row_that_names_what_cannot_be_a_topic_is_told_by_name() -> None:
     assert columns.topics(batch, "t") is None
     reasons = columns.invalid_rows(batch, None, 10**6)
     assert reasons is not None
-    assert reasons.to_pylist() == [None, "no name of a topic", None]
+    assert reasons.to_pylist() == [None, "not a valid topic name", None]
 
 
 def test_acks_are_told_apart_by_guarantee() -> None:

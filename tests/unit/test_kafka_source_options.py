@@ -179,7 +179,7 @@ def test_positions_survive_the_checkpoint(
 
 def test_a_foreign_checkpoint_is_refused() -> None:
     for told in ({"version": 3, "offsets": {"0": 12}}, {"t": [1]}, {"t": {"x": 1}}):
-        with pytest.raises(InvariantBroken, match=r"CHECKPOINT_OFFSETS.*not of a Kafka source"):
+        with pytest.raises(InvariantBroken, match=r"CHECKPOINT_OFFSETS.*not those of a Kafka source"):
             Positions.from_json(told)
 
 

@@ -1,4 +1,4 @@
-"""One connection, and what the broker said as errors of ours."""
+"""One connection, with the broker's messages as our errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 from delivered.model.options import resolve_secret
 
 HEARTBEAT_MS = 10_000
-"""Both ways. A broker that is silent for 15 s, or a receiver for 20, is taken for gone."""
+"""Heart-beats in both directions. A broker that is silent for 15 s, or a receiver for 20 s, counts as dead."""
 _READ_BYTES = 65_536
-"""The client reads 1 KiB at a time, and joins what it has with every read: too slow for large messages."""
+"""The client reads 1 KiB at a time and concatenates after every read: too slow for large messages."""
 _CLOSE_S = 3.0
 
 
 def stomp() -> Any:
     """The client library, imported where it is used. Raises MissingExtra."""
-    os.environ.setdefault("STOMP_SKIP_HOSTNAME_SCAN", "1")  # else its import asks DNS for this machine's names
+    os.environ.setdefault("STOMP_SKIP_HOSTNAME_SCAN", "1")  # otherwise importing it queries DNS
     try:
         import stomp
     except ImportError:
@@ -34,13 +34,13 @@ def stomp() -> Any:
 
 
 class Session:
-    """A connection whose frames arrive in a thread of the client's. Used by one thread besides.
+    """A connection whose frames arrive in the client's thread. Used by one other thread.
 
     Attributes:
-        changed: guards all that the client's thread leaves here.
-        arrived: messages that nobody took yet.
-        unconfirmed: receipts that were asked for and did not come, oldest first.
-        failed: why the connection can no longer be used.
+        changed: guards all state that the client's thread writes.
+        arrived: messages that were not taken yet.
+        unconfirmed: requested receipts that have not arrived, oldest first.
+        failed: why the connection is unusable.
     """
 
     def __init__(self, options: Place) -> None:
@@ -80,7 +80,7 @@ class Session:
         return "Artemis" in self.server
 
     def receipt(self) -> str:
-        """A fresh name, for the header `receipt` of the next frame: it comes back when the broker is done with it."""
+        """A new id for the header `receipt` of the next frame; the broker returns it once the frame is processed."""
         self._receipts += 1
         name = f"r{self._receipts}"
         with self.changed:
@@ -88,18 +88,18 @@ class Session:
         return name
 
     def transmit(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """Call a method of `frames`. Raises Unreachable, or what the broker said before."""
+        """Call a method of `frames`. Raises Unreachable, or the broker's earlier error."""
         try:
             call(*arguments, **named)
         except (stomp().exception.StompException, OSError) as error:
             with self.changed:
-                # The broker says why before it closes the connection, and its word may be on its way still.
+                # The broker sends the reason before it closes the connection; it may still be in flight.
                 self.changed.wait_for(lambda: self.failed is not None, _CLOSE_S)
                 self.failed = self.failed or self._unreachable(str(error) or type(error).__name__)
             raise self.failed from error
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Until `condition` holds. Raises what the broker said instead; Unreachable when it says nothing."""
+        """Wait until `condition` holds. Raises the broker's error; Unreachable if it does not answer."""
         with self.changed:
             done = self.changed.wait_for(lambda: self.failed is not None or condition(), timeout_s)
             if self.failed is not None:
@@ -112,7 +112,7 @@ class Session:
         self.wait(lambda: not self.unconfirmed, REQUEST_TIMEOUT_S, what)
 
     def close(self) -> None:
-        """Say goodbye, so that the broker takes back at once what was not acknowledged. May be called again."""
+        """Disconnect, so that the broker requeues unacknowledged messages at once. May be called again."""
         if self._closing:
             return
         self._closing = True
@@ -127,7 +127,7 @@ class Session:
 
     def on_connected(self, frame: Any) -> None:
         with self.changed:
-            self.server = frame.headers.get("server") or "a server that gives no name"
+            self.server = frame.headers.get("server") or "an unnamed server"
             self.changed.notify_all()
 
     def on_message(self, frame: Any) -> None:
@@ -152,7 +152,7 @@ class Session:
         self._fail(self._unreachable("it sent no heart-beat"))
 
     def on_send(self, frame: Any) -> None:
-        """The client looks for this method at every frame."""
+        """Required by the client."""
 
     def _fail(self, error: DeliveredError) -> None:
         with self.changed:
@@ -164,15 +164,15 @@ class Session:
         return Unreachable(
             "ACTIVEMQ_UNREACHABLE",
             f"ActiveMQ at {self.options.place} did not answer, or the connection was lost: {said}",
-            next_step="check that the server runs and speaks STOMP there, and the url",
+            next_step="check the url, and that the server is running with a STOMP acceptor there",
         )
 
 
 def _read(transport: Any) -> bytes:
-    """In place of the client's own; nothing: the connection is gone.
+    """Replaces the client's own; empty: the connection is closed.
 
-    A line feed by itself, for it may be a heart-beat: the client (9.0) drops a message that comes after two of them in
-    one read, and takes the NULs in its body for the ends of frames.
+    Returns a line feed by itself, as it may be a heart-beat: the client (9.0) drops a message that follows two of them
+    in one read, and takes NULs in its body for ends of frames.
     """
     try:
         peer = transport.socket
@@ -183,37 +183,37 @@ def _read(transport: Any) -> bytes:
 
 
 def explained(said: str, options: Place) -> DeliveredError:
-    """What an ERROR frame tells, in plain words."""
+    """Translate an ERROR frame."""
     lower = said.lower()
     if re.search(r"amq229031|validate user|password is invalid|security error|authentication", lower):
         return Refused(
             "ACTIVEMQ_CREDENTIALS",
-            f"ActiveMQ at {options.place} turned the user or the password away: {said}",
+            f"ActiveMQ at {options.place} rejected the user or the password: {said}",
             next_step="check the user in the url and the option password",
         )
     if re.search(r"permission|not authorized|amq229032|amq229213", lower):
         return Refused(
             "ACTIVEMQ_PERMISSION",
-            f"ActiveMQ at {options.place} does not let this user: {said}",
+            f"ActiveMQ at {options.place} denied access to this user: {said}",
             next_step=f"grant send, or consume, on {options.queue!r} in its security-settings",
         )
     if "disconnected by server" in lower:
         return UsageError(
             "QUEUE_GONE",
-            f"ActiveMQ at {options.place} ended the consumer: the queue {options.queue!r} was deleted. It said: {said}",
-            next_step="make the queue again, and start `delivered receive`",
+            f"ActiveMQ at {options.place} closed the consumer: the queue {options.queue!r} was deleted: {said}",
+            next_step="create the queue again, and restart `delivered receive`",
         )
     if re.search(r"not exist|amq339001|amq229017|non-?existent", lower):
         return UsageError(
             "QUEUE_MISSING",
-            f"There is no queue {options.queue!r} at {options.place}: {said}",
-            next_step="make it (anycast, durable), or mend the option queue",
+            f"The queue {options.queue!r} does not exist at {options.place}: {said}",
+            next_step="create it (anycast, durable), or correct the option queue",
         )
-    if re.search(r"amq339011|error sending message", lower):  # it does not say why, and shows the whole message
+    if re.search(r"amq339011|error sending message", lower):  # without the reason, but with the whole message
         return DeliveredError(
             "MESSAGE_REFUSED",
-            f"ActiveMQ at {options.place} refused a message for {options.queue!r}: the queue is full "
-            "(address-full-policy FAIL), or the message too large for it; the server's log says which.",
-            next_step="make room in the queue; the batch is handled as its guarantee says",
+            f"ActiveMQ at {options.place} rejected a message for {options.queue!r}: the queue is full "
+            "(address-full-policy FAIL), or the message is too large; the server's log says which.",
+            next_step="free space in the queue; the batch is handled as its guarantee requires",
         )
-    return DeliveredError("ACTIVEMQ_SAID", f"ActiveMQ at {options.place} refused a request: {said}")
+    return DeliveredError("ACTIVEMQ_SAID", f"ActiveMQ at {options.place} rejected a request: {said}")

@@ -1,4 +1,4 @@
-"""What an Artemis broker says of a queue when it is asked over its management address, and what that means for us."""
+"""Checks an Artemis broker's queue over its management address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANSWER_S = 5.0
 
 
 class Management:
-    """Questions to the broker. Answers come to a queue of this session's own, which ends with it."""
+    """Management requests. Replies arrive in a temporary queue of this session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -27,19 +27,19 @@ class Management:
         session.settle("answer the subscription")
 
     def attribute(self, resource: str, name: str) -> Any:
-        """None: there is no such resource."""
+        """None: the resource does not exist."""
         return self._ask({"_AMQ_ResourceName": resource, "_AMQ_Attribute": name}, "")
 
     def call(self, resource: str, operation: str, *parameters: str) -> Any:
-        """None: there is no such resource, or it refused."""
+        """None: the resource does not exist, or rejected the call."""
         return self._ask({"_AMQ_ResourceName": resource, "_AMQ_OperationName": operation}, json.dumps(parameters))
 
     def _ask(self, headers: dict[str, str], body: str) -> Any:
         session = self._session
-        session.frames.auto_content_length = False  # a text message: the broker reads no other
+        session.frames.auto_content_length = False  # the broker only reads text messages here
         given = {**headers, "reply-to": self._replies}
         session.transmit(session.frames.send, _ADDRESS, body, headers=given)
-        session.wait(lambda: bool(session.arrived), _ANSWER_S, "answer a question about its queues")
+        session.wait(lambda: bool(session.arrived), _ANSWER_S, "answer a management request")
         answer = session.arrived.popleft()
         if answer.headers.get("_AMQ_OperationSucceeded") != "true":
             return None
@@ -48,7 +48,7 @@ class Management:
 
 
 def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding]:
-    """Whether a queue keeps what is in it. Nothing for Classic, which cannot be asked over STOMP."""
+    """Whether a queue is safe against loss. Nothing for Classic, which has no management over STOMP."""
     if not session.is_artemis:
         return
     try:
@@ -64,9 +64,9 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
         said = error.message if isinstance(error, DeliveredError) else str(error)
         yield Finding(
             "ACTIVEMQ_NOT_ASKED",
-            f"ActiveMQ at {place.place} did not say how {place.queue!r} is set up: {said}",
+            f"ActiveMQ at {place.place} did not return the settings of {place.queue!r}: {said}",
             False,
-            "see that it is durable, and that its address has a dead-letter-address; or grant this user `manage`",
+            "make sure that it is durable and its address has a dead-letter-address; or grant this user `manage`",
         )
         if isinstance(error, Unreachable):
             return
@@ -79,15 +79,16 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
 def held_by_nobody(queue: str, held: int | None, readers: int | None) -> Iterator[Finding]:
     """
     Args:
-        held: messages in delivery; readers: consumers of the queue. None: the broker did not say.
+        held: messages in delivery; None: unknown.
+        readers: consumers of the queue; None: unknown.
     """
     if held and readers == 0:
         yield Finding(
             "MESSAGES_HELD_BY_NOBODY",
-            f"Messages of {queue!r} in delivery: {held}, and nobody receives from it: Artemis (2.40) may keep the "
-            "first message of a receiver that was killed until the broker is restarted.",
+            f"{queue!r} has {held} messages in delivery but no consumer: Artemis (2.40) may hold the first message of "
+            "a killed receiver until the broker is restarted.",
             False,
-            "if the number stays, restart the broker: they are in its journal, and come then",
+            "if the number does not fall, restart the broker: the messages are in its journal and are redelivered",
         )
 
 
@@ -97,27 +98,27 @@ def _judge(
     if "::" not in name and kinds == ["MULTICAST"]:
         yield Finding(
             "QUEUE_IS_TOPIC",
-            f"{name!r} is a topic (multicast): it keeps nothing for who is not there.",
+            f"{name!r} is a topic (multicast), which stores no messages for disconnected consumers.",
             True,
             "use a queue of it (address::queue), or an anycast address",
         )
     elif durable is None and not settings.get("autoCreateQueues", True):
         yield Finding(
             "QUEUE_MISSING",
-            f"There is no queue {queue!r}, and the broker makes none by itself.",
+            f"The queue {queue!r} does not exist, and the broker does not create queues automatically.",
             True,
-            "make it (anycast, durable), or mend the option queue",
+            "create it (anycast, durable), or correct the option queue",
         )
     elif durable is None:
         yield Finding(
             "QUEUE_NOT_YET",
-            f"There is no queue {queue!r} yet; the broker makes it (anycast, durable) for the first who comes.",
+            f"The queue {queue!r} does not exist yet; the broker creates it (anycast, durable) on first use.",
             False,
         )
     elif durable is False:
         yield Finding(
             "QUEUE_NOT_DURABLE",
-            f"The queue {queue!r} is not durable: a restart of ActiveMQ takes what nobody received yet.",
+            f"The queue {queue!r} is not durable: it loses its messages when ActiveMQ restarts.",
             False,
             "make it durable",
         )
@@ -125,15 +126,15 @@ def _judge(
     if receives and tries > 0 and not settings.get("deadLetterAddress"):
         yield Finding(
             "QUEUE_DROPS",
-            f"{queue!r} has no dead-letter-address, and a message that receivers died with {tries} times "
-            "(max-delivery-attempts) would be dropped.",
+            f"{queue!r} has no dead-letter-address, so a message is dropped after {tries} failed deliveries "
+            "(max-delivery-attempts).",
             True,
             "set a dead-letter-address for it, or max-delivery-attempts to -1",
         )
     if not receives and settings.get("addressFullMessagePolicy") == "DROP":
         yield Finding(
             "QUEUE_DROPS",
-            f"{queue!r} drops messages when it is full (address-full-policy DROP), and says that it took them.",
+            f"{queue!r} acknowledges messages and drops them when it is full (address-full-policy DROP).",
             True,
             "set address-full-policy to PAGE, BLOCK or FAIL",
         )

@@ -1,4 +1,4 @@
-"""Sending with receipts, many in flight: the broker's word for each message that it has it on disk."""
+"""Sends messages with receipts, many in flight: a receipt means that the broker has the message on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
 IN_FLIGHT_MAX = 2_000
-"""Messages sent and not confirmed, of one task."""
+"""Unconfirmed messages per task."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Message:
 
 
 class Publisher:
-    """One connection. Any ERROR that the broker says ends it: which message it meant is not asked."""
+    """One connection. Any ERROR frame ends it, whichever message it refers to."""
 
     def __init__(self, options: ActivemqSinkOptions) -> None:
         self._queue = options.queue
@@ -29,11 +29,11 @@ class Publisher:
 
     @property
     def unconfirmed(self) -> int:
-        """Messages sent whose fate nobody told."""
+        """Number of messages sent but not confirmed."""
         return len(self._session.unconfirmed)
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Send messages; waits while too many are in flight. Raises when one was refused."""
+        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
         session = self._session
         try:
             for message in messages:
@@ -45,7 +45,7 @@ class Publisher:
             raise self._unknown(error) from error
 
     def flush(self) -> None:
-        """Wait until every message was confirmed. Raises when one was refused, or nobody can tell."""
+        """Wait until every message is confirmed. Raises if one was rejected, or if that is unknown."""
         try:
             self._wait(0)
         except Unreachable as error:
@@ -62,6 +62,6 @@ class Publisher:
     def _unknown(self, error: DeliveredError) -> OutcomeUnknown:
         return OutcomeUnknown(
             "ACTIVEMQ_UNCONFIRMED",
-            f"{self.unconfirmed} messages were sent and not confirmed: {error.message}",
-            next_step="start again when the server runs; the batch is handled as its guarantee says",
+            f"{self.unconfirmed} messages were sent but not confirmed: {error.message}",
+            next_step="start again once the server responds; the batch is handled as its guarantee requires",
         )

@@ -1,4 +1,4 @@
-"""A queue as the contract sees it, and whether it can be received from."""
+"""See `delivered.contract.queue.Queue`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class ActivemqQueue:
         if self.options.id_header is not None:
             return None
         return (
-            "without the option idHeader it cannot be recognised: ActiveMQ gives it another id when it comes again, "
+            "without the option idHeader duplicates cannot be detected: ActiveMQ assigns a new id to a resent message, "
             "and its flag redelivered proves nothing"
         )
 
     def assumes(self) -> tuple[str, ...]:
         header = self.options.id_header
-        again = f", and send a message again under the same {header}" if header is not None else ""
+        again = f", and resend a message with the same {header}" if header is not None else ""
         return (
-            f"senders wait until the broker has a message on disk (persistent, a receipt or a synchronous send){again}",
-            f"the queue {self.options.queue} drops nothing by itself: no expiry, ring size or delivery limit without a "
-            "place for dead letters",
-            "messages hold bytes, or text without NUL: STOMP cuts a text there",
+            f"senders wait until the broker has written a message (persistent, receipt or synchronous send){again}",
+            f"the queue {self.options.queue} drops no messages: no expiry, ring size or delivery limit without a "
+            "dead-letter address",
+            "messages are bytes, or text without NUL, where STOMP truncates text",
         )
 
     def preflight(self) -> Sequence[Finding]:

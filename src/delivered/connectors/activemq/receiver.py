@@ -1,4 +1,4 @@
-"""Messages in, acknowledgements out: one connection, one subscription, acknowledged one by one, a bounded window."""
+"""Receives messages: one connection, one subscription, individual acknowledgements, a bounded window."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FRAME = frozenset(
         *("persistent", "timestamp", "destination-type", "ingress-timestamp", "JMSXUserID", "receipt"),
     }
 )
-"""Headers of the frame and of the broker, which are no part of the message."""
+"""Headers of the frame and the broker, which are not part of the message."""
 
 
 class ActivemqReceiver:
-    """Handles are (number of the connection, what ACK names): they mean something on that connection alone."""
+    """Handles are (number of the connection, id for ACK), valid only on that connection."""
 
     def __init__(self, options: ActivemqOptions) -> None:
         self._options = options
@@ -37,14 +37,14 @@ class ActivemqReceiver:
             session.changed.wait_for(lambda: session.failed is not None or bool(count_max and session.arrived), wait_s)
             failed = session.failed
             taken = [session.arrived.popleft() for _ in range(min(count_max, len(session.arrived)))]
-        if failed is not None:  # what arrived comes again, and could not be acknowledged here
+        if failed is not None:  # these messages are redelivered, and cannot be acknowledged here
             if isinstance(failed, UsageError | Unreachable):
                 raise failed
             raise Unreachable("ACTIVEMQ_UNREACHABLE", failed.message, failed.next_step)
         return self._bunch(taken)
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
-        """Ok: the broker said that it took the last acknowledgement, and it takes them in their order."""
+        """Ok: the broker confirmed the last acknowledgement; it processes them in order."""
         session = self._session
         mine = [name for number, name in handles if number == self._number]
         try:
@@ -57,11 +57,12 @@ class ActivemqReceiver:
         except DeliveredError as error:
             return Unknown(error.message)
         if len(mine) < len(handles):
-            return Unknown(f"{len(handles) - len(mine)} messages were given back with the connection they came by")
+            return Unknown(f"{len(handles) - len(mine)} messages were requeued when their connection was lost")
         return Ok(len(handles))
 
     def give_back(self, handles: Sequence[Any]) -> None:
-        """All that this receiver holds, with the connection: to Artemis a NACK is an ACK, and the message is gone."""
+        """Requeues all messages of this receiver by closing the connection: Artemis treats NACK as ACK, which deletes
+        the message."""
         if any(number == self._number for number, _ in handles):
             self._session.close()
             self._session = self._open()
@@ -75,7 +76,7 @@ class ActivemqReceiver:
         self._number += 1
         headers = {
             "consumer-window-size": str(options.prefetch_bytes),
-            # An address that is made by this must be a queue, which keeps messages, and no topic.
+            # If this creates the address, it must be a queue, not a topic.
             **({} if "::" in options.queue else {"subscription-type": "ANYCAST"}),
             "receipt": session.receipt(),
         }
@@ -89,7 +90,7 @@ class ActivemqReceiver:
         return session
 
     def _bunch(self, taken: Sequence[Any]) -> MessageBatch:
-        """Column by column: per message this is what a receiver's own time goes to."""
+        """Column by column: this dominates a receiver's CPU time per message."""
         number, options = self._number, self._options
         headers = [frame.headers for frame in taken]
         id_header, key_header = options.id_header, options.key_header

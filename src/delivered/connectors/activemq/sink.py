@@ -1,4 +1,4 @@
-"""The sink: at_least_once and at_most_once. Its ledger lies elsewhere: ActiveMQ has no place that one driver owns."""
+"""The sink: at_least_once and at_most_once, with an external ledger."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 
 _DROPS = (
-    "Artemis drops a repeat as long as its id is among the newest that its address keeps (id-cache-size, 20,000 unless "
-    "set); beyond that, and on Classic, a repeat stays"
+    "Artemis drops a duplicate while its id is among the newest of its address (id-cache-size, 20,000 by default); "
+    "older duplicates, and all on Classic, are delivered"
 )
 
 
@@ -38,10 +38,10 @@ class ActivemqSink(SendingSink):
             "activemq",
             mechanism="receipts",
             send=f"activemq {options.queue}: persistent, with a receipt for each message",
-            assumes=(f"the ledger {options.ledger} is kept as long as the checkpoint",),
+            assumes=(f"the ledger {options.ledger} is kept with the checkpoint",),
             limits=(
-                f"the header {options.id_header} is the same when a batch runs again (unless a column message_id gives "
-                "another): who receives can tell a repeat",
+                f"the header {options.id_header} is the same when a batch runs again (unless a column message_id "
+                "overrides it), so consumers can detect duplicates",
                 *((_DROPS,) if drops else ()),
             ),
         )
@@ -56,7 +56,7 @@ class ActivemqSink(SendingSink):
 
     def check_schema(self, schema: pa.Schema) -> None:
         known = set(COLUMNS) if self.options.key_header is not None else set(COLUMNS) - {"key"}
-        way_out = "select these columns; a column key needs the option keyHeader, the header that carries it"
+        way_out = "select these columns; a column key needs the option keyHeader"
         check_names("activemq", schema, {"value"}, known, way_out)
         check_types(schema)
 
@@ -66,6 +66,6 @@ class ActivemqSink(SendingSink):
     def scan(self) -> BoundedScan:
         raise Refused(
             "NOT_READABLE",
-            f"activemq {self.options.queue} cannot be read back: to read a queue is to take from it.",
-            next_step="divert a copy to a second queue, let `delivered receive` write it to a log, and compare that",
+            f"activemq {self.options.queue} cannot be read back: reading a queue removes its messages.",
+            next_step="divert a copy to a second queue, write it to a log with `delivered receive`, and compare that",
         )

@@ -1,4 +1,4 @@
-"""A task's side: how rows become messages."""
+"""Executor side: rows to messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ActivemqWriter(SendingWriter[Message]):
             headers = {**kind, "persistent": "true", options.id_header: message_id}
             if options.key_header is not None and key is not None:
                 headers[options.key_header] = key if isinstance(key, str) else key.decode()
-            # A length, also of nothing, makes it a message of bytes: what a text holds, NUL would cut short.
+            # With a length, even 0, it is a bytes message: NUL truncates a text message.
             content = body(value)
             headers["content-length"] = str(len(content))
             messages.append(Message(content, headers))

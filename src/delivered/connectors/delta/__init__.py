@@ -1,4 +1,4 @@
-"""Delta Lake as a sink, by the package `deltalake`, without a JAR: a batch is one commit of the table's own log."""
+"""Delta Lake as a sink, using the package `deltalake`, without a JAR: a batch is one commit of the table's log."""
 
 from __future__ import annotations
 

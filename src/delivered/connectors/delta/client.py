@@ -1,4 +1,4 @@
-"""The client library, imported where it is used; the files beside a table; errors in plain words."""
+"""The client library, imported on first use; files in the table's folder; readable errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_table(options: DeltaOptions, version: int | None = None) -> Any | None:
     """The table at its newest version or at `version`; None if there is none.
 
     Raises:
-        Unreachable: the store did not answer, or turned the credentials away.
+        Unreachable: the store did not answer, or rejected the credentials.
     """
     deltalake = delta()
     with explained(options):
@@ -46,7 +46,7 @@ def open_table(options: DeltaOptions, version: int | None = None) -> Any | None:
 def require_table(options: DeltaOptions, version: int | None = None) -> Any:
     """
     Raises:
-        UsageError: there is no table.
+        UsageError: the table does not exist.
     """
     table = open_table(options, version)
     if table is None:
@@ -56,11 +56,11 @@ def require_table(options: DeltaOptions, version: int | None = None) -> Any:
 
 @contextlib.contextmanager
 def explained(options: DeltaOptions) -> Iterator[None]:
-    """Errors of the client and of the file system as ours."""
+    """Translate errors of the client and the file system."""
     try:
         yield
     except (delta().exceptions.DeltaError, OSError) as error:
-        raise target.unreachable(options, error, "the path, the rights and the storage.* options") from error
+        raise target.unreachable(options, error, "the path, the permissions and the storage.* options") from error
 
 
 class Store(storage.Store):
@@ -87,7 +87,7 @@ class Store(storage.Store):
 
 
 class _Bytes:
-    """The client's stream takes `bytes` alone; Arrow hands it buffers (deltalake 1.6.6)."""
+    """Converts Arrow's buffers for the client's stream, which only accepts `bytes` (deltalake 1.6.6)."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -104,7 +104,7 @@ class _Bytes:
         return self._at
 
     def flush(self) -> None:
-        """The store has it when the stream is closed."""
+        """The store has the data when the stream is closed."""
 
     def close(self) -> None:
         if not self.closed:

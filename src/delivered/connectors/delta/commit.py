@@ -1,4 +1,4 @@
-"""One commit to a table's log, and what became of it."""
+"""One commit to a table's log, and its outcome."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from delivered.model.prepared import Handle
 log = logging.getLogger(__name__)
 
 RETRIES_MAX = 100
-"""Versions of other writers that a commit may have to go behind."""
+"""Versions of other writers that a commit may be rebased on."""
 CHECKPOINT_VERSIONS = 100
-"""A checkpoint of the log after so many versions, unless the table says otherwise: `delta.checkpointInterval`."""
+"""Versions between checkpoints of the log, unless the table sets `delta.checkpointInterval`."""
 OVERTAKEN = "Failed to commit transaction: 0"
-"""Of an exact commit, behind a newer version."""
+"""Error of an exact commit if there is a newer version."""
 _CONFLICTS = ("Concurrent transaction failed", OVERTAKEN)
 
 
@@ -56,10 +56,9 @@ class TableChange:
     """What one commit does.
 
     Attributes:
-        removes: paths of files that go.
-        exact: it rests on the version of the table that it was made for: behind a newer one it fails.
-        transactions: application id -> version. Two commits that name one id, and do not know of each other, conflict:
-            the later one fails.
+        removes: paths of removed files.
+        exact: only valid for the table version it was computed from; fails if there is a newer one.
+        transactions: application id -> version. Of two concurrent commits with the same id, the later one fails.
     """
 
     adds: Sequence[DataFile] = ()
@@ -73,15 +72,15 @@ def commit(
 ) -> Outcome[None]:
     """Write one version of the log; durable when it returns Ok.
 
-    A commit whose answer was lost ends in an error of the client, also in one that says "conflict": the client sent it
-    again and met itself. So every error is followed by a look at the log.
+    If the reply to a commit is lost, the client retries and may raise "conflict" with its own commit. So the log is
+    read after any error.
 
     Args:
-        table: as this process saw it last; what the commit rests on. Afterwards at a newer version.
-        there: whether the change is in, by a table just opened; default: whether all files are.
+        table: as last read by this process; the base of the commit. Afterwards at a newer version.
+        there: whether a newly opened table contains the change; default: whether it has all files.
 
     Returns:
-        Failed: not in, and the client does not send it any more. Unknown: it may still get in.
+        Failed: not committed, and the client no longer retries. Unknown: it may still be committed.
     """
     from deltalake import CommitProperties, PostCommitHookProperties, Transaction
     from deltalake.transaction import AddAction, RemoveAction
@@ -100,11 +99,11 @@ def commit(
             table.schema(),
             table.metadata().partition_columns,
             commit_properties=CommitProperties(
-                # The client lets a commit that takes files away pass one that took them away already (1.6.6).
+                # The client does not detect that another commit already removed the same files (1.6.6).
                 max_commit_retries=0 if change.exact else RETRIES_MAX,
                 app_transactions=[Transaction(name, version) for name, version in change.transactions.items()],
             ),
-            # Checkpoints are written by `tidy`: an error there must not look like one of the commit.
+            # `tidy` writes checkpoints: an error there must not look like a failed commit.
             post_commithook_properties=PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False),
         )
     except (deltalake.exceptions.DeltaError, OSError) as error:
@@ -115,15 +114,15 @@ def commit(
         table.update_incremental()
         sync_versions(options, before + 1, table.version())
     except (deltalake.exceptions.DeltaError, OSError) as error:
-        # In, and perhaps not durable.
-        return Unknown(f"the commit was made, and could not be made durable: {error}")
+        # Committed, but perhaps not durable.
+        return Unknown(f"the commit succeeded but could not be made durable: {error}")
     return Ok(None)
 
 
 def tidy(options: DeltaOptions, table: Any, before: int) -> None:
-    """A checkpoint of the log when one is due since version `before`; old versions away as the table's settings say.
+    """Write a checkpoint of the log if one is due since version `before`; delete old versions by the table's settings.
 
-    Both are the table's upkeep: an error is logged, the batch is in.
+    Both are maintenance: errors are only logged, as the batch is committed.
     """
     try:
         configuration = table.metadata().configuration
@@ -137,7 +136,7 @@ def tidy(options: DeltaOptions, table: Any, before: int) -> None:
         if configuration.get("delta.enableExpiredLogCleanup", "true").lower() == "true":
             table.cleanup_metadata()
     except Exception as error:
-        log.warning("the log of the table at %r was not tidied up: %s", options.path, error)
+        log.warning("maintenance of the log of the table at %r failed: %s", options.path, error)
 
 
 def _look(options: DeltaOptions, there: Callable[[Any], bool], error: Exception) -> Outcome[None]:
@@ -147,7 +146,7 @@ def _look(options: DeltaOptions, there: Callable[[Any], bool], error: Exception)
             return Ok(None)
     except (DeliveredError, OSError) as second:
         return Unknown(f"{str(error)[:300]}; then {str(second)[:300]}")
-    # A conflict is found by the client before it writes. After anything else its request may still be on its way.
+    # The client detects a conflict before it writes. After any other error its request may still be in flight.
     return Failed(str(error)[:500]) if any(c in str(error) for c in _CONFLICTS) else Unknown(str(error)[:500])
 
 

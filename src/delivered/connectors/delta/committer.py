@@ -1,4 +1,4 @@
-"""The driver's hand on staged files. The rows themselves got in with the decision, or not at all."""
+"""Aborts staged files. Their rows become visible with the decision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DeltaCommitter:
         self._opened: Store | None = None
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """The decision made the rows visible already."""
+        """The decision has already made the rows visible."""
         del work, prepared
         return Ok(None)
 
@@ -88,9 +88,9 @@ class DeltaCommitter:
             return None, set()
         try:
             record = records.decided(incarnation, newest)
-        except InvariantBroken:  # archived: long past, and nothing of it is open
+        except InvariantBroken:  # archived: nothing of it is open
             return newest[0] + 1, set()
-        if self._options.write.upserts:  # staged rows are not what the table took in
+        if self._options.write.upserts:  # the table does not contain the staged files themselves
             return newest[0], {record.writer} - {""}
         return newest[0], {writer for p in record.decision.of(self._scope.sink) for writer in _writers(p)}
 

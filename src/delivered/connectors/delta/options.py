@@ -15,29 +15,29 @@ _UNSAFE = {
     "aws_conditional_put": "disabled",
     "conditional_put": "disabled",
 }
-"""With these, two drivers could both believe that they wrote the same version of the log."""
+"""With these, two drivers could both seem to write the same version of the log."""
 
 
 def _columns(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names or len(set(names)) != len(names):
-        raise Unfit(f"is {text!r}; it must name columns, each once, with commas between")
+        raise Unfit(f"is {text!r}; it must be a comma-separated list of distinct columns")
     return names
 
 
 class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
     """
     Attributes:
-        path: absolute when the table is a local folder.
-        storage: options of the object store's client; values may be references to secrets.
+        path: absolute if the table is a local folder.
+        storage: options of the object store client; values may be references to secrets.
     """
 
     path: str = option(
-        "path", "The table's folder, or its URL in an object store: s3://bucket/orders.", PATH, example="/data/orders"
+        "path", "Folder of the table, or its URL in an object store: s3://bucket/orders.", PATH, example="/data/orders"
     )
     partition_by: tuple[str, ...] | None = option(
         "partitionBy",
-        "Columns, with commas between, by which a table that is created is partitioned.",
+        "Comma-separated partition columns of a new table.",
         OptionType(_columns),
         default=None,
         example="day",
@@ -46,14 +46,14 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
     storage: Mapping[str, str] = prefixed("storage.")
 
     def check(self, owner: str) -> None:
-        """Raise Refused for an option of the object store that takes away what keeps two drivers apart."""
+        """Raise Refused for a storage option that disables the protection against concurrent drivers."""
         for key, unsafe in _UNSAFE.items():
             if self.storage.get(key, "").lower() == unsafe:
                 raise Refused(
                     "COMMIT_UNSAFE",
-                    f"{owner}: option 'storage.{key}' is {unsafe!r}: two drivers could then write the same version of "
-                    "the table's log, and one of them would lose its batch.",
-                    next_step="take the option out; stores without conditional writes cannot hold this sink",
+                    f"{owner}: option 'storage.{key}' is {unsafe!r}: two drivers could write the same version of the "
+                    "table's log, and one of them would lose its batch.",
+                    next_step="remove the option; stores without conditional writes are not supported",
                 )
 
     @property
@@ -66,9 +66,9 @@ class DeltaOptions(FileTableOptions, owner="delivered_delta sink"):
 
     @property
     def sink_name(self) -> str:
-        """From the last part of the path. Each table has its own ledger, whatever the name."""
+        """The last part of the path. Each table has its own ledger, whatever the name."""
         return sink_name(self.path.rstrip("/").rsplit("/", 1)[-1])
 
     def storage_resolved(self) -> dict[str, str]:
-        """Options for the object store's client, secrets filled in; use at once, do not keep."""
+        """Options for the object store client with secrets resolved; use at once, do not keep."""
         return resolve_secrets("storage.", self.storage)

@@ -1,4 +1,4 @@
-"""A scan of all rows of the table, a slice for each few files."""
+"""A scan of all rows of the table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH_ROWS = 65_536
 
 @dataclass(frozen=True)
 class DeltaScan:
-    """See `delivered.contract.sink.BoundedScan`. The rows of the newest version, which nobody may vacuum meanwhile."""
+    """See `delivered.contract.sink.BoundedScan`. Reads the newest version, which must not be vacuumed meanwhile."""
 
     options: DeltaOptions
 
@@ -29,10 +29,10 @@ class DeltaScan:
         return table_schema(require_table(self.options))
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Args: since: {"version": v}: without the files that this version has; one compacted later counts as new.
+        """Args: since: {"version": v}: excludes the files of this version; files compacted later count as new.
 
         Raises:
-            UsageError: somebody deleted rows inside files: what is left cannot be read by files.
+            UsageError: the table has deletion vectors.
         """
         table, before = require_table(self.options), int((since or {}).get("version", -1))
         known: set[str] = set()
@@ -55,16 +55,16 @@ class DeltaScan:
 
 
 def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
-    """Path, size and partition of every file of the table as it was opened, with the bounds that its log has of them.
+    """Path, size, partition and statistics of every file of the opened table.
 
     Raises:
-        UsageError: somebody deleted rows inside files: what is left cannot be read by files.
+        UsageError: the table has deletion vectors.
     """
     with explained(options):
         if pa.table(table.deletion_vectors()).num_rows:
             raise UsageError(
                 "TABLE_HAS_DELETIONS",
-                f"Rows of the table at {options.path!r} were deleted inside its files (deletion vectors).",
+                f"The table at {options.path!r} has deletion vectors, which are not supported.",
                 next_step="run REORG TABLE ... APPLY (PURGE) on it, or audit an earlier version",
             )
         partitions = table.metadata().partition_columns
@@ -82,7 +82,7 @@ def active_files(options: DeltaOptions, table: Any) -> list[dict[str, Any]]:
 
 
 def whole(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, Any]) -> pa.RecordBatch:
-    """A file's rows with the columns of the table: those that its writer did not know are NULL."""
+    """A file's rows with the table's columns; columns that the file lacks are null."""
     arrays = []
     for field in schema:
         if field.name in partition:

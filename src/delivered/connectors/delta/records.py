@@ -1,4 +1,4 @@
-"""What the ledger knows, in files beside the log; which of them count, application transactions in the log say.
+"""The ledger's records, in files next to the log. Application transactions in the log tell which of them are valid.
 
     _delivered/p-<pipeline>/s-<sink>/owner/<claim>.json
                                      decided/<incarnation>/<batch>-<hash>.json
@@ -11,9 +11,9 @@
     delivered/<pipeline>/<sink>/record/<incarnation> the hash of its record
     delivered/<pipeline>/<sink>/begun/<incarnation>  the hash of the record of the newest begun batch
 
-A file is written before the commit that points to it: one that nothing points to never counted. Vacuum and readers
-leave folders alone whose names start with `_`. Each decision names the hash of the one before: a chain. Of incarnations
-long past an entry in the archive is left; the log keeps their application transactions for good.
+A file is written before the commit that points to it: unreferenced files never counted. Vacuum and readers ignore
+folders whose names start with `_`. Each decision contains the hash of the previous one: a chain. Old incarnations leave
+an entry in the archive; the log keeps their application transactions permanently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLAIM_BITS = 32
 
 @dataclass(frozen=True)
 class Names:
-    """Application transactions and folders of one sink of one pipeline."""
+    """Application transactions and folders of one pipeline and sink."""
 
     scope: Scope
 
@@ -84,29 +84,29 @@ class Names:
 
 
 def ledger_key(options: DeltaOptions, scope: Scope) -> tuple[str, ...]:
-    """One ledger, in this process."""
+    """Identifies a ledger in this process."""
     return ("delta", options.path, scope.pipeline, scope.sink)
 
 
 def next_claim(claim: int) -> int:
-    """Grows with every claim, and no two claims are equal, also of drivers that never saw each other."""
+    """A number that grows with every claim and is unique, even among drivers that never met."""
     return ((claim >> _CLAIM_BITS) + 1) << _CLAIM_BITS | secrets.randbits(_CLAIM_BITS)
 
 
 def claim_of(owner_file: str) -> int:
-    """By its name; 0 if that is none of ours."""
+    """The claim in a file name; 0: not our file."""
     digits = owner_file.rpartition("/")[2].removesuffix(".json")
     return int(digits) if digits.isdigit() else 0
 
 
 @dataclass(frozen=True)
 class Record:
-    """A decision as it is kept.
+    """A stored decision.
 
     Attributes:
-        text: the decision's own JSON.
-        previous: (batch, hash) of the decision before, if there was one.
-        writer: of the files that the table took in, if these are not the staged ones.
+        text: the decision's JSON.
+        previous: (batch, hash) of the previous decision, if any.
+        writer: of the committed files, if they are not the staged ones.
     """
 
     text: str
@@ -130,12 +130,12 @@ class Record:
 
 
 def digest(data: bytes) -> int:
-    """63 bits, as an application transaction's version can hold them; never 0."""
+    """63 bits, to fit an application transaction's version; never 0."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1 or 1
 
 
 class Records:
-    """Reads what the log points to. Files never change, so what was read once is kept."""
+    """Reads the records that the log points to. Files never change, so they are cached."""
 
     def __init__(self, store: Store, scope: Scope) -> None:
         self.store = store
@@ -143,7 +143,7 @@ class Records:
         self._kept: dict[str, bytes] = {}
 
     def owner(self, table: Any) -> tuple[Owner | None, int]:
-        """Who claimed last, and that claim; 0: nobody did."""
+        """The last owner and its claim; 0: none."""
         claim = table.transaction_version(self.names.owner)
         if claim is None:
             return None, 0
@@ -169,8 +169,8 @@ class Records:
         return Begun.from_json(self._read(self.names.begun_file(incarnation, found), found))
 
     def of(self, table: Any, incarnation: str) -> tuple[Decision | None, Begun | None]:
-        """Newest decision and begun batch of an incarnation. Neither is told once it is archived, and its records are
-        taken away: the log keeps pointing to them."""
+        """Newest decision and begun batch of an incarnation; neither if it is archived and its records are deleted,
+        although the log still points to them."""
         last = self._unless_archived(self.last, table, incarnation)
         return last, self._unless_archived(self.begun, table, incarnation)
 
@@ -183,7 +183,7 @@ class Records:
             return None
 
     def chain(self, table: Any, incarnation: str) -> Iterator[Decision]:
-        """Newest first, for as long as records are kept."""
+        """Newest first, as far as records are kept."""
         at = self.newest(table, incarnation)
         while at is not None:
             data = self.store.get(self.names.decided_file(incarnation, *at))
@@ -194,14 +194,14 @@ class Records:
             at = record.previous
 
     def positions(self, table: Any, incarnation: str, batch: int) -> Iterator[tuple[int, int]]:
-        """(batch, hash) of the decisions from the newest one back to `batch`."""
+        """(batch, hash) of the decisions from the newest back to `batch`."""
         at = self.newest(table, incarnation)
         while at is not None and at[0] >= batch:
             yield at
             at = self.decided(incarnation, at).previous
 
     def incarnations(self) -> list[str]:
-        """Those of which a decision or a begun batch is kept: a folder stays when its files are taken away."""
+        """Those with a decision or a begun batch: folders remain after their files are deleted."""
         folders = [f"{self.names.folder}/{kind}/" for kind in ("decided", "begun")]
         return sorted({n.removeprefix(f).partition("/")[0] for f in folders for n in self.store.files(f.rstrip("/"))})
 
@@ -215,9 +215,8 @@ class Records:
             raise InvariantBroken(
                 "LEDGER_RECORD_MISSING",
                 f"The table's log points to the ledger's record {name!r}, which is "
-                f"{'gone' if data is None else 'not what was written'}. Without it nobody can tell what the last batch "
-                "was.",
-                next_step="restore the folder _delivered of the table from its backup, as one with the table",
+                f"{'missing' if data is None else 'corrupt'}. Without it, the last batch is unknown.",
+                next_step="restore the table and its folder _delivered together from a backup",
             )
         if len(self._kept) > 16:
             self._kept.clear()

@@ -32,22 +32,22 @@ class DeltaSink(FileTableSink):
             system="delta",
             commit=Commit.ONE_TRANSACTION,
             mechanism="application transaction in the table's log",
-            stage="Parquet files in the table's folder, which its log does not name",
+            stage="Parquet files in the table's folder, not yet in its log",
             prepare="files closed and durable, with their statistics",
             decide="one version of the table's log: files of all shards, batch and ledger record",
-            apply="nothing left to do; the rows are visible since the decision",
-            send="one commit of the log for each shard, visible when it ends",
+            apply="nothing to do; the decision made the rows visible",
+            send="one commit of the log per shard, visible when it completes",
             batch_atomic=True,
             write=self.options.write,
             local=self.options.local,
             assumes=(
-                "the table's folder is backed up and restored as one, with _delivered in it",
-                "the object store writes a log version only if it is not there (S3 conditional writes, Azure, GCS)",
+                "the table's folder is backed up and restored as a whole, with _delivered in it",
+                "the object store creates a log version only if it does not exist (S3 conditional writes, Azure, GCS)",
             )
             if not self.options.local
-            else ("the table's folder is backed up and restored as one, with _delivered in it",),
+            else ("the table's folder is backed up and restored as a whole, with _delivered in it",),
             limits=(
-                f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept; the newest one for ever",
-                "each batch is a version of the table, and a file for each shard: compact it now and then",
+                f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept; the newest one permanently",
+                "each batch adds a version of the table and a file per shard: run OPTIMIZE regularly",
             ),
         )

@@ -1,8 +1,8 @@
-"""What the table's log says about a data file, so that readers can leave it out: from the file's own footer.
+"""Statistics of a data file for the table's log, so that readers can skip it, from the file's footer.
 
-Bounds are exact or wider, never narrower, and there for every column or for none: deltalake 1.6.6 leaves rows out of a
-file that has bounds for some columns alone, when it is asked for others. There are none where a column could mislead:
-floating point with a NaN (which no bound covers), decimals beyond 15 digits (readers take them for floating point).
+Bounds are exact or wider, never narrower, and exist for every column or for none: deltalake 1.6.6 skips rows of a file
+with bounds for only some columns when others are filtered. There are none if a column could mislead: floating point
+with NaN (which no bound covers), decimals beyond 15 digits (readers convert them to floating point).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Collection
 from typing import Any
 
 COLUMNS_MAX = 32
-"""Columns with bounds, as Delta's own default has it (`delta.dataSkippingNumIndexedCols`)."""
+"""Columns with bounds, Delta's default for `delta.dataSkippingNumIndexedCols`."""
 TEXT_MAX = 32
 BYTES_MAX = 4_000
-"""Of the statistics of one file: they stand in the decision, whose size is bounded."""
+"""Maximum size of a file's statistics: they are part of the decision, whose size is limited."""
 _HIGHEST = "\U0010ffff"
 
 
 def of_file(metadata: Any, not_a_number: Collection[str]) -> str:
-    """The statistics of a Parquet file by its footer, as Delta's JSON.
+    """The statistics of a Parquet file from its footer, as Delta's JSON.
 
     Args:
-        not_a_number: columns that hold a NaN.
+        not_a_number: columns that contain NaN.
     """
     bounds: dict[str, tuple[Any, Any]] = {}
     nulls: dict[str, int] = {}
@@ -81,6 +81,6 @@ def _bounds(low: Any, high: Any) -> tuple[Any, Any] | None:
 
 
 def _milliseconds(value: dt.datetime) -> str:
-    """Cut off, as the client writes them: with a zone in UTC."""
+    """Truncated to milliseconds, as the client writes them; in UTC if zoned."""
     plain = value.replace(tzinfo=None) if value.tzinfo is None else value.astimezone(dt.UTC).replace(tzinfo=None)
     return plain.isoformat(" " if value.tzinfo is None else "T", "milliseconds") + ("" if value.tzinfo is None else "Z")

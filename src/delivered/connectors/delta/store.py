@@ -1,8 +1,7 @@
-"""The ledger in the table's own log: a batch's files and its decision get in by one commit.
+"""The ledger in the table's own log: one commit adds a batch's files and its decision.
 
-A claim is a commit that names the application transaction `owner`, and so does every decision. Two commits that name
-one id, and do not know of each other, conflict in the client, so a decision never gets in behind a later claim,
-whatever was under way.
+Claims and decisions are commits that set the application transaction `owner`. Concurrent commits that set the same id
+conflict, so a decision in flight never commits after a later claim.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: 
         shards: the staged files of each, in its order.
 
     Raises:
-        UsageError: without a version, a key lies in two shards.
+        UsageError: without a version, a key is in two shards.
     """
     files = [file for shard in shards for file in shard]
     if options.write.upserts and files:
@@ -62,7 +61,7 @@ def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: 
         removes = [file.data["path"] for file in gone]
         return Effect(made.done, removes, made.stem, True, made.discard)
     if options.write.replaces and files:
-        taken = {tuple(file.partition.items()) for file in files}  # in the order of `partitionBy`, as the table's own
+        taken = {tuple(file.partition.items()) for file in files}  # in the order of `partitionBy`, as in the table
         found = active_files(options, table)
         gone = [f["path"] for f in found if tuple((n, text(n, v)) for n, v in f["partition"].items()) in taken]
         return Effect(files, gone, exact=True)
@@ -81,7 +80,7 @@ class _File:
             value = self.data["partition"][key]
             return None if value is None or isinstance(value, str) else (value, value)
         low, high = self.data["min"].get(key), self.data["max"].get(key)
-        # Texts are cut off in the log.
+        # The log truncates texts.
         return None if low is None or high is None or isinstance(low, str) else (low, high)
 
     def rows(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -89,7 +88,7 @@ class _File:
         with self.store.fs.open_input_file(self.data["path"]) as source:
             reader = pq.ParquetFile(source, pre_buffer=False)
             there = [n for n in columns.names if n not in partition and n in reader.schema_arrow.names]
-            if not there:  # of a file without any of them only the number of rows is known
+            if not there:  # without any of them, only the number of rows is known
                 yield whole(pa.RecordBatch.from_pylist([{}] * reader.metadata.num_rows), columns, partition)
                 return
             for batch in reader.iter_batches(BATCH_ROWS, columns=there, use_threads=False):
@@ -120,7 +119,7 @@ class DeltaStore:
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         with explained(self._options):
             table = self._refresh()
-            # A commit of a driver that died may not be durable yet, and this claim builds on it.
+            # This claim builds on the last commit, which is perhaps not durable if its driver died.
             sync_versions(self._options, table.version() - CHECKPOINT_VERSIONS, table.version())
             head = self._head(table)
             owner, claim = successor(head), next_claim(head.epoch)
@@ -145,7 +144,7 @@ class DeltaStore:
                     outcome = self._begin(table, head.epoch, change.begun)
                 if change.decision is not None:
                     outcome = self._decide(table, head.epoch, change.decision, change.move)
-            # Others were first, so it is not in and cannot get in: this is no repetition of a request (P19).
+            # Another commit came first, so this one failed for certain: not a blind retry (P19).
             if not (isinstance(outcome, Failed) and OVERTAKEN in outcome.reason):
                 break
         return outcome
@@ -204,15 +203,15 @@ class DeltaStore:
     def _decide(self, table: Any, claim: int, decision: Decision, move: Sequence[Prepared]) -> Outcome[None]:
         """The decision and the files of this sink's participants, in one commit of the log.
 
-        1  check that the files are there, whole, and fit the table   <- crash points of commit.apply
+        1  check that the files exist, are complete and match the table <- crash points of commit.apply
         2  write the record of the decision, which nothing points to yet
-        3  one commit: files, batch, hash of the record, claim        <- from here on the batch counts
-        4  forget old records; a checkpoint of the log when one is due
+        3  one commit: files, batch, hash of the record, claim          <- from here on the batch counts
+        4  delete old records; write a checkpoint of the log if due
         """
         incarnation, records = self._scope.incarnation, self._records
         previous = records.newest(table, incarnation)
         if previous is not None and previous[0] == decision.batch:
-            # The next revision of this very batch takes its place in the chain.
+            # The next revision of a batch replaces it in the chain.
             previous = records.decided(incarnation, previous).previous
         shards = self._staged(table, decision, move)
         made = effect(self._options, table, records.store, Work(self._scope, decision.batch, 0), shards)
@@ -228,7 +227,7 @@ class DeltaStore:
         before = table.version()
 
         def there(now: Any) -> bool:
-            # Others may have claimed and decided since: look along the chain.
+            # Others may have claimed and decided since: search the chain.
             with explained(self._options):
                 return any(at == mine for at in records.positions(now, incarnation, mine[0]))
 
@@ -252,7 +251,7 @@ class DeltaStore:
         made: Effect | None = None,
         there: Callable[[Any], bool] | None = None,
     ) -> Outcome[None]:
-        """One commit under a claim: in before any later claim, or not at all."""
+        """One commit under a claim: succeeds before any later claim, or not at all."""
         made = made or Effect()
         change = TableChange(made.adds, {**transactions, self._names.owner: claim}, made.removes, made.exact)
 
@@ -263,10 +262,10 @@ class DeltaStore:
         return commit(self._options, table, change, there)  # THE line that decides a batch in this sink
 
     def _staged(self, table: Any, decision: Decision, move: Sequence[Prepared]) -> list[Sequence[DataFile]]:
-        """The files of each participant, after a check that they are there, whole, and fit the table.
+        """The files of each participant, checked to exist, be complete and match the table.
 
         Raises:
-            InvariantBroken: a file is gone, or is not what was prepared.
+            InvariantBroken: a file is missing, or differs from what was prepared.
         """
         files: list[Sequence[DataFile]] = []
         if not move:
@@ -284,7 +283,7 @@ class DeltaStore:
         return files
 
     def _staged_schema(self, table: Any, file: DataFile) -> pa.Schema:
-        """Of the rows in a file, with the columns that its folder names."""
+        """Schema of a file's rows, including its partition columns."""
         import pyarrow.parquet as pq
 
         with self._records.store.fs.open_input_file(file.path) as source:
@@ -293,7 +292,7 @@ class DeltaStore:
         return pa.schema([*stored, *(known.field(name) for name in file.partition if name in known.names)])
 
     def _read(self, table: Callable[[], Any]) -> LedgerState:
-        """Once more, if what the log pointed to was replaced and taken away in between."""
+        """Retried once if records were replaced and deleted meanwhile."""
         with explained(self._options):
             try:
                 return self._state(table())
@@ -305,7 +304,7 @@ class DeltaStore:
             return LedgerState()
         records, own = self._records, self._scope.incarnation
         owner, claim = records.owner(table)
-        # What other incarnations left cannot change while one owner holds the ledger: read once for each claim.
+        # Records of other incarnations cannot change under one claim: read once per claim.
         if self._earlier is None or self._earlier[0] != claim:
             self._earlier = (claim, {i: records.of(table, i) for i in records.incarnations() if i != own})
         found = {**self._earlier[1], own: records.of(table, own)}
@@ -314,7 +313,7 @@ class DeltaStore:
         return state_of(self._scope, owner, claim, decisions, begun, lambda i: records.archive.read().find(i))
 
     def _forget(self, table: Any) -> None:
-        """Of other incarnations keep the newest decision; of very old ones the archived entry; of owners the newest."""
+        """Keep only the newest decision of other incarnations, the archived entry of very old ones, newest owners."""
         state, records, names = self._state(table), self._records, self._names
         old = outdated(state)
         records.archive.add(old.entries)
@@ -328,9 +327,8 @@ class DeltaStore:
             gone += [f for f in records.store.files(names.decided_folder(incarnation)) if f != keep]
             if not kept:
                 gone += records.store.files(names.begun_folder(incarnation))
-        # Some are kept: somebody may just read one that was the newest a moment ago. Files of claims that are under way
-        # are newer than the newest that counts. What has no claim for a name is a file that another driver is just
-        # writing.
+        # Some are kept: another process may be reading one that was the newest until now. Claims in flight have newer
+        # files. Files without a claim in their name are being written by another driver.
         owners = sorted((f for f in records.store.files(names.owner_folder) if claim_of(f)), key=claim_of)
         self._take_away(gone + [f for f in owners[:-OWNERS_REMEMBERED] if claim_of(f) < state.epoch])
 
@@ -343,7 +341,7 @@ class DeltaStore:
             self._take_away(f for f in files if (stage.batch_of(f) or 0) <= horizon)
 
     def _take_away(self, names: Iterable[str]) -> None:
-        """What nothing points to any more. Missed now, it is found at the next claim."""
+        """Delete files that nothing points to any more; the next claim finds those that remain."""
         with contextlib.suppress(OSError, DeliveredError):
             self._records.store.remove(names)
 
@@ -352,7 +350,7 @@ class DeltaStore:
         if self._table is not None:
             try:
                 self._table.update_incremental()
-            except Exception:  # the log behind this handle was cleaned up, or the table made anew: look again
+            except Exception:  # the log was cleaned up, or the table recreated: open it again
                 self._table = None
         if self._table is None:
             self._table = require_table(self._options)

@@ -1,4 +1,4 @@
-"""The user's table: create it, compare it with the rows, add columns. Changes no row."""
+"""The user's table: create it, compare it with the rows, add columns. Changes no rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEATURES = frozenset(
         "v2Checkpoint", "vacuumProtocolCheck",
     }
 )  # fmt: skip
-"""Of a table's writer protocol: what an append of files honours. Constraints are looked at one by one."""
+"""Writer features that an append of files respects. Constraints are checked one by one."""
 
 
 class DeltaTypes(TableTypes):
@@ -36,8 +36,8 @@ TYPES = DeltaTypes()
 def ready(options: DeltaOptions, schema: pa.Schema) -> None:
     """
     Raises:
-        UsageError: no table, and none is to be created; or rows of this schema do not fit.
-        Refused: the table asks more of a writer than this sink does.
+        UsageError: the table does not exist and must not be created; or rows of this schema do not match it.
+        Refused: the table requires writer features that this sink does not support.
     """
     TYPES.check(schema)
     schema = TYPES.canonical_schema(schema)
@@ -52,7 +52,7 @@ def ready(options: DeltaOptions, schema: pa.Schema) -> None:
 
 
 def check(options: DeltaOptions) -> None:
-    """Raises what speaks against this table. Writes one small file beside it, and takes it away again."""
+    """Raise if this table cannot be written. Writes and deletes a small file next to it."""
     table = open_table(options)
     if table is None and not options.create:
         require_table(options)
@@ -64,7 +64,7 @@ def check(options: DeltaOptions) -> None:
 
 
 def table_schema(table: Any) -> pa.Schema:
-    """Columns of the table in our Arrow types; a column that may hold no null says so."""
+    """Columns of the table in our Arrow types, with their nullability."""
     found: pa.Schema = pa.schema(table.schema().to_arrow())
     return pa.schema([pa.field(f.name, canonical(f.type) or f.type, f.nullable) for f in found])
 
@@ -72,20 +72,20 @@ def table_schema(table: Any) -> pa.Schema:
 def check_removes(options: DeltaOptions, table: Any) -> None:
     """
     Raises:
-        Refused: rows are to be replaced, and the table is append-only.
+        Refused: the mode replaces rows, but the table is append-only.
     """
     if options.write != APPEND and dict(table.metadata().configuration).get("delta.appendOnly", "").lower() == "true":
         raise Refused(
             "TABLE_FEATURES",
-            f"The table at {options.path!r} has the property delta.appendOnly: nothing in it may be replaced.",
-            next_step='write .option("mode", "append"), or take the property off the table',
+            f"The table at {options.path!r} has the property delta.appendOnly: its rows cannot be replaced.",
+            next_step='write .option("mode", "append"), or remove the property from the table',
         )
 
 
 def check_features(options: DeltaOptions, table: Any) -> None:
     """
     Raises:
-        Refused: the table asks a writer for something that this one does not do.
+        Refused: the table requires a writer feature that this sink does not support.
     """
     configuration = dict(table.metadata().configuration)
     asked = sorted(set(table.protocol().writer_features or ()) - _FEATURES)
@@ -98,10 +98,10 @@ def check_features(options: DeltaOptions, table: Any) -> None:
     if "delta.setTransactionRetentionDuration" in configuration:
         raise Refused(
             "TABLE_FORGETS",
-            f"The table at {options.path!r} forgets application transactions after "
+            f"The table at {options.path!r} deletes application transactions after "
             f"{configuration['delta.setTransactionRetentionDuration']}: a batch that runs again could then not be "
-            "known again.",
-            next_step="take the property delta.setTransactionRetentionDuration off the table",
+            "recognized.",
+            next_step="remove the property delta.setTransactionRetentionDuration from the table",
         )
 
 
@@ -109,23 +109,23 @@ _COLUMN_RULES = ("delta.invariants", "delta.generationExpression", "delta.identi
 
 
 def compare(options: DeltaOptions, table: Any, schema: pa.Schema, *, adds: bool = False) -> list[pa.Field]:
-    """See `delivered.kits.table.target.compare`. Raises UsageError also for other partitions than the options name."""
+    """See `delivered.kits.table.target.compare`. Also raises UsageError if the options have other partitions."""
     partitions = list(table.metadata().partition_columns)
     if list(options.partition_by or ()) != partitions:
         raise UsageError(
             "PARTITIONS",
-            f"The table at {options.path!r} is partitioned by {partitions or 'no column'}; option 'partitionBy' names "
+            f"The table at {options.path!r} is partitioned by {partitions or 'no column'}, but option 'partitionBy' is "
             f"{list(options.partition_by or ()) or 'none'}.",
-            next_step=f'write .option("partitionBy", "{",".join(partitions)}")' if partitions else "take it out",
+            next_step=f'write .option("partitionBy", "{",".join(partitions)}")' if partitions else "remove the option",
         )
     return target.compare(options, table_schema(table), schema, partitions, adds=adds)
 
 
 def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
-    """Check once more, against the table as it is at the commit: others may have altered it since the start.
+    """Check the table again at the commit: others may have altered it since the start.
 
     Raises:
-        UsageError: rows of this schema do not fit the table any more.
+        UsageError: rows of this schema no longer match the table.
     """
     check_features(options, table)
     compare(options, table, schema)
@@ -134,7 +134,7 @@ def same_columns(options: DeltaOptions, table: Any, schema: pa.Schema) -> None:
 def required(options: DeltaOptions, table: Any, files: Sequence[DataFile]) -> None:
     """
     Raises:
-        UsageError: a column that may hold no NULL does.
+        UsageError: a NOT NULL column contains nulls.
     """
     columns = [f.name for f in table_schema(table) if not f.nullable]
     for file in files if columns else ():
@@ -147,9 +147,9 @@ def required(options: DeltaOptions, table: Any, files: Sequence[DataFile]) -> No
         if null:
             raise UsageError(
                 "COLUMN_REQUIRED",
-                f"Columns {null} of the table at {options.path!r} may hold no NULL, and rows of this batch do, "
-                "or have too many columns to tell.",
-                next_step="filter these rows, or give them a value",
+                f"Columns {null} of the table at {options.path!r} are NOT NULL, but rows of this batch contain nulls "
+                "there, or have too many columns to check.",
+                next_step="filter these rows, or fill in a value",
             )
 
 
@@ -163,12 +163,12 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
         if kind is None or not (t.is_string(kind) or t.is_integer(kind) or t.is_boolean(kind) or t.is_date32(kind)):
             raise UsageError(
                 "PARTITION_TYPE",
-                f"Option 'partitionBy' names {name!r}, which is {kind or 'no column of the rows'}; it must be a text, "
-                "a whole number, a boolean or a date.",
-                next_step=f"derive one, for instance to_date({name})",
+                f"Option 'partitionBy' has {name!r}, which is {kind or 'not a column of the rows'}; it must be a "
+                "string, an integer, a boolean or a date.",
+                next_step=f"derive one, for example to_date({name})",
             )
     if len(partitions) == len(schema):
-        raise UsageError("PARTITIONS", "Option 'partitionBy' names every column; one at least must stay for the files.")
+        raise UsageError("PARTITIONS", "Option 'partitionBy' has every column; at least one must not be in it.")
     deltalake = delta()
     with explained(options):
         try:
@@ -177,7 +177,7 @@ def _create(options: DeltaOptions, schema: pa.Schema) -> Any:
                 storage_options=options.storage_resolved() or None,
             )  # fmt: skip
         except deltalake.exceptions.DeltaError:
-            # Another driver may have created it at this moment; if not, the reason is told.
+            # Another driver may have created it meanwhile; if not, raise the reason.
             if open_table(options) is None:
                 raise
         sync_versions(options, 0, 0)
@@ -196,7 +196,7 @@ def _add_columns(options: DeltaOptions, table: Any, missing: list[pa.Field]) -> 
                 commit_properties=CommitProperties(max_commit_retries=RETRIES_MAX),
             )
         except deltalake.exceptions.DeltaError:
-            # Somebody else altered the table meanwhile, perhaps just so.
+            # Another driver altered the table meanwhile, perhaps in the same way.
             now = require_table(options)
             if any(f.name not in table_schema(now).names for f in missing):
                 raise

@@ -1,4 +1,4 @@
-"""A task's side: Parquet files in the table's folder, which the log names later (exactly_once) or at once."""
+"""Executor side: Parquet files in the table's folder, committed later (exactly_once) or at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from delivered.model.outcome import Outcome
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 _Part = tuple[tuple[str, str | None], ...]
-"""Columns that name a partition, with their values as the log writes them."""
+"""Partition columns with their values, as in the log."""
 
 
 def writer(options: DeltaOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> Writer:
@@ -38,12 +38,12 @@ def writer(options: DeltaOptions, work: Work, guarantee: Guarantee, schema: pa.S
 
 
 class DeltaFiles:
-    """See `delivered.kits.table.shard.ShardFiles`. A file named twice in the log is in once."""
+    """See `delivered.kits.table.shard.ShardFiles`. Adding a file to the log twice has no effect."""
 
     def __init__(self, options: DeltaOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
         self._options = options
         self._schema = TYPES.canonical_schema(schema)
-        # Rows of an upsert are staged as they are: the driver makes files of the table of them.
+        # Rows of an upsert are staged unchanged: the driver writes the table's files.
         partitions = () if options.write.upserts else options.partition_by or ()
         self._partitions = [name for name in partitions if name in self._schema.names]
         self._stored = pa.schema([f for f in self._schema if f.name not in self._partitions])
@@ -82,7 +82,7 @@ class DeltaFiles:
 
     @property
     def stem(self) -> str:
-        """Of the names of its files."""
+        """Common stem of its file names."""
         return self._place.stem
 
     def handle(self) -> StagedFiles | None:
@@ -101,12 +101,12 @@ class DeltaFiles:
 
 
 def _folder(part: _Part) -> str:
-    """`day=2024-05-01/`, as Hive writes it. What counts is what the log says."""
+    """`day=2024-05-01/`, in Hive style. Readers use the log, not this name."""
     return "".join(f"{quote(k, safe='')}={_NULL if v is None else quote(v, safe='')}/" for k, v in part)
 
 
 def text(name: str, value: Any) -> str | None:
-    """A partition's value as the log writes it."""
+    """A partition value, as in the log."""
     if value is None:
         return None
     if isinstance(value, bool):
@@ -117,8 +117,7 @@ def text(name: str, value: Any) -> str | None:
     if not said:
         raise BadRecord(
             "PARTITION_EMPTY",
-            f"Column {name!r} partitions the table, and a row holds an empty text in it: Delta would read it back as "
-            "NULL.",
-            next_step=f"replace it, for instance: when({name} = '', 'none').otherwise({name})",
+            f"A row has an empty string in the partition column {name!r}, which Delta would read back as NULL.",
+            next_step=f"replace it, for example: when({name} = '', 'none').otherwise({name})",
         )
     return said

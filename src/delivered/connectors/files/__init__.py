@@ -1,4 +1,4 @@
-"""Folders of Parquet, JSON or CSV files as a sink: a batch is one folder, and appears by one rename."""
+"""Folders of Parquet, JSON or CSV files as a sink: a batch is a folder, committed by one rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's hand on staged files. The rows themselves got in with the decision, or not at all."""
+"""Aborts staged files. Their rows become visible with the decision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FilesCommitter:
         self._places = Places(options, scope)
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """The decision made the rows visible already, and took the staged file away."""
+        """The decision has already made the rows visible, and moved the staged file."""
         del work, prepared
         return Ok(None)
 
@@ -30,7 +30,7 @@ class FilesCommitter:
         return max(numbered(self._places.decided(incarnation)), default=-1) >= work.batch
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        """A file that counts is not staged any more: none of those is ever taken away from here."""
+        """Only deletes staged files: decided files are no longer staged."""
         if not prepared.handle:
             return Ok(None)
         try:
@@ -64,4 +64,4 @@ class FilesCommitter:
         return {self._places.scope.sink: Target(f"folder {options.path}", known)}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""

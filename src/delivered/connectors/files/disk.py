@@ -1,17 +1,17 @@
-"""Names in a folder, and what makes them durable.
+"""The layout of a sink's folder.
 
-    batch=<incarnation>-<batch>/<shard>.<format>        a batch that counts, with its record `_decision.json`
+    batch=<incarnation>-<batch>/<shard>.<format>        a decided batch, with its record `_decision.json`
     batch=<incarnation>-<batch>.<shard>-<nonce>/        a shard under at_least_once or at_most_once
     _delivered/schema.arrow                             columns and types of all files
-    _delivered/identity                                 tells this folder from a later one of its name
+    _delivered/identity                                 identifies this folder, should it be recreated
     _delivered/p-<pipeline>/s-<sink>/owner/<epoch>.json
-                                     claims/<epoch>-<nonce>/     where a claim's decisions are put together
+                                     claims/<epoch>-<nonce>/     where a claim assembles its decisions
                                      staged/<incarnation>/<batch>-<shard>-<attempt>-<nonce>.staged
                                      decided/<incarnation>/<batch>.json
                                      begun/<incarnation>.json
-                                     archive/<hash>.bin          what is left of incarnations long past
+                                     archive/<hash>.bin          entries of old incarnations
 
-Readers leave names alone that start with `_` or `.`; Spark shows `batch` as a column.
+Readers ignore names that start with `_` or `.`; Spark shows `batch` as a column.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class StagedFile(Handle):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the files of one sink of one pipeline lie."""
+    """Paths of one pipeline and sink."""
 
     options: FilesOptions
     scope: Scope
 
     @property
     def root(self) -> Path:
-        # Prefixed, so that a pipeline named ".." stays inside.
+        # Prefixed, so that a pipeline named ".." cannot escape.
         return self.options.folder / "_delivered" / f"p-{self.scope.pipeline}" / f"s-{self.scope.sink}"
 
     def batch(self, incarnation: str, batch: int) -> Path:
@@ -78,7 +78,7 @@ def identity_file(options: FilesOptions) -> Path:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """Number -> path of the files or folders in `folder` whose names start with it."""
+    """Files or folders in `folder` by the number that their names start with."""
     if not folder.is_dir():
         return {}
     found = {}
@@ -90,7 +90,7 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def take_away(path: Path) -> None:
-    """A folder or a file, if it is there. What cannot be taken away now is found at the next claim."""
+    """Delete a folder or a file, if it exists. The next claim finds what could not be deleted."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -101,5 +101,5 @@ def failed(options: FilesOptions, error: OSError) -> DeliveredError:
     return DeliveredError(
         "FOLDER_STORAGE",
         f"Files in {options.path!r} cannot be read or written: {error}.",
-        next_step="make room on the disk, or give the user the right to write there; the batch runs again",
+        next_step="free disk space, or grant write permission; then start again: the batch runs again",
     )

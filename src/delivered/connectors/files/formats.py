@@ -1,4 +1,4 @@
-"""Rows into a file, and back, a bounded number at a time."""
+"""Writes rows to files and reads them back, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 GROUP_ROWS = 1 << 20
 GROUP_BYTES = 32 << 20
-"""A row group of Parquet is written when so much waits for it."""
+"""Size of a Parquet row group."""
 BATCH_ROWS = 16_384
 
 
@@ -23,7 +23,7 @@ class Encoder(Protocol):
     def write(self, batch: pa.RecordBatch) -> None: ...
 
     def close(self) -> None:
-        """Everything is in the file; the file stays open."""
+        """Finish the content; the file stays open."""
 
 
 def encoder(format: str, file: Any, schema: pa.Schema) -> Encoder:  # noqa: A002
@@ -61,7 +61,7 @@ class _Parquet:
 
 
 class _Csv:
-    """Texts are quoted and NULL is not, so that an empty text is told from it."""
+    """Quotes texts but not NULL, to distinguish it from an empty text."""
 
     def __init__(self, file: Any, schema: pa.Schema) -> None:
         from pyarrow import csv
@@ -95,7 +95,7 @@ class _Json:
             self._file.write(("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
 
     def close(self) -> None:
-        """Every line was written."""
+        """Nothing to finish."""
 
 
 def _from_parquet(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -139,7 +139,7 @@ def _batch(rows: list[Any], schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _said(value: Any, kind: pa.DataType) -> Any:
-    """A value as JSON says it."""
+    """A value in JSON."""
     t = pa.types
     if value is None or t.is_boolean(kind) or t.is_integer(kind) or t.is_string(kind):
         return value

@@ -15,14 +15,12 @@ class FilesOptions(Options, owner="delivered_files sink"):
     """
     Attributes:
         path: absolute.
-        format: one of FORMATS; also the files' suffix.
+        format: one of FORMATS; also the file suffix.
     """
 
-    path: str = option(
-        "path", "The folder that batches are added to; made if it is not there.", PATH, example="/data/orders"
-    )
+    path: str = option("path", "Folder that batches are added to; created if missing.", PATH, example="/data/orders")
     format: str = option(
-        "fileFormat", "parquet, json (a line for each row) or csv (with a header).", choice(FORMATS), default="parquet"
+        "fileFormat", "parquet, json (one line per row) or csv (with a header).", choice(FORMATS), default="parquet"
     )
 
     def check(self, owner: str) -> None:
@@ -30,8 +28,8 @@ class FilesOptions(Options, owner="delivered_files sink"):
         if "://" in self.path:
             raise Refused(
                 "NO_RENAME",
-                f"{owner}: option 'path' is {self.path!r}; a batch appears by the rename of a folder, which an object "
-                "store does not have.",
+                f"{owner}: option 'path' is {self.path!r}; a batch is committed by renaming a folder, which object "
+                "stores do not support.",
                 next_step='write a Delta table there: format("delivered_delta")',
             )
 
@@ -41,5 +39,5 @@ class FilesOptions(Options, owner="delivered_files sink"):
 
     @property
     def sink_name(self) -> str:
-        """From the folder's name. Each folder has its own ledger, whatever the name."""
+        """The folder's name. Each folder has its own ledger, whatever the name."""
         return sink_name(self.folder.name)

@@ -1,4 +1,4 @@
-"""A scan of all rows of the folder, a slice for each few files."""
+"""A scan of all rows of the folder."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from delivered.model.errors import UsageError
 
 @dataclass(frozen=True)
 class FolderScan:
-    """See `delivered.contract.sink.BoundedScan`. The rows of all files that a reader of the folder sees."""
+    """See `delivered.contract.sink.BoundedScan`. Reads all files that a reader of the folder sees."""
 
     options: FilesOptions
 
     def schema(self) -> pa.Schema:
         """
         Raises:
-            UsageError: nothing was ever written to the folder by this package.
+            UsageError: this package never wrote to the folder.
         """
         found = stored_schema(self.options)
         if found is None:
             raise UsageError(
                 "FOLDER_UNKNOWN",
-                f"The folder {self.options.path!r} holds nothing that a pipeline wrote.",
+                f"The folder {self.options.path!r} was never written by a pipeline.",
                 next_step="run the pipeline first, or check the path",
             )
         return found
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Args: since: {"files": [names]}: without these."""
+        """Args: since: {"files": [names]}: excludes these."""
         known, sizes = set((since or {}).get("files", ())), self._files()
         return [Slice(group) for group in packed([n for n in sizes if n not in known], lambda name: sizes[name])]
 
@@ -50,7 +50,7 @@ class FolderScan:
             raise failed(self.options, error) from error
 
     def _files(self) -> dict[str, int]:
-        """Name -> size of every file that a reader sees, whoever wrote it."""
+        """Size of every file that a reader sees, by name, whoever wrote it."""
         root = self.options.folder
         found = {}
         for path in sorted(root.rglob(f"*.{self.options.format}")):

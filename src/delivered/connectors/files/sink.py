@@ -39,20 +39,20 @@ class FilesSink(StoreSink):
             system="files",
             commit=Commit.ONE_TRANSACTION,
             mechanism="rename of the batch's folder",
-            stage=f"a {self.options.format} file for each shard, where readers do not look",
+            stage=f"one {self.options.format} file per shard, in a folder that readers ignore",
             prepare="the file is closed and durable",
             decide="files of all shards and the record in one folder, which is renamed into place",
-            apply="nothing left to do; the rows are visible since the decision",
-            send="a folder for each shard, renamed into place",
+            apply="nothing to do; the decision made the rows visible",
+            send="one folder per shard, renamed into place",
             batch_atomic=True,
             local=True,
             assumes=(
-                "the folder lies on one file system whose rename is atomic, and is backed up and restored as one",
-                "readers leave names alone that start with _ (Spark, Hive and Arrow do)",
+                "the folder is on one file system with atomic rename, and is backed up and restored as a whole",
+                "readers ignore names that start with _ (Spark, Hive and Arrow do)",
             ),
             limits=(
                 f"decisions of the last {LEDGER_HISTORY_BATCHES} batches are kept",
-                "each batch is a folder, with a file for each shard",
+                "each batch is a folder, with one file per shard",
             ),
         )
 
@@ -85,8 +85,9 @@ class FilesSink(StoreSink):
         if known is None or not known.equals(schema):
             raise UsageError(
                 "SCHEMA_CHANGED",
-                f"Files in {self.options.path!r} have the columns {_columns(known)}; the rows have {_columns(schema)}.",
-                next_step="cast and order the columns so, or write to another folder",
+                f"Files in {self.options.path!r} have the columns {_columns(known)}, but the rows have "
+                f"{_columns(schema)}.",
+                next_step="cast and reorder the columns, or write to another folder",
             )
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -1,7 +1,7 @@
-"""The ledger beside the batches: the rename of a batch's folder is the decision, and makes its rows visible.
+"""The ledger next to the batches: renaming a batch's folder is the decision, and makes its rows visible.
 
-A claim has a folder of its own, in which its decisions are put together, and out of which they are renamed. A later
-claim renames that folder away: what was under way in it has no source any more, and fails.
+Each claim has its own folder, where decisions are assembled and then renamed into place. A later claim renames that
+folder away, so a decision in flight fails because its source is gone.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class FilesStore:
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
         """
-        1  a folder for this claim
-        2  its owner, under the next number: whoever links it first has it
-        3  rename away the folders of all claims before   <- from here on nothing of theirs gets in
+        1  create a folder for this claim
+        2  link its owner under the next number: the first to do so wins
+        3  rename away the folders of all earlier claims   <- from here on they are fenced
         """
         try:
             head, _ = self._head()
             epoch = head.epoch + 1
             if not self._link(successor(head), epoch):
-                return Failed("others claim it again and again")
+                return Failed("other drivers keep claiming it")
             self._fence(epoch)
             self._forget()
         except OSError as error:
@@ -70,15 +70,15 @@ class FilesStore:
         return Ok(epoch)
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
-        """By one rename, out of the folder of the claim that the rule saw. On a local disk every answer is an answer.
+        """One rename out of the folder of the claim that the rule saw. On a local disk every outcome is known.
 
         1  ask the rule
-        2  take the staged file of each participant into one folder   <- crash points of commit.apply
-        3  write the record into it; all of it durable
+        2  move the staged file of each participant to one folder     <- crash points of commit.apply
+        3  write the record to it; make all of it durable
         4  rename the folder to its final name                        <- from here on the batch counts, and is visible
-        5  a copy of the record for the time when the folder is gone; forget old ones
+        5  copy the record, in case the folder is deleted later; delete old records
 
-        A batch without rows has no folder: its record alone is renamed. So is a later revision, in place of the copy.
+        A batch without rows has no folder: only its record is renamed. So is a later revision, replacing the copy.
         """
         try:
             head, work = self._head()
@@ -94,17 +94,17 @@ class FilesStore:
                 draft, target = self._draft_decision(change.decision, change.move, work)
             draft.rename(target)  # THE line that decides a batch in this sink
         except (DeliveredError, OSError) as error:
-            if not work.is_dir():  # renamed away by a later claim: nothing was changed, and nothing will be
+            if not work.is_dir():  # renamed away by a later claim: nothing was or will be changed
                 rule(self._head()[0])
             if isinstance(error, DeliveredError):
                 raise
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return Failed(f"there is such a batch of somebody else: {error}")
+                return Failed(f"another writer has created this batch: {error}")
             return Failed(str(failed(self._options, error)))
         try:
             sync([target.parent])
         except OSError as error:
-            return Unknown(f"it is in, and could not be made durable: {error}")
+            return Unknown(f"it was committed but could not be made durable: {error}")
         if change.decision is not None:
             with contextlib.suppress(OSError):
                 self._copy(change.decision)
@@ -134,10 +134,10 @@ class FilesStore:
         return named_first(found)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _head(self) -> tuple[Head, Path]:
-        """And the folder of the claim."""
+        """The head, and the folder of the claim."""
         owner, epoch, work = self._owner()
         last = self._last(self._scope.incarnation)
         head = Head(
@@ -167,7 +167,7 @@ class FilesStore:
         return True
 
     def _fence(self, epoch: int) -> None:
-        """Whatever an earlier claim has under way rests in its folder."""
+        """Rename away the folders of earlier claims, with all their writes in flight."""
         claims, gone = self._places.root / "claims", make_folder(self._places.root / "gone")
         for path in list(claims.iterdir()):
             if int(path.name.partition("-")[0]) < epoch:
@@ -177,7 +177,7 @@ class FilesStore:
         take_away(gone)
 
     def _draft_begun(self, begun: Begun, work: Path) -> tuple[Path, Path]:
-        """What is to be renamed, durable in the folder of the claim; and to what."""
+        """Source, durable in the folder of the claim, and target of the rename."""
         target = self._places.begun(self._scope.incarnation)
         make_folder(target.parent)
         draft = work / f"begun-{uuid.uuid4().hex}"
@@ -188,7 +188,7 @@ class FilesStore:
         """As `_draft_begun`.
 
         Raises:
-            InvariantBroken: a staged file is gone, or is not what was prepared.
+            InvariantBroken: a staged file is missing, or differs from what was prepared.
         """
         incarnation, text = self._scope.incarnation, decision.to_json().encode()
         records = make_folder(self._places.decided(incarnation))
@@ -207,7 +207,7 @@ class FilesStore:
         return draft, self._places.batch(incarnation, decision.batch)
 
     def _take_staged(self, decision: Decision, move: Sequence[Prepared], folder: Path) -> None:
-        """Staged files into the batch's folder, after a check that they are there, and whole."""
+        """Move staged files to the batch's folder, after checking that they exist and are complete."""
         for prepared in move:
             with stage.moving(decision, prepared):
                 handle = StagedFile.of(prepared)
@@ -239,7 +239,7 @@ class FilesStore:
         return ArchiveFiles(Store(fs.SubTreeFileSystem(str(root), fs.LocalFileSystem()), root), "archive")
 
     def _owner(self) -> tuple[Owner | None, int, Path]:
-        """Who claimed last, the number of that claim, its folder; 0: nobody did."""
+        """The last owner, its claim and its folder; 0: none."""
         for epoch, path in sorted(numbered(self._places.root / "owner").items(), reverse=True):
             owner, more = Owner.from_json(path.read_bytes())
             return owner, epoch, self._places.root / "claims" / more["work"]
@@ -250,7 +250,7 @@ class FilesStore:
         return Begun.from_json(path.read_bytes()) if path.exists() else None
 
     def _last(self, incarnation: str) -> Decision | None:
-        """The newest record; that of the last batch may lie in the batch's folder alone."""
+        """The newest record; that of the last batch may only be in the batch's folder."""
         copies = numbered(self._places.decided(incarnation))
         newest = max(copies, default=-1)
         record = self._places.batch(incarnation, newest + 1) / RECORD
@@ -271,7 +271,7 @@ class FilesStore:
         old.unlink(missing_ok=True)
 
     def _forget(self) -> None:
-        """Of other incarnations keep the newest decision; of very old ones the archived entry; of owners some."""
+        """Keep only the newest decision of other incarnations, the archived entry of very old ones, and some owners."""
         state = self._state()
         old = outdated(state)
         self._archive.add(old.entries)

@@ -1,4 +1,4 @@
-"""Arrow types as each format keeps them, without loss.
+"""Arrow types that each format stores without loss.
 
 Parquet  booleans, numbers, texts, bytes, dates, times, lists, structs, maps
 JSON     the same; bytes in base64, decimals and times as text, keys of maps are texts
@@ -25,20 +25,19 @@ TYPES = FilesTypes()
 def check(options: FilesOptions, schema: pa.Schema) -> None:
     """
     Raises:
-        UsageError: no column, two of one name, one named `batch`, or a type that the format cannot keep.
+        UsageError: no columns, duplicate names, a column named `batch`, or an unsupported type.
     """
     if not columns.named_once(schema) or "batch" in (name.lower() for name in schema.names):
         raise UsageError(
             "COLUMNS",
-            f"Rows have the columns {schema.names}; there must be one at least, each of its own name, capital letters "
-            "apart, and none named 'batch', which readers find in the folders' names.",
+            f"The rows have the columns {schema.names}; they need at least one, names that are unique ignoring case, "
+            "and no column 'batch', which readers derive from the folder names.",
             next_step="rename columns",
         )
     if options.format == "csv" and len(schema) == 1:
         raise UsageError(
             "COLUMNS",
-            f"Rows have one column, {schema.names[0]!r}: a NULL in it would be an empty line of CSV, which "
-            "readers skip.",
+            f"The rows have only one column, {schema.names[0]!r}: NULL would be an empty CSV line, which readers skip.",
             next_step='add a column, or write .option("fileFormat", "json")',
         )
     for field in TYPES.canonical_schema(schema):

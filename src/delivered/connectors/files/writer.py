@@ -1,4 +1,4 @@
-"""A task's side: one file for its shard, in a folder that readers leave alone."""
+"""Executor side: one file per shard, in a folder that readers ignore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def writer(options: FilesOptions, work: Work, guarantee: Guarantee, schema: pa.S
 
 
 class StagingWriter:
-    """exactly_once: a staged file, which the decision takes into the batch's folder."""
+    """exactly_once: a staged file, which the decision moves to the batch's folder."""
 
     def __init__(self, options: FilesOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options
@@ -74,7 +74,7 @@ class StagingWriter:
         return self._places.staged(self._work.scope.incarnation)
 
     def _keep(self, path: Path, size: int) -> Handle | None:
-        # A later start may have removed the file while it was written: its name says so.
+        # A later start may have deleted the file while it was written: then its name is gone.
         if not path.exists():
             raise FileNotFoundError(path)
         sync([path.parent])
@@ -94,8 +94,8 @@ class StagingWriter:
         if self.rows != fingerprint.count:
             raise InvariantBroken(
                 "ROWS_DIFFER",
-                f"Shard {self._work.shard} of batch {self._work.batch}: {self.rows} rows were written, the fingerprint "
-                f"counts {fingerprint.count}. Nothing of the shard is visible.",
+                f"Shard {self._work.shard} of batch {self._work.batch}: {self.rows} rows were written, but the "
+                f"fingerprint counts {fingerprint.count}. Nothing of the shard is visible.",
                 next_step="start the pipeline again; the batch runs again",
             )
 

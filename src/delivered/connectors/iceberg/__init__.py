@@ -1,4 +1,4 @@
-"""Iceberg as a sink, by the package `pyiceberg`, without a JAR: a batch is one snapshot of the table."""
+"""Iceberg as a sink, using the package `pyiceberg`, without a JAR: a batch is one snapshot of the table."""
 
 from __future__ import annotations
 

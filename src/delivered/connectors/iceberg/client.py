@@ -1,4 +1,4 @@
-"""The client library, imported where it is used: catalogs, tables, the files of a table, errors in plain words."""
+"""The client library, imported on first use: catalogs, tables, their files, readable errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 def need() -> None:
     """
     Raises:
-        MissingExtra: the client library, or what its SQL catalog needs, is not installed.
+        MissingExtra: the client library or a dependency of its SQL catalog is not installed.
     """
     try:
         import pyiceberg.io.pyarrow  # noqa: F401
@@ -34,13 +34,13 @@ def need() -> None:
 
 
 def catalog(options: IcebergOptions) -> Any:
-    """The catalog of this process, kept warm for later batches. Reads no configuration but the options.
+    """The catalog of this process, reused for later batches. Configured only by the options.
 
     Raises:
-        Unreachable: it did not answer, or turned the credentials away.
+        Unreachable: it did not answer, or rejected the credentials.
     """
     need()
-    # Not handed from a process to those that it forks.
+    # Per process: forked processes must not share it.
     key = (os.getpid(), options.catalog_name, *sorted(options.catalog.items()))
     with _lock:
         if key not in _catalogs:
@@ -63,10 +63,10 @@ def _open(options: IcebergOptions) -> Any:
 
 
 def open_table(options: IcebergOptions) -> Any | None:
-    """The table as it is now; None if there is none.
+    """The current table; None if it does not exist.
 
     Raises:
-        Unreachable: catalog or store did not answer, or turned the credentials away.
+        Unreachable: catalog or store did not answer, or rejected the credentials.
     """
     known = catalog(options)
     from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
@@ -81,7 +81,7 @@ def open_table(options: IcebergOptions) -> Any | None:
 def require_table(options: IcebergOptions) -> Any:
     """
     Raises:
-        UsageError: there is no table.
+        UsageError: the table does not exist.
     """
     table = open_table(options)
     if table is None:
@@ -91,18 +91,18 @@ def require_table(options: IcebergOptions) -> Any:
 
 @contextlib.contextmanager
 def explained(options: IcebergOptions) -> Iterator[None]:
-    """Errors of the client, the catalog and the file system as ours."""
+    """Translate errors of the client, the catalog and the file system."""
     try:
         yield
     except DeliveredError:
         raise
     except client_errors() as error:
-        check = "the catalog.* options, the rights, and whether the catalog runs"
+        check = "the catalog.* options, the permissions, and whether the catalog is running"
         raise target.unreachable(options, error, check) from error
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What the client raises: its own errors have no base, and it lets those of its libraries through."""
+    """The client's exceptions: they have no common base, and its libraries' errors pass through."""
     import pyiceberg.exceptions
     import sqlalchemy.exc
 
@@ -111,7 +111,7 @@ def client_errors() -> tuple[type[Exception], ...]:
 
 
 def data_path(table: Any) -> str:
-    """The URL below which data files lie, without a slash at its end."""
+    """Base URL of data files, without a trailing slash."""
     return str(table.properties.get("write.data.path") or f"{table.location().rstrip('/')}/data").rstrip("/")
 
 
@@ -120,7 +120,7 @@ def metadata_path(table: Any) -> str:
 
 
 def store(table: Any, path: str) -> Store:
-    """The files below a URL, by the credentials that the catalog gave for this table."""
+    """The files below a URL, with the credentials that the catalog returned for this table."""
     from pyarrow import fs
 
     from delivered.connectors.iceberg.disk import local_path
@@ -130,7 +130,7 @@ def store(table: Any, path: str) -> Store:
 
 
 def local_store_folders(table: Any) -> None:
-    """Names of a new local table's folders, made durable: the client makes them and syncs nothing."""
+    """Make the folder names of a new local table durable: the client does not sync them."""
     from delivered.connectors.iceberg.disk import local_path
 
     for path in (data_path(table), metadata_path(table)):

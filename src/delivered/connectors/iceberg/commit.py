@@ -1,8 +1,8 @@
-"""One commit to a table, and what became of it.
+"""One commit to a table, and its outcome.
 
-A commit names what it rests on, and the catalog refuses it if that changed meanwhile: the table's newest snapshot, its
-columns and partitions, and the claim of the ledger's owner, which is a branch of the table. So a commit of a driver
-that lost its claim never gets in, and one that lost against rows of somebody else is made anew on top of them.
+A commit asserts the state it is based on, and the catalog rejects it if that changed: the newest snapshot, schema and
+partition spec, and the claim of the ledger's owner, which is a branch of the table. So a fenced driver can never
+commit, and a commit that lost against other writers' rows is retried on top of them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 log = logging.getLogger(__name__)
 
 RETRIES_MAX = 100
-"""Commits of other writers that one commit may have to go behind."""
+"""Commits of other writers that one commit may be rebased on."""
 FOREVER_MS = 2**63 - 1
 _parts: Any = pyiceberg.table.update
-"""Updates and requirements; as the client declares them, a type checker takes their fields' names for others."""
+"""Updates and requirements, untyped: type checkers misread the client's field aliases."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class TableChange:
     """What one commit does.
 
     Attributes:
-        folder: below the table's metadata, where manifests of this commit lie.
+        folder: for the manifests of this commit, below the table's metadata.
         prefix: of their names.
-        summary: of a new snapshot; None: there is none.
-        files: data files that the snapshot adds.
-        removes: data files that it takes away.
-        branch: that the snapshot goes to; that it is where it was, is asserted.
-        expires: snapshots that are taken away.
+        summary: of a new snapshot; None: no snapshot.
+        files: data files added.
+        removes: data files removed.
+        branch: that the snapshot goes to; asserted to be unchanged.
+        expires: snapshots to expire.
         claim: (branch, snapshot): asserted.
-        mark: in the names of its manifests.
+        mark: part of its manifests' names.
     """
 
     folder: str
@@ -81,16 +81,16 @@ class TableChange:
 def commit(options: IcebergOptions, change: Callable[[Any], TableChange | None]) -> Outcome[None]:
     """Make one commit; durable when it returns Ok.
 
-    Tried again if the catalog says that it did not take it and the table has changed since it was read: by then it
-    cannot get in any more. Whatever the catalog says, the table is looked at first: a request that was sent twice on
-    the way meets itself, and a conflict is told although it is in (P7).
+    Retried if the catalog rejected it and the table has changed since: then it can no longer succeed. Whatever the
+    catalog replies, the table is read first: a request that was resent in transit conflicts with itself, although it
+    was committed (P7).
 
     Args:
-        change: called before each try with the table as it is then. None: it is in already. What it raises, goes up:
+        change: called before each try with the current table. None: it is committed already. Its exceptions propagate;
             nothing was changed.
 
     Returns:
-        Failed: not in, and will not get in. Unknown: it may still get in.
+        Failed: not committed, and never will be. Unknown: it may still be committed.
     """
     error: Exception | None = None
     for _ in range(RETRIES_MAX):
@@ -118,11 +118,11 @@ def commit(options: IcebergOptions, change: Callable[[Any], TableChange | None])
             continue
         attempt.tidy(options, answer.metadata)
         return Ok(None)
-    return Failed(f"other writers were first {RETRIES_MAX} times: {error and _said(error)}")
+    return Failed(f"lost against concurrent writers {RETRIES_MAX} times: {error and _said(error)}")
 
 
 class _Attempt:
-    """A commit as the catalog is asked for it. Its manifests are written, and nothing points to them yet."""
+    """A commit as sent to the catalog. Its manifests are written; nothing points to them yet."""
 
     def __init__(self, table: Any, change: TableChange) -> None:
         self._table = table
@@ -151,23 +151,23 @@ class _Attempt:
             self.updates += (_parts.RemoveSnapshotsUpdate(snapshot_ids=list(change.expires)),)
 
     def there(self, now: Any) -> bool:
-        """Whether it is in, by the table as it is now."""
+        """Whether the current table contains it."""
         if self.snapshot_id is not None:
             return now.snapshot_by_id(self.snapshot_id) is not None
         return all(now.properties.get(k) == v for k, v in self._change.properties.items())
 
     def discard(self) -> None:
-        """Take the manifests away. Missed now, the next start finds them."""
+        """Delete the manifests; the next start finds those that remain."""
         with contextlib.suppress(Exception):
             files = store(self._table, metadata_path(self._table))
             files.remove([name for name in files.files(self._change.folder) if str(self._change.mark) in name])
 
     def tidy(self, options: IcebergOptions, now: Any) -> None:
-        """Old metadata files away, if the table asks for it. Its upkeep: an error is logged, the commit is in."""
+        """Delete old metadata files if the table's properties say so. Errors are only logged: the commit succeeded."""
         try:
             catalog(options)._delete_old_metadata(self._table.io, self._table.metadata, now)
         except Exception as error:
-            log.warning("old metadata of the table %s was not taken away: %s", options.where, error)
+            log.warning("could not delete old metadata of the table %s: %s", options.where, error)
 
     def _snapshot(self, summary: Mapping[str, str]) -> None:
         change, table = self._change, self._table
@@ -182,13 +182,13 @@ class _Attempt:
                 producer.delete_data_file(file)
         producer.commit_uuid = change.mark
         if change.branch != MAIN_BRANCH:
-            producer._parent_snapshot_id = None  # a claim stands alone
+            producer._parent_snapshot_id = None  # a claim has no parent
         for file in change.files:
             producer.append_data_file(file)
         (added, moved), _ = producer._commit()
         self.snapshot_id = producer.snapshot_id
         if change.branch != MAIN_BRANCH:
-            # For good, whatever the table says of its other branches.
+            # Never expires, whatever the table's settings for other branches.
             moved = _parts.SetSnapshotRefUpdate(
                 ref_name=change.branch, type="branch", snapshot_id=producer.snapshot_id, max_ref_age_ms=FOREVER_MS
             )
@@ -198,7 +198,7 @@ class _Attempt:
 
 
 class _Transaction(Transaction):
-    """Nothing is staged in it: the client's own copies the table's whole metadata each time that it is looked at."""
+    """Stages nothing: the client's own copies the whole table metadata on every access."""
 
     @property
     def table_metadata(self) -> Any:
@@ -206,7 +206,7 @@ class _Transaction(Transaction):
 
 
 class _AssertRef(AssertRefSnapshotId):
-    """As the catalog's servers check it; the client's own check refuses branches of a table without a snapshot."""
+    """Checks as catalog servers do; the client's own check rejects branches of a table without a snapshot."""
 
     def validate(self, base_metadata: Any) -> None:  # type: ignore[override]
         ref = base_metadata.refs.get(self.ref) if base_metadata is not None else None
@@ -223,7 +223,7 @@ def _at(branch: str, snapshot: int | None) -> Any:
 
 
 class _Locations(SimpleLocationProvider):
-    """Manifests of a commit of ours, where a later start finds them."""
+    """Puts our manifests where a later start finds them."""
 
     def __init__(self, table: Any, change: TableChange) -> None:
         super().__init__(table.location(), table.properties)
@@ -234,8 +234,8 @@ class _Locations(SimpleLocationProvider):
 
 
 def _final(error: Exception) -> bool:
-    """Whether a commit that ended so is not in, and will not get in. What came over a network may have been an answer
-    to something else: those errors are OSErrors or servers' errors."""
+    """Whether a commit with this error was not and never will be committed. Errors of the network (OSErrors and server
+    errors) leave that open."""
     refused = (CommitFailedException, BadRequestError, ForbiddenError, UnauthorizedError, NoSuchTableError)
     return isinstance(error, refused) or (isinstance(error, ValueError) and not isinstance(error, OSError))
 

@@ -1,4 +1,4 @@
-"""The driver's hand on staged files. The rows themselves got in with the decision, or not at all."""
+"""Aborts staged files. Their rows become visible with the decision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class IcebergCommitter:
         self._scope = scope
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """The decision made the rows visible already."""
+        """The decision has already made the rows visible."""
         del work, prepared
         return Ok(None)
 
@@ -49,7 +49,7 @@ class IcebergCommitter:
         return Ok(None)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Data files first; then manifests of commits that did not get in."""
+        """Data files first, then manifests of failed commits."""
         try:
             with explained(self._options):
                 table = open_table(self._options)
@@ -83,7 +83,7 @@ class IcebergCommitter:
         records = None if table is None else Records(table, self._scope)
         decision = None if records is None else records.decided(incarnation)
         if records is None or decision is None:
-            # Of an archived incarnation nothing is open, and all of its files may count.
+            # An archived incarnation has nothing open, and any of its files may be decided.
             long_past = records is not None and records.archived(incarnation) is not None
             return sys.maxsize if long_past else None, set()
         made = records.writer(incarnation)
@@ -96,7 +96,7 @@ class IcebergCommitter:
         return None if held is None else held.epoch
 
     def _remove_manifests(self, table: Any, undecided: stage.Undecided) -> None:
-        """Of batches that nobody decided, of attempts at the newest decided one that failed, and of former claims."""
+        """Those of undecided batches, of failed attempts at the newest decided one, and of earlier claims."""
         files = store(table, metadata_path(table))
         found: list[str] = []
         for folder in files.folders(stage.sink_folder(self._scope)):
@@ -121,7 +121,7 @@ class IcebergCommitter:
         branch = now.snapshot_by_name(Names(self._scope).branch)
         current = branch.manifest_list if branch is not None else ""
         undecided.check_claim()
-        # Those of a later number may be of a claim that is just being made.
+        # Higher numbers may belong to a claim in flight.
         old = [c for c in claims if held is not None and (stage.batch_of(c) or 0) <= held.epoch]
         files.remove([*found, *(c for c in old if not current.endswith(c))])
 

@@ -1,7 +1,7 @@
-"""What the client writes to a local disk, made durable before anything points to it.
+"""Makes the client's files on a local disk durable before anything points to them.
 
-The client syncs nothing. A catalog that is durable would then point to metadata that a power loss takes back, and the
-table with it (decision 010). The client loads this class by its name, from the property `py-io-impl`.
+The client does not sync. After a power loss, a durable catalog would point to missing metadata, and the table would be
+lost (decision 010). The client loads this class by name, from the property `py-io-impl`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from delivered.kits.table.durable import make_folder, sync
 
 
 class DurableFileIO(PyArrowFileIO):
-    """The client's own, but a local file is durable when it is closed, with its name."""
+    """The client's FileIO, except that a local file and its name are durable once it is closed."""
 
     def new_output(self, location: str) -> PyArrowFile:
         file = super().new_output(location)
@@ -60,7 +60,7 @@ class _DurableStream:
 
 
 def local_path(location: str) -> Path | None:
-    """Of a file on a local disk; None in an object store."""
+    """Path of a file on a local disk; None for an object store."""
     if location.startswith("file:"):
         return Path("/" + location.removeprefix("file:").lstrip("/"))
     return None if "://" in location else Path(location)

@@ -1,6 +1,6 @@
-"""Rows by the partitions of a table; what a task tells the driver of its data files: an Iceberg manifest beside them.
+"""Splits rows by a table's partitions; reports a task's data files to the driver in an Iceberg manifest next to them.
 
-So a decision names a shard in a few bytes, however many files and columns it has. The driver takes the entries over
+So a shard takes only a few bytes in a decision, however many files and columns it has. The driver copies the entries
 into the manifest of its snapshot.
 """
 
@@ -30,13 +30,13 @@ from pyiceberg.typedef import Record
 from delivered.kits.table.parquet import Written, split
 
 Part = tuple[Any, ...]
-"""Values of the partition fields, as a manifest holds them: dates and times as whole numbers."""
+"""Values of the partition fields, as in a manifest: dates and times are integers."""
 _NO_SNAPSHOT = 0
-"""Stands where the snapshot's id will be: the driver writes the entries anew."""
+"""Placeholder for the snapshot id, which the driver fills in when it copies the entries."""
 
 
 def parts(table: Any, batch: pa.RecordBatch, rows: pa.RecordBatch) -> list[tuple[Part, pa.RecordBatch]]:
-    """`rows` by the table's partition spec, whose fields are computed from `batch`, which has the same rows."""
+    """Split `rows` by the table's partition spec, with its fields computed from `batch`, which has the same rows."""
     spec, schema = table.spec(), table.schema()
     if not spec.fields:
         return [((), rows)]
@@ -59,7 +59,7 @@ def _plain(values: Any) -> pa.Array:
 
 
 def data_files(table: Any, path: str, written: Sequence[Written[Part]]) -> list[Any]:
-    """As the client knows them, with the bounds and counts that the table's properties ask for."""
+    """The client's data files, with the statistics that the table's properties configure."""
     schema = table.schema()
     plan = compute_statistics_plan(schema, table.properties)
     ids = parquet_path_to_id_mapping(schema)
@@ -84,7 +84,7 @@ def data_files(table: Any, path: str, written: Sequence[Written[Part]]) -> list[
 
 
 def put(table: Any, path: str, files: Sequence[Any]) -> int:
-    """Write a manifest of these files; returns its size in bytes."""
+    """Write a manifest of these files; return its size in bytes."""
     with write_manifest(
         format_version=table.metadata.format_version,
         spec=table.spec(),
@@ -100,7 +100,7 @@ def put(table: Any, path: str, files: Sequence[Any]) -> int:
 
 
 def get(table: Any, path: str, size: int, spec_id: int) -> list[Any]:
-    """The files that a manifest names."""
+    """The files of a manifest."""
     manifest = ManifestFile.from_args(
         manifest_path=path,
         manifest_length=size,

@@ -1,6 +1,6 @@
-"""What a batch makes of the table: see `delivered.kits.table.merge`.
+"""The effect of a batch on the table: see `delivered.kits.table.merge`.
 
-It rests on the snapshot that it was worked out of, which its commit asserts; behind another one it is worked out anew.
+It is based on a snapshot, which its commit asserts; if there is a newer one, it is recomputed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
         files: of all shards, by the table's partitions.
 
     Raises:
-        UsageError: the table holds files of other partitions than its own, which cannot be compared.
+        UsageError: the table has files of an earlier partition spec, which cannot be compared.
     """
     if not files:
         return Effect()
@@ -40,10 +40,10 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
         if task.file.spec_id != spec:
             raise UsageError(
                 "PARTITIONS",
-                f"The table {options.where} holds files that were written before its partitions were changed: which of "
-                "them a batch replaces cannot be told. Nothing of the batch is visible.",
-                next_step="rewrite the table's files by its present partitions, with another engine; or write by "
-                'option("mode", "upsert")',
+                f"The table {options.where} has data files of an earlier partition spec, so the files that a batch "
+                "replaces cannot be determined. Nothing of the batch is visible.",
+                next_step="rewrite the table's data files with the current partition spec, using another engine; or "
+                'use option("mode", "upsert")',
             )
         if tuple(task.file.partition) in taken:
             gone.append(task.file)
@@ -53,10 +53,10 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
 def upserted(options: IcebergOptions, table: Any, work: Work, shards: Sequence[Sequence[str]]) -> Effect:
     """
     Args:
-        shards: names of the staged files of each, in its order.
+        shards: names of the staged files of each, in order.
 
     Raises:
-        UsageError: without a version, a key lies in two shards; or the rows do not fit the table any more.
+        UsageError: without a version, a key is in two shards; or the rows no longer match the table.
     """
     if not any(shards):
         return Effect()
@@ -85,7 +85,7 @@ class _File:
     task: Any
 
     def bounds(self, key: str) -> tuple[Any, Any] | None:
-        """Where they are whole: those of texts and bytes may be cut off."""
+        """Only exact ones: bounds of texts and bytes may be truncated."""
         from pyiceberg.conversions import from_bytes
         from pyiceberg.types import IntegerType, LongType
 
@@ -96,7 +96,7 @@ class _File:
         return from_bytes(field.field_type, low), from_bytes(field.field_type, high)
 
     def rows(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """Without those that delete files name."""
+        """Without rows in delete files."""
         from pyiceberg.expressions import AlwaysTrue
         from pyiceberg.io.pyarrow import ArrowScan
 

@@ -13,7 +13,7 @@ from delivered.model.options import Option, OptionType, Unfit, choice, option, r
 
 CATALOGS = choice(("sql", "rest"))
 DATABASE = "catalog.db"
-"""The embedded catalog's file in the warehouse's folder."""
+"""File of the embedded catalog in the warehouse folder."""
 
 _PART = re.compile(r"(?:(?P<word>[A-Za-z]+)\(\s*(?:(?P<number>\d+)\s*,\s*)?)?(?P<column>[^(),\s]+)\s*\)?")
 _TRANSFORMS = {"years": "year", "months": "month", "days": "day", "hours": "hour"}
@@ -22,10 +22,10 @@ _COUNTED = {"bucket", "truncate"}
 
 @dataclass(frozen=True)
 class Part:
-    """One field of a partition spec that the user asked for.
+    """One field of the user's partition spec.
 
     Attributes:
-        transform: as Iceberg spells it: "identity", "day", "bucket[16]".
+        transform: in Iceberg's notation: "identity", "day", "bucket[16]".
     """
 
     column: str
@@ -41,7 +41,7 @@ class Part:
 def _identifier(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split("."))
     if len(names) < 2 or not all(names):
-        raise Unfit(f"is {text!r}; it must name the table and its namespace")
+        raise Unfit(f"is {text!r}; it must be a table with its namespace")
     return names
 
 
@@ -49,7 +49,7 @@ def _folder(text: str) -> str:
     if not text.removeprefix("file://").strip() or "://" in text.removeprefix("file://"):
         raise Unfit(
             f"is {text!r}; it must be a local folder. The warehouse of another catalog is 'catalog.warehouse'",
-            'name a folder, or write .option("catalog.uri", ...) and .option("catalog.warehouse", ...)',
+            'set it to a folder, or write .option("catalog.uri", ...) and .option("catalog.warehouse", ...)',
         )
     return absolute(text)
 
@@ -72,7 +72,7 @@ def _parts(text: str) -> tuple[Part, ...]:
                 "years(column), months(column), days(column), hours(column), bucket(16, column), truncate(4, column)"
             )
     if len({part.name for part in found}) != len(found):
-        raise Unfit(f"is {text!r}; it names something twice")
+        raise Unfit(f"is {text!r}; it contains duplicates")
     return tuple(found)
 
 
@@ -81,16 +81,16 @@ def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
     if ("warehouse" in values) == ("uri" in given):
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: it takes either 'warehouse', a local folder, or 'catalog.uri' with what else the catalog needs.",
+            f"{owner} needs either 'warehouse', a local folder, or 'catalog.uri' and the catalog's other options.",
             next_step='write .option("warehouse", "/data/lake"), or .option("catalog.type", "rest") and '
             '.option("catalog.uri", ...)',
         )
     if "py-io-impl" in given:
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: option 'catalog.py-io-impl' cannot be set: the sink lists, syncs and removes its files by its "
-            "own one, over Arrow's file systems.",
-            next_step="take the option out",
+            f"{owner}: option 'catalog.py-io-impl' cannot be set: the sink needs its own FileIO to list, sync and "
+            "delete its files.",
+            next_step="remove the option",
         )
     if "warehouse" in values:
         folder = _WAREHOUSE.parse(owner, values["warehouse"])
@@ -102,7 +102,7 @@ def _catalog(owner: str, values: Mapping[str, str]) -> dict[str, str]:
 
 _WAREHOUSE = Option(
     "warehouse",
-    "A local folder with an embedded catalog in it, made if it is not there; or catalog.uri.",
+    "Local folder with an embedded catalog, created if missing; alternatively set catalog.uri.",
     type=OptionType(_folder),
     example="/data/lake",
 )
@@ -113,11 +113,11 @@ class IcebergOptions(FileTableOptions, owner="delivered_iceberg sink"):
     Attributes:
         identifier: namespace and name of the table.
         catalog: properties of the catalog, without the prefix; values may be references to secrets.
-        warehouse: the embedded catalog's folder, absolute; None: another catalog.
+        warehouse: folder of the embedded catalog, absolute; None: another catalog.
     """
 
     identifier: tuple[str, ...] = option(
-        "table", "The table with its namespace: shop.orders.", OptionType(_identifier), example="shop.orders"
+        "table", "Table with its namespace: shop.orders.", OptionType(_identifier), example="shop.orders"
     )
     catalog: Mapping[str, str] = several(_catalog, passthrough=("catalog.",), secret=True)
     warehouse: str | None = several(
@@ -125,12 +125,12 @@ class IcebergOptions(FileTableOptions, owner="delivered_iceberg sink"):
         _WAREHOUSE,
     )
     catalog_name: str = option(
-        "catalogName", "The catalog's name: SQL catalogs keep tables apart by it.", default="default"
+        "catalogName", "Name of the catalog; SQL catalogs separate tables by it.", default="default"
     )
     partition_by: tuple[Part, ...] | None = option(
         "partitionBy",
-        "Columns and transforms, with commas between, by which a table that is created is partitioned: "
-        "region, days(at), bucket(16, id), truncate(4, code).",
+        "Comma-separated partition columns and transforms of a new table: region, days(at), bucket(16, id), "
+        "truncate(4, code).",
         OptionType(_parts),
         default=None,
         example="days(at)",
@@ -159,11 +159,11 @@ class IcebergOptions(FileTableOptions, owner="delivered_iceberg sink"):
 
     @property
     def sink_name(self) -> str:
-        """From the table's name. Each table has its own ledger, whatever the name."""
+        """The table's name. Each table has its own ledger, whatever the name."""
         return sink_name(self.table)
 
     def catalog_resolved(self) -> dict[str, str]:
-        """Properties for the client, secrets filled in; use at once, do not keep. `file://` is a URL, not a secret."""
+        """Properties for the client with secrets resolved; use at once, do not keep. `file://` is a URL here."""
         return {
             key: value if value.startswith("file://") else resolve_secret(f"catalog.{key}", value)
             for key, value in self.catalog.items()

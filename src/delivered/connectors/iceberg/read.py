@@ -1,4 +1,4 @@
-"""A scan of all rows of the table, a slice for each few files."""
+"""A scan of all rows of the table."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from delivered.kits.table.store import packed
 from delivered.model.columns import fitted
 
 NONE = -1
-"""In place of a snapshot's id: no rows."""
+"""Instead of a snapshot id: no rows."""
 
 
 @dataclass(frozen=True)
 class IcebergScan:
-    """See `delivered.contract.sink.BoundedScan`. The rows of the newest snapshot, which must not expire meanwhile, as a
-    reader of the table finds them: deleted ones are not among them."""
+    """See `delivered.contract.sink.BoundedScan`. Reads the newest snapshot, without deleted rows; it must not expire
+    meanwhile."""
 
     options: IcebergOptions
 
@@ -30,7 +30,7 @@ class IcebergScan:
         return plain(require_table(self.options).schema())
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        """Args: since: {"snapshot": id}: without the files that it has; one compacted later counts as new."""
+        """Args: since: {"snapshot": id}: excludes the files of this snapshot; files compacted later count as new."""
         table = require_table(self.options)
         before = self._tasks(table, (since or {}).get("snapshot", NONE))
         known = {task.file.file_path for task in before}
@@ -54,7 +54,7 @@ class IcebergScan:
                         yield fitted(batch, schema)
 
     def _tasks(self, table: Any, snapshot: int) -> list[Any]:
-        """What has to be read for a snapshot's rows, a task for each data file."""
+        """Scan tasks of a snapshot, one per data file."""
         if snapshot == NONE:
             return []
         with explained(self.options):

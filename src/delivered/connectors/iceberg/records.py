@@ -1,16 +1,16 @@
-"""What the ledger knows, in the table's own metadata.
+"""The ledger's records, in the table's own metadata.
 
     property                                        value
-    delivered/<pipeline>/<sink>/owner               the owner, and the number of its claim, as JSON
+    delivered/<pipeline>/<sink>/owner               the owner and the epoch of its claim, as JSON
     delivered/<pipeline>/<sink>/decided/<incarnation>  the newest decision: its batch, the commit's mark, the record
     delivered/<pipeline>/<sink>/begun/<incarnation>    the newest begun batch, as JSON
-    delivered/<pipeline>/<sink>/archive             what is left of incarnations long past, in base64
+    delivered/<pipeline>/<sink>/archive             entries of old incarnations, in base64
 
     branch                                          snapshot
     delivered/<pipeline>/<sink>                     of the newest claim; empty, without a parent
 
-Properties stay when snapshots expire. A decision stands in the summary of its snapshot too: the audit reads the older
-ones there, for as long as the table keeps them. A record is JSON, deflated, in base64.
+Properties survive the expiry of snapshots. A decision is also in the summary of its snapshot, where the audit reads
+older ones as long as the table keeps them. A record is JSON, deflated, in base64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IN_SUMMARY = "delivered.decision"
 
 @dataclass(frozen=True)
 class Names:
-    """Properties and branch of one sink of one pipeline."""
+    """Properties and branch of one pipeline and sink."""
 
     scope: Scope
 
@@ -56,7 +56,7 @@ class Names:
         return f"{self.branch}/begun/{incarnation}"
 
     def summary(self, decision: Decision) -> dict[str, str]:
-        """Of the snapshot that a decision makes."""
+        """Summary of a decision's snapshot."""
         return {
             "delivered.pipeline": self.scope.pipeline,
             "delivered.sink": self.scope.sink,
@@ -86,7 +86,7 @@ def packed(text: str) -> str:
 def unpacked(where: str, text: str) -> str:
     """
     Raises:
-        InvariantBroken: it is not what was written.
+        InvariantBroken: it is corrupt.
     """
     try:
         return zlib.decompress(base64.b64decode(text)).decode()
@@ -97,7 +97,7 @@ def unpacked(where: str, text: str) -> str:
 
 
 class Records:
-    """Reads the metadata of a table as it was loaded."""
+    """Reads the metadata of a loaded table."""
 
     def __init__(self, table: Any, scope: Scope) -> None:
         self._table = table
@@ -117,7 +117,6 @@ class Records:
         return Claim(owner, epoch, branch.snapshot_id if branch else None)
 
     def decided(self, incarnation: str) -> Decision | None:
-        """The newest decision."""
         name = self._names.decided(incarnation)
         text = self._properties.get(name)
         if text is None:
@@ -125,12 +124,12 @@ class Records:
         return Decision.from_json(unpacked(name, text.rpartition(" ")[2]))
 
     def mark(self, incarnation: str) -> str | None:
-        """Of the commit that decided the newest batch: in the names of its manifests."""
+        """Mark of the commit that decided the newest batch; part of its manifests' names."""
         text = self._properties.get(self._names.decided(incarnation))
         return None if text is None else text.split(" ")[1]
 
     def writer(self, incarnation: str) -> str | None:
-        """Of the files that the newest batch made visible, if they are not those that its tasks staged."""
+        """Writer of the newest batch's files, if they are not the staged ones."""
         parts = (self._properties.get(self._names.decided(incarnation)) or "").split(" ")
         return parts[2] if len(parts) == 4 else None
 
@@ -165,7 +164,7 @@ class Records:
         return sorted({name.removeprefix(s) for s in starts for name in self._properties if name.startswith(s)})
 
     def history(self, incarnation: str) -> Iterator[Decision]:
-        """Decisions that are still kept, oldest first; of one that was revised the newest."""
+        """Decisions that are still kept, oldest first; only the newest revision of each."""
         scope = self._names.scope
         mine = {
             "delivered.pipeline": scope.pipeline,
@@ -186,19 +185,18 @@ class Records:
 
 
 def decided_text(decision: Decision, mark: uuid.UUID, writer: str = "") -> str:
-    """Args: writer: of files that are not the staged ones. No name of ours holds a space."""
+    """Args: writer: of files that are not the staged ones. Our names contain no spaces."""
     return f"{decision.batch} {mark} {writer + ' ' if writer else ''}{packed(decision.to_json())}"
 
 
 def ledger_key(options: IcebergOptions, scope: Scope) -> tuple[str, ...]:
-    """One ledger, in this process."""
+    """Identifies a ledger in this process."""
     return ("iceberg", options.catalog["uri"], options.catalog_name, options.table, scope.pipeline, scope.sink)
 
 
 def _spoiled(where: str, error: Exception) -> InvariantBroken:
     return InvariantBroken(
         "LEDGER_RECORD_MISSING",
-        f"The ledger's record in {where!r} of the table is not what was written: {error}. Without it nobody can tell "
-        "what the last batch was.",
-        next_step="put the property back as an earlier metadata file of the table has it",
+        f"The ledger's record in {where!r} of the table is corrupt: {error}. Without it, the last batch is unknown.",
+        next_step="restore the property from an earlier metadata file of the table",
     )

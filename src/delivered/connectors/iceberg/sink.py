@@ -12,8 +12,8 @@ from delivered.kits.table.sink import FileTableSink
 from delivered.model.capability import Commit, SinkCapability
 from delivered.model.limits import LEDGER_HISTORY_BATCHES
 
-_BACKUP = "catalog and table are backed up and restored as one"
-_CATALOG = "the catalog commits by comparing and swapping, and answers with what was committed last"
+_BACKUP = "catalog and table are backed up and restored together"
+_CATALOG = "the catalog commits by compare-and-swap, and always returns the last committed state"
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class IcebergSink(FileTableSink):
         return SinkCapability(
             system="iceberg",
             commit=Commit.ONE_TRANSACTION,
-            mechanism="one commit to the table, fenced by a branch of it",
-            stage="Parquet files in the table's folder, which no snapshot names",
-            prepare="files closed and durable, with a manifest of them beside",
+            mechanism="one commit to the table, fenced by one of its branches",
+            stage="Parquet files in the table's folder, not yet in any snapshot",
+            prepare="files closed and durable, with a manifest next to them",
             decide="one commit: a snapshot with the files of all shards, and the ledger's record",
-            apply="nothing left to do; the rows are visible since the decision",
-            send="one snapshot for each shard, visible when it is committed",
+            apply="nothing to do; the decision made the rows visible",
+            send="one snapshot per shard, visible when it is committed",
             batch_atomic=True,
             write=self.options.write,
             local=self.options.local,
             assumes=(_BACKUP,) if self.options.local else (_BACKUP, _CATALOG),
             limits=(
-                f"of older decisions the last {LEDGER_HISTORY_BATCHES} are read, as far as their snapshots are kept; "
-                "the newest one stays for ever",
-                "each batch is a snapshot, and a file for each shard: compact the table and expire snapshots",
+                f"the last {LEDGER_HISTORY_BATCHES} decisions are readable as long as their snapshots are kept; the "
+                "newest one permanently",
+                "each batch adds a snapshot and a file per shard: compact the table and expire snapshots regularly",
             ),
         )

@@ -1,4 +1,4 @@
-"""mode upsert: a task's rows as they came, in plain Parquet; the driver makes files of the table of them."""
+"""Mode upsert: a task stages its rows unchanged, in plain Parquet; the driver writes the table's files."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class StagedRows:
         return StagedFiles(f"{self._place.folder}/{self._place.stem}", len(rows), rows=rows) if rows else None
 
     def check(self) -> None:
-        raise InvariantBroken("MODE_GUARANTEE", "Mode upsert is for exactly_once.")
+        raise InvariantBroken("MODE_GUARANTEE", "Mode upsert requires exactly_once.")
 
     def commit(self) -> Outcome[None]:
-        raise InvariantBroken("MODE_GUARANTEE", "Mode upsert is for exactly_once.")
+        raise InvariantBroken("MODE_GUARANTEE", "Mode upsert requires exactly_once.")
 
     def discard(self) -> None:
         if self._files is not None:

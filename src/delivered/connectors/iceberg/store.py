@@ -1,8 +1,8 @@
-"""The ledger in the table's own metadata: a batch's files and its decision get in by one commit.
+"""The ledger in the table's own metadata: one commit adds a batch's files and its decision.
 
-A claim is a commit that moves a branch of the table to a new, empty snapshot; every decision names the snapshot of its
-claim, and the catalog refuses it when the branch is elsewhere. So a decision never gets in behind a later claim,
-whatever was under way, and rows that others append meanwhile fence nobody.
+A claim is a commit that moves a branch of the table to a new, empty snapshot; every decision asserts the snapshot of
+its claim, and the catalog rejects it if the branch has moved. So a decision in flight never commits after a later
+claim, and concurrent appends by others fence nobody.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from delivered.model.prepared import Prepared
 from delivered.model.work import Decision, LedgerState, Owner
 
 Staged = list[tuple[Prepared, list[Any]]]
-"""Participants and their data files; mode upsert: their files' names."""
+"""Participants and their data files; for mode upsert, their file names."""
 
 
 class IcebergStore:
@@ -85,10 +85,10 @@ class IcebergStore:
         """A decision and the files of this sink's participants, in one commit.
 
         1  read the table; ask the rule
-        2  check that the files are there, whole, and fit the table   <- crash points of commit.apply
+        2  check that the files exist, are complete and match the table <- crash points of commit.apply
         3  write the manifests of a new snapshot, which nothing points to yet
-        4  one commit: the snapshot, and the record of the decision   <- from here on the batch counts
-        5  take away what only the driver needed
+        4  one commit: the snapshot, and the record of the decision     <- from here on the batch counts
+        5  delete what only the driver needed
         """
         staged: Staged | None = None
         made = Effect()
@@ -102,7 +102,7 @@ class IcebergStore:
                 properties = {self._names.begun(self._scope.incarnation): wanted.begun.to_json()}
                 return TableChange(folder="", prefix="", properties=properties, claim=claim)
             if wanted is not None and wanted.decision is not None:
-                made.discard()  # of a try behind which somebody else committed
+                made.discard()  # of a try that lost against another commit
                 made = Effect()
                 if staged is None:
                     staged = self._staged(table, wanted.decision, wanted.move)
@@ -113,7 +113,7 @@ class IcebergStore:
         try:
             outcome = commit(self._options, change)  # THE line that decides a batch in this sink
         except DeliveredError:
-            # `commit` returns what it knows once it has asked the catalog; what raises comes before.
+            # `commit` only raises before it sends anything to the catalog.
             made.discard()
             raise
         if isinstance(outcome, Failed):
@@ -150,7 +150,7 @@ class IcebergStore:
         held = records.claim()
         return Head(
             held.owner if held else None,
-            # A claim whose branch somebody dropped holds nothing back: it is none any more.
+            # A claim whose branch was dropped fences nobody: it no longer counts.
             held.epoch if held is not None and held.snapshot is not None else 0,
             records.newest(incarnation),
             lambda: records.decided(incarnation),
@@ -171,7 +171,7 @@ class IcebergStore:
         )
 
     def _effect(self, table: Any, decision: Decision, staged: Staged) -> Effect:
-        """What the batch makes of the table as it is now."""
+        """The effect of the batch on the current table."""
         with explained(self._options):
             if self._options.write.upserts:
                 check_features(self._options, table)
@@ -184,10 +184,10 @@ class IcebergStore:
             return overwritten(self._options, table, files) if self._options.write.replaces else Effect(files)
 
     def _staged(self, table: Any, decision: Decision, move: Sequence[Prepared]) -> Staged:
-        """After a check that the files are there, and whole.
+        """The staged files, checked to exist and be complete.
 
         Raises:
-            InvariantBroken: a file is gone, or is not what was prepared.
+            InvariantBroken: a file is missing, or differs from what was prepared.
         """
         if not move:
             return []
@@ -237,7 +237,7 @@ class IcebergStore:
         )
 
     def _forgotten(self, table: Any) -> tuple[dict[str, str], list[str]]:
-        """Properties of very old incarnations, and the one that keeps what is left of them."""
+        """Properties of very old incarnations to delete, and the archive property that replaces them."""
         old = outdated(self._state(table))
         if not old.incarnations:
             return {}, []
@@ -246,7 +246,7 @@ class IcebergStore:
         return {self._names.archive: kept}, [name for name in names if name in table.properties]
 
     def _take_away(self, names: Iterable[str]) -> None:
-        """What nothing points to any more. Missed now, it is found at the next claim."""
+        """Delete files that nothing points to any more; the next claim finds those that remain."""
         with contextlib.suppress(OSError, DeliveredError):
             table = require_table(self._options)
             store(table, data_path(table)).remove(names)

@@ -1,4 +1,4 @@
-"""The user's table: create it, compare it with the rows. Changes no row."""
+"""The user's table: create it, compare it with the rows. Changes no rows."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from delivered.model.errors import UsageError
 FORMAT_VERSION = 2
 _CREATED_WITH = {
     "format-version": str(FORMAT_VERSION),
-    # Each batch is a version of the metadata, and a manifest: both are kept down as they come.
+    # Each batch adds a metadata version and a manifest: both are cleaned up continuously.
     "write.metadata.delete-after-commit.enabled": "true",
     "write.metadata.previous-versions-max": "100",
     "commit.manifest-merge.enabled": "true",
 }
 ADD_ATTEMPTS_MAX = 10
-"""Commits of others that may come before one that adds columns."""
+"""Retries against concurrent commits when columns are added."""
 _DAYS, _HOURS = ("year", "month", "day"), ("hour",)
 
 
 def ready(options: IcebergOptions, schema: pa.Schema) -> None:
     """
     Raises:
-        UsageError: no table, and none is to be created; or rows of this schema do not fit.
-        Refused: the table asks more of a writer than this sink does.
+        UsageError: the table does not exist and must not be created; or rows of this schema do not match it.
+        Refused: the table requires writer features that this sink does not support.
     """
     TYPES.check(schema)
     schema = TYPES.canonical_schema(schema)
@@ -54,7 +54,7 @@ def ready(options: IcebergOptions, schema: pa.Schema) -> None:
 
 
 def check(options: IcebergOptions) -> None:
-    """Raises what speaks against this table. Writes one small file beside its data, and takes it away again."""
+    """Raise if this table cannot be written. Writes and deletes a small file next to its data."""
     catalog(options)
     table = open_table(options)
     if table is None and not options.create:
@@ -66,8 +66,8 @@ def check(options: IcebergOptions) -> None:
 
 
 def _add_columns(options: IcebergOptions, table: Any, schema: pa.Schema) -> None:
-    """Those that the table lacks, optional, in a commit of their own that changes no row. Another driver may do the
-    same at this moment, and somebody else may commit: then the table is looked at again."""
+    """Add missing columns as optional ones, in a separate commit that changes no rows. Retried against concurrent
+    commits, perhaps of another driver that does the same."""
     from pyiceberg.exceptions import CommitFailedException
 
     for attempt in range(ADD_ATTEMPTS_MAX):
@@ -90,44 +90,44 @@ def _add_columns(options: IcebergOptions, table: Any, schema: pa.Schema) -> None
 def check_features(options: IcebergOptions, table: Any) -> None:
     """
     Raises:
-        Refused: the table asks a writer for something that this one does not do.
+        Refused: the table requires a writer feature that this sink does not support.
     """
     asked = []
     if table.metadata.format_version != FORMAT_VERSION:
         asked.append(f"format version {table.metadata.format_version} (this sink writes {FORMAT_VERSION})")
     if table.properties.get("write.wap.enabled", "false").lower() == "true":
-        asked.append("write.wap.enabled: snapshots that are published by hand")
+        asked.append("write.wap.enabled: snapshots are published separately")
     asked += sorted(key for key in table.properties if key.startswith("encryption."))
     target.check_asked(options, asked)
 
 
 def compare(options: IcebergOptions, table: Any, schema: pa.Schema, *, adds: bool = False) -> list[pa.Field]:
-    """See `delivered.kits.table.target.compare`. Raises UsageError also for other partitions than the options name."""
+    """See `delivered.kits.table.target.compare`. Also raises UsageError if the options have other partitions."""
     spec = [(table.schema().find_column_name(f.source_id), str(f.transform)) for f in table.spec().fields]
     wanted = None if options.partition_by is None else [(p.column, p.transform) for p in options.partition_by]
     if wanted not in (None, spec):
         raise UsageError(
             "PARTITIONS",
-            f"The table {options.where} is partitioned by {_told(spec)}; option 'partitionBy' names "
+            f"The table {options.where} is partitioned by {_told(spec)}, but option 'partitionBy' is "
             f"{_told(wanted or [])}.",
-            next_step="take the option out: the sink writes by the table's own partitions",
+            next_step="remove the option: the sink uses the table's partitions",
         )
     return target.compare(options, types.to_arrow(table.schema()), schema, [name for name, _ in spec], adds=adds)
 
 
 def same_columns(options: IcebergOptions, table: Any, schema_id: int, spec_id: int, columns: Iterable[int]) -> None:
-    """Check once more, against the table as it is at the commit: others may have altered it since files were written.
+    """Check the table again at the commit: others may have altered it since the files were written.
 
     Args:
-        schema_id, spec_id: by which the files were written.
-        columns: field ids that are in them.
+        schema_id, spec_id: that the files were written with.
+        columns: their field ids.
 
     Raises:
-        UsageError: the files do not fit the table any more.
+        UsageError: the files no longer match the table.
     """
     check_features(options, table)
     if table.metadata.default_spec_id != spec_id:
-        raise _altered(options, "its partitions were changed")
+        raise _altered(options, "its partition spec was changed")
     if table.metadata.current_schema_id == schema_id:
         return
     old, new = table.schemas()[schema_id], table.schema()
@@ -137,7 +137,7 @@ def same_columns(options: IcebergOptions, table: Any, schema_id: int, spec_id: i
             raise _altered(options, f"column {name!r} was changed or dropped")
     needed = [f.name for f in new.fields if f.required and f.field_id not in set(columns)]
     if needed:
-        raise _altered(options, f"columns {needed} need a value now")
+        raise _altered(options, f"columns {needed} became required")
 
 
 def _altered(options: IcebergOptions, what: str) -> UsageError:
@@ -162,7 +162,7 @@ def _create(options: IcebergOptions, schema: pa.Schema) -> Any:
         except NamespaceAlreadyExistsError:
             pass
         except Exception:
-            # Another driver may have made it at this moment; if not, the reason is told.
+            # Another driver may have created it meanwhile; if not, raise the reason.
             if not known.namespace_exists(options.namespace):
                 raise
         with contextlib.suppress(TableAlreadyExistsError):
@@ -182,10 +182,10 @@ def _spec(options: IcebergOptions, schema: pa.Schema, made: Any) -> Any:
         if kind is None or not _fits(part, kind):
             raise UsageError(
                 "PARTITION_TYPE",
-                f"Option 'partitionBy' names {part.column!r} by {part.transform}, which is "
-                f"{kind or 'no column of the rows'}; a column must be a text, bytes, a whole number, a decimal, a "
-                "boolean, a date or a time, and one of the last two for years, months, days and hours.",
-                next_step=f"derive one, for instance to_date({part.column})",
+                f"Option 'partitionBy' has {part.column!r} with {part.transform}, which is "
+                f"{kind or 'not a column of the rows'}; it must be a string, binary, integer, decimal, boolean, date "
+                "or timestamp, and for years, months, days and hours a date or timestamp.",
+                next_step=f"derive one, for example to_date({part.column})",
             )
         fields.append(
             PartitionField(

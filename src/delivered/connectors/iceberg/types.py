@@ -1,4 +1,4 @@
-"""Arrow types as an Iceberg table keeps them, without loss, and back.
+"""Arrow types as an Iceberg table stores them, without loss.
 
 Arrow                           Iceberg
 boolean                         boolean
@@ -54,7 +54,7 @@ def _wide(kind: pa.DataType) -> pa.DataType:
 
 
 def to_iceberg(schema: pa.Schema) -> Any:
-    """A new table's schema, every column optional, with field ids from 1 on."""
+    """Schema of a new table, every column optional, with field ids from 1."""
     from pyiceberg.schema import Schema
     from pyiceberg.types import NestedField
 
@@ -103,8 +103,8 @@ def plain(schema: Any) -> pa.Schema:
 
 
 def to_arrow(schema: Any) -> pa.Schema:
-    """A table's columns in our Arrow types, with their field ids as Parquet keeps them; of a column whose type rows
-    cannot have, the client's own type."""
+    """A table's columns in our Arrow types, with their field ids as in Parquet; a column of an unsupported type keeps
+    the client's type."""
     return pa.schema([_field(f.name, f.field_type, f.field_id, not f.required) for f in schema.fields])
 
 
@@ -116,7 +116,7 @@ def _to_arrow(kind: Any) -> pa.DataType:
     from pyiceberg import types as ice
     from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-    # Requiredness below the top is left out: rows that have a NULL there cannot be told from their schema.
+    # Nested requiredness is ignored: the rows' schema does not tell whether they have nulls there.
     if isinstance(kind, ice.ListType):
         return pa.list_(_field("element", kind.element_type, kind.element_id))
     if isinstance(kind, ice.MapType):

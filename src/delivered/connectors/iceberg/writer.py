@@ -1,4 +1,4 @@
-"""A task's side: Parquet files in the table's folder, which a snapshot names later (exactly_once) or at once."""
+"""Executor side: Parquet files in the table's folder, committed later (exactly_once) or at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def writer(options: IcebergOptions, work: Work, guarantee: Guarantee, schema: pa
 
 
 class IcebergFiles:
-    """See `delivered.kits.table.shard.ShardFiles`. Reads the table when there is a row to write."""
+    """See `delivered.kits.table.shard.ShardFiles`. Reads the table on the first row."""
 
     def __init__(self, options: IcebergOptions, work: Work, schema: pa.Schema, direct: bool) -> None:
         self._options = options
@@ -56,20 +56,20 @@ class IcebergFiles:
                 if not field.nullable and plain.column(field.name).null_count:
                     raise BadRecord(
                         "COLUMN_REQUIRED",
-                        f"Column {field.name!r} of the table {self._options.where} may hold no NULL, and a row does.",
-                        next_step="filter these rows, or give them a value",
+                        f"Column {field.name!r} of the table {self._options.where} is required, but a row has null.",
+                        next_step="filter these rows, or fill in a value",
                     )
             for part, rows in manifest.parts(self._table, plain, fitted(plain, stored)):
                 files.write(part, rows)
 
     @property
     def done(self) -> list[Any]:
-        """After `finish`: data files, as the client knows them."""
+        """After `finish`: the client's data files."""
         return self._done
 
     @property
     def writer(self) -> str:
-        """By which the files' names begin."""
+        """Common prefix of the file names."""
         return f"{self._place.folder}/{self._place.stem}"
 
     def finish(self) -> int:
@@ -132,5 +132,5 @@ class IcebergFiles:
         same_columns(self._options, now, written.current_schema_id, written.default_spec_id, self._columns())
 
     def _columns(self) -> list[int]:
-        """Field ids that are in the files."""
+        """Field ids in the files."""
         return [f.field_id for f in self._table.schema().fields if f.name in self._schema.names]

@@ -26,14 +26,14 @@ def check_schema(schema: pa.Schema, topic: str | None) -> None:
     if unknown:
         raise UsageError(
             "COLUMN_UNKNOWN",
-            f"{OWNER}: column {unknown[0]!r} has no place in a Kafka record; the columns are: {', '.join(KNOWN)}.",
-            next_step="select the columns, for instance selectExpr('key', 'to_json(struct(*)) AS value')",
+            f"{OWNER}: unknown column {unknown[0]!r}; a Kafka record has the columns {', '.join(KNOWN)}.",
+            next_step="select the columns, for example selectExpr('key', 'to_json(struct(*)) AS value')",
         )
     if "value" not in schema.names:
         raise UsageError(
             "COLUMN_MISSING",
-            f"{OWNER}: rows have no column 'value'; they have: {', '.join(schema.names) or 'none'}.",
-            next_step="select one, for instance selectExpr('to_json(struct(*)) AS value')",
+            f"{OWNER}: the rows have no column 'value'; they have: {', '.join(schema.names) or 'none'}.",
+            next_step="select one, for example selectExpr('to_json(struct(*)) AS value')",
         )
     if topic is None and "topic" not in schema.names:
         raise UsageError(
@@ -102,8 +102,8 @@ def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
         raise BadRecord(
             "HEADER_UNNAMED",
             f"Row {row} of a batch has a header without a key: headers are {str(array[row].as_py())[:200]}. "
-            "Kafka has no place for it. Nothing of its batch counts.",
-            next_step="filter such headers, for instance filter(headers, h -> h.key IS NOT NULL)",
+            "Kafka does not support that. Nothing of the batch counts.",
+            next_step="filter such headers, for example filter(headers, h -> h.key IS NOT NULL)",
         )
     empty = pc.equal(pc.list_value_length(array), 0)
     if pc.any(empty).as_py():
@@ -165,7 +165,7 @@ def invalid_rows(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa
         column = batch.column(names.index("topic"))
         found.append(pc.if_else(pc.is_null(column), "no topic", nothing))
         bad = pa.array([t for t in column.unique().to_pylist() if t is not None and not is_topic(t)], column.type)
-        found.append(pc.if_else(pc.is_in(column, bad), "no name of a topic", nothing))
+        found.append(pc.if_else(pc.is_in(column, bad), "not a valid topic name", nothing))
     if "headers" in names and pa.types.is_list(batch.column(names.index("headers")).type):
         unnamed = _unnamed(batch.column(names.index("headers")).cast(HEADERS.type))
         if unnamed is not None:
@@ -190,7 +190,7 @@ def _check(schema: pa.Schema, name: str, fits: bool, wanted: str) -> None:
         raise UsageError(
             "COLUMN_TYPE",
             f"{OWNER}: column {name!r} is {schema.field(name).type}; it must be {wanted}.",
-            next_step=f"cast it, for instance {_CASTS.get(wanted, f'CAST({name} AS STRING)')}",
+            next_step=f"cast it, for example {_CASTS.get(wanted, f'CAST({name} AS STRING)')}",
         )
 
 

@@ -1,4 +1,4 @@
-"""The driver's hand on Kafka transactions that tasks, perhaps dead by now, have prepared."""
+"""Commits and aborts the Kafka transactions that tasks prepared."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class KafkaCommitter:
         except NoAnswer as error:
             raise Unreachable(
                 "KAFKA_NO_ANSWER",
-                f"The brokers did not tell the id of topic {topic!r}: {error}.",
-                next_step="start again when the brokers answer",
+                f"The brokers did not return the id of topic {topic!r}: {error}.",
+                next_step="start again once the brokers respond",
             ) from None
         return {} if known is None else {self._scope.sink: Target(f"topic {topic}", known)}
 
@@ -87,9 +87,7 @@ class KafkaCommitter:
         try:
             return transactions.open_transactions(self._wire, self._scope)
         except NoAnswer as error:
-            raise Unreachable(
-                "KAFKA_NO_ANSWER", f"The brokers did not tell which transactions are open: {error}."
-            ) from None
+            raise Unreachable("KAFKA_NO_ANSWER", f"The brokers did not list open transactions: {error}.") from None
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
         """Commit or abort, by hand, the transaction that an id of this sink holds now.
@@ -100,16 +98,16 @@ class KafkaCommitter:
         if not transactions.is_ours(self._scope, transactional_id):
             raise UsageError(
                 "TRANSACTION_FOREIGN",
-                f"{transactional_id!r} is no transaction of pipeline {self._scope.pipeline!r}, sink "
-                f"{self._scope.sink!r}: its ids start with {transactions.id_prefix(self._scope)!r}.",
-                next_step="`delivered transactions list` shows them",
+                f"{transactional_id!r} is not a transaction of pipeline {self._scope.pipeline!r}, sink "
+                f"{self._scope.sink!r}: their ids start with {transactions.id_prefix(self._scope)!r}.",
+                next_step="list them with `delivered transactions list`",
             )
         found = next((t for t in self.open_transactions() if t.transactional_id == transactional_id), None)
         if found is None:
             raise UsageError(
                 "TRANSACTION_NOT_OPEN",
-                f"{transactional_id!r} holds no open transaction.",
-                next_step="`delivered transactions list` shows those that are open",
+                f"{transactional_id!r} has no open transaction.",
+                next_step="list the open ones with `delivered transactions list`",
             )
         return transactions.end(self._wire, found.participant, commit)
 

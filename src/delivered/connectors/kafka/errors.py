@@ -18,8 +18,8 @@ def config_error(said: str, owner: str = OWNER, name: str | None = None) -> Usag
     name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
     return UsageError(
         "OPTION_UNKNOWN" if found and "No such" in said else "OPTION_VALUE",
-        f"{owner}: librdkafka refuses the option {name}: {said}.",
-        next_step="see librdkafka's CONFIGURATION.md for the names and values it knows",
+        f"{owner}: librdkafka rejected the option {name}: {said}.",
+        next_step="see librdkafka's CONFIGURATION.md for supported names and values",
     )
 
 
@@ -33,31 +33,31 @@ def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
     if name in ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"):
         return UsageError(
             "TOPIC_MISSING",
-            f"{OWNER}: there is no topic or partition {what!r} at {servers}.",
-            next_step="make the topic, or correct its name",
+            f"{OWNER}: topic or partition {what!r} does not exist at {servers}.",
+            next_step="create the topic, or correct its name",
         )
     if name in ("TOPIC_EXCEPTION", "INVALID_TOPIC_EXCEPTION"):
         return UsageError(
             "TOPIC_INVALID",
-            f"{OWNER}: {servers} says that {what!r} cannot be a topic: up to 249 letters, digits, '.', '_' and '-'.",
+            f"{OWNER}: {servers} rejected the topic name {what!r}: up to 249 letters, digits, '.', '_' and '-'.",
             next_step="correct the name of the topic",
         )
     if "AUTHORIZATION_FAILED" in name:
         return UsageError(
             "NOT_PERMITTED",
-            f"{OWNER}: {servers} does not permit to read {what!r} ({name}).",
-            next_step="ask for the permissions Describe and Read on the topic (and Read on the group)",
+            f"{OWNER}: this user is not authorized to read {what!r} at {servers} ({name}).",
+            next_step="grant Describe and Read on the topic (and Read on the group)",
         )
     if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "_SSL"):
         return Unreachable(
             "CREDENTIALS_REFUSED",
-            f"{OWNER}: {servers} and this client did not agree on TLS or credentials: {said}",
+            f"{OWNER}: TLS or authentication failed at {servers}: {said}",
             next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
         )
     return Unreachable(
         "KAFKA_UNREACHABLE",
         f"{OWNER}: {servers} did not answer about {what!r} ({name}): {said}",
-        next_step="check kafka.bootstrap.servers, and that the brokers run and can be reached from here",
+        next_step="check kafka.bootstrap.servers, and that the brokers are running and reachable from here",
     )
 
 
@@ -155,20 +155,20 @@ def producer_error(error: ProducerError, topic: str | None, options: SinkOptions
     if error.fenced:
         return Fenced(
             "PRODUCER_FENCED",
-            f"Another attempt or another driver took this shard's transactional id: {error}. Nothing of this attempt "
-            "is visible.",
-            next_step="none, if another attempt of the task or another driver goes on; else start again",
+            f"Another attempt or another driver took over this shard's transactional id: {error}. Nothing of this "
+            "attempt is visible.",
+            next_step="nothing, if another attempt of the task or another driver continues; otherwise start again",
         )
     if error.topic_unknown:
         return UsageError(
             "TOPIC_UNKNOWN",
             f"Topic {topic!r} does not exist at {servers}.",
-            next_step=f"create it, for instance kafka-topics.sh --create --topic {topic} --bootstrap-server {servers}",
+            next_step=f"create it, for example kafka-topics.sh --create --topic {topic} --bootstrap-server {servers}",
         )
     if error.no_permission:
         return Refused(
             "KAFKA_PERMISSION",
-            f"The brokers at {servers} do not permit this user to write to {topic!r}: {error}.",
+            f"This user is not authorized to write to {topic!r} at {servers}: {error}.",
             next_step="grant Write and Describe on the topic and on the ledger topic, and on transactional ids that "
             "start with `delivered.`; or check the credentials",
         )
@@ -176,12 +176,12 @@ def producer_error(error: ProducerError, topic: str | None, options: SinkOptions
         return Unreachable(
             "KAFKA_UNREACHABLE",
             f"The brokers at {servers} did not answer in time: {error}.",
-            next_step="check that the brokers run, and kafka.bootstrap.servers",
+            next_step="check kafka.bootstrap.servers, and that the brokers are running",
         )
     return DeliveredError(
         "KAFKA_CLIENT",
         f"The Kafka client at {servers} failed: {error}.",
-        next_step="start again; if it comes back, look into the brokers' logs",
+        next_step="start again; if this recurs, check the brokers' logs",
     )
 
 
@@ -192,8 +192,8 @@ def delivery_error(failures: Failures, options: SinkOptions) -> DeliveredError:
         return BadRecord(
             "RECORD_TOO_LARGE",
             f"A record of {failures.largest} bytes (key and value) is too large: the client's limit is {limit} bytes "
-            "(kafka.message.max.bytes), the broker has its own for the topic (max.message.bytes). "
-            f"{failures.count} records were refused.",
+            "(kafka.message.max.bytes), and the topic has its own (max.message.bytes). "
+            f"{failures.count} records were rejected.",
             next_step="raise both limits, or filter such records",
         )
     error = ProducerError(
@@ -205,5 +205,5 @@ def delivery_error(failures: Failures, options: SinkOptions) -> DeliveredError:
     return DeliveredError(
         "DELIVERY_FAILED",
         f"{failures.count} records were not delivered, the first with {failures.name}{failures.hint()}.",
-        next_step="start again when the cause is gone; the batch runs again",
+        next_step="fix the cause, then start again; the batch runs again",
     )

@@ -157,8 +157,8 @@ def library() -> Any:
             return lib
     raise UsageError(
         "KAFKA_LIBRARY",
-        "confluent-kafka is installed, and the librdkafka that it uses shows no functions to this process.",
-        next_step="pip install --force-reinstall --only-binary :all: confluent-kafka, whose wheels bring librdkafka",
+        "confluent-kafka is installed, but the functions of its librdkafka are not accessible to this process.",
+        next_step="pip install --force-reinstall --only-binary :all: confluent-kafka, whose wheels include librdkafka",
     )
 
 

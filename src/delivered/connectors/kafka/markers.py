@@ -60,7 +60,8 @@ def find_marker(wire: Wire, topic: str, work: Work, wait_s: float) -> Fingerprin
     except NoAnswer as error:
         raise OutcomeUnknown(
             "MARKER_UNREADABLE",
-            f"Whether shard {work.shard} of batch {work.batch} is visible cannot be told: {error}.",
-            next_step="`delivered transactions list` shows who holds the partition; start again when it is free",
+            f"It is unknown whether shard {work.shard} of batch {work.batch} is visible: {error}.",
+            next_step="find the transaction that blocks the partition with `delivered transactions list`; start again "
+            "once it has ended",
         ) from None
     return found

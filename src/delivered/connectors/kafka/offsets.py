@@ -66,8 +66,8 @@ class Positions:
         except (AttributeError, TypeError, ValueError):
             raise InvariantBroken(
                 "CHECKPOINT_OFFSETS",
-                f"The checkpoint holds offsets that are not of a Kafka source: {json.dumps(told)[:200]}.",
-                next_step="start from the checkpoint that belongs to this source, or from a new one",
+                f"The checkpoint's offsets are not those of a Kafka source: {json.dumps(told)[:200]}.",
+                next_step="use the checkpoint of this source, or a new one",
             ) from None
 
 

@@ -25,7 +25,7 @@ OWNER = "delivered_kafka source"
 
 SERVERS = Option(
     "kafka.bootstrap.servers",
-    "Brokers to start from, as host:port, separated by commas.",
+    "Comma-separated bootstrap brokers, as host:port.",
     required=True,
     example="localhost:9092",
 )
@@ -46,8 +46,8 @@ def _unused(name: str, why: str) -> Option:
 
 
 _UNUSED = (
-    _unused("fetchOffset.numRetries", "the source asks again for two minutes."),
-    _unused("fetchOffset.retryIntervalMs", "the source asks again at once."),
+    _unused("fetchOffset.numRetries", "the source retries for two minutes."),
+    _unused("fetchOffset.retryIntervalMs", "the source retries at once."),
     _unused("kafkaConsumer.pollTimeoutMs", "a read waits two minutes for brokers."),
 )
 _READER_RESERVED = {
@@ -73,7 +73,7 @@ def _reader_client(owner: str, values: Mapping[str, str]) -> dict[str, str]:
 
 
 _WHICH = ("subscribe", "subscribePattern", "assign")
-_SUBSCRIBE = Option("subscribe", "Topics, separated by commas.", type=names("topic"), example="orders")
+_SUBSCRIBE = Option("subscribe", "Comma-separated topics.", type=names("topic"), example="orders")
 
 
 def _subscribed(owner: str, values: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -91,13 +91,13 @@ def _pattern(text: str) -> str:
     pattern = text.strip()
     if not pattern:
         raise Unfit(
-            f"is {text!r}; it finds no topic",
-            'write a regular expression, for instance .option("subscribePattern", "^orders-")',
+            f"is {text!r}; it matches no topic",
+            'write a regular expression, for example .option("subscribePattern", "^orders-")',
         )
     try:
         re.compile(pattern)
     except re.error as error:
-        raise Unfit(f"is {text!r}, no regular expression: {error}") from None
+        raise Unfit(f"is {text!r}, not a valid regular expression: {error}") from None
     return pattern
 
 
@@ -119,7 +119,7 @@ def _where(owner: str, values: Mapping[str, str], side: str, forbidden: int | No
                 raise UsageError(
                     "OPTION_VALUE",
                     f"{owner}: option {name!r} is {values[name]!r}; it cannot be {word}.",
-                    next_step="name the offsets where the read ends, or latest",
+                    next_step="write the offsets where the read ends, or latest",
                 )
             return where
     return None
@@ -143,8 +143,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
     topics: tuple[str, ...] | None = several(_subscribed, _SUBSCRIBE, default=None)
     pattern: str | None = option(
         "subscribePattern",
-        "Regular expression (Python's), found anywhere in a topic's name as in Spark; ^ and $ bind it to the whole "
-        "name.",
+        "Regular expression (Python syntax), searched in topic names as in Spark; anchor it with ^ and $.",
         OptionType(_pattern),
         default=None,
         example="^orders-",
@@ -181,7 +180,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
     )
     rows_max: int | None = option(
         "maxOffsetsPerTrigger",
-        "About how many offsets one batch takes at most.",
+        "Approximate maximum number of offsets per batch.",
         _COUNT,
         default=None,
         shown="no bound",
@@ -189,7 +188,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
     )
     rows_min: int | None = option(
         "minOffsetsPerTrigger",
-        "A batch waits until so many offsets are there, at most maxTriggerDelay; with available-now it does not.",
+        "A batch waits for this many offsets, at most maxTriggerDelay; ignored with available-now.",
         _COUNT,
         default=None,
         example="1000",
@@ -204,7 +203,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
     )
     piece_rows_max: int | None = option(
         "maxRecordsPerPartition",
-        "Cut a batch into tasks of at most so many offsets.",
+        "Maximum number of offsets per task.",
         _COUNT,
         default=None,
         shown="no bound",
@@ -212,7 +211,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
     )
     pieces_min: int | None = option(
         "minPartitions",
-        "Cut a batch into at least so many tasks.",
+        "Minimum number of tasks per batch.",
         _COUNT,
         default=None,
         shown="one per Kafka partition with records",
@@ -222,8 +221,8 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
     headers: bool = headers_option("Add the column headers.")
     group: str | None = option(
         "commitOffsetsToGroup",
-        "Consumer group that is told how far the pipeline is, after each batch, so that tools can show its lag. "
-        "Nothing is ever read from it.",
+        "Consumer group to commit the pipeline's offsets to after each batch, so that tools can show its lag. Its "
+        "offsets are never read.",
         OptionType(not_blank),
         default=None,
         example="delivered",
@@ -234,16 +233,16 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
         SERVERS,
         Option(
             "kafka.isolation.level",
-            "read_committed: of aborted transactions nothing is read, and an open one hides what follows it in its "
-            "partition until it ends; read_uncommitted, Spark's default: everything at once.",
+            "read_committed: skips aborted transactions, and reads only up to the first open one; read_uncommitted, "
+            "Spark's default: reads all records at once.",
             "read_committed",
         ),
-        Option("kafka.group.id", "Group id that brokers see, for permissions. The consumers join no group."),
-        Option("groupIdPrefix", "Of the group id that brokers see, unless kafka.group.id is given.", "delivered"),
+        Option("kafka.group.id", "Group id for authorization. The consumers join no group."),
+        Option("groupIdPrefix", "Prefix of the group id, unless kafka.group.id is set.", "delivered"),
         *_UNUSED,
         Option(
             "checkpointLocation",
-            "The query's, once more: a topic that is deleted and made again while the query is stopped is noticed. "
+            "The query's checkpointLocation again, to detect a topic that was recreated while the query was stopped. "
             "delivered.Pipeline sets it.",
         ),
         passthrough=("kafka.",),
@@ -254,9 +253,9 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
         if self.rows_min is not None and self.rows_max is not None and self.rows_min > self.rows_max:
             raise UsageError(
                 "OPTION_CONFLICT",
-                f"{owner}: option 'minOffsetsPerTrigger' is {self.rows_min}, above 'maxOffsetsPerTrigger', "
+                f"{owner}: option 'minOffsetsPerTrigger' is {self.rows_min}, which exceeds 'maxOffsetsPerTrigger', "
                 f"{self.rows_max}.",
-                next_step="lower the one or raise the other",
+                next_step="lower minOffsetsPerTrigger or raise maxOffsetsPerTrigger",
             )
 
     @property

@@ -50,14 +50,14 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
                 "TOPIC_UNKNOWN",
                 f"Topic {options.topic!r} does not exist at {options.client['bootstrap.servers']}.",
                 refuses=True,
-                next_step=f"create it, for instance kafka-topics.sh --create --topic {options.topic}",
+                next_step=f"create it, for example kafka-topics.sh --create --topic {options.topic}",
             )
         ]
     if found.error_code == protocol.TOPIC_AUTHORIZATION_FAILED:
         return [
             Finding(
                 "KAFKA_PERMISSION",
-                f"This user may not see topic {options.topic!r}.",
+                f"This user is not authorized to describe topic {options.topic!r}.",
                 refuses=True,
                 next_step="grant Write and Describe on it",
             )
@@ -71,7 +71,7 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
         findings.append(
             Finding(
                 "ONE_COPY",
-                f"Topic {options.topic!r} has one copy of each partition: a broker's disk lost is records lost.",
+                f"Topic {options.topic!r} has a replication factor of 1: losing a broker's disk loses records.",
                 refuses=False,
                 next_step="use a replication factor of 3 and min.insync.replicas=2",
             )
@@ -80,8 +80,8 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
         findings.append(
             Finding(
                 "ONE_COPY_ACKNOWLEDGED",
-                f"Topic {options.topic!r} has {copies} copies and min.insync.replicas={in_sync}: an acknowledged "
-                "record may be on one disk only.",
+                f"Topic {options.topic!r} has {copies} replicas and min.insync.replicas={in_sync}: an acknowledged "
+                "record may be on only one disk.",
                 refuses=False,
                 next_step="set min.insync.replicas=2",
             )
@@ -100,7 +100,7 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
         return [
             Finding(
                 "TRANSACTION_LIMIT_HIDDEN",
-                f"The brokers do not tell their {_TRANSACTION_LIMIT}; the first batch will show whether "
+                f"The brokers do not disclose their {_TRANSACTION_LIMIT}; the first batch will show whether "
                 f"{options.transaction_timeout_s} s is allowed.",
                 refuses=False,
                 next_step="grant DescribeConfigs on the cluster",
@@ -111,7 +111,7 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
         return [
             Finding(
                 "TRANSACTION_TIMEOUT_TOO_LONG",
-                f"transactionTimeout is {options.transaction_timeout_s} s, and the brokers allow {limit_s} s "
+                f"transactionTimeout is {options.transaction_timeout_s} s, but the brokers allow at most {limit_s} s "
                 f"({_TRANSACTION_LIMIT}).",
                 refuses=True,
                 next_step=f'add .option("transactionTimeout", "{limit_s}"), or raise {_TRANSACTION_LIMIT}',
