@@ -162,6 +162,7 @@ def by_source() -> list[str]:
 
 
 _MODES = {
+    "complete": {"mode": "complete"},
     "overwrite": {"mode": "overwrite", "partitionBy": "day"},
     "upsert": {"mode": "upsert", "keyColumns": "id"},
     "delete": {"mode": "upsert", "keyColumns": "id", "deleteColumn": "gone"},
@@ -176,8 +177,8 @@ def by_power() -> list[str]:
         can = delivered.endpoint(sink.system, **sink.options).sink().capability()
         among = {Commit.TWO_PHASE: "prepares", Commit.ONE_TRANSACTION: "decides, at most one", Commit.NONE: "no"}
         said = [_takes(sink, options) for options in _MODES.values()]
-        if can.commit is Commit.TWO_PHASE:  # preflight says why
-            said[-1] = "no"
+        if can.commit is Commit.TWO_PHASE:  # planner and preflight say why
+            said[0] = said[-1] = "no"
         said += ["yes" if can.batch_atomic else "no", among[can.commit], "yes" if can.remembers else "no"]
         lines.append(f"| {sink.label} | " + " | ".join(said) + " |")
     return lines

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from delivered.pipeline.receive import receive
     from delivered.pipeline.transform import Transform, arrow, transform
     from delivered.planner.answer import Plan, Refusal
+    from delivered.spark.foreach import write_batch
     from delivered.spark.pipeline import Pipeline
     from delivered.spark.session import register, session
 
@@ -88,6 +89,7 @@ _WHERE = {
     "session": "delivered.spark.session",
     "sqlite": "delivered.pipeline.endpoint",
     "transform": "delivered.pipeline.transform",
+    "write_batch": "delivered.spark.foreach",
 }
 
 __all__ = [
@@ -127,6 +129,7 @@ __all__ = [
     "session",
     "sqlite",
     "transform",
+    "write_batch",
 ]
 
 logging.getLogger("delivered").addHandler(logging.NullHandler())

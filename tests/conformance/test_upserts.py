@@ -25,6 +25,7 @@ from delivered.contract.connector import Connector
 from delivered.contract.sink import Sink
 from delivered.engine.decide import commit_batch
 from delivered.engine.shard import write_shard
+from delivered.model.capability import Commit
 from delivered.model.errors import BadRecord, DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.outcome import Ok
@@ -401,3 +402,26 @@ def test_nothing_is_left_behind(store: Store) -> None:
     context = rig.context("next")
     assert context.committer.abort_orphans(()) == Ok(0)
     assert staging() <= before
+
+
+def test_complete_leaves_the_rows_of_the_newest_batch(store: Store) -> None:
+    """Those of others go, too; a batch without a row empties the table; one that runs again changes nothing."""
+    name = table(store)
+    sink = store.sink(table=name, mode="complete")
+    if sink.capability().commit is not Commit.ONE_TRANSACTION:
+        return  # refused: tests/unit/test_output_mode.py
+    rig = Rig(sink)
+    before: list[list[Row]] = []
+    for batch, shards in enumerate(
+        [
+            [[("eu", 1, 1, "a", False)], [("us", 2, 1, "b", False)]],
+            [[("eu", 1, 2, "c", False)], []],
+            [[], []],
+            [[("eu", 3, 1, "d", False)], [("us", 1, 5, "e", False)]],
+        ]
+    ):
+        run(rig, batch, shards, delete=False)
+        assert state(store, name) == {r[:2]: r[2:4] for s in shards for r in s}
+        run(rig, batch, shards, delete=False)
+        before = shards
+    assert state(store, name) == {r[:2]: r[2:4] for s in before for r in s}

@@ -26,7 +26,7 @@ CODES = {
     "start: guarantee": "GUARANTEE_UNKNOWN",
     "start: option": "OPTION_UNKNOWN",
     "start: columns": "COLUMN_UNKNOWN",
-    "start: output mode": "OVERWRITE",
+    "start: output mode": "OUTPUT_MODE",
     "start: timeout": "TRANSACTION_TIMEOUT_TOO_LONG",
     "start: topic": "TOPIC_UNKNOWN",
     "start: new checkpoint": "CHECKPOINT_NEW",

@@ -87,6 +87,7 @@ def test_house(path: Path) -> None:
 WITHOUT_PYSPARK = {
     "delivered.spark": "says what the room holds",
     "delivered.spark.pipeline": "a pipeline is made, and planned offline, where no Spark is installed",
+    "delivered.spark.foreach": "is called with a DataFrame, and makes none",
 }
 
 

@@ -36,6 +36,8 @@ FULL = PipelineSpec(
     direct=b"\0\xff",
     drain="/tmp/d",
     start="1",
+    batch=7,
+    one_of_each=True,
 )
 BY_OTHERS = {"owner": Owner("driver-1"), "run_id": None, "check": None}
 """What the option does not hold."""

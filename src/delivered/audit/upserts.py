@@ -14,6 +14,12 @@ def check(mode: WriteMode) -> None:
     Raises:
         Refused: the final state does not follow from the source.
     """
+    if mode.complete:
+        raise Refused(
+            "AUDIT_ORDER",
+            "Each batch replaces all rows of the table, so the ledger's total is not that of the table.",
+            next_step="compare the table with the transform over the whole source, with a query of your own",
+        )
     if mode.replaces:
         raise Refused(
             "AUDIT_ORDER",

@@ -26,6 +26,8 @@ UPSERT_OPTIONS = (
     ),
 )
 
+COMPLETE_DOC = "complete: a batch replaces all rows of the table (set by output_mode complete)"
+
 
 def if_not_exists(*, default: bool) -> Any:
     return option("ifNotExists", "Create a missing table from the rows' schema.", FLAG, default=default)
@@ -51,9 +53,13 @@ def external_ledger() -> Any:
 
 def write_mode() -> Any:
     """The field `write` of a sink that appends and upserts."""
-    mode = Option("mode", "append, or upsert: a row replaces the stored row with the same key.", "append")
+    doc = f"append; upsert: a row replaces the stored row with the same key; {COMPLETE_DOC}."
+    modes = ("append", "upsert", "complete")
     return several(
-        lambda owner, values: parse_mode(owner, values, ("append", "upsert")), mode, *UPSERT_OPTIONS, default=APPEND
+        lambda owner, values: parse_mode(owner, values, modes),
+        Option("mode", doc, "append"),
+        *UPSERT_OPTIONS,
+        default=APPEND,
     )
 
 
@@ -64,14 +70,14 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
     """
     mode = choice(modes).parse(owner, "mode", values.get("mode", "append"))
     given = [o.name for o in UPSERT_OPTIONS if o.name in values]
-    if mode == "append":
+    if mode in ("append", "complete"):
         if given:
             raise UsageError(
                 "OPTION_VALUE",
-                f"{owner}: option {given[0]!r} is for mode upsert, but the mode is append.",
+                f"{owner}: option {given[0]!r} is for mode upsert, but the mode is {mode}.",
                 next_step='add .option("mode", "upsert"), or remove the option',
             )
-        return APPEND
+        return WriteMode(complete=mode == "complete")
     if mode == "overwrite":
         return _overwrite(owner, values.get("partitionBy", ""), given)
     keys = tuple(k.strip() for k in values.get("keyColumns", "").split(",") if k.strip())

@@ -49,6 +49,11 @@ class Change:
     decision: Decision | None = None
     move: tuple[Prepared, ...] = ()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it decides a batch, and does not revise the decision."""
+        return self.decision is not None and not self.decision.revision
+
 
 class Store(Protocol):
     """One scope of a ledger. Runs on the driver, in two processes of one owner; used by one thread.

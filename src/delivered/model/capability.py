@@ -27,12 +27,14 @@ class WriteMode:
         version: column that orders the rows of one key.
         delete: boolean column whose rows delete their key.
         replaces: columns; a batch replaces the table's rows that have the same values in them.
+        complete: a batch replaces every row of the table.
     """
 
     keys: tuple[str, ...] = ()
     version: str | None = None
     delete: str | None = None
     replaces: tuple[str, ...] = ()
+    complete: bool = False
 
     @property
     def upserts(self) -> bool:

@@ -26,6 +26,7 @@ from delivered.pipeline.file import (
     TransformEntry,
     load_file,
 )
+from delivered.pipeline.output_mode import for_output_mode
 from delivered.pipeline.projection import parse_projection
 from delivered.pipeline.spec import PipelineSpec, SinkSpec
 from delivered.pipeline.transform import NO_TRANSFORM, Transform, arrow, as_transform, load_function, version_of
@@ -99,6 +100,9 @@ class Definition:
         dedup: from `delivered.dedup`: which repeats in the source are dropped, before the transform.
         transform: SQL over the view `source`; or a function DataFrame -> DataFrame; or `delivered.arrow(...)`, the
             fast way; or `delivered.transform(...)`, to declare what is known of it; None: records go through.
+        output_mode: what a batch of a query that keeps state delivers. "append": rows that are final; "update": rows
+            that changed: upserts into tables, by `keyColumns` or else the columns of the SQL's GROUP BY, and records to
+            Kafka and queues; "complete": all rows, in place of the table's.
         trigger: "available_now", "10 seconds", or {"processing_time": "10 seconds"}; None: batch after batch.
         batch_s_max: how long a batch may take, in seconds; checked against the transaction time-out.
         audit: how the audit tells records apart: {"id": SQL, "key": SQL} over the sink's columns; {"own": SQL} is true
@@ -125,6 +129,7 @@ class Definition:
         sinks: Sequence[Endpoint],
         dedup: Dedup | None = None,
         transform: str | Callable[[Any], Any] | Transform | None = None,
+        output_mode: str = "append",
         trigger: str | Mapping[Any, str] | When | None = None,
         batch_s_max: float | None = None,
         audit: Mapping[str, str] | None = None,
@@ -140,9 +145,12 @@ class Definition:
         self.guarantee = Guarantee.parse(guarantee)
         self.checkpoint = _absolute(str(checkpoint))
         self.source = _endpoint("source", source)
-        self.sinks = tuple(_endpoint("sinks", s) for s in sinks)
-        self.dedup = _dedup(dedup)
         self.transform = as_transform(transform)
+        self.output_mode = choice(("append", "update", "complete")).parse(
+            "delivered.Pipeline", "output_mode", output_mode
+        )
+        self.sinks = tuple(for_output_mode(_endpoint("sinks", s), self.output_mode, self.transform) for s in sinks)
+        self.dedup = _dedup(dedup)
         if not self.source.projection.is_all:
             raise UsageError(
                 "SOURCE_SELECT",
@@ -184,6 +192,7 @@ class Definition:
             sinks=[_endpoint_of(s, folder) for s in file.sinks],
             dedup=_dedup_of(file.dedup),
             transform=_transform(file.transform, folder.resolve()),
+            output_mode=file.output_mode,
             trigger=file.trigger,
             batch_s_max=file.batch_s_max,
             audit=file.audit.model_dump(exclude_none=True) if file.audit else None,

@@ -98,6 +98,7 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
         dead_letters=sinks[-1].name if pipeline.dead_letter is not None else None,
         dedup=pipeline.dedup,
         alternatives=alternatives(),
+        output_mode=pipeline.output_mode,
     )
 
 
@@ -248,8 +249,13 @@ def _refused_by_plan(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
     label = Endpoint(told.system, told.options).label
     facts = SinkFacts(told.name or sink.name, label, sink.capability(), tuple(sink.preflight(spec.guarantee)))
     source = SourceFacts("the query's source", SourceCapability("spark", replayable=True))
+    # A stream appends; what a query's own foreachBatch gets is its user's business.
+    mode = "complete" if facts.capability.write.complete and spec.batch is not None else "append"
     known = CheckpointFacts(checkpoint)
-    plan = make_plan(Request(spec.pipeline, spec.guarantee, source, (facts,), known, alternatives=alternatives()))
+    request = Request(
+        spec.pipeline, spec.guarantee, source, (facts,), known, alternatives=alternatives(), output_mode=mode
+    )
+    plan = make_plan(request)
     if isinstance(plan, Refusal):
         raise plan.error
 

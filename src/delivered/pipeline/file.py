@@ -142,6 +142,11 @@ class PipelineFile(BaseModel):
     dead_letter: SinkEntry | None = Field(
         None, description="Where such rows go, in the same batch, with the reason; select and where are not allowed."
     )
+    output_mode: Literal["append", "update", "complete"] = Field(
+        "append",
+        description="What a batch of a query that keeps state delivers: append: rows that are final; update: rows that "
+        "changed, as upserts into tables; complete: all rows, in place of the table's.",
+    )
     trigger: str | dict[Literal["processing_time", "continuous", "real_time"], str] = Field(
         "0 seconds",
         description='available_now: deliver what is there at the start, then end; "10 seconds": a batch at this '

@@ -123,6 +123,8 @@ class PipelineSpec:
         start: another value at each start of a query, whose processes outlive it; empty: nobody told it.
         owner: the driver. Does not travel in the option: the registered class brings it (`spark/session.py`).
         check: this is no write, but a question.
+        batch: this write is that batch of a query with `foreachBatch`; None: it is a stream, or a run.
+        one_of_each: a key of an upsert without version comes once in a batch.
     """
 
     pipeline: str
@@ -139,6 +141,8 @@ class PipelineSpec:
     start: str = ""
     owner: Owner = Owner("")
     check: StartCheck | None = None
+    batch: int | None = None
+    one_of_each: bool = False
 
     @property
     def is_group(self) -> bool:
@@ -186,6 +190,8 @@ class PipelineSpec:
                 "direct": base64.b64encode(self.direct).decode() if self.direct is not None else None,
                 "drain": self.drain,
                 "start": self.start,
+                "batch": self.batch,
+                "one_of_each": self.one_of_each,
             }
         )
 
@@ -285,6 +291,8 @@ def _from_json(data: Mapping[str, Any]) -> PipelineSpec:
         data["transform"],
         base64.b64decode(data["direct"]) if data["direct"] is not None else None,
         data["drain"],
+        batch=data.get("batch"),
+        one_of_each=data.get("one_of_each", False),
     )
 
 

@@ -177,3 +177,12 @@ def _wrapped(label: str, text: str, width: int) -> Iterable[str]:
     lines = textwrap.wrap(text, max(width - _LABEL, 20), break_long_words=False, break_on_hyphens=False)
     for i, line in enumerate(lines or [""]):
         yield (f"  {label if i == 0 else '':{_LABEL - 2}}{line}").rstrip()
+
+
+def seconds(value: float) -> str:
+    """A duration for people: "90 s", "15 min", "72 h"."""
+    if value >= 7_200 and value % 3_600 == 0:
+        return f"{value / 3_600:g} h"
+    if value >= 120 and value % 60 == 0:
+        return f"{value / 60:g} min"
+    return f"{value:g} s"

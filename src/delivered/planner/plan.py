@@ -9,9 +9,9 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
 from delivered.planner import group, repeats
-from delivered.planner.answer import Plan, Refusal
+from delivered.planner.answer import Plan, Refusal, seconds
 from delivered.planner.request import Request
-from delivered.planner.rules import Reason, reasons, seconds
+from delivered.planner.rules import Reason, reasons
 from delivered.planner.steps import batch_steps, mechanism, recovery_steps
 
 

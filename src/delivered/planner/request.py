@@ -155,6 +155,7 @@ class Request:
         validating: names of the sinks that detect such rows before they write.
         dead_letters: name of the sink, the last one, that gets dead letters; None: there is none.
         dedup: which duplicates in the source are dropped; None: none.
+        output_mode: of the query, as Spark spells it.
     """
 
     pipeline: str
@@ -169,6 +170,7 @@ class Request:
     dead_letters: str | None = None
     dedup: Dedup | None = None
     alternatives: Alternatives = Alternatives()
+    output_mode: str = "append"
 
     @property
     def ledger(self) -> LedgerPlace:

@@ -11,6 +11,7 @@ from delivered.model.capability import Commit
 from delivered.model.dialect import shown, starting_at
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
+from delivered.planner.answer import seconds
 from delivered.planner.request import Request, Trigger
 
 
@@ -73,6 +74,20 @@ def drops_what_may_be_lost(request: Request) -> Reason | None:
         "BAD_ROW_DROP",
         f"on_bad_row: drop loses rows on purpose, but {request.guarantee.value} promises that none is lost.",
         "send bad rows to a dead-letter sink (on_bad_row: dead_letter)",
+    )
+
+
+def complete_in_one_transaction(request: Request) -> Reason | None:
+    sink = next((s for s in request.sinks if s.capability.write.complete), None)
+    exact, complete = request.guarantee is Guarantee.EXACTLY_ONCE, request.output_mode == "complete"
+    if sink is None or (complete and exact and sink.capability.commit is Commit.ONE_TRANSACTION):
+        return None
+    why = f"under {'mechanism two_phase' if exact else request.guarantee.value} no single transaction does that"
+    why = why if complete else "the query delivers only some rows with every batch, so earlier ones would be lost"
+    return Reason(
+        "MODE_COMPLETE",
+        f"Mode complete replaces all rows of {sink.label} with every batch; {why}.",
+        "choose output_mode complete, exactly_once and mechanism one_transaction; or the sink's mode upsert",
     )
 
 
@@ -342,6 +357,7 @@ RULES: tuple[Rule, ...] = (
     some_sink,
     names_differ,
     drops_what_may_be_lost,
+    complete_in_one_transaction,
     micro_batches,
     offsets_logged_first,
     source_replays,
@@ -379,12 +395,3 @@ def reasons(request: Request) -> Iterator[Reason]:
 def _any(systems: Sequence[str]) -> str:
     """ "a, b or c"."""
     return " or ".join(filter(None, (", ".join(systems[:-1]), *systems[-1:])))
-
-
-def seconds(value: float) -> str:
-    """A duration for people: "90 s", "15 min", "72 h"."""
-    if value >= 7_200 and value % 3_600 == 0:
-        return f"{value / 3_600:g} h"
-    if value >= 120 and value % 60 == 0:
-        return f"{value / 60:g} min"
-    return f"{value:g} s"

@@ -35,6 +35,7 @@ from delivered.contract.sink import BoundedScan, Sink, SinkGroup
 from delivered.contract.source import Offsets, Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.bad_row import OnBadRow
+from delivered.model.capability import APPEND
 from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.pipeline.definition import Definition
@@ -80,6 +81,13 @@ def audit_sink(
             "AUDIT_SOURCE",
             f"The source {pipeline.source.format!r} is Spark's own, which an audit cannot read by offset range.",
             next_step=f"read it with the format {pipeline.source.system!r}",
+        )
+    if pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
+        raise Refused(
+            "AUDIT_OUTPUT_MODE",
+            f"Output mode {pipeline.output_mode} delivers a record for each row that a batch changed. Where batches "
+            "begin and end is known to the batches that ran, not to the source, so the two cannot be compared.",
+            next_step="compare the newest record of each key with a query of your own",
         )
     spark = ready(pipeline, given)
     source = planned(pipeline.source.source())

@@ -23,11 +23,11 @@ from delivered.engine.direct import SLICE_COLUMN, SLICE_SCHEMA, Direct
 from delivered.model.errors import Refused, UsageError
 from delivered.model.work import Owner
 from delivered.pipeline.facts import check_start
-from delivered.pipeline.registry import find_source
+from delivered.pipeline.registry import PREFIX, find_source
 from delivered.pipeline.spec import PipelineSpec, Reading, is_start_check
 from delivered.spark import tables
 from delivered.spark.readers import BatchReader, StreamReader
-from delivered.spark.writers import BatchWriter, StreamWriter
+from delivered.spark.writers import BatchWriter, ForeachWriter, StreamWriter
 
 
 class DeliveredDataSource(DataSource):
@@ -63,11 +63,19 @@ class DeliveredDataSource(DataSource):
         rows = to_arrow_schema(schema, timezone="UTC")
         spec = PipelineSpec.parse(self.system, tables.for_write(schema, self.options, self.system), self.owner)
         sink = self._sink(spec, rows, overwrite)
+        if spec.batch is not None:
+            return ForeachWriter(spec, sink, rows)
         if isinstance(sink, SinkGroup):
             raise Refused(
                 "BATCH_SEVERAL",
                 f"df.write with {self.name()} is not supported: only streams write to several sinks.",
                 next_step="use delivered.Pipeline with several sinks",
+            )
+        if sink.capability().write.complete:
+            raise Refused(
+                "MODE_COMPLETE",
+                f"df.write with {self.name()} appends or upserts; mode complete is that of a query's output.",
+                next_step='write delivered.Pipeline(output_mode="complete", ...), or delivered.write_batch',
             )
         return BatchWriter(spec, sink, rows)
 
@@ -92,11 +100,13 @@ class DeliveredDataSource(DataSource):
         return self._planned
 
     def _sink(self, spec: PipelineSpec, rows: pa.Schema, overwrite: bool) -> Sink | SinkGroup:
+        if overwrite and spec.checkpoint is not None:
+            raise _appends_only(self.name(), "complete")
         if overwrite:
             raise Refused(
                 "OVERWRITE",
                 f"{self.name()} does not overwrite; it only appends.",
-                next_step='use outputMode("append"), or mode("append") with df.write',
+                next_step='use mode("append") with df.write',
             )
         sink = spec.open()
         if isinstance(sink, ChecksGuarantee):
@@ -119,8 +129,20 @@ class DeliveredDataSource(DataSource):
         spec = PipelineSpec.parse(self.system, self.options, self.owner)
         if spec.check is None:
             return
+        if spec.check.output_mode != "append":
+            raise _appends_only(self.name(), spec.check.output_mode)
         rows = to_arrow_schema(StructType.fromJson(dict(spec.check.columns)), timezone="UTC")
-        check_start(spec, self._sink(spec, rows, spec.check.output_mode == "complete"))
+        check_start(spec, self._sink(spec, rows, overwrite=False))
+
+
+def _appends_only(name: str, mode: str) -> Refused:
+    return Refused(
+        "OUTPUT_MODE",
+        f"The query's output mode is {mode}, and Spark lets a sink written in Python, such as {name}, append only.",
+        next_step=f'write delivered.Pipeline(output_mode="{mode}", ...); or, in the Spark API, keep '
+        f'outputMode("{mode}") and write with .foreachBatch(lambda df, batch_id: delivered.write_batch(df, batch_id, '
+        f'sink=delivered.endpoint("{name.removeprefix(PREFIX)}", ...), guarantee="exactly_once", pipeline="..."))',
+    )
 
 
 def _direct(spec: PipelineSpec, schema: StructType) -> Direct | None:

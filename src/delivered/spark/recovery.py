@@ -104,7 +104,14 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
     else:
         reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)
     since = before.epoch if before is not None else None
-    plan = plan_batch(opened, view, first=first, since=since, keeps_state=lambda: holds_state(checkpoint))
+    # In foreachBatch the user decides what is written, perhaps twice to one sink: always compared.
+    plan = plan_batch(
+        opened,
+        view,
+        first=first,
+        since=since,
+        keeps_state=lambda: spec.batch is not None or holds_state(checkpoint),
+    )
     _planned[key] = _Planned(view.batch, plan.epoch, spec.start)
     return plan
 
@@ -150,7 +157,7 @@ def context(spec: PipelineSpec, sink: Sink | SinkGroup, incarnation: str) -> Con
     from delivered.engine.owner import located
 
     scope = spec.scope(sink, incarnation)
-    key = (scope, spec.owner.id, replace(spec, start="").to_option())
+    key = (scope, spec.owner.id, replace(spec, start="", batch=None).to_option())
     if key in _contexts:
         _contexts.move_to_end(key)
         return _contexts[key]

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,9 @@ from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX
-from delivered.pipeline.spec import GROUP, OPTION, PipelineSpec
+from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.spark.dedup import without_repeats, without_seen_repeats
+from delivered.spark.foreach import format_of, save_batch
 from delivered.spark.frames import batches_fit_for
 from delivered.spark.jvm import make_active
 from delivered.spark.rows import COORDINATES, apply_transform, arrow_transform, projected, routed
@@ -127,8 +129,12 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQ
         reader = reader.option(OPTION, spec.to_option())
     frame, spec = _rows(pipeline, spark, reader.load(), opened, spec)
     beside = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
-    writer = frame.writeStream.format(PREFIX + (GROUP if spec.is_group else spec.sinks[0].system)).options(**beside)
-    writer = writer.option(OPTION, spec.to_option()).option("checkpointLocation", pipeline.checkpoint)
+    writer = frame.writeStream.options(**beside).option("checkpointLocation", pipeline.checkpoint)
+    if pipeline.output_mode == "append":
+        writer = writer.format(format_of(spec)).option(OPTION, spec.to_option())
+    else:
+        by_key = replace(spec, one_of_each=pipeline.output_mode == "update")
+        writer = writer.outputMode(pipeline.output_mode).foreachBatch(partial(save_batch, by_key))
     _keep_dedup(pipeline, spec)
     with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
         return writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
@@ -147,7 +153,8 @@ def _initial(source: Source) -> Offsets:
 def _is_direct(pipeline: Definition, spec: PipelineSpec) -> bool:
     """Whether no Spark operation lies between source and sinks, so that tasks can read the source themselves."""
     plain = all(s.projection.is_plain if spec.is_group else s.projection.is_all for s in pipeline.sinks)
-    return pipeline.transform.kind in ("none", "arrow") and plain and pipeline.dedup is None
+    kind = pipeline.transform.kind
+    return kind in ("none", "arrow") and plain and pipeline.dedup is None and pipeline.output_mode == "append"
 
 
 def _rows(

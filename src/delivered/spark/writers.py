@@ -26,34 +26,25 @@ if TYPE_CHECKING:
     from delivered.pipeline.spec import PipelineSpec
 
 
-class StreamWriter(Recovering, DataSourceStreamArrowWriter):
-    """One object per batch. Spark creates it twice: where it plans the batch, and where it commits."""
-
-    _stays = ("_spec",)
-
-    def __init__(
-        self, spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, direct: Direct | None = None
-    ) -> None:
-        super().__init__(spec, sink, schema)
-        self._direct = direct
+class BatchOfQuery(Recovering):
+    """A batch of a streaming query: of its sink, or of its `foreachBatch`."""
 
     def _recover(self) -> BatchPlan:
         return recovery.plan_next(self._spec, self._sink, self._schema)
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        plan = self._planned()
-        running = running_batch(running_task())
+    def _check_running(self, *, outside: bool) -> None:
+        """Args: outside: the task may run on a thread of the user's, which Spark tells of no query."""
+        plan, running = self._planned(), running_batch(running_task())
         planned = (plan.scope.incarnation, str(plan.batch))
-        if running != planned:
+        if running != planned and not (outside and running == (None, None)):
             raise InvariantBroken(
                 "BATCH_DIFFERS",
                 f"The task runs (query, batch) {running}, but the plan is for {planned}: the checkpoint changed "
                 "while the batch was planned. Nothing was written.",
                 next_step="check that no other driver uses this checkpoint, then restart",
             )
-        return self._write(self._direct.rows(iterator) if self._direct is not None else iterator)
 
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+    def _commit(self, messages: list[WriterCommitMessage | None], batch: int) -> None:
         from delivered.checkpoint.folder import read_view  # not in a task
 
         arm()
@@ -65,13 +56,65 @@ class StreamWriter(Recovering, DataSourceStreamArrowWriter):
         else:
             view = read_view(recovery.checkpoint_of(self._spec))
             incarnation, offsets = view.incarnation, view.offsets
-        recovery.commit(recovery.context(self._spec, self._sink, incarnation), batchId, offsets, said, run=False)
-        reach(StepId.LOG, Moment.BEFORE, batch=batchId)
+        recovery.commit(recovery.context(self._spec, self._sink, incarnation), batch, offsets, said, run=False)
+        reach(StepId.LOG, Moment.BEFORE, batch=batch)
 
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803, ARG002
+    def _abort(self, messages: list[WriterCommitMessage | None]) -> None:
         said = [m for m in recovery.messages_of(messages) if m is not None]
         if said:
             recovery.abort(recovery.context(self._spec, self._sink, said[0].plan.scope.incarnation), said)
+
+
+class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
+    """One object per batch. Spark creates it twice: where it plans the batch, and where it commits."""
+
+    _stays = ("_spec",)
+
+    def __init__(
+        self, spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema, direct: Direct | None = None
+    ) -> None:
+        super().__init__(spec, sink, schema)
+        self._direct = direct
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        self._check_running(outside=False)
+        return self._write(self._direct.rows(iterator) if self._direct is not None else iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        self._commit(messages, batchId)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803, ARG002
+        self._abort(messages)
+
+
+class ForeachWriter(BatchOfQuery, DataSourceArrowWriter):
+    """One batch of a query, written by its `foreachBatch`: the same as that of a stream, at a `df.write`."""
+
+    def _recover(self) -> BatchPlan:
+        plan = super()._recover()
+        if plan.batch != self._spec.batch:
+            raise InvariantBroken(
+                "BATCH_DIFFERS",
+                f"foreachBatch writes batch {self._spec.batch}, and the checkpoint {self._spec.checkpoint!r} is about "
+                f"to run batch {plan.batch}. Nothing was written.",
+                next_step="pass the batch_id that foreachBatch was called with; check that no other driver uses this "
+                "checkpoint",
+            )
+        return plan
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        self._check_running(outside=True)
+        if self._spec.one_of_each:
+            from delivered.engine.keys import one_of_each_key  # other tasks do not load it
+
+            iterator = one_of_each_key(self._sink, iterator)
+        return self._write(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._commit(messages, self._spec.batch or 0)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._abort(messages)
 
 
 class BatchWriter(Recovering, DataSourceArrowWriter):

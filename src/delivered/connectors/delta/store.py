@@ -60,6 +60,8 @@ def effect(options: DeltaOptions, table: Any, store: Store, work: Work, shards: 
         gone = upsert(options.write, one_of_each(options.write, rows, options.path), columns, there, made)
         removes = [file.data["path"] for file in gone]
         return Effect(made.done, removes, made.stem, True, made.discard)
+    if options.write.complete:
+        return Effect(files, [f["path"] for f in active_files(options, table)], exact=True)
     if options.write.replaces and files:
         taken = {tuple(file.partition.items()) for file in files}  # in the order of `partitionBy`, as in the table
         found = active_files(options, table)
@@ -214,7 +216,8 @@ class DeltaStore:
             # The next revision of a batch replaces it in the chain.
             previous = records.decided(incarnation, previous).previous
         shards = self._staged(table, decision, move)
-        made = effect(self._options, table, records.store, Work(self._scope, decision.batch, 0), shards)
+        options = self._options.appending if decision.revision else self._options  # a revision moves nothing
+        made = effect(options, table, records.store, Work(self._scope, decision.batch, 0), shards)
         try:
             required(self._options, table, made.adds)
         except BaseException:

@@ -50,6 +50,11 @@ def overwritten(options: IcebergOptions, table: Any, files: Sequence[Any]) -> Ef
     return Effect(files, gone)
 
 
+def replaced(table: Any, files: Sequence[Any]) -> Effect:
+    """All that the table holds goes; `files` come."""
+    return Effect(files, [task.file for task in _tasks(table)])
+
+
 def upserted(options: IcebergOptions, table: Any, work: Work, shards: Sequence[Sequence[str]]) -> Effect:
     """
     Args:

@@ -17,7 +17,7 @@ from delivered.connectors.iceberg import manifest
 from delivered.connectors.iceberg.client import data_path, explained, open_table, require_table, store
 from delivered.connectors.iceberg.commit import TableChange, commit
 from delivered.connectors.iceberg.committer import claims_folder
-from delivered.connectors.iceberg.merge import overwritten, upserted
+from delivered.connectors.iceberg.merge import overwritten, replaced, upserted
 from delivered.connectors.iceberg.options import IcebergOptions
 from delivered.connectors.iceberg.records import Names, Records, decided_text, ledger_key
 from delivered.connectors.iceberg.staged import StagedFiles
@@ -181,6 +181,8 @@ class IcebergStore:
                 handle = StagedFiles.of(prepared)
                 same_columns(self._options, table, handle.schema, handle.spec, handle.columns)
             files = [file for _, files in staged for file in files]
+            if self._options.write.complete and not decision.revision:
+                return replaced(table, files)
             return overwritten(self._options, table, files) if self._options.write.replaces else Effect(files)
 
     def _staged(self, table: Any, decision: Decision, move: Sequence[Prepared]) -> Staged:

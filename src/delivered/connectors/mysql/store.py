@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from delivered.connectors.mysql import errors, sessions, stage
+from delivered.connectors.mysql import errors, sessions, stage, target
 from delivered.connectors.mysql.client import MysqlDatabase
 from delivered.connectors.mysql.migrate import with_values
 from delivered.connectors.mysql.options import MysqlOptions
@@ -108,6 +108,10 @@ class MysqlStore(ServerStore["Session"]):
         """Whatever the error says: only a claim, which waits for the transaction's end, can tell."""
         del there
         return Unknown(str(errors.explained(error, self._options)))
+
+    def _table(self, connection: Session) -> str | None:
+        found = target.find(connection, self._options)
+        return None if found is None else found.full
 
     def _end_holders(self) -> None:
         with contextlib.suppress(Exception):

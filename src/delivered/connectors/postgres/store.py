@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from delivered.connectors.postgres import target
 from delivered.connectors.postgres.client import PostgresDatabase, explained, is_lost
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.kits.sql.database import quoted
@@ -81,6 +82,10 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
         super()._move(connection, change)
         for prepared in change.move:
             self._staging.drop(connection, PreparedRows.of(prepared).staged)
+
+    def _table(self, connection: psycopg.Connection[Any]) -> str | None:
+        found = target.find(connection, self._options)
+        return None if found is None else found[1]
 
     def _end_holders(self) -> None:
         import psycopg

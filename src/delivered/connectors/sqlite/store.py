@@ -109,6 +109,8 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             target.ready(connection, self._options, schema)
             if self._options.write.upserts:
                 merging = Merging(connection, self._options, schema)
+        if self._options.write.complete and change.is_first and target.table_columns(connection, self._options.table):
+            connection.execute(f"DELETE FROM {quoted(self._options.table)}")  # noqa: S608
         for prepared in change.move:
             facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)

@@ -107,12 +107,20 @@ class ServerStore(SqlStore[C]):
 
     def _move(self, connection: C, change: Change) -> None:
         self._staging.check_keys(connection, change.move)
+        if self._staging.options.write.complete and change.is_first:
+            table = self._table(connection)
+            if table is not None:
+                connection.execute(f"DELETE FROM {table}")
         for prepared in change.move:
             facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
             self._staging.move(connection, prepared)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
         self._staging.delete(connection, change.move)
+
+    @abstractmethod
+    def _table(self, connection: C) -> str | None:
+        """Full name of the target, quoted; None: there is none."""
 
     def _forget_incarnations(self, connection: C) -> None:
         super()._forget_incarnations(connection)

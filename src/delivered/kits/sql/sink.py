@@ -50,6 +50,8 @@ class DatabaseSink(TableSink):
         """Target and write mode, for the plan."""
         write = self.options.write
         text = f"table {self.options.table_text}"
+        if write.complete:
+            return f"{text}, in place of all its rows"
         if write.upserts:
             text += f", by key ({write.keys_text})"
             text += f", newest {write.version} wins" if write.version else ", last row of a key wins"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Self
 
-from delivered.kits.options import UPSERT_OPTIONS, if_not_exists, parse_mode
+from delivered.kits.options import COMPLETE_DOC, UPSERT_OPTIONS, if_not_exists, parse_mode
 from delivered.model.capability import APPEND, WriteMode
 from delivered.model.options import FLAG, Option, Options, choice, option, several
 
-MODES = ("append", "overwrite", "upsert")
+MODES = ("append", "overwrite", "upsert", "complete")
 
 
 class FileTableOptions(Options):
@@ -33,7 +33,7 @@ class FileTableOptions(Options):
         Option(
             "mode",
             "append; overwrite: a batch replaces the partitions that it has rows in; upsert: a row replaces the stored "
-            "row with the same key.",
+            f"row with the same key; {COMPLETE_DOC}.",
             "append",
         ),
         *UPSERT_OPTIONS,

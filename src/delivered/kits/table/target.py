@@ -23,10 +23,11 @@ def preflight(options: FileTableOptions, guarantee: Guarantee, look: Callable[[]
     """
     mode = options.write
     if mode != APPEND and guarantee is not Guarantee.EXACTLY_ONCE:
+        name = "upsert" if mode.upserts else "complete" if mode.complete else "overwrite"
         return [
             Finding(
                 "MODE_GUARANTEE",
-                f"Mode {'upsert' if mode.upserts else 'overwrite'} removes files of the table; under "
+                f"Mode {name} removes files of the table; under "
                 f"{guarantee.value} each task would do that on its own, in conflict with the others.",
                 True,
                 "use exactly_once, where one commit covers all shards",

@@ -1,0 +1,67 @@
+"""What a query's output mode makes of its sinks: upserts by the grouping keys, or all rows in place of the table's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from delivered.model.errors import Refused, UsageError
+from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.registry import connector
+from delivered.pipeline.transform import Transform
+
+_GROUP_BY = re.compile(
+    r"\bgroup\s+by\s+(.+?)(?:\bhaving\b.*|\border\s+by\b.*|\blimit\b.*|;|$)", re.IGNORECASE | re.DOTALL
+)
+_COLUMN = re.compile(r"(?:[A-Za-z_]\w*\.)?([A-Za-z_]\w*)|(?:[A-Za-z_]\w*\.)?`([^`]+)`")
+
+
+def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint:
+    """The sink as this output mode writes to it.
+
+    Raises:
+        UsageError: an upsert without keys, or a mode of the sink that contradicts.
+        Refused: the sink cannot replace all its rows.
+    """
+    if mode == "append" or sink.is_spark_own:
+        return sink
+    given = {k.lower(): v for k, v in sink.options.items()}
+    table = connector(sink.system).sink_options
+    is_table = table is not None and any(o.name == "keyColumns" for o in table.options)
+    wanted = "complete" if mode == "complete" else "upsert"
+    if mode == "complete" and not is_table:
+        raise Refused(
+            "OUTPUT_MODE_COMPLETE",
+            "output_mode complete delivers all rows of the result with every batch, and "
+            f"delivered_{sink.system} cannot replace what earlier batches delivered.",
+            next_step="choose output_mode update, which delivers the rows that changed; or a sink with tables (delta, "
+            "iceberg, mysql, postgres, sqlite)",
+        )
+    if not is_table or (mode == "update" and given.get("mode") == "append"):
+        return sink
+    if given.get("mode", wanted) != wanted:
+        raise UsageError(
+            "OUTPUT_MODE",
+            f"output_mode is {mode!r}, and the sink {sink.label} has mode {given['mode']!r}; it must be {wanted!r}.",
+            next_step="remove the sink's mode, or choose another output_mode",
+        )
+    options = {**sink.options, **({} if "mode" in given else {"mode": wanted})}
+    if mode == "update" and not given.get("keycolumns", "").strip():
+        options["keyColumns"] = ",".join(_keys(sink, transform))
+    return replace(sink, options=options)
+
+
+def _keys(sink: Endpoint, transform: Transform) -> list[str]:
+    """The columns of the SQL's one GROUP BY, if they are plain columns."""
+    found = [re.sub(r"\s+", " ", text).strip() for text in _GROUP_BY.findall(transform.sql)]
+    columns = [_COLUMN.fullmatch(part.strip()) for part in found[0].split(",")] if len(found) == 1 else []
+    if not columns or None in columns or re.search(r"\bgroup\s+by\b.*\bgroup\s+by\b", transform.sql, re.I | re.S):
+        why = f"its SQL groups by {found[0]!r}" if len(found) == 1 else "the transform does not tell them"
+        raise UsageError(
+            "OUTPUT_MODE_KEYS",
+            f"output_mode update writes upserts into {sink.label}, which needs the columns that tell the rows apart: "
+            f"{why}, and the sink names no keyColumns.",
+            next_step='add .option("keyColumns", "...") with the columns that the query groups by, as its result names '
+            "them",
+        )
+    return [m.group(1) or m.group(2) for m in columns if m is not None]

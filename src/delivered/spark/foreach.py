@@ -1,0 +1,104 @@
+"""Batches of a query that are written by `foreachBatch`: output modes that Spark gives no sink in Python, and queries
+whose `foreachBatch` is the user's own. The engine plans and commits them as it does those of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from delivered.model.errors import UsageError
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import checked_name
+from delivered.model.translate import translated
+from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.facts import check_start
+from delivered.pipeline.registry import PREFIX
+from delivered.pipeline.spec import GROUP, OPTION, PipelineSpec, SinkSpec
+from delivered.spark.jvm import is_connect
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+def write_batch(
+    df: DataFrame,
+    batch_id: int,
+    *,
+    sink: Endpoint,
+    guarantee: str | Guarantee,
+    pipeline: str,
+    checkpoint: str | Path | None = None,
+) -> None:
+    """Write one batch from your own `foreachBatch`, so that it counts once however often Spark runs it.
+
+    Call it for every batch, also for an empty one, once for each sink. A batch that runs again after its decision
+    writes nothing: its rows are read and compared with the decided ones. Two sinks written so are two decisions; a
+    crash between them leaves one of them behind until the batch has run again.
+
+    Args:
+        df: the batch, or what is made of it. The same rows each time that the batch runs.
+        batch_id: as `foreachBatch` was called with it.
+        sink: from `delivered.kafka`, `delivered.sqlite`, `delivered.endpoint`. Mode upsert writes an update; mode
+            complete replaces the table.
+        pipeline: names the ledger, with the sink's name.
+        checkpoint: the query's; None: asked of the query that runs on this thread.
+
+    Raises:
+        UsageError, Refused: the write cannot be had as asked.
+        ReplayDiffers: the batch was decided with other rows, or was written to this sink already.
+    """
+    if not isinstance(sink, Endpoint) or not sink.projection.is_all:
+        raise UsageError(
+            "ENDPOINT_VALUE",
+            f"sink is {sink!r} ({type(sink).__name__}); it must be an endpoint without select and where.",
+            next_step='write it as in delivered.sqlite("orders.db", "orders"), and select columns from df',
+        )
+    spec = PipelineSpec(
+        pipeline=checked_name("pipeline", pipeline),
+        guarantee=Guarantee.parse(guarantee),
+        sinks=(SinkSpec(sink.system, sink.connector_options, sink.name),),
+        checkpoint=str(checkpoint) if checkpoint is not None else _checkpoint(df),
+        batch=batch_id,
+    )
+    asked = replace(spec, batch=None).to_option()
+    if asked not in _checked:
+        check_start(spec, spec.open())
+        _checked.add(asked)
+    save_batch(spec, df, batch_id)
+
+
+def save_batch(spec: PipelineSpec, df: DataFrame, batch_id: int) -> None:
+    """Write one batch of a pipeline."""
+    writer = df.write.format(format_of(spec)).mode("append")
+    try:
+        writer.option(OPTION, replace(spec, batch=batch_id).to_option()).save()
+    except Exception as error:
+        found = translated(error)
+        raise (found if found is not None else error) from None
+
+
+def format_of(spec: PipelineSpec) -> str:
+    return PREFIX + (GROUP if spec.is_group else spec.sinks[0].system)
+
+
+_checked: set[str] = set()
+"""What was asked for already in this process."""
+
+
+def _checkpoint(df: Any) -> str:
+    """Of the query that runs on this thread."""
+    spark = df.sparkSession
+    if not is_connect(spark):
+        query = spark.sparkContext.getLocalProperty("sql.streaming.queryId")
+        # The session is a clone of the query's, whose own `streams` would not know it.
+        queries = spark._jsparkSession.sharedState().activeStreamingQueries()
+        running = queries.get(spark._jvm.java.util.UUID.fromString(query)) if query else None
+        if running is not None:
+            return str(running.resolvedCheckpointRoot())
+    raise UsageError(
+        "CHECKPOINT_MISSING",
+        "write_batch cannot tell the query's checkpoint: it was called outside of foreachBatch, on another thread, or "
+        "over Spark Connect.",
+        next_step='pass the query\'s checkpointLocation: write_batch(..., checkpoint="/data/checkpoints/orders")',
+    )
