@@ -472,15 +472,15 @@ def test_consumers_stay_warm_and_leave_nothing_behind(kafka: Any) -> None:
     produce(kafka, topic, [b"other"] * 10, partition=1)
     src = source(kafka, subscribe=topic)
     list(src.read(Slice((topic, 0, 0, 10))))
-    before = reader._idle[-1][1]
+    before = reader._idle._idle[-1][1]
     assert [v for b in src.read(Slice((topic, 1, 0, 3))) for v in b["value"].to_pylist()] == [b"other"] * 3
     assert [v for b in src.read(Slice((topic, 0, 5, 7))) for v in b["value"].to_pylist()] == [b"5", b"6"]
-    assert reader._idle[-1][1] is before
+    assert reader._idle._idle[-1][1] is before
     # A read that is given up in the middle takes its consumer with it.
     reading = src.read(Slice((topic, 0, 0, 1000)))
     next(reading)
     reading.close()  # type: ignore[attr-defined]
-    assert before not in [c for _, c in reader._idle]
+    assert before not in [c for _, c in reader._idle._idle]
     assert [v for b in src.read(Slice((topic, 0, 998, 1000))) for v in b["value"].to_pylist()] == [b"998", b"999"]
 
 

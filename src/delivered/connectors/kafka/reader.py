@@ -7,10 +7,9 @@ transactions and aborted records take offsets too. Records are never counted by 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pyarrow as pa
 
@@ -18,6 +17,7 @@ from delivered.connectors.kafka.admin import KafkaDriverClient
 from delivered.connectors.kafka.consumer import Fetched, PartitionConsumer
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import OWNER, SourceOptions
+from delivered.kits.warm import WarmClients
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import RESTART_CONFIRM_S, SOURCE_PATIENCE_S
 from delivered.source.ranges import Range
@@ -26,28 +26,17 @@ log = logging.getLogger("delivered.kafka")
 
 _POLL_S = 0.5
 _STALL_LOOK_S = 5.0
-_IDLE_MAX = 2
 
-_idle: list[tuple[tuple[int, str], PartitionConsumer]] = []
-"""Consumers that earlier slices left warm in this process, oldest first."""
+_idle: WarmClients[PartitionConsumer] = WarmClients(2)
 
 
 @contextmanager
 def warm_consumer(options: SourceOptions) -> Iterator[PartitionConsumer]:
     """A consumer that is connected already, if one with the same options is idle here."""
-    name = (os.getpid(), repr((sorted(options.client.items()), options.headers)))
-    found = next((i for i, (n, _) in enumerate(_idle) if n == name), None)
-    consumer = PartitionConsumer(options) if found is None else _idle.pop(found)[1]
-    try:
-        yield consumer
+    key = repr((sorted(options.client.items()), options.headers))
+    with _idle.lent(key, lambda: PartitionConsumer(options)) as consumer:
+        yield consumer  # closed also if the slice is not read to its end
         consumer.release()
-    except BaseException:  # what state it is in is not known; a slice that is not read to its end comes here too
-        with suppress(Exception):
-            consumer.close()
-        raise
-    _idle.append((name, consumer))
-    while len(_idle) > _IDLE_MAX:
-        _idle.pop(0)[1].close()
 
 
 def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.RecordBatch]:

@@ -24,6 +24,7 @@ from delivered.connectors.kafka.producer import Producer, producer_config
 from delivered.connectors.kafka.protocol import NoAnswer, Wire, server_name
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.transactions import OpenTransaction, ProducerId, describe, transactional_id
+from delivered.kits.warm import WarmClients
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
 from delivered.model.limits import OUTAGE_PATIENCE_S
@@ -43,7 +44,7 @@ IDLE_MAX = 8
 
 _lock = threading.Lock()
 _ready: OrderedDict[tuple[str, ...], Ready] = OrderedDict()
-_idle: dict[tuple[str, ...], list[Producer]] = {}
+_idle: WarmClients[Producer] = WarmClients(IDLE_MAX)
 _wires: dict[tuple[str, ...], Wire] = {}
 
 
@@ -168,16 +169,9 @@ def _drop(ready: Ready) -> None:
     ready.taken.add_done_callback(lambda made: None if made.exception() else made.result().producer.close())
 
 
-def retire(producer: Producer) -> None:
-    """Free a producer whose transaction is somebody else's now, out of the way of the task."""
-    threading.Thread(target=producer.close, daemon=True, name="delivered-retire").start()
-
-
 def borrow(config: Mapping[str, str]) -> Producer:
     """An idle producer without transactions, or a new one; the caller's alone until it is given back."""
-    with _lock:
-        idle = _idle.get(key_of(config))
-        producer = idle.pop() if idle else None
+    producer = _idle.take(key_of(config))
     if producer is None:
         return Producer(config)
     producer.failures.clear()
@@ -186,24 +180,17 @@ def borrow(config: Mapping[str, str]) -> Producer:
 
 def give_back(config: Mapping[str, str], producer: Producer) -> None:
     """Keep a producer that has nothing under way for the next shard."""
-    with _lock:
-        kept = sum(len(v) for v in _idle.values()) < IDLE_MAX
-        if kept:
-            _idle.setdefault(key_of(config), []).append(producer)
-    if not kept:
-        retire(producer)
+    _idle.give(key_of(config), producer)
 
 
 def close_all() -> None:
     """Free everything that is kept ready. No transaction is ended by this."""
     with _lock:
-        ready, idle = list(_ready.values()), [p for kept in _idle.values() for p in kept]
+        ready = list(_ready.values())
         _ready.clear()
-        _idle.clear()
     for r in ready:
         _drop(r)
-    for producer in idle:
-        producer.close()
+    _idle.clear()
 
 
 atexit.register(close_all)

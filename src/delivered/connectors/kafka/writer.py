@@ -22,6 +22,7 @@ from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ledger_topic
 from delivered.connectors.kafka.transactions import Transaction
 from delivered.connectors.kafka.warm import Taken
+from delivered.kits.warm import retire
 from delivered.model.errors import BadRecord, DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
@@ -179,7 +180,7 @@ class TransactionalWriter:
             self._confirm(taken)
         # From here on the transaction belongs to the driver; the client that opened it has no more say.
         self._taken = None
-        warm.retire(producer)
+        retire(producer)
         return Promise(Transaction(self._id, taken.id.id, taken.id.epoch))
 
     def _confirm(self, taken: Taken) -> None:
@@ -255,13 +256,13 @@ class DirectWriter:
             warm.give_back(self._config, producer)
             return Promise()
         log.warning("at_most_once: records given up: %s", failed)
-        warm.retire(producer)
+        retire(producer)
         return Promise(given_up=failed)
 
     def abort(self) -> None:
         producer, self._producer = self._producer, None
         if producer is not None:
-            warm.retire(producer)
+            retire(producer)
 
     def _judge(self, producer: Producer) -> None:
         if not self._gives_up:

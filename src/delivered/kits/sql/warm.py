@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from delivered.kits.sql.database import C, Server
+from delivered.kits.warm import WarmClients
 
-IDLE_MAX = 4
-
-_idle: list[tuple[int, Server[Any], Any]] = []
+_idle: WarmClients[Any] = WarmClients(4)
 
 
 def take(server: Server[C]) -> C:
@@ -18,26 +16,19 @@ def take(server: Server[C]) -> C:
     Raises:
         DeliveredError: see `Database.connect`.
     """
-    own = os.getpid()  # a forked process must not use its parent's connections
-    for at, (pid, known, connection) in enumerate(_idle):
-        if pid == own and known == server:
-            del _idle[at]
-            try:
-                connection.execute("SELECT 1")
-                found: C = connection
-                return found
-            except server.errors():  # the server was restarted
-                server.discard(connection)
-                break
+    connection: C | None = _idle.take(server)
+    if connection is not None:
+        try:
+            connection.execute("SELECT 1")
+            return connection
+        except server.errors():  # the server was restarted
+            server.discard(connection)
     return server.connect("task")
 
 
 def give(server: Server[C], connection: C) -> None:
     """Return a connection for the next shard; it is closed if a transaction is open on it."""
-    if not server.idle(connection):
+    if server.idle(connection):
+        _idle.give(server, connection)
+    else:
         server.discard(connection)
-        return
-    _idle.append((os.getpid(), server, connection))
-    while len(_idle) > IDLE_MAX:
-        _, former, oldest = _idle.pop(0)
-        former.discard(oldest)
