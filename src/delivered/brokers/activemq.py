@@ -13,6 +13,7 @@ from xml.sax.saxutils import escape
 
 from delivered.brokers.fetch import Say, fetch_archive
 from delivered.brokers.java import java_home
+from delivered.brokers.servers import Server
 
 VERSION = "2.40.0"
 ARTIFACT = ("org.apache.activemq", "apache-artemis", VERSION)
@@ -152,3 +153,16 @@ appender.console.name = console
 appender.console.layout.type = PatternLayout
 appender.console.layout.pattern = %d %-5level [%logger] %msg%n
 """
+
+
+SERVER = Server(
+    listeners=lambda _: [STOMP],
+    main=STOMP,
+    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
+    prepare=lambda folder, state, say: prepare(
+        folder, state.listeners, state.settings["properties"], state.settings["heap_mb"], say
+    ),
+    answers=lambda state: answers(state.listeners[STOMP]),
+    url=url,
+    pipeline='{{format: activemq, url: "{url}", queue: orders, log: orders-log}}',
+)

@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from delivered.brokers.fetch import Say, fetch_jars
-from delivered.brokers.process import telling_lines
+from delivered.brokers.java import java_home
+from delivered.brokers.process import State, telling_lines
+from delivered.brokers.servers import Server
 from delivered.brokers.tls import make_certificate
 from delivered.model.errors import DeliveredError
 
@@ -168,3 +170,27 @@ def _tls_properties(home: Path, folder: Path) -> dict[str, str]:
         "ssl.keystore.password": password,
         "ssl.key.password": password,
     }
+
+
+def _prepared(folder: Path, state: State, say: Say) -> list[str]:
+    home, settings = java_home(), state.settings
+    prepare(home, folder, state.listeners, settings["scram"], settings["properties"], say)
+    return command(home, folder, settings["heap_mb"], say)
+
+
+SERVER = Server(
+    listeners=lambda settings: listeners_wanted(settings["tls"], bool(settings["scram"])),
+    main=PLAINTEXT,
+    hidden=frozenset({CONTROLLER}),
+    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
+    prepare=_prepared,
+    answers=lambda state: answers(state.listeners[PLAINTEXT]),
+    url=str,
+    takes=frozenset({"tls", "scram"}),
+    pipeline='{{format: kafka, kafka.bootstrap.servers: "{url}", subscribe: orders}}',
+    first_steps=(
+        ("topics", "delivered brokers topic orders orders-clean"),
+        ("records", "delivered brokers produce orders --records 1000"),
+        ("look", "delivered brokers read orders"),
+    ),
+)

@@ -17,6 +17,7 @@ from pathlib import Path
 from delivered.brokers.debian import unpacked
 from delivered.brokers.fetch import Say, cache_folder
 from delivered.brokers.process import telling_lines
+from delivered.brokers.servers import Server
 from delivered.model.errors import DeliveredError
 
 MYSQL = "MYSQL"
@@ -122,3 +123,14 @@ def _program(root: Path) -> list[str]:
 def _user() -> str:
     """Root has to be named, or the server does not start for it. Nobody else may name another one."""
     return pwd.getpwuid(os.geteuid()).pw_name
+
+
+SERVER = Server(
+    listeners=lambda _: [MYSQL],
+    main=MYSQL,
+    fetch=fetch,
+    prepare=lambda folder, state, say: prepare(folder, state.listeners[MYSQL], state.settings["properties"], say),
+    answers=lambda state: answers(state.listeners[MYSQL]),
+    url=url,
+    pipeline='{{format: mysql, url: "{url}", dbtable: orders, ifNotExists: true}}',
+)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pwd
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -15,7 +16,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from delivered.brokers.process import telling_lines
+from delivered.brokers.fetch import Say
+from delivered.brokers.process import State, telling_lines
+from delivered.brokers.servers import Server
 from delivered.model.errors import DeliveredError
 
 POSTGRESQL = "POSTGRESQL"
@@ -178,3 +181,22 @@ def _as_other_user(dies_with_parent: bool = False) -> list[str]:
 
 def _quoted(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
+
+
+def _prepared(folder: Path, state: State, say: Say) -> list[str]:
+    say("preparing PostgreSQL")
+    prepare(folder, state.listeners[POSTGRESQL], state.settings["properties"])
+    return command(folder, state.settings["dies_with_parent"])
+
+
+SERVER = Server(
+    listeners=lambda _: [POSTGRESQL],
+    main=POSTGRESQL,
+    fetch=None,
+    prepare=_prepared,
+    answers=lambda state: answers(state.listeners[POSTGRESQL]),
+    url=url,
+    stop=signal.SIGINT,  # SIGTERM would wait until every client has gone
+    pipeline='{{format: postgres, url: "{url}", dbtable: orders, ifNotExists: true}}',
+    first_steps=(("look", 'psql "{url}"'),),
+)

@@ -25,6 +25,9 @@ from http.client import HTTPException
 from pathlib import Path
 
 from delivered.brokers.fetch import Say, fetch_archive
+from delivered.brokers.java import java_home
+from delivered.brokers.process import State
+from delivered.brokers.servers import Server
 from delivered.brokers.tls import make_certificate
 
 VERSION = "4.0.4"
@@ -209,3 +212,20 @@ def _properties(listeners: Mapping[str, str]) -> dict[str, str]:
         "dbStorage_readAheadCacheMaxSizeMb": "16",
         "managedLedgerCacheSizeMB": "64",
     }
+
+
+def _prepared(folder: Path, state: State, say: Say) -> list[str]:
+    settings = state.settings
+    return prepare(java_home(), folder, state.listeners, settings["heap_mb"], settings["properties"], say)
+
+
+SERVER = Server(
+    listeners=lambda settings: listeners_wanted(settings["tls"]),
+    main=PULSAR,
+    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
+    prepare=_prepared,
+    answers=lambda state: answers(state.listeners[HTTP], state.settings["properties"]),
+    url=url,
+    takes=frozenset({"tls"}),
+    pipeline='{{format: pulsar, url: "{url}", adminUrl: "http://{HTTP}", topics: orders}}',
+)

@@ -15,6 +15,7 @@ from pathlib import Path
 from delivered.brokers.debian import unpacked
 from delivered.brokers.fetch import Say, cache_folder
 from delivered.brokers.java import write_launcher
+from delivered.brokers.servers import Server
 
 AMQP, EPMD, ERLANG = "AMQP", "EPMD", "ERLANG"
 USER = "guest"
@@ -102,3 +103,15 @@ def fetch(say: Say) -> Path:
         erl.write_text(erl.read_text().replace("ROOTDIR=/usr/lib/erlang", f"ROOTDIR='{root}/usr/lib/erlang'"))
 
     return unpacked("RabbitMQ", cache_folder() / "rabbitmq" / "debian", PACKAGES, "34 MB", say, mend)
+
+
+SERVER = Server(
+    listeners=lambda _: [AMQP, EPMD, ERLANG],
+    main=AMQP,
+    hidden=frozenset({EPMD, ERLANG}),
+    fetch=fetch,
+    prepare=lambda folder, state, say: prepare(folder, state.listeners, state.settings["properties"], say),
+    answers=lambda state: answers(state.listeners[AMQP]),
+    url=url,
+    pipeline='{{format: rabbitmq, url: "{url}", queue: orders, log: orders-log}}',
+)

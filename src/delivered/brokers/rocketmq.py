@@ -18,6 +18,7 @@ from typing import Any
 from delivered.brokers.enclosed import Enclosed
 from delivered.brokers.fetch import Say, fetch_jars
 from delivered.brokers.java import java_home
+from delivered.brokers.servers import Server
 from delivered.model.errors import DeliveredError
 
 VERSION = "5.5.0"
@@ -256,3 +257,16 @@ _LOGBACK = """<configuration>
   <root level="{level}"><appender-ref ref="console"/></root>
 </configuration>
 """
+
+
+SERVER = Server(
+    listeners=lambda _: [GRPC, NAMESRV, BROKER],
+    main=GRPC,
+    fetch=lambda say: fetch(java_home() / "bin" / "java", say),
+    prepare=lambda folder, state, say: prepare(
+        folder, state.listeners, state.settings["properties"], state.settings["heap_mb"], say
+    ),
+    answers=lambda state: answers(state.listeners),
+    url=url,
+    pipeline='{{format: rocketmq, endpoints: "{url}", topic: orders, group: orders, log: orders-log}}',
+)
