@@ -238,10 +238,12 @@ def test_p11_hanging_transactions_of_the_dead_are_shown_and_aborted(rig: Rig) ->
         task.say()
         task.kill()
     shown = context.committer.open_transactions()
-    assert [(t.shard, t.state, t.timeout_ms) for t in shown] == [(0, "Ongoing", 600_000)]
+    assert [(t.transactional_id, t.state, t.timeout_ms) for t in shown] == [
+        (transactions.transactional_id(rig.work(0)), "Ongoing", 600_000)
+    ]
     age = shown[0].age_s()
     assert age is not None and 0 <= age < 60
-    assert any(p.startswith(rig.topic) for p in shown[0].partitions)
+    assert any(p.startswith(rig.topic) for p in shown[0].targets)
     # A new checkpoint, hence another incarnation: the pipeline's own start frees the readers.
     rig.incarnation = "i1"
     assert rig.committer().abort_orphans(()) == Ok(1)
@@ -324,7 +326,7 @@ def test_a_ready_producer_that_lost_its_id_is_not_used(rig: Rig) -> None:
     context = rig.context()
     rig.run(context, 0, first=True)
     ready = warm._ready[warm._key(rig.sink.options, rig.work(1))]
-    assert ready.taken.result(30).id
+    assert ready.taken.result(30).held
     wire = Wire(rig.sink.options.resolved())
     name = transactions.transactional_id(rig.work(1))
     assert isinstance(transactions.initialise(wire, name, 60_000, time.monotonic() + 30), Ok)

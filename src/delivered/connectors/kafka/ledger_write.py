@@ -84,8 +84,8 @@ class LedgerProducer:
         def ask() -> Any:
             request = AddPartitionsToTxnRequest(
                 v3_and_below_transactional_id=name,
-                v3_and_below_producer_id=self._held.producer.id,
-                v3_and_below_producer_epoch=self._held.producer.epoch,
+                v3_and_below_producer_id=self._held.producer_id,
+                v3_and_below_producer_epoch=self._held.epoch,
                 v3_and_below_topics=[Topic(name=self._topic, partitions=list(writes))],
                 max_version=3,
             )
@@ -155,8 +155,8 @@ class LedgerProducer:
             magic=2,
             compression_type=_GZIP if size > _GZIP_FROM_BYTES else 0,
             is_transactional=True,
-            producer_id=self._held.producer.id,
-            producer_epoch=self._held.producer.epoch,
+            producer_id=self._held.producer_id,
+            producer_epoch=self._held.epoch,
             base_sequence=self._written.get(partition, 0),
             batch_size=1 << 30,
         )

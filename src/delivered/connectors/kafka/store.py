@@ -277,8 +277,7 @@ class KafkaStore:
         deadline = time.monotonic() + RECOVERY_WAIT_S
         self._producers.pop(role, None)
         match transactions.initialise(self._wire, self._id(role), LEDGER_TRANSACTION_TIMEOUT_S * 1000, deadline):
-            case Ok(producer):
-                held = transactions.Transaction(self._id(role), producer.id, producer.epoch)
+            case Ok(held):
                 self._producers[role] = LedgerProducer(self._wire, self._topic, held)
             case Failed(reason) | Unknown(reason):
                 raise OutcomeUnknown(

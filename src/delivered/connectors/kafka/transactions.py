@@ -62,24 +62,12 @@ def is_ours(scope: Scope, candidate: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ProducerId:
-    """What a transactional producer is known by, besides its transactional id."""
-
-    id: int
-    epoch: int
-
-
-@dataclass(frozen=True)
 class Transaction(Handle):
-    """A prepared one: all that another process needs to end it."""
+    """A transactional id under the epoch of one transaction: all that another process needs to end it."""
 
     transactional_id: str
     producer_id: int
     epoch: int
-
-    @property
-    def producer(self) -> ProducerId:
-        return ProducerId(self.producer_id, self.epoch)
 
 
 @dataclass(frozen=True)
@@ -89,32 +77,22 @@ class OpenTransaction:
     Attributes:
         state: as Kafka names it: Ongoing, PrepareCommit, ...
         started_ms: milliseconds since 1970; -1: nothing was written yet.
-        partitions: "topic-partition" of all it wrote to.
+        targets: "topic-partition" of all it wrote to.
     """
 
-    transactional_id: str
-    shard: int
-    slot: int
+    participant: Transaction
     state: str
-    producer_id: int
-    epoch: int
     started_ms: int
     timeout_ms: int
-    partitions: tuple[str, ...]
+    targets: tuple[str, ...]
 
-    def age_s(self, now_s: float | None = None) -> float | None:
+    @property
+    def transactional_id(self) -> str:
+        return self.participant.transactional_id
+
+    def age_s(self) -> float | None:
         """Seconds since it was opened, by this machine's clock."""
-        if self.started_ms < 0:
-            return None
-        return max(0.0, (time.time() if now_s is None else now_s) - self.started_ms / 1000)
-
-    @property
-    def participant(self) -> Transaction:
-        return Transaction(self.transactional_id, self.producer_id, self.epoch)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return self.partitions
+        return None if self.started_ms < 0 else max(0.0, time.time() - self.started_ms / 1000)
 
 
 def end_request(handle: Transaction, commit: bool) -> Any:
@@ -154,7 +132,7 @@ def end(wire: Wire, handle: Transaction, commit: bool) -> Outcome[None]:
     return Unknown(what)
 
 
-def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: float) -> Outcome[ProducerId]:
+def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: float) -> Outcome[Transaction]:
     """Take a transactional id: everybody who held it is fenced, and what they left open is aborted.
 
     Args:
@@ -179,7 +157,7 @@ def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: flo
     except NoAnswer as error:
         return Unknown(str(error))
     if answer.error_code == protocol.NONE:
-        return Ok(ProducerId(answer.producer_id, answer.producer_epoch))
+        return Ok(Transaction(transactional_id, answer.producer_id, answer.producer_epoch))
     what = f"{transactional_id}: {name_of(answer.error_code)}"
     return Unknown(what) if answer.error_code in again else Failed(what)
 
@@ -225,17 +203,12 @@ def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
         return None
     if row.error_code != protocol.NONE:
         raise NoAnswer(f"{transactional_id}: {name_of(row.error_code)}")
-    shard, slot = transactional_id.rsplit(".", 2)[1:]
     return OpenTransaction(
-        transactional_id=transactional_id,
-        shard=int(shard) if shard.isdigit() else -1,
-        slot=int(slot) if slot.isdigit() else -1,
+        Transaction(transactional_id, row.producer_id, row.producer_epoch),
         state=row.transaction_state,
-        producer_id=row.producer_id,
-        epoch=row.producer_epoch,
         started_ms=row.transaction_start_time_ms,
         timeout_ms=row.transaction_timeout_ms,
-        partitions=tuple(sorted(f"{t.topic}-{p}" for t in row.topics for p in t.partitions)),
+        targets=tuple(sorted(f"{t.topic}-{p}" for t in row.topics for p in t.partitions)),
     )
 
 
@@ -257,7 +230,7 @@ def abort_orphans(
         How many open transactions were aborted.
     """
     deadline = time.monotonic() + wait_s
-    kept = {h.transactional_id: h.producer for h in keep}
+    kept = {h.transactional_id: h for h in keep}
 
     def one(item: tuple[str, str]) -> Outcome[int]:
         name, state = item
@@ -266,7 +239,7 @@ def abort_orphans(
                 now = describe(wire, name)
             except NoAnswer as error:
                 return Unknown(str(error))
-            if now is not None and (now.producer_id, now.epoch) == (kept[name].id, kept[name].epoch):
+            if now is not None and now.participant == kept[name]:
                 return Ok(0)
         match initialise(wire, name, timeout_ms, deadline):
             case Ok():

@@ -23,7 +23,7 @@ from delivered.connectors.kafka.errors import ProducerError
 from delivered.connectors.kafka.producer import Producer, producer_config
 from delivered.connectors.kafka.protocol import NoAnswer, Wire, server_name
 from delivered.connectors.kafka.sink_options import SinkOptions
-from delivered.connectors.kafka.transactions import OpenTransaction, ProducerId, describe, transactional_id
+from delivered.connectors.kafka.transactions import OpenTransaction, Transaction, describe, transactional_id
 from delivered.kits.warm import WarmClients
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Work
@@ -53,13 +53,13 @@ class Taken:
     """A transactional producer that holds its id.
 
     Attributes:
-        id: as the coordinator told it after the id was taken. If somebody else took the id in between, it is his, and
+        held: as the coordinator told it after the id was taken. If somebody else took the id in between, it is his, and
             then nothing that this producer writes is accepted any more: a transaction that could be written in full
             is always this id's.
     """
 
     producer: Producer
-    id: ProducerId
+    held: Transaction
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def take(options: SinkOptions, work: Work) -> Taken:
         with suppress(Exception):  # it is made here then
             taken = ready.taken.result(START_TIMEOUT_S)
             # The same batch may have run elsewhere since: then the id is not ours any more.
-            if _holder(options, name) == taken.id:
+            if _holder(options, name) == taken.held:
                 return taken
         _drop(ready)
     return _start(options, name)
@@ -115,9 +115,9 @@ def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) 
         raise
 
 
-def _holder(options: SinkOptions, name: str) -> ProducerId:
+def _holder(options: SinkOptions, name: str) -> Transaction:
     """Who holds a transactional id now, as its coordinator says."""
-    return state_of(options, name).participant.producer
+    return state_of(options, name).participant
 
 
 def state_of(options: SinkOptions, name: str) -> OpenTransaction:

@@ -20,7 +20,6 @@ from delivered.connectors.kafka.producer import Producer, Rows, producer_config
 from delivered.connectors.kafka.protocol import server_name
 from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.connectors.kafka.topics import ledger_topic
-from delivered.connectors.kafka.transactions import Transaction
 from delivered.connectors.kafka.warm import Taken
 from delivered.kits.warm import retire
 from delivered.model.errors import BadRecord, DeliveredError
@@ -181,20 +180,21 @@ class TransactionalWriter:
         # From here on the transaction belongs to the driver; the client that opened it has no more say.
         self._taken = None
         retire(producer)
-        return Promise(Transaction(self._id, taken.id.id, taken.id.epoch))
+        return Promise(taken.held)
 
     def _confirm(self, taken: Taken) -> None:
         """A promise is given only for what the coordinator itself holds open, the marker included."""
         found = warm.state_of(self._options, self._id)
         scope = self._work.scope
         marker = f"{ledger_topic(scope, self._options.ledger_topic)}-{marker_partition(scope)}"
-        if found.state == "Ongoing" and found.participant.producer == taken.id and marker in found.partitions:
+        held, now = taken.held, found.participant
+        if found.state == "Ongoing" and now == held and marker in found.targets:
             return
         raise DeliveredError(
             "PREPARE_REFUSED",
-            f"Transaction {self._id}, producer {taken.id.id}, epoch {taken.id.epoch}, should be open now; its "
-            f"coordinator says: {found.state}, producer {found.producer_id}, epoch {found.epoch}, partitions "
-            f"{', '.join(found.partitions) or 'none'}{taken.producer.failures.hint()}. Nothing of it is visible.",
+            f"Transaction {self._id}, producer {held.producer_id}, epoch {held.epoch}, should be open now; its "
+            f"coordinator says: {found.state}, producer {now.producer_id}, epoch {now.epoch}, partitions "
+            f"{', '.join(found.targets) or 'none'}{taken.producer.failures.hint()}. Nothing of it is visible.",
             next_step="start again; if it comes back, check the permissions on the topics and that batches are shorter "
             "than transactionTimeout",
         )
