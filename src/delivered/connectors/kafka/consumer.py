@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.connectors.kafka.errors import ConnectionErrors, explain
-from delivered.connectors.kafka.librdkafka import Client, name_of
+from delivered.connectors.kafka.librdkafka import Client, Message, name_of
 from delivered.connectors.kafka.offsets import Partition
 from delivered.connectors.kafka.options import OWNER, SourceOptions
 from delivered.connectors.kafka.settings import resolved
@@ -44,8 +44,10 @@ _MENDS = {
 
 I64 = npt.NDArray[np.int64]
 
-_ERR, _RKT, _PARTITION, _PAYLOAD, _LENGTH, _KEY, _KEY_LENGTH, _OFFSET = 0, 8, 16, 24, 32, 40, 48, 56
-_PUBLIC_BYTES, _PRIVATE_BYTES = 72, 128
+_ERR, _RKT, _PARTITION, _PAYLOAD, _LENGTH, _KEY, _KEY_LENGTH, _OFFSET = (
+    getattr(Message, name).offset for name, _ in Message._fields_[:-1]
+)
+_PUBLIC_BYTES, _PRIVATE_BYTES = ctypes.sizeof(Message), 128
 """Size of rd_kafka_message_t, and of the struct that it begins: reading so far is safe."""
 _EOF = -191
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from delivered.connectors.kafka.errors import Failures, ProducerError
-from delivered.connectors.kafka.librdkafka import Argument, Client, Memory, Metadata, Value, name_of, text_of
+from delivered.connectors.kafka.librdkafka import Argument, Client, Memory, Message, Metadata, Value, name_of, text_of
 from delivered.connectors.kafka.protocol import server_name
 from delivered.connectors.kafka.sink_options import OWNER, SinkOptions
 from delivered.model.guarantee import Guarantee
@@ -37,14 +37,7 @@ _POLL_MS = 5
 ROWS_PER_CALL = 16_384
 """Rows in one call: their structs take 1.2 MB."""
 
-_MESSAGE = np.dtype(
-    {
-        "names": ["err", "rkt", "partition", "payload", "len", "key", "key_len", "offset", "private"],
-        "formats": ["<i4", "<u8", "<i4", "<u8", "<u8", "<u8", "<u8", "<i8", "<u8"],
-        "offsets": [0, 8, 16, 24, 32, 40, 48, 56, 64],
-        "itemsize": 72,
-    }
-)
+_MESSAGE = np.dtype(Message)
 _UNASSIGNED = -1
 _COPY, _PARTITION = 0x2, 0x8
 _QUEUE_FULL = -184

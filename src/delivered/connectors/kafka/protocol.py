@@ -182,10 +182,6 @@ class Wire:
                 self._refresh()
             raise (NoAnswer if sent else NotSent)(f"{type(error).__name__}: {error}") from None
 
-    def ask_any(self, request: Any) -> Any:
-        """Ask any broker a question, or for a change that counts once however often it is asked for."""
-        return self.patiently(lambda: self.ask(request))
-
     def nodes(self) -> list[int]:
         """Ids of all brokers, as the cluster tells now."""
         from kafka.protocol.metadata import MetadataRequest

@@ -97,7 +97,7 @@ def _create(wire: Wire, topic: str, replication: int | None) -> None:
         max_version=5,
     )
     try:
-        answer = wire.ask_any(request)
+        answer = wire.patiently(lambda: wire.ask(request))  # made once, however often it is asked for
     except NoAnswer as error:
         raise Unreachable("LEDGER_UNAVAILABLE", f"The ledger's topic {topic!r} could not be made: {error}.") from None
     found = answer.topics[0]
