@@ -62,7 +62,7 @@ TO_POSTGRES = SinkFacts(
         apply="COMMIT PREPARED per shard",
         send="COPY, a transaction per shard",
         batch_atomic=False,
-        assumes=("the database is backed up and restored as one",),
+        assumes=("the database is backed up and restored as a whole",),
     ),
 )
 TO_HTTP = SinkFacts(

@@ -1,7 +1,6 @@
 """MySQL and MariaDB as a sink: rows by LOAD DATA LOCAL, and decisions, on one server.
 
-Every session runs with ANSI_QUOTES, so that names are quoted as in standard SQL; and READ COMMITTED, so that a lock is
-a lock of rows and not of what lies between them.
+Sessions use ANSI_QUOTES, so that identifiers are quoted as in standard SQL, and READ COMMITTED, to avoid gap locks.
 """
 
 from __future__ import annotations

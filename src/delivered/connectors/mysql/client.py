@@ -1,4 +1,4 @@
-"""Connections, and how a session is set up whatever the server's defaults are."""
+"""Connections, with session settings that do not depend on the server's defaults."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 CONNECT_TRY_S = 5.0
-"""Connecting, and then each answer of the login. One clear error within 15 s is the promise."""
+"""Time-out of connecting, and of each reply during login. An error must be raised within 15 s."""
 VERSIONS_MIN = {"MariaDB": (10, 5), "MySQL": (8, 0)}
-"""The first whose prepared transactions outlive their session, and which have what upserts ask for."""
+"""First versions whose prepared transactions survive their session, and that support upserts."""
 STALLED_S = 3_600
-"""A session of which nothing is heard for so long is ended by the server, and its transaction with it."""
+"""The server ends sessions that are idle for this long, and rolls back their transactions."""
 
 SQL_MODE = (
     "ANSI_QUOTES,ERROR_FOR_DIVISION_BY_ZERO,NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION,NO_ZERO_DATE,NO_ZERO_IN_DATE,"
@@ -45,8 +45,8 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
     """Open a connection.
 
     Args:
-        role: not told to the server, which has no place for it.
-        writes: a server that takes no changes is an error.
+        role: unused; the server has no field for it.
+        writes: fail if the server is read-only.
 
     Raises:
         Unreachable, UsageError: within 15 s.
@@ -80,7 +80,7 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
         session.execute("SET SESSION " + ", ".join(f"{k} = {v}" for k, v in settings.items()))
         session.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         if writes and session.execute("SELECT @@global.read_only").fetchone()[0]:
-            # Asked, because it does not hold for users with special rights, who would write to a replica.
+            # Queried, because privileged users are exempt from it and would write to a replica.
             raise read_only(options)
     except ERRORS as error:
         session.close()
@@ -94,14 +94,14 @@ def connect(options: MysqlOptions, role: str = "task", writes: bool = True) -> S
 def read_only(options: MysqlOptions) -> Unreachable:
     return Unreachable(
         "READ_ONLY",
-        f"MySQL at {options.place} takes no changes (read_only): it is a replica, or is being maintained.",
+        f"MySQL at {options.place} is read-only (read_only): it is a replica or under maintenance.",
         "point the url at the primary server",
     )
 
 
 def _check_version(session: Session, options: MysqlOptions) -> None:
     system = "MariaDB" if session.mariadb else "MySQL"
-    # MariaDB used to put another number in front for the sake of old replicas.
+    # MariaDB used to prefix another version for old replicas.
     found = re.match(r"(\d+)\.(\d+)", str(session.server_version).removeprefix("5.5.5-"))
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < VERSIONS_MIN[system]:
@@ -114,7 +114,7 @@ def _check_version(session: Session, options: MysqlOptions) -> None:
 
 @dataclass(frozen=True)
 class MysqlDatabase(Server["Session"]):
-    """The database that the user named."""
+    """The user's database."""
 
     options: MysqlOptions
 

@@ -1,4 +1,4 @@
-"""The driver's hand on what tasks, perhaps dead by now, have prepared."""
+"""Commits and aborts what tasks prepared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MysqlCommitter(ServerCommitter["Session"]):
         self._options = options
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """Also drop what was staged and got in: the server drops no table inside of a transaction."""
+        """Also drops the staging table: the server cannot drop tables inside a transaction."""
         outcome = super().commit(work, prepared)
         return self._drop_staged(PreparedRows.of(prepared)) if isinstance(outcome, Ok) else outcome
 
@@ -37,7 +37,7 @@ class MysqlCommitter(ServerCommitter["Session"]):
         return self._drop_staged(PreparedRows.of(prepared)) if isinstance(outcome, Ok) else outcome
 
     def _drop_staged(self, rows: PreparedRows) -> Outcome[None]:
-        """Also what an upsert took its rows from before it was prepared."""
+        """Also drops the staging table of a prepared upsert."""
         if rows.gid and self._options.write.upserts:
             rows = PreparedRows(staged=transactions.staging_of(self._names, rows.gid))
         return super()._drop_staged(rows)
@@ -63,7 +63,7 @@ class MysqlCommitter(ServerCommitter["Session"]):
         return stage.listed(connection, self._names)
 
     def _drop(self, connection: Session, table: str) -> None:
-        """A task that hangs with rows of it open is ended: nobody could drop the table before."""
+        """Ends a hanging task that holds locks on the table, which would block the drop."""
         nonce = stage.nonce_of(table)
         if not sessions.gone(connection, nonce, 0):
             sessions.end(connection, nonce)

@@ -1,8 +1,7 @@
-"""Arrow record batches as text that the server reads: of LOAD DATA, or of INSERT. No Python object per value.
+"""Encodes Arrow record batches as text for LOAD DATA or INSERT, with no Python object per value.
 
-Every column becomes an Arrow array of texts; one call of Arrow's `binary_join_element_wise` then puts each row
-together, and the data buffer of its result is the block. Bytes of texts and of binary columns go as they are, but for
-the few that mean something to the reader.
+Every column becomes an Arrow array of texts; one call of Arrow's `binary_join_element_wise` joins the rows, and the
+data buffer of its result is the block. Bytes of text and binary columns are copied, except for a few that are escaped.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import pyarrow.compute as pc
 
 BLOCK_ROWS = 16_384
 BLOCK_BYTES = 4 << 20
-"""Bytes of a batch's values in one block, about."""
+"""Approximate bytes of values per block."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a reader wants rows.
+    """Text format of rows.
 
     Attributes:
-        first, between, last: of a row.
-        null: what stands for it.
-        quote: around all but numbers.
-        binary: before a quoted value of bytes.
-        escapes: what a value may not hold as it is, and what stands for it; in this order.
+        first, between, last: delimiters of a row.
+        null: text for null.
+        quote: around everything but numbers.
+        binary: before quoted binary values.
+        escapes: bytes to escape and their replacements, in order.
     """
 
     first: bytes
@@ -48,10 +47,10 @@ INSERT = Form(b"(", b",", b"),", b"NULL", b"'", b"_binary", ((b"\\", b"\\\\"), (
 
 
 def blocks(batch: pa.RecordBatch, form: Form) -> Iterator[tuple[int, memoryview]]:
-    """Rows of `batch` as text, in bounded blocks, each with the number of its rows.
+    """Rows of `batch` as text, in bounded blocks, each with its number of rows.
 
     Args:
-        batch: of plain types, with values that the server can hold (`types.check_values`).
+        batch: of plain types, with values that the server can store (`types.check_values`).
     """
     size = batch.nbytes
     rows = BLOCK_ROWS if size <= BLOCK_BYTES else max(1, min(BLOCK_ROWS, batch.num_rows * BLOCK_BYTES // size))
@@ -62,7 +61,7 @@ def blocks(batch: pa.RecordBatch, form: Form) -> Iterator[tuple[int, memoryview]
 
 def _block(batch: pa.RecordBatch, form: Form) -> memoryview:
     fields = [_field(column, form) for column in batch.columns]
-    # What ends a row is joined to one of its columns: one array less to join.
+    # The row delimiter is joined to a column: one array less to join.
     fields[0] = _around(fields[0], form.first, b"", form.null)
     fields[-1] = _around(fields[-1], b"", form.last, form.null)
     joined = pc.binary_join_element_wise(
@@ -83,7 +82,7 @@ def _around(column: pa.Array, before: bytes, after: bytes, null: bytes) -> pa.Ar
 
 
 def _field(column: pa.Array, form: Form) -> pa.Array:
-    """Values as the reader wants them; null where there is none."""
+    """Encoded values; null stays null."""
     t = pa.types
     if t.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -95,9 +94,9 @@ def _field(column: pa.Array, form: Form) -> pa.Array:
     if t.is_boolean(kind):
         return column.cast(pa.uint8()).cast(pa.string()).view(pa.binary())
     if t.is_timestamp(kind):
-        column = column.view(pa.int64()).view(pa.timestamp(kind.unit))  # in UTC, without a Z at the end
+        column = column.view(pa.int64()).view(pa.timestamp(kind.unit))  # in UTC, without a trailing Z
     if t.is_float32(kind):
-        column = column.cast(pa.float64())  # the shortest text of the largest float reads as a double above it
+        column = column.cast(pa.float64())  # the shortest text of the largest float parses to a larger double
     text = column.cast(pa.string()).view(pa.binary())
     number = t.is_integer(kind) or t.is_floating(kind) or t.is_decimal(kind)
     return text if number else _quoted(text, form, b"")
@@ -111,7 +110,7 @@ def _quoted(column: pa.Array, form: Form, before: bytes) -> pa.Array:
 
 
 def _escaped(column: pa.Array, form: Form) -> pa.Array:
-    """Nearly always nothing has to be escaped, which is seen at once in the bytes of all values together."""
+    """Usually nothing needs escaping, which one scan over the bytes of all values shows."""
     _, offsets, data = column.buffers()
     if data is None:
         return column

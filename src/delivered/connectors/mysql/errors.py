@@ -1,4 +1,4 @@
-"""The server's errors in plain words, with the next step. Known by their numbers, which MySQL and MariaDB share."""
+"""Translates the server's errors, by the numbers that MySQL and MariaDB share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from delivered.model.errors import BadRecord, DeliveredError, Unreachable, Usage
 LOCK_TIMEOUT, DEADLOCK = 1205, 1213
 NO_TABLE, NO_DATABASE = 1146, 1049
 XA_UNKNOWN = 1397
-"""No such XA transaction: it is over; or, in MariaDB, the session that prepared it still lives."""
+"""No such XA transaction: it has ended; or, in MariaDB, the session that prepared it is still alive."""
 DENIED = frozenset({1044, 1142, 1143, 1227, 1370, 1401, 1410})
 
 _LOGIN = frozenset({1045, 1130, 1251, 1698, 1820, 2059, 3118, 3955, 4151})
@@ -18,103 +18,103 @@ _LOST = frozenset({0, 1053, 1077, 1079, 1080, 1152, 1158, 1159, 1160, 1161, 1184
 _READ_ONLY = frozenset({1290, 1792, 1836, 3989})
 _DISK = frozenset({1021, 1114})
 _FILE = frozenset({3, 20, 1026, 1030})
-"""A file failed: full, if the text says so."""
+"""File errors: disk full, if the text says so."""
 _ROW = frozenset({1048, 1062, 1136, 1138, 1153, 1264, 1265, 1292, 1300, 1301, 1364, 1365, 1366, 1367, 1406, 1411, 1416,
                   1451, 1452, 1526, 1557, 1586, 1644, 1690, 1748, 3140, 3819, 4025})  # fmt: skip
 
-_FILTER = "filter or mend such rows, or change the table; nothing of this batch is visible under exactly_once"
+_FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
 _BY_NUMBER: dict[int, tuple[type[DeliveredError], str, str]] = {
-    NO_DATABASE: (UsageError, "DATABASE_MISSING", "create the database, or mend the url"),
-    NO_TABLE: (UsageError, "TABLE_MISSING", "create {table}, or mend the option dbtable"),
+    NO_DATABASE: (UsageError, "DATABASE_MISSING", "create the database, or correct the url"),
+    NO_TABLE: (UsageError, "TABLE_MISSING", "create {table}, or correct the option dbtable"),
     1054: (UsageError, "COLUMN_MISSING", "ALTER TABLE {table} ADD COLUMN ..., or drop the column from the rows"),
     DEADLOCK: (
         DeliveredError,
         "DEADLOCK",
-        "start again; if it comes back, repartition the rows so that one key is in one shard",
+        "start again; if this recurs, repartition the rows so that each key is in one shard",
     ),
     LOCK_TIMEOUT: (
         DeliveredError,
         "LOCK_TIMEOUT",
-        "see who holds the lock: SHOW ENGINE INNODB STATUS, SELECT * FROM information_schema.innodb_trx; two shards of "
-        "one batch that write one unique key wait for each other under two_phase: repartition by that key, or raise "
-        "lockTimeout",
+        "find the lock holder: SHOW ENGINE INNODB STATUS, SELECT * FROM information_schema.innodb_trx; under "
+        "two_phase, two shards of a batch that write the same unique key block each other: repartition by that key, "
+        "or raise lockTimeout",
     ),
     1665: (
         UsageError,
         "BINLOG_STATEMENT",
-        "SET GLOBAL binlog_format = 'ROW' (or MIXED): with STATEMENT this server takes no row at the isolation level "
+        "SET GLOBAL binlog_format = 'ROW' (or MIXED): with STATEMENT this server rejects writes at isolation level "
         "READ COMMITTED",
     ),
     1785: (UsageError, "ENGINE_NOT_TRANSACTIONAL", "ALTER TABLE {table} ENGINE = InnoDB"),
     1613: (DeliveredError, "LOCK_TIMEOUT", "start again; raise lockTimeout"),
-    1614: (DeliveredError, "DEADLOCK", "start again; repartition the rows so that one key is in one shard"),
+    1614: (DeliveredError, "DEADLOCK", "start again; repartition the rows so that each key is in one shard"),
 }
 
 
 def number_of(error: BaseException) -> int:
-    """The server's or the client's number of an error; 0: it has none, the connection was closed before."""
+    """The server's or the client's error number; 0: none, the connection was already closed."""
     first = error.args[0] if error.args else 0
     return first if isinstance(first, int) else 0
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the connection is gone, so that the outcome of what was asked last is not known."""
+    """Whether the connection was lost, so that the outcome of the last statement is unknown."""
     return number_of(error) in _LOST
 
 
 def explained(error: Exception, options: MysqlOptions) -> DeliveredError:
-    """The error in plain words. The client never puts a password into its messages."""
+    """Translate an error. The client's messages never contain passwords."""
     number = number_of(error)
     said, where = said_by(error), f"MySQL at {options.place}"
     if number in _LOGIN:
         return Unreachable(
             "MYSQL_LOGIN",
-            f"{where} turned the login away: {said}",
-            next_step="check the options user and password (a reference as env:NAME is resolved where the task runs), "
-            "and from which hosts the user may come",
+            f"{where} rejected the login: {said}",
+            next_step="check the options user and password (a reference like env:NAME is resolved where the task "
+            "runs), and from which hosts the user may connect",
         )
     if number in _LOST:
         return Unreachable(
             "MYSQL_UNREACHABLE",
-            f"{where} cannot be reached, or broke the connection: {said}",
-            next_step=f"see whether it runs: mysqladmin -h {options.host} -P {options.port} ping",
+            f"{where} is unreachable, or closed the connection: {said}",
+            next_step=f"check that it is running: mysqladmin -h {options.host} -P {options.port} ping",
         )
     if number in _FULL:
         return Unreachable(
             "MYSQL_UNREACHABLE",
-            f"{where} takes no more connections: {said}",
-            next_step="start the pipeline again when it does; see max_connections, and the user's own limit",
+            f"{where} accepts no more connections: {said}",
+            next_step="start the pipeline again later; check max_connections, and the user's own limit",
         )
     if number in DENIED:
         return UsageError(
             "PERMISSION",
-            f"{where} said: {said} (error {number}).",
+            f"{where} reported: {said} (error {number}).",
             next_step=f"GRANT INSERT ON {options.table_text} and ALL ON {options.ledger_schema}.* to the user",
         )
     if number in _READ_ONLY:
         return Unreachable(
-            "READ_ONLY", f"{where} said: {said} (error {number}).", "point the url at the primary server"
+            "READ_ONLY", f"{where} reported: {said} (error {number}).", "point the url at the primary server"
         )
     if number in _DISK or (number in _FILE and "space" in said.lower()):
         return DeliveredError(
             "DISK_FULL",
-            f"{where} has no room left: {said} (error {number}).",
-            next_step="make room on the server, then start the pipeline again",
+            f"{where} has no disk space left: {said} (error {number}).",
+            next_step="free disk space on the server, then start the pipeline again",
         )
     if number in _ROW:
-        return BadRecord("ROW_REFUSED", f"{where} said: {said} (error {number}).", _FILTER)
+        return BadRecord("ROW_REFUSED", f"{where} reported: {said} (error {number}).", _FILTER)
     if number in _BY_NUMBER:
         kind, code, next_step = _BY_NUMBER[number]
-        return kind(code, f"{where} said: {said} (error {number}).", next_step.format(table=options.table_text))
-    return DeliveredError("MYSQL_ERROR", f"{where} said: {said} (error {number}).")
+        return kind(code, f"{where} reported: {said} (error {number}).", next_step.format(table=options.table_text))
+    return DeliveredError("MYSQL_ERROR", f"{where} reported: {said} (error {number}).")
 
 
 def row_refused(said: str, options: MysqlOptions) -> BadRecord:
-    """A row that LOAD DATA changed, or left out, and only warned of."""
-    return BadRecord("ROW_REFUSED", f"MySQL at {options.place} said of a row: {said}.", _FILTER)
+    """A row that LOAD DATA changed or skipped with only a warning."""
+    return BadRecord("ROW_REFUSED", f"MySQL at {options.place} rejected a row: {said}.", _FILTER)
 
 
 def said_by(error: BaseException) -> str:
-    """The server's words on one line."""
+    """The server's message on one line."""
     text = str(error.args[1]) if len(error.args) > 1 else str(error)
     return " ".join(text.split())[:1500] or type(error).__name__

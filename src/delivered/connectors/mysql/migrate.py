@@ -1,7 +1,7 @@
-"""The ledger's tables, versioned, in a database of their own.
+"""The ledger's tables, versioned, in their own database.
 
-The server commits each statement that makes a table by itself: a step that was begun and not finished is run again from
-its first statement, so each statement does nothing where its work is done already.
+The server commits each DDL statement by itself: an interrupted migration is rerun from its first statement, so every
+statement is idempotent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         f"""CREATE TABLE IF NOT EXISTS {{s}}.begun (
             {_SCOPE}, offsets longtext NOT NULL, begun_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
             {_GROWS}, PRIMARY KEY (pipeline, sink, incarnation), UNIQUE KEY (n)) {_MADE}""",
-        # Not unique by shard: two attempts may both have one open, and one would wait for the other for ever.
+        # Not unique by shard: two attempts may both have one open, and would block each other forever.
         f"""CREATE TABLE IF NOT EXISTS {{s}}.marker (
             {_SCOPE}, shard integer NOT NULL, gid varchar(191) NOT NULL, fingerprint varchar(255) NOT NULL,
             {_GROWS}, PRIMARY KEY (n), KEY of_shard (pipeline, sink, incarnation, batch, shard)) {_MADE}""",
@@ -61,19 +61,19 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (pipeline, sink, incarnation)) {_MADE}""",
     ),
 )
-"""Statements that lead from version n to n + 1. Only ever appended to."""
+"""Statements that migrate from version n to n + 1. Append-only."""
 
 ALONE_S = 30
 _LOCK = "delivered.tables"
 
 
 def with_values(schema: str) -> str:
-    """The ledger's database, quoted for a statement that the client puts values into."""
+    """The ledger's database, quoted for a statement with parameters."""
     return quoted(schema).replace("%", "%%")
 
 
 def version_of(connection: Session, schema: str) -> int:
-    """The version of the ledger's tables; 0: there are none. Raises MySQLError."""
+    """Version of the ledger's tables; 0: they do not exist. Raises MySQLError."""
     try:
         row = connection.execute(f"SELECT coalesce(max(version), 0) FROM {quoted(schema)}.migration").fetchone()
     except Exception as error:
@@ -84,17 +84,17 @@ def version_of(connection: Session, schema: str) -> int:
 
 
 def migrate(connection: Session, schema: str) -> None:
-    """Bring the ledger's tables to the newest version; do nothing if they are there. Outside of a transaction.
+    """Create or migrate the ledger's tables; does nothing if they are up to date. Outside a transaction.
 
     Raises:
-        UsageError: a newer version of this package wrote them.
-        MySQLError: the server said no.
+        UsageError: a newer version of this package created them.
+        MySQLError: the server rejected it.
     """
     if is_newest(version_of(connection, schema), len(MIGRATIONS), f"in database {schema!r}"):
         return
     s = quoted(schema)
     with alone(connection):
-        # IF NOT EXISTS alone asks for the right to create, even where everything is there.
+        # IF NOT EXISTS requires the CREATE privilege even if everything exists.
         there = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
         if connection.execute(there, [schema]).fetchone() is None:
             connection.execute(f"CREATE DATABASE IF NOT EXISTS {s} CHARACTER SET utf8mb4 COLLATE utf8mb4_bin")
@@ -103,7 +103,7 @@ def migrate(connection: Session, schema: str) -> None:
                 f"CREATE TABLE IF NOT EXISTS {s}.migration (version integer PRIMARY KEY, "
                 f"applied_at datetime(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)) {_MADE}"
             )
-        # Looked at again: another process may have been faster.
+        # Checked again: another process may have been faster.
         for version in range(version_of(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement.format(s=s))
@@ -114,8 +114,8 @@ def migrate(connection: Session, schema: str) -> None:
 
 @contextlib.contextmanager
 def alone(connection: Session) -> Iterator[None]:
-    """Be the only one at this server that makes tables for us; after 30 s go on all the same: every statement inside
-    does nothing where its work is done."""
+    """Serialize our migrations on this server; continue without the lock after 30 s, as every statement is
+    idempotent."""
     held = connection.execute("SELECT GET_LOCK(%s, %s)", [_LOCK, ALONE_S]).fetchone()[0]
     try:
         yield

@@ -20,9 +20,9 @@ TLS_PARAMETERS = ("ssl_ca", "ssl_cert", "ssl_key", "ssl_verify_cert", "ssl_verif
 
 _NAME = identifier(
     lambda name: len(name) <= IDENTIFIER_LENGTH_MAX and not name.endswith(" "),
-    f"MySQL's names have 1 to {IDENTIFIER_LENGTH_MAX} characters and do not end in a space",
+    f"MySQL identifiers have 1 to {IDENTIFIER_LENGTH_MAX} characters and no trailing space",
 )
-_HINT = 'write .option("dbtable", "shop.orders"); names with other characters in backquotes: `my orders`'
+_HINT = 'write .option("dbtable", "shop.orders"); quote other names with backticks: `my orders`'
 
 
 def _usable(parts: SplitResult) -> bool:
@@ -31,8 +31,8 @@ def _usable(parts: SplitResult) -> bool:
     unknown = sorted({name for name, _ in parse_qsl(parts.query)} - {*TLS_PARAMETERS, "password"})
     if unknown and parts.password is None:
         raise Unfit(
-            f"has the parameter {unknown[0]!r}; known after ? are {', '.join(TLS_PARAMETERS)}",
-            "take it out: parameters of JDBC drivers mean nothing here",
+            f"has the parameter {unknown[0]!r}; supported after ? are {', '.join(TLS_PARAMETERS)}",
+            "remove it: parameters of JDBC drivers are not supported",
         )
     return True
 
@@ -42,19 +42,19 @@ class MysqlOptions(ServerOptions, owner="delivered_mysql sink"):
 
     url: str = option(
         "url",
-        "The database: mysql://host:3306/name, or jdbc:mysql:, mariadb:. TLS after ?: ssl_ca=PATH and its like.",
+        "URL of the database: mysql://host:3306/name, or jdbc:mysql:, mariadb:. TLS parameters after ?: ssl_ca=PATH.",
         database_url("mysql://host:3306/database", ("mysql", "mariadb"), ("password",), _usable),
         example="mysql://localhost:3306/shop",
     )
     named: TableName = option(
         "dbtable",
-        "The table that rows are written to: orders, or sales.orders.",
+        "Table to write to: orders, or sales.orders.",
         table_name(_NAME, '"`', str, "database", _HINT),
         example="shop.orders",
     )
     ledger_schema: str = option(
         "ledgerSchema",
-        "Database that holds the ledger's tables, on the same server; made if missing.",
+        "Database for the ledger's tables, on the same server; created if missing.",
         _NAME,
         default=LEDGER_SCHEMA_DEFAULT,
     )
@@ -69,16 +69,16 @@ class MysqlOptions(ServerOptions, owner="delivered_mysql sink"):
 
     @property
     def database(self) -> str:
-        """That of the url."""
+        """The database of the url."""
         return unquote(urlsplit(self.url).path.strip("/"))
 
     @property
     def login(self) -> str | None:
-        """Whom to log in as: the option, or the url."""
+        """User to log in as: from the option, or the url."""
         named = urlsplit(self.url).username
         return self.user or (unquote(named) if named else None)
 
     @property
     def tls(self) -> dict[str, str]:
-        """What the url says of it, as the client names it."""
+        """TLS parameters of the url, by the client's names."""
         return dict(parse_qsl(urlsplit(self.url).query))

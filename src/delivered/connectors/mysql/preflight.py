@@ -30,8 +30,8 @@ def look(session: Session, options: MysqlOptions, guarantee: Guarantee) -> Itera
     if settings.get("log_bin") == "ON" and settings.get("binlog_format") == "STATEMENT":
         yield Finding(
             "BINLOG_STATEMENT",
-            f"MySQL at {options.place} writes its binary log with binlog_format = STATEMENT, and then takes no row at "
-            "the isolation level READ COMMITTED.",
+            f"MySQL at {options.place} has binlog_format = STATEMENT, which rejects writes at isolation level READ "
+            "COMMITTED.",
             True,
             "SET GLOBAL binlog_format = 'ROW', or MIXED",
         )
@@ -56,7 +56,7 @@ def _settings(session: Session) -> dict[str, str]:
 
 
 def _durable(settings: dict[str, str], options: MysqlOptions, guarantee: Guarantee) -> Iterator[Finding]:
-    """What the server calls committed must be so after a crash of its machine."""
+    """Whether committed transactions survive a crash of the server's machine."""
     if guarantee is Guarantee.AT_MOST_ONCE:
         return
     weak = [
@@ -67,8 +67,8 @@ def _durable(settings: dict[str, str], options: MysqlOptions, guarantee: Guarant
     if weak:
         yield Finding(
             "COMMIT_NOT_FLUSHED",
-            f"MySQL at {options.place} runs with {' and '.join(weak)}: what it calls committed, a crash of its machine "
-            "can take away.",
+            f"MySQL at {options.place} runs with {' and '.join(weak)}: a crash of its machine can lose committed "
+            "transactions.",
             False,
             "; ".join(f"SET GLOBAL {w.partition(' ')[0]} = 1" for w in weak),
         )
@@ -81,9 +81,9 @@ def _prepared(session: Session, options: MysqlOptions) -> Iterator[Finding]:
         yield Finding(
             "PREPARED_TRANSACTION_OLD",
             f"A prepared transaction of this package at {options.place} is {oldest_s / 3600:.1f} hours old: it holds "
-            "its locks and keeps the server from cleaning up until somebody ends it.",
+            "locks and blocks purging until it is ended.",
             False,
-            "see whose it is: XA RECOVER; those of this pipeline are ended by its next start",
+            "find its owner: XA RECOVER; the next start of a pipeline ends its own",
         )
 
 
@@ -98,9 +98,9 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
         if session.execute(there, [base]).fetchone() is None:
             yield Finding(
                 "SCHEMA_MISSING",
-                f"There is no database {base!r} at {options.place} to create {options.table_text!r} in.",
+                f"The database {base!r} for {options.table_text!r} does not exist at {options.place}.",
                 True,
-                f"CREATE DATABASE {base}, or mend the option dbtable",
+                f"CREATE DATABASE {base}, or correct the option dbtable",
             )
         return
     target.check_engine(options, found)
@@ -117,9 +117,9 @@ def _table(session: Session, options: MysqlOptions) -> Iterator[Finding]:
         if loose:
             yield Finding(
                 "KEY_COLLATION",
-                f"Texts of {', '.join(map(repr, loose))} of table {options.table_text!r} are compared by "
-                f"{columns[loose[0]].collation}: keys that differ in case, accents or spaces at their end may be one "
-                "key there, and the audit, which compares bytes, will say so.",
+                f"Columns {', '.join(map(repr, loose))} of table {options.table_text!r} have the collation "
+                f"{columns[loose[0]].collation}: keys that differ in case, accents or trailing spaces may be equal "
+                "there, which the audit, comparing bytes, will report.",
                 False,
                 f"ALTER TABLE {options.table_text} MODIFY {loose[0]} ... COLLATE "
                 + ("utf8mb4_nopad_bin" if session.mariadb else "utf8mb4_0900_bin"),

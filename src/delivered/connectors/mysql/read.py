@@ -102,7 +102,7 @@ def _joined(rows: Sequence[tuple[bytes | None]]) -> bytes:
     except TypeError:
         raise InvariantBroken(
             "ROW_TOO_LONG",
-            "A row is longer than max_allowed_packet of the server: it sends nothing of it.",
+            "A row exceeds the server's max_allowed_packet and cannot be read.",
             next_step="raise max_allowed_packet",
         ) from None
 

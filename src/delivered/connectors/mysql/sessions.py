@@ -1,8 +1,8 @@
-"""Which session holds something up, and the end of it.
+"""Finds and ends sessions that block others.
 
-A server shows its sessions by a number that is used again after a restart, and what they do only to users with special
-rights. So a session that others may have to wait for takes a named lock with a nonce, and writes the nonce where it is
-found: the lock's holder is that very session, or nobody.
+Session numbers are reused after a restart, and only privileged users see what sessions do. So a session that may block
+others takes a named lock with a nonce, and stores the nonce where others find it: the lock's holder is that session, or
+nobody.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def register(session: Session, nonce: str | None = None) -> None:
-    """Take the named lock, for as long as the session lives. Raises MySQLError."""
+    """Take the named lock for the lifetime of the session. Raises MySQLError."""
     session.nonce = nonce or new_nonce()
     session.execute("SELECT GET_LOCK(%s, 0)", [_name(session.nonce)])
 
 
 def release(session: Session) -> None:
-    """Give the named lock back: nobody has to wait for this session any more. Raises MySQLError."""
+    """Release the named lock: this session no longer blocks anyone. Raises MySQLError."""
     session.execute("SELECT RELEASE_LOCK(%s)", [_name(session.nonce)])
     session.nonce = ""
 
 
 def gone(session: Session, nonce: str, wait_s: float) -> bool:
-    """Wait until the session of this nonce is over, its transaction with it. Raises MySQLError."""
+    """Wait until the session with this nonce, and its transaction, has ended. Raises MySQLError."""
     row = session.execute("SELECT GET_LOCK(%s, %s)", [_name(nonce), wait_s]).fetchone()
     if row[0] != 1:
         return False
@@ -38,8 +38,8 @@ def gone(session: Session, nonce: str, wait_s: float) -> bool:
 
 
 def end(session: Session, nonce: str) -> None:
-    """Have the server end the session of this nonce, if it lives: what it has open is rolled back, what it has
-    prepared stays. Works for sessions of the same user. Raises nothing that the server says."""
+    """Have the server end the session with this nonce, if it is alive: its open transaction is rolled back, prepared
+    ones stay. Works for sessions of the same user. Ignores the server's errors."""
     from delivered.connectors.mysql.wire import ERRORS
 
     with contextlib.suppress(ERRORS):

@@ -31,10 +31,10 @@ class MysqlSink(ServerSink):
         transaction="an XA transaction",
         prepare="XA PREPARE, durable; the session ends",
         commit="XA COMMIT",
-        moved="the staging tables are dropped; the rows are visible since the decision",
+        moved="drop the staging tables; the decision made the rows visible",
         holds="hold locks",
         assumes=(
-            "the server is backed up and restored as one, with the ledger's database",
-            "triggers of the table write to InnoDB tables alone",
+            "the server is backed up and restored as a whole, with the ledger's database",
+            "triggers of the table only write to InnoDB tables",
         ),
     )

@@ -1,7 +1,7 @@
-"""Tables in which tasks leave their shards, in the ledger's database: `s_<check>_<batch>_<shard>_<nonce>`.
+"""Staging tables for shards, in the ledger's database: `s_<check>_<batch>_<shard>_<nonce>`.
 
-The server commits what makes and drops a table by itself, so a staging table is made before its transaction and dropped
-after the one that moved it: by `Committer.commit`, or by the next start.
+The server commits DDL by itself, so a staging table is created before its transaction and dropped after the one that
+moved its rows: by `Committer.commit`, or by the next start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MysqlStaging(Staging):
 
 
 def create(session: Session, options: MysqlOptions, table: str, target: Target) -> None:
-    """Make a table with the columns of the rows, each of which may be null. Raises MySQLError."""
+    """Create a table with the columns of the rows, all nullable. Raises MySQLError."""
     write = options.write
     columns = [f"{quoted(n)} {target.shown[n]} NULL" for n in target.merge.columns]
     if write.delete is not None:
@@ -41,7 +41,7 @@ def create(session: Session, options: MysqlOptions, table: str, target: Target) 
 
 
 def listed(session: Session, names: Names) -> list[str]:
-    """Every staging table of this sink of this pipeline. Raises MySQLError."""
+    """Every staging table of this pipeline and sink. Raises MySQLError."""
     like = names.staging_prefix.replace("_", r"\_") + "%"
     rows = session.execute(
         "SELECT table_name FROM information_schema.tables WHERE table_schema = %s AND table_name LIKE %s",
@@ -51,5 +51,5 @@ def listed(session: Session, names: Names) -> list[str]:
 
 
 def nonce_of(table: str) -> str:
-    """By which the session that fills a staging table is found."""
+    """Nonce of the session that fills a staging table."""
     return table.rpartition("_")[2]

@@ -1,8 +1,7 @@
-"""The ledger: decisions of one sink of one pipeline, on the server that holds the rows.
+"""The ledger of a pipeline and sink, on the server that holds the rows.
 
-A statement that deletes rows by a condition scans a short table, whatever indexes it has, and waits there for rows
-that others have open: another pipeline's decision, or for ever a marker of a prepared transaction. So nothing here
-does.
+A DELETE by a condition scans a short table whatever its indexes, and waits for rows that others have locked: another
+pipeline's decision, or, forever, a marker of a prepared transaction. So nothing here does that.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ class MysqlDialect(Dialect):
         return f"ON DUPLICATE KEY UPDATE {first} = VALUES({first})"
 
     def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
-        """Only what a look without locks sees: what is prepared still is not there yet. Each row by its own number,
-        which is the one form for which the server never scans."""
+        """Only rows that a non-locking read sees, which excludes prepared ones. Each row by its number, the only form
+        for which the server never scans."""
         for (number,) in connection.execute(self(f"SELECT n FROM {{{table}}} WHERE {where}"), values).fetchall():
             connection.execute(self(f"DELETE d FROM {{{table}}} AS d WHERE n = :n"), {"n": int(number)})
 
     def forget(self, connection: Connection, table: str, index: str, where: str) -> None:
-        """By the index, whatever the table's length: a scan would wait for rows of other pipelines' decisions."""
+        """By the index, even if the table is short: a scan would wait for rows of other pipelines' decisions."""
         connection.execute(self(f"DELETE d FROM {{{table}}} AS d FORCE INDEX ({index}) WHERE {where}"), {})
 
 
 def dialect(schema: str) -> MysqlDialect:
-    """Of a ledger that lies in this database."""
+    """Dialect of a ledger in this database."""
     s = with_values(schema)
     return MysqlDialect(
         tables={name: f"{s}.{name}" for name in _TABLES},
@@ -81,7 +80,7 @@ class MysqlStore(ServerStore["Session"]):
         return self._connection
 
     def _begin(self, connection: Session) -> None:
-        """Takes the owner's row at once, and writes there who holds it: others read that before it is committed."""
+        """Locks the owner's row, and writes the session there: others can read it before the commit."""
         connection.execute("START TRANSACTION")
         connection.execute(
             self._sql("UPDATE {owner} SET session = :session WHERE pipeline = :pipeline AND sink = :sink"),
@@ -105,7 +104,7 @@ class MysqlStore(ServerStore["Session"]):
         connection.execute(f"SET SESSION innodb_lock_wait_timeout = {self._options.lock_timeout_s}")
 
     def _after_failed_commit(self, error: Exception, there: Callable[[Session], bool]) -> Outcome[None]:
-        """Whatever the error says: only a claim, which waits for the transaction's end, can tell."""
+        """Always unknown: only a claim, which waits for the transaction to end, can find out."""
         del there
         return Unknown(str(errors.explained(error, self._options)))
 
@@ -127,4 +126,4 @@ class MysqlStore(ServerStore["Session"]):
 
     @property
     def _see_holders(self) -> str:
-        return "see who: SELECT * FROM information_schema.innodb_trx; then KILL its trx_mysql_thread_id"
+        return "find the session: SELECT * FROM information_schema.innodb_trx; then KILL its trx_mysql_thread_id"

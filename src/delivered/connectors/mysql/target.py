@@ -1,4 +1,4 @@
-"""The user's table: create it, check it, and what we know of its Arrow schema."""
+"""The user's table: creation, checks, and its stored Arrow schema."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class MysqlMerge(Merge):
 
 
 ENGINE = "InnoDB"
-"""The one engine whose transactions, prepared ones too, this sink knows."""
+"""The only supported storage engine."""
 _CHANGE = "MODIFY {name}"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A table as the server's catalogue names it.
+    """A table in the server's catalog.
 
     Attributes:
         kind: "BASE TABLE", "VIEW", ...
@@ -108,7 +108,7 @@ class Found:
 
     @property
     def full(self) -> str:
-        """With its database, quoted for SQL."""
+        """Qualified name, quoted for SQL."""
         return f"{quoted(self.base)}.{quoted(self.name)}"
 
 
@@ -116,7 +116,7 @@ class Found:
 class ServerColumn(Column):
     """
     Attributes:
-        made: how CREATE TABLE writes the type, with its charset and collation.
+        made: the type in CREATE TABLE, with charset and collation.
         collation: of a text.
     """
 
@@ -126,13 +126,13 @@ class ServerColumn(Column):
 
 @dataclass(frozen=True)
 class Target:
-    """A table that rows of one schema fit.
+    """A table that matches the rows' schema.
 
     Attributes:
-        name: with its database, quoted for SQL.
-        columns: names of the rows' columns, quoted, with commas.
-        shown: column of the table -> how CREATE TABLE writes its type.
-        merge: how rows get in, if not by appending.
+        name: qualified, quoted for SQL.
+        columns: names of the rows' columns, quoted, comma-separated.
+        shown: column of the table -> its type in CREATE TABLE.
+        merge: statements of an upsert, if the mode is not append.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Target:
 
 
 def find(session: Session, options: MysqlOptions) -> Found | None:
-    """The table; None if there is none. Raises MySQLError."""
+    """The table; None if it does not exist. Raises MySQLError."""
     row = session.execute(
         "SELECT table_schema, table_name, table_type, engine FROM information_schema.tables "
         "WHERE table_schema = coalesce(%s, database()) AND table_name = %s",
@@ -152,10 +152,10 @@ def find(session: Session, options: MysqlOptions) -> Found | None:
 
 
 def identity(session: Session, options: MysqlOptions) -> str | None:
-    """The id that the table got when we made it; None: somebody else made it. Raises MySQLError.
+    """The id that we gave the table when we created it; None: another client created it. Raises MySQLError.
 
-    With the table's name: CREATE TABLE ... LIKE copies the id into a table that has none of the rows. The server's own
-    facts do not serve: id and time of creation change with an ALTER TABLE that rewrites the rows.
+    Includes the table's name: CREATE TABLE ... LIKE copies the id to an empty table. The server's own table id and
+    creation time are no use: they change with an ALTER TABLE that rewrites the rows.
     """
     row = session.execute(
         "SELECT table_comment, table_schema, table_name FROM information_schema.tables "
@@ -167,17 +167,17 @@ def identity(session: Session, options: MysqlOptions) -> str | None:
 
 
 def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
-    """Make sure that rows of `schema` fit the table; create it if allowed. Outside of a transaction.
+    """Check the table against `schema`; create it if allowed. Outside a transaction.
 
-    The Arrow schema is kept beside the ledger: it says which columns a pipeline writes, and their exact types.
+    The Arrow schema is stored next to the ledger: the columns that a pipeline writes, and their exact types.
 
     Args:
         schema: plain types.
 
     Raises:
-        UsageError: the table is missing or of an engine without transactions, a column is missing, of another type, or
-            the rows changed their schema.
-        MySQLError: the server said no.
+        UsageError: the table is missing or has another engine, a column is missing or of another type, or the rows'
+            schema has changed.
+        MySQLError: the server rejected it.
     """
     kept = stored(options.write, schema)
     found = find(session, options)
@@ -191,7 +191,7 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
             body = f"({_body(options, kept)}) {_end(session)} COMMENT = '{new_mark()}'"
             session.execute(f"CREATE TABLE IF NOT EXISTS {text_of(options)} {body}")
             found = find(session, options)
-            if found is not None and made:  # what was known of an earlier table of this name is over
+            if found is not None and made:  # a schema stored for an earlier table of this name is obsolete
                 session.execute(
                     f"DELETE FROM {with_values(options.ledger_schema)}.target WHERE base = %s AND name = %s",
                     [found.base, found.name],
@@ -216,10 +216,10 @@ def ready(session: Session, options: MysqlOptions, schema: pa.Schema) -> Target:
 
 
 def check_hidden(session: Session, options: MysqlOptions) -> None:
-    """Of a table that `find` did not find: it may be there, and hidden to a user without any right to it.
+    """Check that a table that `find` did not find is not just hidden from a user without privileges on it.
 
     Raises:
-        MySQLError: the user may not look.
+        MySQLError: the user lacks privileges.
     """
     try:
         session.execute(f"SELECT 1 FROM {text_of(options)} LIMIT 0")
@@ -231,25 +231,25 @@ def check_hidden(session: Session, options: MysqlOptions) -> None:
 def check_engine(options: MysqlOptions, found: Found) -> None:
     """
     Raises:
-        UsageError: a view, or an engine that undoes nothing.
+        UsageError: a view, or an engine without transactions.
     """
     if found.kind != "BASE TABLE":
         raise UsageError(
             "NOT_A_TABLE",
             f"{options.table_text!r} {options.where} is a {found.kind.lower()}, not a table.",
-            next_step="name a table",
+            next_step="write to a table",
         )
     if found.engine.lower() != ENGINE.lower():
         raise UsageError(
             "ENGINE_NOT_TRANSACTIONAL",
-            f"Table {options.table_text!r} {options.where} is kept by the engine {found.engine!r}; this sink needs "
-            f"{ENGINE}: what another one was told cannot be undone together with the ledger.",
+            f"Table {options.table_text!r} {options.where} uses the engine {found.engine!r}; this sink needs {ENGINE}, "
+            "so that rows and ledger share transactions.",
             next_step=f"ALTER TABLE {options.table_text} ENGINE = {ENGINE}",
         )
 
 
 def unique_index(session: Session, found: Found, keys: Sequence[str]) -> str | None:
-    """Name of a unique index over exactly these columns, whole; None: there is none. Raises MySQLError."""
+    """Name of a unique index on exactly these full columns; None: there is none. Raises MySQLError."""
     rows = session.execute(
         "SELECT index_name, column_name, sub_part FROM information_schema.statistics "
         "WHERE table_schema = %s AND table_name = %s AND non_unique = 0 ORDER BY index_name <> 'PRIMARY', index_name",
@@ -288,7 +288,7 @@ def table_columns(session: Session, found: Found) -> dict[str, ServerColumn]:
 
 
 def _kind(kind: str, shown: str, charset: str | None, scale: Any, digits: Any) -> str:
-    """A name that `fitting` knows, if values stay as they are in such a column."""
+    """The type's name as in `fitting`, if it stores values without loss."""
     if kind in ("float", "double") and scale is not None:
         return shown  # rounds
     if kind in ("datetime", "timestamp", "time") and digits != 6:
@@ -311,13 +311,13 @@ def _body(options: MysqlOptions, schema: pa.Schema) -> str:
 
 
 def _end(session: Session) -> str:
-    """Texts are compared byte by byte, spaces at their end included: two keys are one only if they are the same."""
+    """Table options with a binary collation, in which trailing spaces count: only identical keys are equal."""
     collation = "utf8mb4_nopad_bin" if session.mariadb else "utf8mb4_0900_bin"
     return f"ENGINE = {ENGINE} CHARACTER SET utf8mb4 COLLATE {collation}"
 
 
 def exact(collation: str | None) -> bool:
-    """Whether two texts of this collation are equal only if their bytes are."""
+    """Whether texts of this collation are equal only if their bytes are."""
     return collation is None or collation.endswith(("nopad_bin", "0900_bin"))
 
 
@@ -333,14 +333,14 @@ def _remember(session: Session, options: MysqlOptions, found: Found, schema: pa.
         known = stored_schema(session, options, found)
     if known is not None:
         way_out = (
-            "give the rows their former columns and types, or write to another table; to give up auditing what is in "
-            f"it: DELETE FROM {options.ledger_schema}.target WHERE base = '{found.base}' AND name = '{found.name}'"
+            "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "
+            f"DELETE FROM {options.ledger_schema}.target WHERE base = '{found.base}' AND name = '{found.name}'"
         )
         check_unchanged(options.table_text, options.where, known, canonical, way_out)
 
 
 def stored_schema(session: Session, options: MysqlOptions, found: Found) -> pa.Schema | None:
-    """The Arrow schema, canonical, that the table was written with; None if it never was. Raises MySQLError."""
+    """The canonical Arrow schema that the table was written with; None: never written. Raises MySQLError."""
     row = session.execute(
         f"SELECT arrow_schema FROM {with_values(options.ledger_schema)}.target WHERE base = %s AND name = %s",
         [found.base, found.name],

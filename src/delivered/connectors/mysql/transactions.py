@@ -1,14 +1,14 @@
-"""mechanism two_phase: XA transactions as the server sees them.
+"""Mechanism two_phase: XA transactions at the server.
 
-An id has two parts of at most 64 bytes, here with a colon between: `delivered.<check>.<batch>.<shard>` and
-`<since>.<nonce>.<pipeline>.<sink>`. The check is a hash of pipeline, sink and the ledger's database, for a server lists
-prepared transactions of all its databases; `since` is when it began, in milliseconds since 1970, hexadecimal, because
-the server does not say; the nonce is new for each attempt, so that no id is ever used twice; the names are for people,
-and cut where they are long.
+An id has two parts of at most 64 bytes, here joined by a colon: `delivered.<check>.<batch>.<shard>` and
+`<since>.<nonce>.<pipeline>.<sink>`. The check is a hash of pipeline, sink and the ledger's database, as a server lists
+prepared transactions of all its databases; `since` is the start time in milliseconds since 1970, hexadecimal, because
+the server does not record it; the nonce is new for each attempt, so that ids are never reused; the names are for
+display, and truncated.
 
-Error 1397, XAER_NOTA, stands for two things in MariaDB: there is no such transaction any more, or the session that
-prepared it still lives. XA RECOVER tells them apart. It is asked first, and only then is the marker looked for: what is
-not listed is over, and whatever ended it has been done by then.
+In MariaDB, error 1397 (XAER_NOTA) means that the transaction has ended, or that the session that prepared it is still
+alive. XA RECOVER distinguishes the two. It runs before the marker is read: a transaction that is not listed has ended,
+and its effect is complete.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 PART_BYTES_MAX = 64
 CLOSES_S, KILLED_S = 1.0, 5.0
-"""How long a session that prepared is let come to its end by itself; and after the server was told to end it."""
+"""How long to wait for the preparing session to end by itself; and again after it was killed."""
 _ID = re.compile(r"(\d+)\.(\d+):([0-9a-f]{11,16})\.([0-9a-f]{16})\.[A-Za-z0-9._-]*")
 
 
 def names_of(scope: Scope, ledger_schema: str) -> Names:
-    """A longer check than elsewhere: no name stands beside it that would tell two sinks apart."""
+    """With a longer check than elsewhere, as the names are not part of the ids' first half."""
     return Names(scope, ledger_schema, check_bytes=8)
 
 
 def id_prefix(scope: Scope, ledger_schema: str) -> str:
-    """Start of all ids of this sink of this pipeline, in any incarnation, and of no other's."""
+    """Prefix of all ids of this pipeline and sink, in any incarnation, and of no others."""
     return f"delivered.{names_of(scope, ledger_schema).check}."
 
 
 def new_id(work: Work, ledger_schema: str) -> str:
-    """An id that nobody else has, nor ever had."""
+    """A new, unique id."""
     first = f"{id_prefix(work.scope, ledger_schema)}{work.batch}.{work.shard}"
     since = time.time_ns() // 1_000_000
     second = f"{since:011x}.{new_nonce()}.{work.scope.pipeline}.{work.scope.sink}"
@@ -52,7 +52,7 @@ def new_id(work: Work, ledger_schema: str) -> str:
 
 
 def is_ours(scope: Scope, ledger_schema: str, candidate: str) -> bool:
-    """Whether an id names a shard of this sink of this pipeline."""
+    """Whether an id belongs to a shard of this pipeline and sink."""
     prefix = id_prefix(scope, ledger_schema)
     return candidate.startswith(prefix) and _ID.fullmatch(candidate[len(prefix) :]) is not None
 
@@ -62,20 +62,20 @@ def nonce_of(gid: str) -> str:
 
 
 def staging_of(names: Names, gid: str) -> str:
-    """The staging table from which an upsert's transaction took its rows."""
+    """The staging table of an upsert's transaction."""
     first, _, _ = gid.partition(":")
     batch, shard = first.split(".")[2:4]
     return names.staging(Work(names.scope, int(batch), int(shard)), nonce_of(gid))
 
 
 def xid(gid: str) -> str:
-    """An id of ours as SQL writes it: it holds nothing that wants escaping."""
+    """An id of ours in SQL; needs no escaping."""
     first, _, second = gid.partition(":")
     return f"'{first}','{second}'"
 
 
 def listed(session: Session, scope: Scope, options: MysqlOptions) -> list[OpenTransaction]:
-    """Every prepared transaction of this sink of this pipeline, oldest first. Raises MySQLError."""
+    """Every prepared transaction of this pipeline and sink, oldest first. Raises MySQLError."""
     prefix = id_prefix(scope, options.ledger_schema)
     found = []
     for gid in _prepared(session):
@@ -89,19 +89,19 @@ def listed(session: Session, scope: Scope, options: MysqlOptions) -> list[OpenTr
 
 
 def all_started_ms(session: Session) -> list[int]:
-    """When prepared transactions of this package began, whosever pipelines'. Raises MySQLError."""
+    """Start times of this package's prepared transactions, of any pipeline. Raises MySQLError."""
     found = (re.fullmatch(rf"delivered\.[0-9a-f]{{16}}\.{_ID.pattern}", gid) for gid in _prepared(session))
     return [int(match[3], 16) for match in found if match is not None]
 
 
 def end(session: Session, gid: str, commit: bool) -> bool:
-    """Commit or roll back a prepared transaction, whose preparer is dead, dying, or is ended here.
+    """Commit or roll back a prepared transaction; ends the session that prepared it if it is still alive.
 
     Returns:
-        False: nothing is prepared under this id any more.
+        False: no transaction is prepared under this id any more.
 
     Raises:
-        MySQLError: the server said no; 1397: the preparer could not be ended.
+        MySQLError: the server rejected it; 1397: the preparing session could not be ended.
     """
     from delivered.connectors.mysql.wire import ERRORS
 
@@ -117,7 +117,7 @@ def end(session: Session, gid: str, commit: bool) -> bool:
                 return False
             if not wait_s:
                 raise
-        # Its session is closing, or hangs: a task that was paused, a machine that vanished.
+        # Its session is closing, or hangs: a paused task, a lost machine.
         if not sessions.gone(session, nonce_of(gid), wait_s):
             sessions.end(session, nonce_of(gid))
     raise AssertionError("not reached")
@@ -126,8 +126,8 @@ def end(session: Session, gid: str, commit: bool) -> bool:
 def check_allowed(session: Session, options: MysqlOptions) -> None:
     """
     Raises:
-        Refused: the user may not see prepared transactions, or the server has none that could be left to others.
-        MySQLError: the server said no.
+        Refused: the user may not list prepared transactions, or the server does not support them.
+        MySQLError: the server rejected it.
     """
     from delivered.connectors.mysql.wire import ERRORS
 
@@ -138,25 +138,25 @@ def check_allowed(session: Session, options: MysqlOptions) -> None:
             raise
         raise Refused(
             "XA_DENIED",
-            f"The user may not see prepared transactions of MySQL at {options.place} ({errors.said_by(error)}), which "
-            "mechanism two_phase needs to find its own.",
+            f"The user may not list prepared transactions of MySQL at {options.place} ({errors.said_by(error)}), which "
+            "mechanism two_phase requires.",
             next_step="GRANT XA_RECOVER_ADMIN ON *.* TO the user, or write "
-            '.option("mechanism", "one_transaction"), which needs no such right',
+            '.option("mechanism", "one_transaction"), which needs no such privilege',
         ) from None
     row = session.execute("SHOW VARIABLES LIKE 'wsrep_on'").fetchone()
     if row is not None and str(row[1]).upper() == "ON":
         raise Refused(
             "XA_UNKNOWN_TO_CLUSTER",
-            f"MySQL at {options.place} is a node of a Galera cluster, which has no XA transactions: mechanism "
-            "two_phase needs them.",
+            f"MySQL at {options.place} is a node of a Galera cluster, which does not support XA transactions as "
+            "required by mechanism two_phase.",
             next_step='write .option("mechanism", "one_transaction")',
         )
 
 
 def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None:
-    """Roll back what earlier attempts of this very shard left prepared: an upsert would wait for their locks.
+    """Roll back what earlier attempts of this shard left prepared: an upsert would wait for their locks.
 
-    Should the driver have decided one of them meanwhile, its promise is gone, and the shard is written again.
+    If the driver has decided one of them meanwhile, the shard is rewritten.
     """
     for transaction in listed(session, work.scope, options):
         if (transaction.batch, transaction.shard) == (work.batch, work.shard):
@@ -164,7 +164,7 @@ def give_up_earlier(session: Session, work: Work, options: MysqlOptions) -> None
 
 
 def _prepared(session: Session) -> list[str]:
-    """Every prepared transaction of the server, in our form of ids; of others' what can be read."""
+    """Every prepared transaction of the server, with ids in our form where possible."""
     found = []
     for _, first, second, data in session.execute("XA RECOVER").fetchall():
         raw = data if isinstance(data, bytes) else str(data).encode("utf-8", "surrogateescape")

@@ -1,6 +1,6 @@
-"""Arrow types as MySQL and MariaDB keep them, without loss.
+"""Arrow types as MySQL and MariaDB store them, without loss.
 
-Arrow                     created as           also fits
+Arrow                     created as           also accepted
 boolean                   tinyint(1)
 int8 .. int64             tinyint .. bigint    every wider one
 uint8 .. uint64           the same, unsigned   every wider one; signed ones that are wide enough
@@ -16,9 +16,9 @@ time                      time(6)
 null                      -                    any
 list, struct, map, duration, others: refused
 
--0.0 becomes 0.0, which fingerprints count as the same. What would change values in silence does not fit: fewer digits
-of the second than six, float(m, d), enum (it takes '2' for its second value), char and binary (they lose or gain
-characters at the end), texts in other charsets.
+-0.0 becomes 0.0, which has the same fingerprint. Types that would silently change values are not accepted: fewer than
+six fractional digits of seconds, float(m, d), enum ('2' means its second value), char and binary (trailing characters
+are lost or added), texts in other charsets.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from delivered.model.errors import BadRecord
 
 SCALE_MAX = 30
 KEY_BYTES_MAX = 3_072
-"""Of one index, in InnoDB."""
+"""Maximum size of an InnoDB index."""
 KEY_CHARACTERS = 255
 
 CHARSETS = ("utf8mb4", "utf8mb3", "utf8")
-"""In which bytes of UTF-8 stand for what they mean, or are refused. Of ascii the server does not look at the bytes."""
+"""Charsets that store UTF-8 bytes unchanged or reject them. With ascii the server does not check bytes."""
 
 _INTEGERS = ("tinyint", "smallint", "mediumint", "int", "bigint")
 _WIDTHS = {8: 0, 16: 1, 32: 3, 64: 4}
@@ -100,9 +100,9 @@ TYPES = MysqlTypes()
 
 
 def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
-    """For each row why the server would refuse it whatever the table, null where it would not; None: it takes all.
+    """The reason for each row that no table accepts, null for the others; None: all rows are valid.
 
-    Constraints of the table are the server's to tell: a row that breaks one stops the query.
+    Constraints of the table are up to the server: a row that violates one fails the query.
 
     Args:
         batch: of plain types.
@@ -118,13 +118,13 @@ def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
 def check_values(batch: pa.RecordBatch) -> None:
     """
     Raises:
-        BadRecord: a row has a value that no column of the server can hold.
+        BadRecord: a row has a value that no column type can store.
     """
     reasons = invalid_rows(batch)
     if reasons is not None:
         first = reasons.drop_null()[0].as_py()
         raise BadRecord(
             "VALUE_UNKNOWN",
-            f"A row cannot be written, {first}: MySQL's numbers are finite, and its dates lie in the years 1 to 9999.",
-            next_step="filter or mend such rows; a column of text or of a whole number holds such values",
+            f"A row cannot be written, {first}: MySQL numbers are finite, and dates are in the years 1 to 9999.",
+            next_step="filter or correct such rows, or store such values as text or integers",
         )

@@ -1,8 +1,8 @@
-"""A connection that loads rows from memory. The only module that imports the client's library.
+"""A connection that loads rows from memory. The only module that imports PyMySQL.
 
-PyMySQL answers LOAD DATA LOCAL by sending the file that the *server* names: whoever plays the server would get any file
-of this machine. Here the server's file name is not looked at: what is sent is what the caller has, and a server that
-asks for a file in answer to any other statement gets an error.
+PyMySQL replies to LOAD DATA LOCAL with the file that the *server* requests: a rogue server could read any file of this
+machine. Here the requested name is ignored and the caller's data is sent; a file request in reply to any other
+statement is an error.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from delivered.model.limits import REQUEST_TIMEOUT_S
 
 ERRORS: type[Exception] = pymysql.MySQLError
 PACKET_BYTES = 1 << 17
-"""Of one packet of a load."""
+"""Packet size of a load."""
 
 
 class Session(pymysql.connections.Connection):  # type: ignore[misc]
-    """One connection. Transactions are begun and ended by hand. Used by one thread.
+    """One connection with manual transactions. Used by one thread.
 
     Attributes:
-        nonce: of the named lock by which others tell whether this session lives; empty: it took none.
+        nonce: of the named lock that shows that this session is alive; empty: none.
     """
 
     def __init__(self, connect_s: float, **given: Any) -> None:
         self.nonce = ""
-        # Asked for without the client's own answer to it: `local_infile` stays off.
+        # The client's own handling, `local_infile`, stays off.
         super().__init__(
             **given,
             autocommit=True,
@@ -46,7 +46,7 @@ class Session(pymysql.connections.Connection):  # type: ignore[misc]
         )
 
     def connect(self, sock: Any = None) -> None:
-        """Called by the constructor. A server that accepts and says nothing is an error after `connect_s`."""
+        """Called by the constructor. Fails after `connect_s` if the server accepts but sends nothing."""
         if sock is None:
             try:
                 sock = socket.create_connection((self.host, self.port), self.connect_timeout)
@@ -56,12 +56,12 @@ class Session(pymysql.connections.Connection):  # type: ignore[misc]
                 ) from None
             _keep_alive(sock)
         super().connect(sock)
-        # A statement may take long: moving a batch, waiting for a lock. A dead peer is told by the socket.
+        # Statements may take long: moving a batch, waiting for a lock. Keep-alives detect a dead peer.
         self._read_timeout = self._write_timeout = None
 
     def _create_ssl_ctx(self, sslp: Any) -> Any:
-        """Of TLS that nobody asked for, and that is taken if the server has it: nothing is verified, so the system's
-        certificates need not be read for each connection, which takes 20 ms and more."""
+        """Opportunistic TLS verifies nothing, so skip loading the system's certificates, which takes 20 ms and more per
+        connection."""
         return super()._create_ssl_ctx(sslp) if sslp else _unverified()
 
     @property
@@ -70,7 +70,7 @@ class Session(pymysql.connections.Connection):  # type: ignore[misc]
 
     @property
     def idle(self) -> bool:
-        """Open, and outside of any transaction by what the server said last."""
+        """Open, and outside any transaction according to the server's last reply."""
         return bool(self.open) and not self.server_status & SERVER_STATUS.SERVER_STATUS_IN_TRANS
 
     def execute(self, statement: str, values: Any = None) -> Any:
@@ -80,30 +80,30 @@ class Session(pymysql.connections.Connection):  # type: ignore[misc]
         return cursor
 
     def stream(self, statement: str) -> Any:
-        """Run a query; its cursor gets rows as they come."""
+        """Run a query; its cursor streams the rows."""
         cursor = self.cursor(pymysql.cursors.SSCursor)
         cursor.execute(statement)
         return cursor
 
     def start(self, statement: bytes, data: memoryview | None = None) -> None:
-        """Send a statement, and with `data` what LOAD DATA LOCAL asks for; go on before the server is through.
+        """Send a statement, with `data` for LOAD DATA LOCAL; return before the server has finished.
 
-        Raises MySQLError: the server turned the statement away, or the connection broke.
+        Raises MySQLError: the server rejected the statement, or the connection was lost.
         """
         self._execute_command(COMMAND.COM_QUERY, statement)
         if data is None:
             return
         answer = self._read_packet()
         if not answer.is_load_local_packet():
-            raise InvariantBroken("LOAD_NOT_ASKED_FOR", "The server did not ask for the rows of LOAD DATA LOCAL.")
+            raise InvariantBroken("LOAD_NOT_ASKED_FOR", "The server did not request the rows of LOAD DATA LOCAL.")
         for at in range(0, len(data), PACKET_BYTES):
             self.write_packet(bytes(data[at : at + PACKET_BYTES]))
         self.write_packet(b"")
 
     def finish(self) -> tuple[int, int]:
-        """Wait for the end of what `start` sent. Returns rows that got in, and warnings.
+        """Wait until the server has finished. Returns the numbers of loaded rows and warnings.
 
-        Raises MySQLError: the server said no, or the connection broke.
+        Raises MySQLError: the server rejected it, or the connection was lost.
         """
         answer = OKPacketWrapper(self._read_packet())
         self.server_status = answer.server_status
@@ -119,7 +119,7 @@ def _unverified() -> ssl.SSLContext:
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """So that a server that vanished is noticed within a minute, also while nothing is sent."""
+    """Detect a lost server within a minute, even while nothing is sent."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (

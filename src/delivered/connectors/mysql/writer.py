@@ -1,4 +1,4 @@
-"""A task's side: one shard, one transaction."""
+"""Executor side: one transaction per shard."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ class Loading:
 class LoadWriter:
     """See `delivered.contract.sink.Writer`.
 
-    exactly_once, two_phase: rows into the target and a marker, in an XA transaction that `prepare` leaves prepared. Its
-        session ends with it: MariaDB lets nobody commit a prepared transaction while the session lives.
-    exactly_once, one_transaction: rows into a staging table, which `prepare` commits.
-    mode upsert: rows into a staging table always; all but one_transaction merge it into the target in `prepare`.
-    at_least_once, at_most_once: rows into the target, which `prepare` commits; no row is ever sent again from here.
+    exactly_once, two_phase: writes rows and a marker to the target, in an XA transaction that `prepare` leaves
+        prepared. The session ends with it: in MariaDB nobody can commit a prepared transaction while it is alive.
+    exactly_once, one_transaction: writes rows to a staging table, which `prepare` commits.
+    mode upsert: always writes to a staging table; except with one_transaction, `prepare` merges it into the target.
+    at_least_once, at_most_once: writes rows to the target, which `prepare` commits; never resends a row.
 
-    Nothing is sent, and nothing has to be given back, for a shard without rows.
+    A shard without rows sends nothing and leaves nothing behind.
     """
 
     def __init__(self, options: MysqlOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
@@ -136,7 +136,7 @@ class LoadWriter:
             if loading.rows != fingerprint.count:
                 raise InvariantBroken(
                     "ROWS_DIFFER",
-                    f"Shard {self._work.shard} of batch {self._work.batch}: {loading.rows} rows were sent, the "
+                    f"Shard {self._work.shard} of batch {self._work.batch}: {loading.rows} rows were sent, but the "
                     f"fingerprint counts {fingerprint.count}.",
                 )
             handle = None
@@ -158,7 +158,7 @@ class LoadWriter:
         if self._prepares:
             self._server.discard(session)
             return Promise(handle)
-        with contextlib.suppress(self._server.errors()):  # the promise is given; the next start removes what is left
+        with contextlib.suppress(self._server.errors()):  # already prepared; the next start removes what is left
             if staged:
                 sessions.release(session)
             if staged and not self._moved_later:
@@ -170,7 +170,7 @@ class LoadWriter:
         session, staged = self._session, self._staged
         self._session = self._loading = None
         self._staged = ""
-        # The server undoes what an ended session had open; not the making of a table.
+        # The server rolls back an ended session's transaction, but not a CREATE TABLE.
         self._server.discard(session)
         if staged:
             with contextlib.suppress(DeliveredError, self._server.errors()):
@@ -183,13 +183,13 @@ class LoadWriter:
     @property
     def _ready(self) -> target.Target:
         if self._target is None:
-            raise InvariantBroken("NO_TARGET", "Rows are sent before the table was looked at.")
+            raise InvariantBroken("NO_TARGET", "Rows are sent before the table was checked.")
         return self._target
 
     def _begin(self, session: Session) -> Loading:
         self._server.migrate(session)
         if self._prepares:
-            transactions.check_allowed(session, self._options)  # told before the first row, not after the last
+            transactions.check_allowed(session, self._options)  # fail before the first row, not after the last
             if self._upserts:
                 transactions.give_up_earlier(session, self._work, self._options)
             self._gid = transactions.new_id(self._work, self._options.ledger_schema)
@@ -215,9 +215,9 @@ class LoadWriter:
         session.execute(f"XA START {transactions.xid(self._gid)}")
 
     def _merge(self, session: Session) -> None:
-        """Make reduced rows those of the target, in the task's own transaction."""
+        """Merge reduced rows into the target, in the task's own transaction."""
         if self._prepares:
-            session.execute("COMMIT")  # of the staging table alone
+            session.execute("COMMIT")  # only the staging table
             self._open_xa(session)
         merge = self._ready.merge
         self._staging.add(session, self._staged, merge)

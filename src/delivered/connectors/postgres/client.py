@@ -1,4 +1,4 @@
-"""Connections, and the server's errors in plain words."""
+"""Connections, and translation of the server's errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import psycopg
 
 CONNECT_TRY_S = 5
-"""One try; a name with two addresses gets two. One clear error within 15 s is the promise."""
+"""Per address; names may resolve to two. An error must be raised within 15 s."""
 VERSION_MIN = 140_000
-"""Oldest server: 14, the first that reads a range of a table by its pages."""
+"""14: the first version with TID range scans."""
 
 _SETTINGS = {
     "client_min_messages": "error",
@@ -27,7 +27,7 @@ _SETTINGS = {
     "bytea_output": "hex",
     "statement_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
-    # A machine that vanished must not hold locks for the two hours that are the system's default.
+    # A lost machine must not hold locks for two hours, the system's default.
     "tcp_keepalives_idle": "30",
     "tcp_keepalives_interval": "10",
     "tcp_keepalives_count": "3",
@@ -35,12 +35,12 @@ _SETTINGS = {
 
 
 def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[Any]:
-    """Open a connection. Transactions are begun and ended by hand.
+    """Open a connection with manual transactions.
 
-    What it commits is durable when the server says so, whatever the server's default for synchronous_commit.
+    Its commits are durable once acknowledged, whatever the server's default for synchronous_commit.
 
     Args:
-        role: shown by the server as the end of the application's name.
+        role: suffix of the application name at the server.
 
     Raises:
         Unreachable, UsageError: within 15 s.
@@ -93,7 +93,7 @@ def connect(options: PostgresOptions, role: str = "task") -> psycopg.Connection[
 
 @dataclass(frozen=True)
 class PostgresDatabase(Server["psycopg.Connection[Any]"]):
-    """The database that the user named."""
+    """The user's database."""
 
     options: PostgresOptions
 
@@ -132,13 +132,13 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the connection is gone, so that the outcome of what was asked last is not known."""
+    """Whether the connection was lost, so that the outcome of the last statement is unknown."""
     state = getattr(error, "sqlstate", None)
     return state is None or state.startswith(("08", "57P"))
 
 
 def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
-    """The error in plain words, with the next step. psycopg never puts a password into its messages."""
+    """Translate an error. psycopg's messages never contain passwords."""
     state = getattr(error, "sqlstate", None)
     said, where = _said(error), f"PostgreSQL at {options.place}"
     if state is None:
@@ -146,35 +146,35 @@ def explained(error: Exception, options: PostgresOptions) -> DeliveredError:
             return _login(said, where)
         return Unreachable(
             "POSTGRES_UNREACHABLE",
-            f"{where} cannot be reached, or broke the connection: {said}",
-            next_step=f'see whether it runs: psql "{options.url}" -c "SELECT 1"',
+            f"{where} is unreachable, or closed the connection: {said}",
+            next_step=f'check that it is running: psql "{options.url}" -c "SELECT 1"',
         )
     if state.startswith("28"):
         return _login(said, where)
     if state.startswith(("08", "57P", "53300")):
         return Unreachable(
             "POSTGRES_UNREACHABLE",
-            f"{where} refused or ended the connection: {said}",
-            next_step="start the pipeline again when the server takes connections; see max_connections if it is full",
+            f"{where} rejected or terminated the connection: {said}",
+            next_step="start the pipeline again once the server accepts connections; check max_connections",
         )
     found = _BY_STATE.get(state) or _BY_CLASS.get(state[:2])
     if found is None:
-        return DeliveredError("POSTGRES_ERROR", f"{where} said: {said} (SQLSTATE {state}).")
+        return DeliveredError("POSTGRES_ERROR", f"{where} reported: {said} (SQLSTATE {state}).")
     kind, code, next_step = found
-    return kind(code, f"{where} said: {said} (SQLSTATE {state}).", next_step.format(table=options.table_text))
+    return kind(code, f"{where} reported: {said} (SQLSTATE {state}).", next_step.format(table=options.table_text))
 
 
 def _login(said: str, where: str) -> DeliveredError:
     return Unreachable(
         "POSTGRES_LOGIN",
-        f"{where} turned the login away: {said}",
-        next_step="check the options user and password (a reference as env:NAME is resolved where the task runs), "
+        f"{where} rejected the login: {said}",
+        next_step="check the options user and password (a reference like env:NAME is resolved where the task runs), "
         "and pg_hba.conf",
     )
 
 
 def _said(error: Exception) -> str:
-    """The server's words on one line: message, detail, hint, and where in the COPY."""
+    """The server's message on one line: message, detail, hint, and context of the COPY."""
     diagnosis = getattr(error, "diag", None)
     parts = [getattr(diagnosis, f"message_{x}", None) for x in ("primary", "detail", "hint")]
     parts.append(getattr(diagnosis, "context", None))
@@ -186,11 +186,11 @@ _PREPARED = (
     "set max_prepared_transactions in postgresql.conf to at least twice the number of shards and restart the server, "
     'or write .option("mechanism", "one_transaction")'
 )
-_FILTER = "filter or mend such rows, or change the table; nothing of this batch is visible under exactly_once"
+_FILTER = "filter or correct such rows, or change the table; under exactly_once nothing of this batch is visible"
 _BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
-    "3D000": (UsageError, "DATABASE_MISSING", "create the database, or mend the url"),
-    "3F000": (UsageError, "SCHEMA_MISSING", "CREATE SCHEMA ..., or mend the option dbtable"),
-    "42P01": (UsageError, "TABLE_MISSING", "create {table}, or mend the option dbtable"),
+    "3D000": (UsageError, "DATABASE_MISSING", "create the database, or correct the url"),
+    "3F000": (UsageError, "SCHEMA_MISSING", "CREATE SCHEMA ..., or correct the option dbtable"),
+    "42P01": (UsageError, "TABLE_MISSING", "create {table}, or correct the option dbtable"),
     "42703": (UsageError, "COLUMN_MISSING", "ALTER TABLE {table} ADD COLUMN ..., or drop the column from the rows"),
     "42501": (
         UsageError,
@@ -200,27 +200,27 @@ _BY_STATE: dict[str, tuple[type[DeliveredError], str, str]] = {
     "42P10": (
         UsageError,
         "KEY_NOT_UNIQUE",
-        "make a unique index over exactly the columns of keyColumns, without condition and not deferrable",
+        "create a unique index on exactly the columns of keyColumns, neither partial nor deferrable",
     ),
     "25006": (Unreachable, "READ_ONLY", "point the url at the primary server"),
-    "53100": (DeliveredError, "DISK_FULL", "make room on the server, then start the pipeline again"),
+    "53100": (DeliveredError, "DISK_FULL", "free disk space on the server, then start the pipeline again"),
     "40P01": (
         DeliveredError,
         "DEADLOCK",
-        "start again; if it comes back, repartition the rows so that one key is in one shard",
+        "start again; if this recurs, repartition the rows so that each key is in one shard",
     ),
     "55P03": (
         DeliveredError,
         "LOCK_TIMEOUT",
-        "see who holds the lock: SELECT * FROM pg_locks WHERE NOT granted; two shards of one batch that write one "
-        "unique key wait for each other under two_phase: repartition by that key, or raise lockTimeout",
+        "find the lock holder: SELECT * FROM pg_locks WHERE NOT granted; under two_phase, two shards of a batch that "
+        "write the same unique key block each other: repartition by that key, or raise lockTimeout",
     ),
     "55000": (UsageError, "PREPARED_TRANSACTIONS_OFF", _PREPARED),
     "53200": (DeliveredError, "PREPARED_TRANSACTIONS_FULL", _PREPARED),
     "0A000": (
         UsageError,
         "NOT_PREPARABLE",
-        "a trigger that notifies or uses temporary tables cannot take part in a prepared transaction: write "
+        "a trigger that uses NOTIFY or temporary tables cannot be part of a prepared transaction: write "
         '.option("mechanism", "one_transaction")',
     ),
 }
@@ -228,5 +228,5 @@ _BY_CLASS: dict[str, tuple[type[DeliveredError], str, str]] = {
     "22": (BadRecord, "ROW_REFUSED", _FILTER),
     "23": (BadRecord, "ROW_REFUSED", _FILTER),
     "42": (UsageError, "STATEMENT_REFUSED", "compare the rows' columns with the table: \\d {table}"),
-    "53": (DeliveredError, "SERVER_RESOURCES", "give the server what it lacks, then start the pipeline again"),
+    "53": (DeliveredError, "SERVER_RESOURCES", "add the missing resources, then start the pipeline again"),
 }

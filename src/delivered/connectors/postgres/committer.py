@@ -1,4 +1,4 @@
-"""The driver's hand on what tasks, perhaps dead by now, have prepared."""
+"""Commits and aborts what tasks prepared."""
 
 from __future__ import annotations
 

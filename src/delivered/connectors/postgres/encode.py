@@ -1,9 +1,8 @@
 """Arrow record batches as blocks of PostgreSQL's binary COPY format, with no Python object per value.
 
-A row is a 16-bit count of fields, then for each field a 32-bit length and its bytes; null is the length -1. Whatever of
-a row has the same width in every row of the block is laid out side by side by numpy; what has not (texts, bytes,
-nullable numbers that hold nulls) stays an Arrow array; one call of Arrow's `binary_join_element_wise` then puts
-each row together. The data buffer of its result is the block.
+A row is a 16-bit count of fields, then for each field a 32-bit length and its bytes; null is the length -1. Columns of
+fixed width are laid out by numpy; others (texts, bytes, numbers with nulls) stay Arrow arrays; one call of Arrow's
+`binary_join_element_wise` joins the rows. The data buffer of its result is the block.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
-"""Signature, flags, length of the header's extension."""
+"""Signature, flags, length of the header extension."""
 TRAILER = b"\xff\xff"
 
 BLOCK_ROWS = 16_384
 BLOCK_BYTES = 4 << 20
-"""Variable-length bytes in one block, about."""
+"""Approximate variable-length bytes per block."""
 
 _EPOCH_DAYS = 10_957
 _EPOCH_US = _EPOCH_DAYS * 86_400_000_000
-"""From 1970-01-01 to 2000-01-01, where PostgreSQL counts from."""
+"""From 1970-01-01 to 2000-01-01, PostgreSQL's epoch."""
 
 Bytes2D = npt.NDArray[np.uint8]
 
 
 @dataclass
 class _Fixed:
-    """Bytes that every row has, of one width; grows to the right."""
+    """Fixed-width bytes of every row; grows to the right."""
 
     rows: int
     parts: list[Bytes2D] = field(default_factory=list)
@@ -45,7 +44,7 @@ class _Fixed:
         self.parts.append(array)
 
     def array(self) -> pa.Array:
-        """As an Arrow array of binary."""
+        """As a binary Arrow array."""
         width = sum(p.shape[1] for p in self.parts)
         out = np.empty((self.rows, width), np.uint8)
         at = 0
@@ -60,7 +59,7 @@ def blocks(batch: pa.RecordBatch, kinds: Sequence[str]) -> Iterator[memoryview]:
     """Rows of `batch` as COPY data, without header and trailer, in bounded blocks.
 
     Args:
-        kinds: PostgreSQL's type of each column, as `fits` in types.py allows.
+        kinds: PostgreSQL type of each column, as allowed by `fits` in types.py.
     """
     size = batch.nbytes
     rows = BLOCK_ROWS if size <= BLOCK_BYTES else max(1, min(BLOCK_ROWS, batch.num_rows * BLOCK_BYTES // size))
@@ -133,7 +132,7 @@ def _lengths(column: pa.Array) -> npt.NDArray[np.int64]:
 
 
 def _holes(values: Bytes2D, valid: npt.NDArray[np.bool_]) -> pa.Array:
-    """Values of one width, and nothing at all where there is none."""
+    """Fixed-width values; empty for null."""
     width = values.shape[1]
     offsets = np.zeros(len(valid) + 1, np.int32)
     np.cumsum(valid * width, out=offsets[1:])
@@ -151,7 +150,7 @@ _NUMBERS = {"int2": ">i2", "int4": ">i4", "int8": ">i8", "float4": ">f4", "float
 
 
 def _fixed_values(column: pa.Array, kind: str) -> Bytes2D:
-    """Values of a type with one width; anything where there is none."""
+    """Values of a fixed-width type; arbitrary for null."""
     t = column.type
     if pa.types.is_decimal128(t):
         return _numeric(column, t.precision, t.scale)
@@ -168,14 +167,14 @@ def _fixed_values(column: pa.Array, kind: str) -> Bytes2D:
 
 
 def _numeric(column: pa.Array, precision: int, scale: int) -> Bytes2D:
-    """Decimals in base 10,000, all with as many digits as the type can need: the server drops leading zeros."""
+    """Decimals in base 10,000, with the maximum digits of the type: the server drops leading zeros."""
     n = len(column)
     fraction = -(-max(scale, 0) // 4)
     whole = max(1, -(-(precision - scale) // 4))
     digits = fraction + whole
     pairs = np.frombuffer(column.buffers()[1], np.uint64)[2 * column.offset : 2 * (column.offset + n)].reshape(n, 2)
     negative = pairs[:, 1].view(np.int64) < 0
-    # Base 10,000 wants the fraction's digits in fours.
+    # Base 10,000 needs fractional digits in groups of four.
     pad = 4 * fraction - scale
     out = np.empty((n, digits), np.int64)
     if precision + pad <= 18:

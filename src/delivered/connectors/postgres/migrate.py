@@ -1,4 +1,4 @@
-"""The ledger's tables, versioned, in a schema of their own."""
+"""The ledger's tables, versioned, in their own schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
             offsets text NOT NULL, begun_at timestamptz NOT NULL DEFAULT now(),
             PRIMARY KEY (pipeline, sink, incarnation))""",
-        # Not unique by shard: two attempts may both have one open, and one would wait for the other for ever.
+        # Not unique by shard: two attempts may both have one open, and would block each other forever.
         """CREATE TABLE {s}.marker (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
             shard integer NOT NULL, gid text NOT NULL, fingerprint text NOT NULL)""",
@@ -49,14 +49,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (pipeline, sink, incarnation))""",
     ),
 )
-"""Statements that lead from version n to n + 1. Only ever appended to."""
+"""Statements that migrate from version n to n + 1. Append-only."""
 
 _LOCK = 0x64656C69
-"""Key of the advisory lock under which schemas and tables are made."""
+"""Key of the advisory lock for creating schemas and tables."""
 
 
 def version_of(connection: psycopg.Connection[Any], schema: str) -> int:
-    """The version of the ledger's tables; 0: there are none. Raises psycopg.Error."""
+    """Version of the ledger's tables; 0: they do not exist. Raises psycopg.Error."""
     table = f"{quoted(schema)}.migration"
     row = connection.execute("SELECT to_regclass(%s)", [table]).fetchone()
     if row is None or row[0] is None:
@@ -66,18 +66,18 @@ def version_of(connection: psycopg.Connection[Any], schema: str) -> int:
 
 
 def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
-    """Bring the ledger's tables to the newest version; do nothing if they are there. Outside of a transaction.
+    """Create or migrate the ledger's tables; does nothing if they are up to date. Outside a transaction.
 
     Raises:
-        UsageError: a newer version of this package wrote them.
-        psycopg.Error: the server said no.
+        UsageError: a newer version of this package created them.
+        psycopg.Error: the server rejected it.
     """
     if is_newest(version_of(connection, schema), len(MIGRATIONS), f"in schema {schema!r}"):
         return
     s = quoted(schema)
     with connection.transaction():
         alone(connection)
-        # IF NOT EXISTS alone asks for the right to create, even where everything is there.
+        # IF NOT EXISTS requires the CREATE privilege even if everything exists.
         if connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [schema]).fetchone() is None:
             connection.execute(f"CREATE SCHEMA {s}")
         if version_of(connection, schema) == 0:
@@ -85,7 +85,7 @@ def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
                 f"CREATE TABLE IF NOT EXISTS {s}.migration "
                 "(version integer PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())"
             )
-        # Looked at again: another process may have been faster.
+        # Checked again: another process may have been faster.
         for version in range(version_of(connection, schema), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement.format(s=s))
@@ -93,5 +93,5 @@ def migrate(connection: psycopg.Connection[Any], schema: str) -> None:
 
 
 def alone(connection: psycopg.Connection[Any]) -> None:
-    """Until the transaction's end, be the only one in this database that makes tables for us."""
+    """Serialize our migrations in this database until the transaction ends."""
     connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])

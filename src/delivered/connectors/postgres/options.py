@@ -16,17 +16,17 @@ IDENTIFIER_BYTES_MAX = 63
 
 _NAME = identifier(
     lambda name: len(name.encode()) <= IDENTIFIER_BYTES_MAX,
-    f"PostgreSQL's names have 1 to {IDENTIFIER_BYTES_MAX} bytes",
+    f"PostgreSQL identifiers have 1 to {IDENTIFIER_BYTES_MAX} bytes",
 )
-_HINT = 'write .option("dbtable", "public.orders"); quote what PostgreSQL would fold: "public"."Orders"'
+_HINT = 'write .option("dbtable", "public.orders"); quote names that PostgreSQL would fold: "public"."Orders"'
 
 
 class PostgresOptions(ServerOptions, owner="delivered_postgres sink"):
-    """`url` as libpq takes it; schema None: found by the search path."""
+    """`url` in libpq's form; schema None: resolved by the search path."""
 
     url: str = option(
         "url",
-        "The database: postgresql://host:5432/name, or the same after jdbc:. Parameters after ? go to libpq.",
+        "URL of the database: postgresql://host:5432/name, optionally after jdbc:. Parameters after ? go to libpq.",
         database_url(
             "postgresql://host:5432/database",
             ("postgresql", "postgres"),
@@ -36,13 +36,13 @@ class PostgresOptions(ServerOptions, owner="delivered_postgres sink"):
     )
     named: TableName = option(
         "dbtable",
-        "The table that rows are written to: orders, or sales.orders.",
+        "Table to write to: orders, or sales.orders.",
         table_name(_NAME, '"', str.lower, "schema", _HINT),
         example="public.orders",
     )
     ledger_schema: str = option(
         "ledgerSchema",
-        "Schema of the database that holds the ledger's tables; made if missing.",
+        "Schema for the ledger's tables; created if missing.",
         _NAME,
         default=LEDGER_SCHEMA_DEFAULT,
     )

@@ -1,4 +1,4 @@
-"""Whether this server, this table and this user can keep the promise. Changes nothing but the ledger's own tables."""
+"""Checks whether server, table and user support the guarantee. Changes only the ledger's own tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import psycopg
 
 SLOTS_WANTED = 32
-"""Free slots for prepared transactions below which the number is printed: a batch needs one for each shard."""
+"""Report the number of free slots for prepared transactions below this: a batch needs one per shard."""
 
 
 def look(connection: psycopg.Connection[Any], options: PostgresOptions, guarantee: Guarantee) -> Iterator[Finding]:
@@ -30,7 +30,7 @@ def look(connection: psycopg.Connection[Any], options: PostgresOptions, guarante
     ).fetchone()
     replica, read_only, unsafe = row or (False, False, False)
     if replica or read_only:
-        what = "is a replica that only reads" if replica else "takes no changes (default_transaction_read_only)"
+        what = "is a read-only replica" if replica else "is read-only (default_transaction_read_only)"
         yield Finding(
             "READ_ONLY", f"PostgreSQL at {options.place} {what}.", True, "point the url at the primary server"
         )
@@ -38,8 +38,8 @@ def look(connection: psycopg.Connection[Any], options: PostgresOptions, guarante
     if unsafe and guarantee is not Guarantee.AT_MOST_ONCE:
         yield Finding(
             "FSYNC_OFF",
-            f"PostgreSQL at {options.place} runs with fsync = off: what it calls durable, a crash of its machine can "
-            "take away.",
+            f"PostgreSQL at {options.place} runs with fsync = off: a crash of its machine can lose committed "
+            "transactions.",
             False,
             "set fsync = on",
         )
@@ -58,27 +58,27 @@ def _prepared(connection: psycopg.Connection[Any], options: PostgresOptions, all
     if allowed - used <= 0:
         yield Finding(
             "PREPARED_TRANSACTIONS_FULL",
-            f"All {allowed} prepared transactions that PostgreSQL at {options.place} allows are in use; the oldest is "
+            f"PostgreSQL at {options.place} allows {allowed} prepared transactions, and all are in use; the oldest is "
             f"{oldest_s:.0f} s old.",
             True,
-            "see whose they are: SELECT * FROM pg_prepared_xacts; raise max_prepared_transactions",
+            "find their owners: SELECT * FROM pg_prepared_xacts; raise max_prepared_transactions",
         )
     elif allowed - used < SLOTS_WANTED:
         yield Finding(
             "PREPARED_TRANSACTIONS_FEW",
-            f"PostgreSQL at {options.place} allows {allowed} prepared transactions, {used} are in use: a batch has "
-            f"at most {allowed - used} shards, half of that if tasks are tried again.",
+            f"PostgreSQL at {options.place} allows {allowed} prepared transactions, and {used} are in use: a batch can "
+            f"have at most {allowed - used} shards, or half of that if tasks are retried.",
             False,
             "raise max_prepared_transactions, or write with fewer partitions",
         )
     if oldest_s > OPEN_TRANSACTION_OLD_S:
         yield Finding(
             "PREPARED_TRANSACTION_OLD",
-            f"A prepared transaction at {options.place} is {oldest_s / 3600:.1f} hours old: it holds its locks and "
-            "keeps VACUUM from cleaning up until somebody ends it.",
+            f"A prepared transaction at {options.place} is {oldest_s / 3600:.1f} hours old: it holds locks and blocks "
+            "VACUUM until it is ended.",
             False,
-            "see whose it is: SELECT * FROM pg_prepared_xacts ORDER BY prepared; those of this pipeline are ended by "
-            "its next start",
+            "find its owner: SELECT * FROM pg_prepared_xacts ORDER BY prepared; the next start of a pipeline ends its "
+            "own",
         )
 
 
@@ -94,7 +94,10 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
     denied = _denied(connection, options, guarantee, found[0])
     if kind not in ("r", "p"):
         yield Finding(
-            "NOT_A_TABLE", f"{options.table_text!r} at {options.place} is a view, not a table.", True, "name a table"
+            "NOT_A_TABLE",
+            f"{options.table_text!r} at {options.place} is a view, not a table.",
+            True,
+            "write to a table",
         )
     elif denied:
         user = connection.info.user
@@ -111,7 +114,7 @@ def _table(connection: psycopg.Connection[Any], options: PostgresOptions, guaran
 
 
 def _may_create(connection: psycopg.Connection[Any], options: PostgresOptions) -> Iterator[Finding]:
-    """Whether the missing table can be made when the first rows come."""
+    """Whether the missing table can be created with the first rows."""
     schema, user = options.schema or "public", connection.info.user
     row = connection.execute(
         "SELECT nspname, has_schema_privilege(oid, 'CREATE') FROM pg_namespace "
@@ -121,14 +124,15 @@ def _may_create(connection: psycopg.Connection[Any], options: PostgresOptions) -
     if row is None:
         yield Finding(
             "SCHEMA_MISSING",
-            f"There is no schema {schema!r} at {options.place} to create {options.table_text!r} in.",
+            f"The schema {schema!r} for {options.table_text!r} does not exist at {options.place}.",
             True,
-            f"CREATE SCHEMA {schema}, or mend the option dbtable",
+            f"CREATE SCHEMA {schema}, or correct the option dbtable",
         )
     elif not row[1]:
         yield Finding(
             "PERMISSION",
-            f"User {user!r} has no right to create {options.table_text!r} in schema {row[0]!r} at {options.place}.",
+            f"User {user!r} lacks the privilege to create {options.table_text!r} in schema {row[0]!r} at "
+            f"{options.place}.",
             True,
             f"GRANT CREATE ON SCHEMA {row[0]} TO {user}, or create the table",
         )
@@ -137,7 +141,7 @@ def _may_create(connection: psycopg.Connection[Any], options: PostgresOptions) -
 def _denied(
     connection: psycopg.Connection[Any], options: PostgresOptions, guarantee: Guarantee, relation: int
 ) -> list[str]:
-    """Rights on the table that this user lacks."""
+    """Privileges on the table that this user lacks."""
     staged = guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.ONE_TRANSACTION
     needed = ["INSERT"]
     if staged or options.write.upserts:  # a staging table takes its columns from the target

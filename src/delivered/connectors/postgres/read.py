@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import psycopg
 
 SLICE_PAGES = 8_192
-"""Pages of 8 KiB in one slice, at least."""
+"""Minimum number of 8 KiB pages per slice."""
 
 
 @dataclass(frozen=True)
 class PostgresScan(TableScan):
-    """See `delivered.kits.sql.table.TableScan`. Nobody may change, delete or move (VACUUM FULL) rows while it runs."""
+    """See `delivered.kits.sql.table.TableScan`. Rows must not be changed, deleted or moved (VACUUM FULL) meanwhile."""
 
     options: PostgresOptions
 
@@ -59,7 +59,7 @@ class PostgresScan(TableScan):
         ]
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
-        """COPY as CSV, which Arrow parses: numbers, times and texts come back as they went in."""
+        """COPY as CSV, parsed by Arrow without loss."""
         schema = self.schema()
         columns = ", ".join(_selected(f) for f in schema)
         statement = (
@@ -74,7 +74,7 @@ class PostgresScan(TableScan):
             connection.close()
 
     def _pages(self) -> dict[str, int]:
-        """The table, or its partitions, quoted for SQL, with the number of their pages."""
+        """The table, or its partitions, quoted for SQL, with their number of pages."""
 
         def question(connection: psycopg.Connection[Any]) -> dict[str, int]:
             found = target.find(connection, self.options)

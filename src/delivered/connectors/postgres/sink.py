@@ -31,8 +31,8 @@ class PostgresSink(ServerSink):
         transaction="a transaction",
         prepare="PREPARE TRANSACTION, durable",
         commit="COMMIT PREPARED",
-        moved="nothing left to do; the rows are visible since the decision",
+        moved="nothing to do; the decision made the rows visible",
         holds="hold locks and stop VACUUM",
-        assumes=("the database is backed up and restored as one, with the ledger's schema",),
-        limits=("max_prepared_transactions of the server is above the number of shards",),
+        assumes=("the database is backed up and restored as a whole, with the ledger's schema",),
+        limits=("the server's max_prepared_transactions must exceed the number of shards",),
     )

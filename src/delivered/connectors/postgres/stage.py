@@ -1,10 +1,10 @@
-"""mechanism one_transaction: tables in which tasks leave their shards, committed, for the driver to move.
+"""Mechanism one_transaction: staging tables with committed shards, for the driver to move.
 
-Upserts of every mechanism pass through one too, inside a task's own transaction. A table is made for one attempt of one
-shard, and its name says so: `s_<check>_<batch>_<shard>_<nonce>` in the ledger's schema.
+Upserts of every mechanism use one too, inside a task's own transaction. Each attempt of a shard creates its own table,
+named `s_<check>_<batch>_<shard>_<nonce>` in the ledger's schema.
 
-All are logged. What a task promised must survive a crash of the server; and a server whose first process is killed
-while a transaction that made an unlogged table is open may have to be started twice (docs/decisions/030).
+All are logged: prepared rows must survive a crash of the server; and a server whose postmaster is killed while a
+transaction that created an unlogged table is open may have to be started twice (docs/decisions/030).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def create(connection: psycopg.Connection[Any], options: PostgresOptions, table: str, target: Target) -> None:
-    """Inside the open transaction, make a table with the columns of the rows. Raises psycopg.Error."""
+    """Create a table with the columns of the rows, inside the open transaction. Raises psycopg.Error."""
     name = f"{quoted(options.ledger_schema)}.{quoted(table)}"
     write = options.write
     columns = ", ".join(map(quoted, target.merge.columns))
@@ -38,7 +38,7 @@ def create(connection: psycopg.Connection[Any], options: PostgresOptions, table:
 
 
 def listed(connection: psycopg.Connection[Any], names: Names) -> list[str]:
-    """Every staging table of this sink of this pipeline. Raises psycopg.Error."""
+    """Every staging table of this pipeline and sink. Raises psycopg.Error."""
     rows = connection.execute(
         "SELECT relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
         "WHERE nspname = %s AND starts_with(relname::text, %s) AND relkind = 'r'",

@@ -1,4 +1,4 @@
-"""The ledger: decisions of one sink of one pipeline, in the database that holds the rows."""
+"""The ledger of a pipeline and sink, in the database that holds the rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TABLES = ("owner", "decision", "begun", "marker", "memory", "noted", "seen", "a
 
 
 def dialect(schema: str) -> Dialect:
-    """Of a ledger that lies in this schema."""
+    """Dialect of a ledger in this schema."""
     s = quoted(schema).replace("%", "%%")
     return Dialect(
         tables={name: f"{s}.{name}" for name in _TABLES},
@@ -73,12 +73,12 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
             yield
 
     def _after_failed_commit(self, error: Exception, there: Callable[[psycopg.Connection[Any]], bool]) -> Outcome[None]:
-        del there  # the server may still be at it: only a claim can tell
+        del there  # the server may still be committing: only a claim can find out
         reason = str(explained(error, self._options))
         return Unknown(reason) if is_lost(error) else Failed(reason)
 
     def _move(self, connection: psycopg.Connection[Any], change: Change) -> None:
-        """The staging tables go with the transaction that empties them."""
+        """Drops the staging tables in the same transaction."""
         super()._move(connection, change)
         for prepared in change.move:
             self._staging.drop(connection, PreparedRows.of(prepared).staged)
@@ -100,6 +100,6 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
     @property
     def _see_holders(self) -> str:
         return (
-            "see who: SELECT pid, usename, application_name, state FROM pg_stat_activity WHERE xact_start IS NOT NULL; "
-            "then SELECT pg_terminate_backend(pid)"
+            "find the session: SELECT pid, usename, application_name, state FROM pg_stat_activity WHERE xact_start IS "
+            "NOT NULL; then SELECT pg_terminate_backend(pid)"
         )

@@ -1,4 +1,4 @@
-"""The user's table: create it, check it, and what we know of its Arrow schema."""
+"""The user's table: creation, checks, and its stored Arrow schema."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CHANGE = "ALTER COLUMN {name} TYPE"
 
 @dataclass(frozen=True)
 class Target:
-    """A table that rows of one schema fit.
+    """A table that matches the rows' schema.
 
     Attributes:
-        name: with its schema, quoted for SQL.
-        relation: the server's id of it.
-        kinds: PostgreSQL's type of each column of the rows.
-        columns: names of the rows' columns, quoted, with commas.
-        merge: how rows get in, if not by appending.
+        name: qualified, quoted for SQL.
+        relation: its oid.
+        kinds: PostgreSQL type of each column of the rows.
+        columns: names of the rows' columns, quoted, comma-separated.
+        merge: statements of an upsert, if the mode is not append.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Target:
 
 
 def find(connection: psycopg.Connection[Any], options: PostgresOptions) -> tuple[int, str] | None:
-    """Id and full name of the table; None if there is none. Raises psycopg.Error."""
+    """Oid and qualified name of the table; None if it does not exist. Raises psycopg.Error."""
     row = connection.execute(
         "SELECT c.oid::bigint, n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
         "WHERE c.oid = to_regclass(%s)",
@@ -53,16 +53,16 @@ def find(connection: psycopg.Connection[Any], options: PostgresOptions) -> tuple
 
 
 def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema: pa.Schema) -> Target:
-    """Make sure that rows of `schema` fit the table; create it if allowed. Outside of a transaction.
+    """Check the table against `schema`; create it if allowed. Outside a transaction.
 
-    The Arrow schema is kept beside the ledger: it says which columns a pipeline writes, and their exact types.
+    The Arrow schema is stored next to the ledger: the columns that a pipeline writes, and their exact types.
 
     Args:
         schema: plain types.
 
     Raises:
-        UsageError: the table is missing, a column is missing, of another type, or the rows changed their schema.
-        psycopg.Error: the server said no.
+        UsageError: the table is missing, a column is missing or of another type, or the rows' schema has changed.
+        psycopg.Error: the server rejected it.
     """
     kept = stored(options.write, schema)
     found = find(connection, options)
@@ -94,7 +94,7 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
 
 
 def has_unique_index(connection: psycopg.Connection[Any], relation: int, keys: Sequence[str]) -> bool:
-    """Whether an upsert can rest on a unique index over exactly these columns. Raises psycopg.Error."""
+    """Whether there is a unique index on exactly these columns, usable for upserts. Raises psycopg.Error."""
     rows = connection.execute(
         """SELECT array_agg(a.attname::text) FROM pg_index i
            JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = ANY((i.indkey::int2[])[0:i.indnkeyatts - 1])
@@ -145,14 +145,14 @@ def _remember(connection: psycopg.Connection[Any], options: PostgresOptions, rel
         known = stored_schema(connection, options, relation)
     if known is not None:
         way_out = (
-            "give the rows their former columns and types, or write to another table; to give up auditing what is in "  # noqa: S608
-            f"it: DELETE FROM {quoted(options.ledger_schema)}.target WHERE relation = {relation}"
+            "restore the rows' columns and types, or write to another table; or, if the existing rows need no audit, "  # noqa: S608
+            f"DELETE FROM {quoted(options.ledger_schema)}.target WHERE relation = {relation}"
         )
         check_unchanged(options.table_text, options.where, known, canonical, way_out)
 
 
 def stored_schema(connection: psycopg.Connection[Any], options: PostgresOptions, relation: int) -> pa.Schema | None:
-    """The Arrow schema, canonical, that the table was written with; None if it never was. Raises psycopg.Error."""
+    """The canonical Arrow schema that the table was written with; None: never written. Raises psycopg.Error."""
     row = connection.execute(
         f"SELECT arrow_schema FROM {quoted(options.ledger_schema)}.target WHERE relation = %s",  # noqa: S608
         [relation],

@@ -1,8 +1,8 @@
-"""mechanism two_phase: prepared transactions as the server sees them.
+"""Mechanism two_phase: prepared transactions at the server.
 
 An id is `delivered.<pipeline>.<sink>.<check>.<batch>.<shard>.<nonce>`, at most 191 of the 199 bytes that PostgreSQL
-takes. Names may hold dots, so two pairs of pipeline and sink can share their written form: the check, a hash of the
-pair and of the ledger's schema, tells them apart. The nonce is new for each attempt: no id is ever used twice.
+allows. Names may contain dots, so joined names of two sinks can be equal: the check, a hash of pipeline, sink and the
+ledger's schema, distinguishes them. The nonce is new for each attempt: ids are never reused.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     import psycopg
 
 GONE = "42704"
-"""SQLSTATE: no prepared transaction of that id. It was committed, or rolled back, or never there."""
+"""SQLSTATE: no prepared transaction with that id. It was committed, rolled back, or never existed."""
 
 
 def id_prefix(scope: Scope, ledger_schema: str) -> str:
-    """Start of all ids of this sink of this pipeline, in any incarnation, and of no other's."""
+    """Prefix of all ids of this pipeline and sink, in any incarnation, and of no others."""
     return f"{scope.prefix}{Names(scope, ledger_schema).check}."
 
 
 def new_id(work: Work, ledger_schema: str) -> str:
-    """An id that nobody else has, nor ever had."""
+    """A new, unique id."""
     return f"{id_prefix(work.scope, ledger_schema)}{work.batch}.{work.shard}.{new_nonce()}"
 
 
 def is_ours(scope: Scope, ledger_schema: str, candidate: str) -> bool:
-    """Whether an id names a shard of this sink of this pipeline."""
+    """Whether an id belongs to a shard of this pipeline and sink."""
     prefix = id_prefix(scope, ledger_schema)
     return (
         candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d+\.[0-9a-f]{16}", candidate[len(prefix) :]) is not None
@@ -42,7 +42,7 @@ def is_ours(scope: Scope, ledger_schema: str, candidate: str) -> bool:
 
 
 def listed(connection: psycopg.Connection[Any], scope: Scope, options: PostgresOptions) -> list[OpenTransaction]:
-    """Every prepared transaction of this sink of this pipeline in this database, oldest first. Raises psycopg.Error."""
+    """Every prepared transaction of this pipeline and sink in this database, oldest first. Raises psycopg.Error."""
     rows = connection.execute(
         "SELECT gid, (extract(epoch FROM prepared) * 1000)::bigint, owner, database FROM pg_prepared_xacts "
         "WHERE database = current_database() AND starts_with(gid, %s) ORDER BY prepared, gid",
@@ -59,9 +59,9 @@ def listed(connection: psycopg.Connection[Any], scope: Scope, options: PostgresO
 
 
 def give_up_earlier(connection: psycopg.Connection[Any], work: Work, options: PostgresOptions) -> None:
-    """Roll back what earlier attempts of this very shard left prepared: an upsert would wait for their locks.
+    """Roll back what earlier attempts of this shard left prepared: an upsert would wait for their locks.
 
-    Should the driver have decided one of them meanwhile, its promise is gone, and the shard is written again.
+    If the driver has decided one of them meanwhile, the shard is rewritten.
     """
     prefix = f"{id_prefix(work.scope, options.ledger_schema)}{work.batch}.{work.shard}."
     for transaction in listed(connection, work.scope, options):
@@ -73,7 +73,7 @@ def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> bool:
     """Commit or roll back a prepared transaction, from any session of this database. Raises psycopg.Error.
 
     Returns:
-        False: nothing is prepared under this id any more.
+        False: no transaction is prepared under this id any more.
     """
     import psycopg
     from psycopg import sql
@@ -89,19 +89,19 @@ def end(connection: psycopg.Connection[Any], gid: str, commit: bool) -> bool:
 
 
 def slots(connection: psycopg.Connection[Any], options: PostgresOptions) -> int:
-    """How many prepared transactions the server allows.
+    """Number of prepared transactions that the server allows.
 
     Raises:
         Refused: none.
-        psycopg.Error: the server said no.
+        psycopg.Error: the server rejected it.
     """
     row = connection.execute("SELECT current_setting('max_prepared_transactions')::int").fetchone()
     if row is not None and row[0] > 0:
         return int(row[0])
     raise Refused(
         "PREPARED_TRANSACTIONS_OFF",
-        f"PostgreSQL at {options.place} has max_prepared_transactions = 0, its default: no transaction can be "
-        "prepared, which mechanism two_phase needs.",
+        f"PostgreSQL at {options.place} has max_prepared_transactions = 0, its default, so it does not support the "
+        "prepared transactions of mechanism two_phase.",
         next_step="set it in postgresql.conf to at least twice the number of shards and restart the server, or write "
         '.option("mechanism", "one_transaction"), which needs no setting',
     )

@@ -1,6 +1,6 @@
-"""Arrow types as PostgreSQL keeps them, without loss.
+"""Arrow types as PostgreSQL stores them, without loss.
 
-Arrow                     created as         also fits
+Arrow                     created as         also accepted
 boolean                   boolean
 int8, int16, uint8        smallint           integer, bigint
 int32, uint16             integer            bigint
@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from delivered.kits.sql.types import ServerTypes, because
 
 ENUM = "enum"
-"""Stands for every enumerated type."""
+"""Any enum type."""
 
 _SQL = {
     "bool": "boolean",
@@ -42,7 +42,7 @@ class PostgresTypes(ServerTypes):
     system = "PostgreSQL"
     columns_max = 1_600  # PostgreSQL's own limits
     name_bytes_max = 63
-    nested_hint = "; a column of type jsonb takes JSON texts"
+    nested_hint = "; a jsonb column accepts JSON texts"
 
     def declared(self, kind: pa.DataType) -> str | None:
         fitting = self.fitting(kind)
@@ -84,9 +84,9 @@ TYPES = PostgresTypes()
 
 
 def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
-    """For each row why the server would refuse it whatever the table, null where it would not; None: it takes all.
+    """The reason for each row that no table accepts, null for the others; None: all rows are valid.
 
-    Constraints of the table are the server's to tell: a row that breaks one stops the query.
+    Constraints of the table are up to the server: a row that violates one fails the query.
     """
     reasons: pa.Array | None = None
     for field, column in zip(batch.schema, batch.columns, strict=True):

@@ -1,4 +1,4 @@
-"""A task's side: one shard, one COPY, one transaction."""
+"""Executor side: one COPY and one transaction per shard."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ class CopyWriter:
 
     exactly_once, two_phase: COPY into the target and a marker, in a transaction that `prepare` leaves prepared.
     exactly_once, one_transaction: COPY into a staging table, which `prepare` commits.
-    mode upsert: COPY into a staging table always; all but one_transaction merge it into the target in `prepare`.
-    at_least_once, at_most_once: COPY into the target, which `prepare` commits; no row is ever sent again from here.
+    mode upsert: always COPY into a staging table; except with one_transaction, `prepare` merges it into the target.
+    at_least_once, at_most_once: COPY into the target, which `prepare` commits; never resends a row.
 
-    The server reads rows as they come: a `stage` that is ahead of it waits. Nothing is sent, and nothing has to be
-    given back, for a shard without rows.
+    `stage` blocks while the server is behind. A shard without rows sends nothing and leaves nothing behind.
     """
 
     def __init__(self, options: PostgresOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
@@ -111,20 +110,20 @@ class CopyWriter:
             given_up = RuntimeError("this shard was given up")
             with contextlib.suppress(Exception):
                 copying.__exit__(RuntimeError, given_up, None)
-        # The server undoes what an ended connection had open.
+        # The server rolls back a closed connection's transaction.
         self._server.discard(connection)
 
     @property
     def _ready(self) -> target.Target:
         if self._target is None:
-            raise InvariantBroken("NO_TARGET", "Rows are sent before the table was looked at.")
+            raise InvariantBroken("NO_TARGET", "Rows are sent before the table was checked.")
         return self._target
 
     def _begin(self) -> None:
         self._connection = connection = warm.take(self._server)
         migrate(connection, self._options.ledger_schema)
         if self._exactly_once and not self._moved_later:
-            transactions.slots(connection, self._options)  # told before the first row, not after the last
+            transactions.slots(connection, self._options)  # fail before the first row, not after the last
             if self._upserts:
                 transactions.give_up_earlier(connection, self._work, self._options)
         self._target = target.ready(connection, self._options, self._schema)
@@ -140,7 +139,7 @@ class CopyWriter:
         self._copy.write(encode.HEADER)
 
     def _merge(self, connection: psycopg.Connection[Any]) -> None:
-        """Make reduced rows those of the target, in the task's own transaction."""
+        """Merge reduced rows into the target, in the task's own transaction."""
         merge = self._ready.merge
         self._staging.add(connection, self._staged, merge)
         if self._options.write.delete is not None:
@@ -154,10 +153,9 @@ class CopyWriter:
         if self._cursor.rowcount != self._rows or self._rows != fingerprint.count:
             raise InvariantBroken(
                 "ROWS_DIFFER",
-                f"Shard {self._work.shard} of batch {self._work.batch}: {self._rows} rows were sent, the server took "
-                f"{self._cursor.rowcount}, the fingerprint counts {fingerprint.count}. Does a trigger of "
-                f"{self._ready.name} take rows away?",
-                next_step="write to a table without such a trigger",
+                f"Shard {self._work.shard} of batch {self._work.batch}: {self._rows} rows were sent, but the server "
+                f"stored {self._cursor.rowcount}, and the fingerprint counts {fingerprint.count}.",
+                next_step=f"check whether a trigger of {self._ready.name} drops rows; write to a table without one",
             )
 
     def _prepare(self, connection: psycopg.Connection[Any], fingerprint: Fingerprint) -> str:

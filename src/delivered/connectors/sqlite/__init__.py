@@ -1,4 +1,4 @@
-"""SQLite as a sink, the embedded default: rows and the decision get in by one transaction of one database file."""
+"""SQLite as a sink, the embedded default: one transaction writes rows and decision to one database file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's hand on staged files. The rows themselves got in with the decision, or not at all."""
+"""Deletes staged files. Their rows become visible with the decision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SqliteCommitter:
         self._scope = scope
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """The decision made the rows visible already; what is left is their staged copy."""
+        """The decision has already made the rows visible; only deletes their staged copy."""
         del work
         return self.abort(prepared)
 
@@ -68,7 +68,7 @@ class SqliteCommitter:
         return Ok(count)
 
     def targets(self) -> dict[str, Target]:
-        """See `delivered.contract.powers.KnowsTarget`: of a table that we made."""
+        """See `delivered.contract.powers.KnowsTarget`; only for tables that we created."""
         if not Path(self._options.path).exists():
             return {}
         connection = connect(self._options.path, mode="ro")
@@ -81,4 +81,4 @@ class SqliteCommitter:
         return {} if known is None else {self._scope.sink: Target(f"table {self._options.table}", known)}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""

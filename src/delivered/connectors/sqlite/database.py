@@ -1,10 +1,10 @@
-"""Connections to a database file, and its errors in plain words.
+"""Connections to a database file, translation of errors, and the ledger's tables, versioned.
 
-Durability. `synchronous=EXTRA`: in rollback-journal mode SQLite also syncs the folder after it deleted the journal,
-without which a committed transaction can be undone by a power loss; in WAL mode it is the same as FULL. A new file
-keeps SQLite's default, the rollback journal: SQLite 3.7.0 to 3.51.2 has a race in WAL mode between checkpoints and
-writers of several processes that can corrupt the file, and most Pythons carry one of these. A file that its
-owner has set to WAL stays so.
+Durability. `synchronous=EXTRA`: in rollback-journal mode SQLite also syncs the folder after deleting the journal;
+otherwise a power loss can undo a committed transaction. In WAL mode it is the same as FULL. A new file uses SQLite's
+default, the rollback journal: SQLite 3.7.0 to 3.51.2 has a race in WAL mode between checkpoints and writers of several
+processes that can corrupt the file, and most Pythons include one of these. A file that its owner has set to WAL keeps
+that mode.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WAL_RACE_FIXED = (3, 51, 3)
 
 
 def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
-    """Open the database. Transactions are begun and ended by hand.
+    """Open the database with manual transactions.
 
     Args:
-        mode: "ro", "rw" or "rwc" (create). "ro" changes no row, but undoes, as every reader has to, what a writer left
-            that was killed while it committed: SQLite's own mode=ro refuses such a file for ever.
+        mode: "ro", "rw" or "rwc" (create). "ro" changes no rows, but rolls back a hot journal, as every reader must:
+            SQLite's own mode=ro rejects such a file forever.
 
     Raises:
-        DeliveredError: it cannot be opened; the message says what to do.
+        DeliveredError: it cannot be opened.
     """
     if mode == "rwc" and not Path(path).parent.is_dir():
         raise UsageError(
@@ -57,14 +57,14 @@ def connect(path: str, *, mode: str = "rwc") -> sqlite3.Connection:
 
 
 def begin(connection: sqlite3.Connection, timeout_s: float | None = None) -> None:
-    """Become the one writer; wait at most `timeout_s`, by default 30 s, for another one to end."""
+    """Become the writer; wait at most `timeout_s`, by default 30 s, for another one."""
     wait_s = REQUEST_TIMEOUT_S if timeout_s is None else timeout_s
     connection.execute(f"PRAGMA busy_timeout={int(wait_s * 1000)}")
     connection.execute("BEGIN IMMEDIATE")
 
 
 def rollback(connection: sqlite3.Connection) -> None:
-    """Undo what is open. Never raises: a connection that cannot is closed, which undoes too."""
+    """Roll back. Never raises: if that fails the connection is closed, which rolls back too."""
     try:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
@@ -75,10 +75,10 @@ def rollback(connection: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def writing(connection: sqlite3.Connection, path: str, timeout_s: float | None = None) -> Iterator[None]:
-    """One transaction: committed at the end, or undone.
+    """One transaction: committed at the end, or rolled back. Not for the ledger, which must know the outcome.
 
     Raises:
-        DeliveredError: the database said no. Not for a transaction whose outcome must be told: the ledger has its own.
+        DeliveredError: the database rejected it.
     """
     try:
         begin(connection, timeout_s)
@@ -93,42 +93,41 @@ def writing(connection: sqlite3.Connection, path: str, timeout_s: float | None =
 
 
 def explained(error: Exception, path: str) -> DeliveredError:
-    """The error in plain words, with the next step."""
     name = getattr(error, "sqlite_errorname", None) or type(error).__name__
     detail = f"{error} ({name})"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return Unreachable(
             "DATABASE_LOCKED",
-            f"Another process held the database {path!r} for longer than this one waits: {detail}. SQLite has one "
-            "writer at a time, and a writer waits for readers when it commits.",
-            next_step=f"end the other process's transaction (fuser {path} shows who has it open), then start again",
+            f"Timed out waiting for another process that has locked the database {path!r}: {detail}. SQLite allows one "
+            "writer at a time, and a commit waits for readers.",
+            next_step=f"end the other process's transaction (find it with fuser {path}), then start again",
         )
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
         return Unreachable(
             "DATABASE_READONLY",
-            f"The database {path!r} cannot be opened for writing: {detail}. SQLite needs to write the file and its "
-            "folder.",
+            f"The database {path!r} cannot be opened for writing: {detail}. SQLite needs write permission on the file "
+            "and its folder.",
             next_step=f"chmod u+w the file and its folder {Path(path).parent}, or choose another path",
         )
     if name.startswith("SQLITE_FULL"):
         return DeliveredError(
             "DISK_FULL",
             f"The disk under the database {path!r} is full: {detail}.",
-            next_step="make room, then start the pipeline again",
+            next_step="free disk space, then start the pipeline again",
         )
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return UsageError(
             "DATABASE_DAMAGED",
-            f"{path!r} is no sound SQLite database: {detail}.",
+            f"{path!r} is not a valid SQLite database: {detail}.",
             next_step=f"check it: sqlite3 {path} 'PRAGMA integrity_check'; restore a backup with its ledger tables",
         )
     if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_MISMATCH", "SQLITE_TOOBIG")):
         return BadRecord(
             "ROW_REFUSED",
-            f"The table in {path!r} refuses a row: {detail}.",
+            f"The table in {path!r} rejected a row: {detail}.",
             next_step="filter such rows, or change the table's constraint",
         )
-    return Unreachable("DATABASE_ERROR", f"The database {path!r} failed: {detail}.", next_step="check disk and file")
+    return Unreachable("DATABASE_ERROR", f"The database {path!r} failed: {detail}.", "check the disk and the file")
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ def migrate(connection: sqlite3.Connection, path: str) -> None:
         connection.execute(
             "CREATE TABLE IF NOT EXISTS _delivered_migration (version INTEGER PRIMARY KEY, applied_at_ms INTEGER)"
         )
-        # Looked at again: another process may have been faster.
+        # Checked again: another process may have been faster.
         for version in range(version_of(connection), len(MIGRATIONS)):
             for statement in MIGRATIONS[version]:
                 connection.execute(statement)

@@ -29,15 +29,13 @@ class SqliteOptions(TableOptions, owner="delivered_sqlite sink"):
         path: absolute.
     """
 
-    path: str = option(
-        "path", "The database file; made if it is not there.", OptionType(_path), example="/data/orders.db"
-    )
-    table: str = option("table", "The table that rows are written to.", OptionType(_table), example="orders")
+    path: str = option("path", "Database file; created if missing.", OptionType(_path), example="/data/orders.db")
+    table: str = option("table", "Table to write to.", OptionType(_table), example="orders")
     create: bool = if_not_exists(default=True)
 
     @property
     def staging(self) -> Path:
-        """Folder beside the database where tasks stage their shards."""
+        """Folder next to the database for staged shards."""
         return Path(f"{self.path}.delivered")
 
     @property

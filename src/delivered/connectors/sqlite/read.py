@@ -19,12 +19,12 @@ from delivered.kits.sql.target import never_written
 from delivered.model.errors import UsageError
 
 SLICE_ROWS = 250_000
-"""Range of rowids in one slice, at least."""
+"""Minimum range of rowids per slice."""
 
 
 @dataclass(frozen=True)
 class SqliteScan(TableScan):
-    """See `delivered.kits.sql.table.TableScan`. Rows may only be added while it runs."""
+    """See `delivered.kits.sql.table.TableScan`. Rows may only be added meanwhile."""
 
     options: SqliteOptions
 
@@ -78,7 +78,7 @@ class SqliteScan(TableScan):
 
 
 def rowid_name(connection: sqlite3.Connection, table: str) -> str | None:
-    """A name of the rowid that no column of the user's hides; None for a table WITHOUT ROWID."""
+    """A name of the rowid that no column shadows; None for a table WITHOUT ROWID."""
     taken: Any = target.table_columns(connection, table)
     for name in ("_rowid_", "rowid", "oid"):
         if name not in taken:

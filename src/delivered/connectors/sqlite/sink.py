@@ -44,26 +44,26 @@ class SqliteSink(DatabaseSink):
             system="sqlite",
             commit=Commit.ONE_TRANSACTION,
             mechanism="ledger row in the sink's transaction",
-            stage="an Arrow file for each shard, beside the database",
+            stage="one Arrow file per shard, next to the database",
             prepare="file and folder fsynced, with a checksum",
             decide=f"one transaction: rows of all shards into {table}, and the ledger row",
-            apply="staged files deleted; the rows are visible since the decision",
+            apply="delete the staged files; the decision made the rows visible",
             send=f"short transactions into {table}, visible at once",
             batch_atomic=True,
             remembers=True,
             local=True,
             write=self.options.write,
-            assumes=("the database file and its ledger tables are backed up and restored as one", *self._assumed),
+            assumes=("the database file is backed up and restored with its ledger tables", *self._assumed),
             limits=(
                 "one machine: driver and tasks open the same file",
-                "one writer at a time: shards of a batch get in one after the other",
+                "one writer at a time: shards of a batch are written in sequence",
                 HISTORY,
                 *self._bounds,
             ),
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        """Opens the database for writing as a batch would, and changes none of its rows."""
+        """Opens the database for writing as a batch would, without changing rows."""
         del guarantee
         findings = []
         try:
@@ -99,7 +99,7 @@ class SqliteSink(DatabaseSink):
             raise no_unique_index(write, self.options.table, self.options.where)
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """See `delivered.contract.powers.NeedsTarget`: our table exists before a decision names it."""
+        """See `delivered.contract.powers.NeedsTarget`."""
         connection = connect(self.options.path)
         try:
             migrate(connection, self.options.path)
@@ -118,8 +118,8 @@ def _wal_race(path: str) -> Finding:
     version = ".".join(map(str, sqlite3.sqlite_version_info))
     return Finding(
         "WAL_RACE",
-        f"The database {path!r} is in WAL mode, and this SQLite {version} has a rare race there that can corrupt the "
-        "file when several processes write; it is gone in 3.51.3.",
+        f"The database {path!r} is in WAL mode, where SQLite {version} has a rare race that can corrupt the file when "
+        "several processes write; it is fixed in 3.51.3.",
         False,
         f"sqlite3 {path} 'PRAGMA journal_mode=DELETE', or run with SQLite 3.51.3 or newer",
     )

@@ -1,8 +1,8 @@
-"""Files in which tasks leave their shards: Arrow, checksummed, durable before the task promises anything.
+"""Staged shards: Arrow files with a checksum, durable before a task reports them; and upserts.
 
     <database>.delivered/pipeline=<pipeline>/sink=<sink>/<incarnation>.<batch>.<shard>.<attempt>.<random>.arrow
 
-The random part tells apart two tasks with the same numbers: one of them may be a zombie of an earlier run.
+The random part distinguishes two tasks with the same numbers: one of them may be a zombie of an earlier run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class StagedRows(Handle):
 
 
 def folder_of(options: SqliteOptions, scope: Scope) -> Path:
-    """Where all incarnations of one sink of one pipeline stage, and nobody else."""
-    # "pipeline=" also keeps a pipeline named ".." inside.
+    """Folder for all incarnations of one pipeline and sink, and no others."""
+    # With "pipeline=", a pipeline named ".." cannot escape.
     return options.staging / f"pipeline={scope.pipeline}" / f"sink={scope.sink}"
 
 
@@ -78,7 +78,7 @@ class StagedFile:
         self.rows += batch.num_rows
 
     def finish(self) -> StagedRows:
-        """Durable under its final name; the handle to find and check it by."""
+        """Make the file durable under its final name; return the handle to find and verify it."""
         try:
             self._writer.close()
             self._file.flush()
@@ -89,16 +89,16 @@ class StagedFile:
         except FileNotFoundError:
             raise InvariantBroken(
                 "STAGED_FILE_GONE",
-                f"The file {str(self._part)!r} was taken away while the task wrote it: a later start of the pipeline "
-                "removed what this one left. Nothing of the shard is visible.",
-                next_step="nothing, if the later start is running; else start the pipeline again",
+                f"The file {str(self._part)!r} was deleted while the task wrote it: a later start of the pipeline "
+                "cleaned up after this one. Nothing of the shard is visible.",
+                next_step="nothing, if the later start is running; otherwise start the pipeline again",
             ) from None
         except OSError as error:
             raise _failed(self._part, error) from error
         return StagedRows(self._final.name, self.rows, self._sink.size, self._sink.crc)
 
     def discard(self) -> None:
-        """Take the file away, under either name. May be called again."""
+        """Delete the file, under either name. May be called again."""
         with contextlib.suppress(Exception):
             self._file.close()
         for path in (self._part, self._final):
@@ -107,10 +107,10 @@ class StagedFile:
 
 
 def read_staged(options: SqliteOptions, scope: Scope, staged: StagedRows) -> Iterator[pa.RecordBatch]:
-    """The rows of a prepared shard, after a check that they are all there, unchanged.
+    """The rows of a prepared shard, verified by size and checksum.
 
     Raises:
-        InvariantBroken: the file is gone, or is not what was prepared.
+        InvariantBroken: the file is missing, or differs from what was prepared.
     """
     path = folder_of(options, scope) / Path(staged.path).name
     try:
@@ -118,17 +118,17 @@ def read_staged(options: SqliteOptions, scope: Scope, staged: StagedRows) -> Ite
     except FileNotFoundError:
         raise InvariantBroken(
             "STAGED_FILE_GONE",
-            f"The staged rows of a shard, {str(path)!r}, are gone. Nothing of the batch is visible.",
+            f"The staged rows of a shard, {str(path)!r}, are missing. Nothing of the batch is visible.",
             next_step="start the pipeline again; the batch runs again",
         ) from None
     if (size, crc) != (staged.bytes, staged.crc32):
         raise InvariantBroken(
             "STAGED_FILE_DAMAGED",
-            f"The staged rows of a shard, {str(path)!r}, are not what the task wrote: {size} bytes with checksum "
-            f"{crc}, prepared were {staged.bytes} with {staged.crc32}. Nothing of the batch is visible.",
+            f"The staged rows of a shard, {str(path)!r}, are corrupt: {size} bytes with checksum {crc}, but "
+            f"{staged.bytes} with {staged.crc32} were prepared. Nothing of the batch is visible.",
             next_step="check the disk, then start the pipeline again; the batch runs again",
         )
-    # Not mapped into memory: a mapped file of any size would count as this process's memory.
+    # Not memory-mapped: a mapped file would count as this process's memory.
     with pa.OSFile(str(path)) as source:
         reader = pa.ipc.open_file(source)
         for index in range(reader.num_record_batches):
@@ -149,12 +149,12 @@ def staged_schema(options: SqliteOptions, scope: Scope, staged: StagedRows) -> p
 
 
 def remove(options: SqliteOptions, scope: Scope, staged: StagedRows) -> None:
-    """Take a staged file away. May be called again."""
+    """Delete a staged file. May be called again."""
     (folder_of(options, scope) / Path(staged.path).name).unlink(missing_ok=True)
 
 
 def staged_files(options: SqliteOptions, scope: Scope) -> list[Path]:
-    """All files that tasks of this sink left, finished or not."""
+    """All staged files of this sink, finished or not."""
     folder = folder_of(options, scope)
     if not folder.is_dir():
         return []
@@ -174,12 +174,12 @@ def _failed(path: Path, error: OSError) -> DeliveredError:
     return DeliveredError(
         "STAGING_FAILED",
         f"A shard's rows could not be staged at {str(path)!r}: {error.strerror or error}.",
-        next_step="make room on the disk, or give the user the right to write there; the batch runs again",
+        next_step="free disk space, or grant write permission; then start again: the batch runs again",
     )
 
 
 class _Summed:
-    """A file that counts and sums what passes through it."""
+    """A file that counts bytes and computes their checksum."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

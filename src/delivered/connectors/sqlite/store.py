@@ -1,4 +1,4 @@
-"""The ledger in the target database: a batch's rows and its decision get in by one transaction."""
+"""The ledger in the target database: one transaction writes a batch's rows and its decision."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DIALECT = Dialect(
     },
     value=lambda statement: statement,
     written={"decision": "rowid", "begun": "rowid"},
-    hold="",  # a transaction that writes is the only one
+    hold="",  # there is only one write transaction at a time
     pack=lambda names: json.dumps(list(names)),
     unpack=json.loads,
     hash=lambda value: f"x'{value.hex()}'",
@@ -94,7 +94,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             rollback(connection)
 
     def _after_failed_commit(self, error: Exception, there: Callable[[sqlite3.Connection], bool]) -> Outcome[None]:
-        """Closing the connection ended its transaction: what is not in now will not get in. Ask the file."""
+        """Closing the connection ended its transaction, so the file now tells the final outcome."""
         reason = self._database.explained(error)
         try:
             found = self._ask(self._open(), there)
@@ -129,8 +129,8 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         if rows != staged.rows or rows != prepared.fingerprint.count:
             raise InvariantBroken(
                 "STAGED_ROWS_DIFFER",
-                f"Shard {prepared.shard}: {rows} rows were staged, prepared were {staged.rows}, with a "
-                f"fingerprint of {prepared.fingerprint.count}.",
+                f"Shard {prepared.shard}: {rows} rows were staged, but {staged.rows} were prepared, and the "
+                f"fingerprint counts {prepared.fingerprint.count}.",
                 next_step="start the pipeline again; the batch runs again",
             )
 

@@ -1,4 +1,4 @@
-"""The user's table: create it, check it, add rows to it; and what we know of its Arrow schema."""
+"""The user's table: creation, checks, inserts, and its stored Arrow schema."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from delivered.kits.sql.target import check_unchanged, column_missing, marked, m
 from delivered.model.errors import UsageError
 
 CHUNK_ROWS = 8_192
-"""Rows that exist as Python objects at one time."""
+"""Maximum number of rows as Python objects at a time."""
 
 
 def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Schema) -> None:
-    """Make sure that rows of `schema` fit the table; create it if allowed. Runs inside a transaction that writes.
+    """Check the table against `schema`; create it if allowed. Runs inside a read-write transaction.
 
-    The schema is kept beside the ledger: SQLite's own types cannot tell a timestamp from a text.
+    The schema is stored next to the ledger: SQLite's types do not distinguish a timestamp from a text.
 
     Raises:
-        UsageError: the table is missing, a column is missing, of another type, or the rows changed their schema.
+        UsageError: the table is missing, a column is missing or of another type, or the rows' schema has changed.
     """
     schema = stored(options.write, TYPES.plain_schema(schema))
     columns = table_columns(connection, options.table)
@@ -46,12 +46,12 @@ def ready(connection: sqlite3.Connection, options: SqliteOptions, schema: pa.Sch
             (options.table, canonical.serialize().to_pybytes()),
         )
     else:
-        way_out = "write to another table, or give the rows their former columns and types"
+        way_out = "write to another table, or restore the rows' columns and types"
         check_unchanged(options.table, options.where, known, canonical, way_out)
 
 
 def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str]) -> None:
-    """Check rows of `schema` against a table's columns: name in lower case -> declared type.
+    """Check a schema against a table's columns: name in lower case -> declared type.
 
     Raises:
         UsageError: a column is missing or of another type.
@@ -66,26 +66,26 @@ def compare(options: SqliteOptions, schema: pa.Schema, columns: dict[str, str]) 
             raise UsageError(
                 "COLUMN_TYPE",
                 f"Column {field.name!r} of table {options.table!r} is declared {sql_type!r}, which would change values "
-                f"of {field.type}; they need {wanted}.",
-                next_step=f"cast the column of the rows, or make the table's column {wanted}",
+                f"of type {field.type}; it must be {wanted}.",
+                next_step=f"cast the column of the rows, or declare the table's column as {wanted}",
             )
 
 
 def table_columns(connection: sqlite3.Connection, table: str) -> dict[str, str]:
-    """Name in lower case -> declared type; empty if there is no such table."""
+    """Name in lower case -> declared type; empty if the table does not exist."""
     rows = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,)).fetchall()
     return {name.lower(): sql_type for name, sql_type in rows}
 
 
 def identity(connection: sqlite3.Connection, table: str) -> str | None:
-    """The id that the table got when we made it: SQLite keeps the text of CREATE TABLE. None: somebody else made it."""
+    """The id that we gave the table when we created it, from the stored CREATE TABLE text; None: not our table."""
     statement = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ? COLLATE NOCASE"
     row = connection.execute(statement, (table,)).fetchone()
     return None if row is None else marked(row[0])
 
 
 def stored_schema(connection: sqlite3.Connection, table: str) -> pa.Schema | None:
-    """The Arrow schema, canonical, that the table was written with; None if it never was."""
+    """The canonical Arrow schema that the table was written with; None: never written."""
     there = connection.execute("SELECT 1 FROM sqlite_master WHERE name = '_delivered_table'").fetchone()
     if there is None:
         return None
@@ -94,11 +94,11 @@ def stored_schema(connection: sqlite3.Connection, table: str) -> pa.Schema | Non
 
 
 def missing_table(options: SqliteOptions) -> UsageError:
-    return missing(options.table, options.where, 'create the table, or take .option("ifNotExists", "false") out')
+    return missing(options.table, options.where, 'create the table, or remove .option("ifNotExists", "false")')
 
 
 def has_unique_index(connection: sqlite3.Connection, table: str, keys: Sequence[str]) -> bool:
-    """Whether an upsert can rest on a unique index, or the primary key, over exactly these columns."""
+    """Whether there is a unique index or primary key on exactly these columns, usable for upserts."""
     rows = connection.execute(
         "SELECT 'the primary key', name FROM pragma_table_info(:table) WHERE pk > 0 UNION ALL "
         "SELECT 'index ' || l.name, i.name FROM pragma_index_list(:table) AS l JOIN pragma_index_info(l.name) AS i "
@@ -114,11 +114,11 @@ def has_unique_index(connection: sqlite3.Connection, table: str, keys: Sequence[
 def insert(
     connection: sqlite3.Connection, table: str, batches: Iterable[pa.RecordBatch], also: Mapping[str, int] | None = None
 ) -> int:
-    """Add rows inside the open transaction, a bounded chunk of Python objects at a time. Returns how many.
+    """Insert rows inside the open transaction, in bounded chunks of Python objects. Returns their number.
 
     Args:
         table: quoted for SQL.
-        also: columns that have one value in every row.
+        also: columns with a constant value.
     """
     statement, rows = "", 0
     more = also or {}

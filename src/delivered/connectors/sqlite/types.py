@@ -1,4 +1,4 @@
-"""Arrow types as SQLite stores them, and back, without loss.
+"""Arrow types as SQLite stores them, without loss.
 
 Arrow                       declared   stored as
 boolean                     INTEGER    0, 1
@@ -30,7 +30,7 @@ _AFFINITIES = {
     "TEXT": ("TEXT", "BLOB"),
     "BLOB": ("BLOB",),
 }
-"""What we declare -> affinities of a user's column that keep our values as they are."""
+"""Type we declare -> affinities of a user's column that store its values without loss."""
 
 
 class SqliteTypes(Types):
@@ -53,7 +53,7 @@ TYPES = SqliteTypes()
 
 
 def affinity(sql_type: str) -> str:
-    """SQLite's rules for a declared type, in their order."""
+    """SQLite's affinity rules, in their order."""
     upper = sql_type.upper()
     if "INT" in upper:
         return "INTEGER"
@@ -65,14 +65,14 @@ def affinity(sql_type: str) -> str:
 
 
 def fits(kind: pa.DataType, sql_type: str) -> bool:
-    """Whether a column declared as `sql_type` keeps values of `kind` as they are."""
+    """Whether a column declared as `sql_type` stores values of `kind` without loss."""
     return affinity(sql_type) in _AFFINITIES[TYPES.declared(kind) or "BLOB"]
 
 
 def check_values(batch: pa.RecordBatch) -> None:
     """
     Raises:
-        BadRecord: a date or timestamp lies outside the years 1 to 9999, which text cannot hold.
+        BadRecord: a date or timestamp is outside the years 1 to 9999.
     """
     for field, column in zip(batch.schema, batch.columns, strict=True):
         if not (pa.types.is_timestamp(field.type) or pa.types.is_date32(field.type)):
@@ -82,20 +82,20 @@ def check_values(batch: pa.RecordBatch) -> None:
             if bounds[end].is_valid and not 1 <= pc.year(bounds[end]).as_py() <= 9999:
                 raise BadRecord(
                     "DATE_OUT_OF_RANGE",
-                    f"Column {field.name!r} holds a {field.type} outside the years 1 to 9999, which SQLite's text form "
-                    "cannot hold.",
+                    f"Column {field.name!r} contains a {field.type} outside the years 1 to 9999, which SQLite's text "
+                    "form does not support.",
                     next_step=f'filter such rows, or store the number: df.withColumn("{field.name}", '
                     f'unix_micros("{field.name}"))',
                 )
 
 
 def invalid_rows(batch: pa.RecordBatch) -> pa.Array | None:
-    """For each row why it cannot be written, null where it can; None: all can. What `check_values` raises for."""
+    """The reason for each row that `check_values` rejects, null for the others; None: all rows are valid."""
     return outside_years(batch)
 
 
 def to_sql(column: pa.Array) -> list[Any]:
-    """Values of a plain type as sqlite3 takes them."""
+    """Values of a plain type for sqlite3."""
     kind, t = column.type, pa.types
     if t.is_timestamp(kind) or t.is_date32(kind) or t.is_decimal128(kind):
         column = column.cast(pa.string())
@@ -110,7 +110,7 @@ def to_sql(column: pa.Array) -> list[Any]:
 
 
 def from_sql(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """What `to_sql` made, back in its type."""
+    """Inverse of `to_sql`."""
     t = pa.types
     if t.is_timestamp(kind) or t.is_date32(kind) or t.is_decimal128(kind):
         return pa.array(values, pa.string()).cast(kind)

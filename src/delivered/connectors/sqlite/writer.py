@@ -1,4 +1,4 @@
-"""A task's side of the sink."""
+"""Executor side of the sink."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def writer(options: SqliteOptions, work: Work, guarantee: Guarantee, schema: pa.
 
 
 class StagingWriter:
-    """exactly_once: rows go to a file that only the driver's transaction makes count."""
+    """exactly_once: stages rows in a file for the driver's transaction."""
 
     def __init__(self, options: SqliteOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options
@@ -46,7 +46,7 @@ class StagingWriter:
         self._file.write(batch)
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
-        del fingerprint  # the file carries a checksum of its own
+        del fingerprint  # the file has its own checksum
         return Promise(None if self._file is None else self._file.finish())
 
     def abort(self) -> None:
@@ -54,7 +54,7 @@ class StagingWriter:
             self._file.discard()
 
     def _compare(self) -> None:
-        """What the decision would trip over is told before the rows are staged, if it can be seen already."""
+        """Fail before rows are staged if the decision would certainly fail."""
         if not Path(self._options.path).exists():
             return
         connection = connect(self._options.path, mode="ro")
@@ -71,9 +71,9 @@ class StagingWriter:
 
 
 class DirectWriter:
-    """at_least_once, at_most_once: short transactions, each visible at once; none is ever sent again from here.
+    """at_least_once, at_most_once: short transactions, each visible at once; never resends rows.
 
-    mode upsert: one transaction for the shard, at its end.
+    mode upsert: one transaction per shard, at its end.
     """
 
     def __init__(self, options: SqliteOptions, schema: pa.Schema) -> None:
@@ -88,7 +88,7 @@ class DirectWriter:
         connection = self._ready()
         if self._merging is not None:
             with self._explaining():
-                connection.execute("BEGIN")  # of the temporary table alone: nobody waits for it
+                connection.execute("BEGIN")  # locks only the temporary table
                 self._merging.add(0, [batch])
                 connection.execute("COMMIT")
             return
