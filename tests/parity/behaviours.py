@@ -490,7 +490,11 @@ AREAS: dict[str, Area] = {
                 "runs", "refused", "Spark has no continuous processing for Python sources."
             ),
             "asynchronous progress": _missing("0..2", "refused", "Spark has it for its own sinks alone."),
-            "update mode": _missing("runs", "refused", "Spark offers it to no Python sink: use append."),
+            "update mode": _missing(
+                "runs",
+                "refused",
+                "Spark offers it to no Python sink: use `output_mode` or `write_batch` (docs/stateful.md).",
+            ),
             "complete mode without aggregation": "refused",
         },
         matrix=True,
