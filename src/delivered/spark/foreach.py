@@ -42,7 +42,7 @@ def write_batch(
         sink: from `delivered.kafka`, `delivered.sqlite`, `delivered.endpoint`. Mode upsert writes an update; mode
             complete replaces the table.
         pipeline: names the ledger, with the sink's name.
-        checkpoint: the query's; None: asked of the query that runs on this thread.
+        checkpoint: the query's; None: that of the query on this thread, in a classic session.
 
     Raises:
         UsageError, Refused: the write cannot be had as asked.
