@@ -33,6 +33,8 @@ _CONF = {
     # Larger Arrow batches cost less between Python and the JVM.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "32768",
     "spark.sql.shuffle.partitions": "4",
+    # Over TCP every Python task waits about 40 ms for a delayed acknowledgement.
+    **({"spark.python.unix.domain.socket.enabled": "true"} if os.name == "posix" else {}),
 }
 
 

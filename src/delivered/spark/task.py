@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
@@ -17,6 +18,7 @@ def arm() -> None:
     """Install the handler of `delivered.testing` if the environment names a crash point. Cheap otherwise."""
     global _armed
     _show_warnings()
+    _spare_the_collector()
     if _armed or not os.environ.get("DELIVERED_CRASH"):
         return
     from delivered.testing.crash import install_from_environment  # loaded only if needed
@@ -40,6 +42,12 @@ def running_task() -> TaskContext:
 def running_batch(task: TaskContext) -> tuple[str | None, str | None]:
     """Query and batch of a task; None outside a stream."""
     return task.getLocalProperty("sql.streaming.queryId"), task.getLocalProperty("streaming.sql.batchId")
+
+
+def _spare_the_collector() -> None:
+    """Exempt what is imported from garbage collection: PySpark's daemon runs a full collection after every task."""
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 def _show_warnings() -> None:
