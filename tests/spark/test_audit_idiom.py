@@ -87,7 +87,7 @@ def test_the_idiom_then_a_pipeline_on_its_checkpoint(spark: SparkSession, kafka:
     kept.write_text(json.dumps({"offsets": {source: {"0": 9_999, "1": 9_999}}}))
     report = pipeline.audit(spark)
     assert report.verdict is Verdict.UNKNOWN
-    assert "ends before it begins" in report.unknowns[0]
+    assert "ends before it starts" in report.unknowns[0]
     # Nothing says where batch 0 began, and today's "earliest" is not it.
     kept.unlink()
     pipeline.source = pipeline.source.with_options(startingOffsets="earliest")

@@ -67,7 +67,7 @@ def test_values() -> None:
         ({"subscribePattern": "a.*"}, r"OPTION_CONFLICT.*exactly one of subscribe, subscribePattern, assign"),
         ({"commitOffsetsToGroup": " "}, r"'commitOffsetsToGroup' is empty"),
         ({"minOffsetsPerTrigger": "0"}, r"'minOffsetsPerTrigger' is 0; it must be at least 1"),
-        ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "8"}, r"'minOffsetsPerTrigger' is 9, above .* 8"),
+        ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "8"}, r"'minOffsetsPerTrigger' is 9, which exceeds .* 8"),
         ({"maxTriggerDelay": "soon"}, r"'maxTriggerDelay' is 'soon'; it must be a time like"),
         ({"maxRecordsPerPartition": "0"}, r"'maxRecordsPerPartition' is 0"),
         ({"fetchOffset.numRetries": "x"}, r"'fetchOffset.numRetries' is 'x'"),
@@ -109,10 +109,10 @@ def test_one_of_three_is_needed() -> None:
         parse(SERVERS)
     with pytest.raises(UsageError, match=r"OPTION_MISSING.*kafka\.bootstrap\.servers"):
         parse({"subscribe": "t"})
-    with pytest.raises(UsageError, match=r"'subscribePattern' is '\(', no regular expression"):
+    with pytest.raises(UsageError, match=r"'subscribePattern' is '\(', not a valid regular expression"):
         parse({**SERVERS, "subscribePattern": "("})
     for nothing in ("", "  "):
-        with pytest.raises(UsageError, match=r"'subscribePattern' is '.*'; it finds no topic"):
+        with pytest.raises(UsageError, match=r"'subscribePattern' is '.*'; it matches no topic"):
             parse({**SERVERS, "subscribePattern": nothing})
     for bad in ("[]", '{"t":[]}', '{"t":[-1]}', '{"t":["0"]}', "{}"):
         with pytest.raises(UsageError, match=r"'assign' is .*it must be"):

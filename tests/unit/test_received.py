@@ -74,7 +74,7 @@ def test_without_the_header_for_ids_the_refusal_names_it(guarantee: str) -> None
     assert not received("activemq", {"url": "stomp://x", "queue": "q", "log": "/x"}).options.ids_required
     text = str(activemq(guarantee, idHeader="id"))
     assert "orders: " + guarantee in text
-    assert "under the same id" in text
+    assert "resend a message with the same id" in text
 
 
 def test_what_the_broker_drops_by_itself_stands_in_the_plan_of_a_sink() -> None:
