@@ -27,8 +27,8 @@ import delivered.brokers
 from benchmarks.tables import rows
 from delivered.connectors.mysql import CONNECTOR
 from delivered.connectors.mysql.client import connect
-from delivered.connectors.mysql.load import Loading
 from delivered.connectors.mysql.options import MysqlOptions
+from delivered.connectors.mysql.writer import Loading
 from delivered.engine.context import open_ledger
 
 parse = MysqlOptions.parse

@@ -25,13 +25,12 @@ from typing import Any
 from benchmarks.cases import SPARK_KAFKA_JARS
 from delivered.brokers.kafka import VERSION as KAFKA_VERSION
 from delivered.model.guarantee import Guarantee
-from delivered.verify import stored
 from delivered.verify.case import Case, Result, run_case
 from delivered.verify.environment import Environment
 from delivered.verify.evidence import Stop
 from delivered.verify.fault import BROKER, Fault
 from delivered.verify.fixture import HIT_TIMEOUT_S, Fixture
-from delivered.verify.matrix import versions
+from delivered.verify.matrix import FORMAT, read_results, versions, write_file
 from delivered.verify.scripts import Script
 from delivered.verify.services import SERVICES, SPARK, Service
 from delivered.verify.systems import KAFKA
@@ -217,7 +216,7 @@ def _service(peer: Peer) -> str:
 
 def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
     """Every fault with every seed; what is stored already is run again only if that is asked for."""
-    kept: dict[str, dict[str, Any]] = stored.read(STORED)["results"] if STORED.exists() else {}
+    kept: dict[str, dict[str, Any]] = read_results(STORED)["results"] if STORED.exists() else {}
     known = frozenset() if again else frozenset(kept)
     environment = Environment((BUILD / "peers").resolve(), print)
     ends = time.monotonic() + 60 * minutes
@@ -233,7 +232,7 @@ def run(peers: list[str], seeds: int, minutes: float, again: bool) -> None:
                     kept_fields = {k: v for k, v in found.to_json().items() if k not in _NOT_STORED}
                     kept[key] = {**kept_fields, "blocked_s": _blocked_s.get(case.name)}
                     lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(kept[k])}" for k in sorted(kept))
-                    stored.write(STORED, f'{{"format": {stored.FORMAT}, "results": {{\n{lines}\n}}}}\n')
+                    write_file(STORED, f'{{"format": {FORMAT}, "results": {{\n{lines}\n}}}}\n')
                     say = f"{key}: {found.verdict}, {found.fired} faults, {found.lost} lost, {found.duplicated} doubled"
                     print(f"{say}, {found.seconds:.0f} s {'; '.join(found.reasons)}", flush=True)
     finally:

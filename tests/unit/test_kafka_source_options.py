@@ -67,7 +67,10 @@ def test_values() -> None:
         ({"subscribePattern": "a.*"}, r"OPTION_CONFLICT.*exactly one of subscribe, subscribePattern, assign"),
         ({"commitOffsetsToGroup": " "}, r"'commitOffsetsToGroup' is empty"),
         ({"minOffsetsPerTrigger": "0"}, r"'minOffsetsPerTrigger' is 0; it must be at least 1"),
-        ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "8"}, r"'minOffsetsPerTrigger' is 9, which exceeds .* 8"),
+        (
+            {"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "8"},
+            r"'minOffsetsPerTrigger' is 9, which exceeds .* 8",
+        ),
         ({"maxTriggerDelay": "soon"}, r"'maxTriggerDelay' is 'soon'; it must be a time like"),
         ({"maxRecordsPerPartition": "0"}, r"'maxRecordsPerPartition' is 0"),
         ({"fetchOffset.numRetries": "x"}, r"'fetchOffset.numRetries' is 'x'"),

@@ -19,6 +19,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope
 from delivered.model.work import Action, BatchPlan
 
+ROOT = Path(__file__).parents[2]
 MODULES = sorted(SOURCE.rglob("*.py"))
 LINES_MAX = 400
 KNOWN_LONG: dict[str, int] = {}
@@ -53,6 +54,14 @@ def test_importing_a_connector_loads_no_client(name: str) -> None:
     loaded = fresh(f"import delivered.connectors.{name} as c; c.CONNECTOR")
     clients = set(EXTRA_OF) - {"pandas"}
     assert loaded.isdisjoint({*clients, "sqlite3"})
+
+
+def test_what_stands_outside_of_the_package_follows_its_modules() -> None:
+    """Benchmarks and examples run by hand: a module that was renamed must not show first then."""
+    folders = ("benchmarks", "examples", "tools")
+    found = [p.relative_to(ROOT) for folder in folders for p in (ROOT / folder).rglob("*.py")]
+    names = {".".join(p.with_suffix("").parts) for p in found if "peer_apps" not in p.parts}
+    fresh(f"import importlib; [importlib.import_module(n) for n in {sorted(names)}]")
 
 
 def test_importing_the_package_does_nothing() -> None:

@@ -8,8 +8,11 @@ to. But it pickles the registered class by value, so the id is an attribute of a
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,10 +36,10 @@ _CONF = {
     # Larger Arrow batches cost less between Python and the JVM.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "32768",
     "spark.sql.shuffle.partitions": "4",
-    # Over TCP every Python task waits about 40 ms for a delayed acknowledgement.
-    **({"spark.python.unix.domain.socket.enabled": "true"} if os.name == "posix" else {}),
 }
 
+_SOCKET_FOLDER_LENGTH_MAX = 60
+"""A socket's path is limited to about 104 bytes, of which Spark's name takes 43."""
 
 _registered: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
 
@@ -99,6 +102,18 @@ def _listen_on_loopback(builder: SparkSession.Builder) -> SparkSession.Builder:
     return builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
 
 
+def _local_sockets() -> dict[str, str]:
+    """Between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
+    acknowledgement. In a folder of this process's own, as Spark leaves the names behind."""
+    if os.name != "posix":
+        return {}
+    folder = tempfile.mkdtemp(prefix="delivered-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if len(folder) > _SOCKET_FOLDER_LENGTH_MAX:
+        return {}
+    return {"spark.python.unix.domain.socket.enabled": "true", "spark.python.unix.domain.socket.dir": folder}
+
+
 def session(name: str = "delivered", master: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
     """A session with every format registered.
 
@@ -116,7 +131,7 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         builder = builder.master(master)
     if local:
         builder = _listen_on_loopback(builder)
-        settings = with_archive(settings)
+        settings = {**_local_sockets(), **with_archive(settings)}
     for key, value in settings.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
