@@ -251,7 +251,7 @@ def test_messages_that_the_broker_holds_for_nobody_are_told(activemq: Activemq) 
     assert list(held_by_nobody(queue, None, None)) == []
     (finding,) = held_by_nobody(queue, 1, 0)
     assert (finding.code, finding.refuses) == ("MESSAGES_HELD_BY_NOBODY", False)
-    assert finding.message.startswith(f"Messages of '{queue}' in delivery: 1, and nobody receives")
+    assert finding.message.startswith(f"'{queue}' has 1 messages in delivery but no consumer")
 
 
 def test_bad_input_is_told_clearly(activemq: Activemq, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_bad_input_is_told_clearly(activemq: Activemq, tmp_path: Path) -> None:
     assert findings(url="stomp://127.0.0.1:9/") == {"ACTIVEMQ_UNREACHABLE": True}
     with pytest.raises(UsageError, match="is a topic"):
         delivered.receive(delivered.endpoint("activemq", **{**good, "queue": activemq.queue("MULTICAST")}))
-    with pytest.raises(Refused, match="turned the user or the password away"):
+    with pytest.raises(Refused, match="rejected the user or the password"):
         Session(parse({**good, "url": user, "password": "wrong"}))
     with pytest.raises(Unreachable):
         Session(parse({**good, "url": "stomp://127.0.0.1:9/"}))

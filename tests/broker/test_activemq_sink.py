@@ -112,7 +112,7 @@ def test_a_queue_that_is_not_there_and_not_made_is_an_error(activemq: Activemq, 
         "broker", "addAddressSettings", "nobody", json.dumps({"autoCreateQueues": False, "autoCreateAddresses": False})
     )
     task = writer(sink(tmp_path, activemq.url, "nobody"))
-    with pytest.raises(UsageError, match="There is no queue 'nobody'"):
+    with pytest.raises(UsageError, match="The queue 'nobody' does not exist"):
         task.stage(rows(10))
         task.prepare(Fingerprint())
     task.abort()

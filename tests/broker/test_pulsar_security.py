@@ -301,7 +301,7 @@ def test_files_of_certificates_that_cannot_be_used(guarded: Pulsar, tmp_path: Pa
         for act in _everything(guarded, tmp_path, options, topic):
             with pytest.raises(UsageError, match="TLS_FILES"):
                 act()
-    with pytest.raises(UsageError, match=r"OPTION_CONFLICT.*tlsTrustCertsFile.*over TLS"):
+    with pytest.raises(UsageError, match=r"OPTION_CONFLICT.*tlsTrustCertsFile.*uses TLS"):
         parse({**guarded.options, "topics": "t", "tlsTrustCertsFile": str(empty)})
 
 

@@ -239,5 +239,5 @@ def test_bad_input_is_told_clearly(rabbitmq: Rabbitmq) -> None:
     for options in ({"startingOffsets": "soon"}, {"startingOffsets": '{"x": -1}'}, {"prefetch": "0"}, {"streams": ","}):
         with pytest.raises(UsageError, match="OPTION_VALUE"):
             source(rabbitmq, **{"streams": stream, **options})
-    with pytest.raises(UsageError, match="must name each of"):
+    with pytest.raises(UsageError, match="must have each of"):
         source(rabbitmq, stream, startingOffsets='{"other": 1}').driver().initial()

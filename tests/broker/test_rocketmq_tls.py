@@ -140,7 +140,7 @@ def _checked(rocketmq: Rocketmq, tmp_path: Path, address: str, ours: Path, other
 
     named = {**good, "endpoints": address.replace("127.0.0.1", "localhost")}
     bad = {
-        "those that gRPC brings along": place,
+        "gRPC's built-in ones": place,
         "other/ca.pem": {**place, "tlsTrustCertsFile": str(other)},
         "localhost": named,
     }

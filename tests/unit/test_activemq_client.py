@@ -76,5 +76,5 @@ def test_a_server_that_says_nothing_is_told_in_time(monkeypatch: pytest.MonkeyPa
 
 def test_an_error_instead_of_a_connection_is_explained() -> None:
     said = b"ERROR\nmessage:AMQ229031: Unable to validate user from 127.0.0.1\n\n\0"
-    with says(said) as url, pytest.raises(Refused, match="turned the user or the password away"):
+    with says(said) as url, pytest.raises(Refused, match="rejected the user or the password"):
         session(url)

@@ -1,7 +1,7 @@
-"""What a checkpoint's state of dedup was made by, kept beside it.
+"""The dedup that created a checkpoint's state, stored in its sidecar.
 
-Spark says of a state that does not fit, if it says anything, how its own rows are laid out; and with another `within`
-it goes on in silence. So the first start writes the dedup down, and a start that names another one is refused.
+If a state does not match, Spark reports at most its internal row layout, and with another `within` it silently
+continues. So the first start stores the dedup, and a start with another one is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = "delivered/dedup.json"
 
 
 def kept(location: str) -> Dedup | None:
-    """What the checkpoint's state was made by; None: it has none.
+    """The dedup that created the checkpoint's state; None: none.
 
     Raises:
         InvariantBroken: the file is damaged.
@@ -32,17 +32,17 @@ def kept(location: str) -> Dedup | None:
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantBroken(
             "DEDUP_DAMAGED",
-            f"{FILE!r} of the checkpoint {location!r} holds {text[:80]!r}; it must be what the first start of the "
+            f"{FILE!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what the first start of the "
             "pipeline wrote.",
             next_step="restore the file from the checkpoint's backup",
         ) from error
 
 
 def changed(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
-    """What a checkpoint began with, for people, if the pipeline names another dedup now; else None.
+    """The checkpoint's dedup, for messages, if the pipeline now has another one; else None.
 
     Args:
-        sink: that decides; a table of keys lies in its database.
+        sink: the deciding sink, whose database has the table of keys.
     """
     before = kept(location)
     if before is None:
@@ -54,25 +54,25 @@ def changed(location: str, dedup: Dedup | None, sink: str = "") -> str | None:
 
 
 def _sink(location: str) -> str:
-    """In whose database the table lies."""
+    """The sink whose database has the table."""
     return str(json.loads(folder.read(location, FILE) or "{}").get("sink", ""))
 
 
 def keep(location: str, dedup: Dedup | None, *, fresh: bool, sink: str = "") -> None:
-    """Write down what the state is made by, before there is any.
+    """Store the dedup before there is any state.
 
     Args:
-        sink: that decides.
-        fresh: no query ran on this checkpoint yet; what a start that failed left there is replaced.
+        sink: the deciding sink.
+        fresh: no query has run on this checkpoint; what a failed start left is replaced.
 
     Raises:
-        Refused: the checkpoint began with another one. The plan says so before; here nothing can get past it.
+        Refused: the checkpoint started with another one. The plan checks this first; here it is enforced.
     """
     before = changed(location, dedup, sink)
     if before is None:
         return
     if not fresh:
-        raise Refused("DEDUP_CHANGED", f"The checkpoint {location!r} began with {before}.", "name it again")
+        raise Refused("DEDUP_CHANGED", f"The checkpoint {location!r} started with {before}.", "restore that setting")
     place = {"sink": sink} if dedup is not None and dedup.in_table else {}
     record = record_format.numbered({"dedup": dedup.to_json() if dedup is not None else None, **place})
     data = json.dumps(record, separators=(",", ":"))

@@ -1,8 +1,8 @@
-"""Where a pipeline's source began, kept beside Spark's checkpoint.
+"""Where a pipeline's source started, stored in the checkpoint sidecar.
 
-Spark logs where a batch ends, and takes where batch 0 begins from the source, again if batch 0 runs again. With
-startingOffsets "latest" that would be another place, and what lies between would be lost. So the source's first start
-writes the offsets down, once, and every later one begins there. The audit reads from here on.
+Spark logs where a batch ends, but asks the source where batch 0 starts, again if batch 0 runs again. With
+startingOffsets "latest" the answer would change, and records in between would be lost. So the source's first start
+stores the offsets, and every later one uses them. The audit reads from there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SPARKS_OWN = "sources/0/0"
 
 
 def kept(location: str) -> Offsets | None:
-    """The offsets that an earlier start wrote down, ours or one of Spark's own Kafka source; None: nobody did.
+    """The offsets that an earlier start stored, ours or of Spark's own Kafka source; None: none.
 
     Raises:
         InvariantBroken: the file is damaged.
@@ -36,7 +36,7 @@ def kept(location: str) -> Offsets | None:
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantBroken(
             "SOURCE_OFFSETS_DAMAGED",
-            f"{FILE!r} of the checkpoint {location!r} holds {text[:80]!r}; it must be what the first start of the "
+            f"{FILE!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what the first start of the "
             "pipeline wrote.",
             next_step="restore the file from the checkpoint's backup",
         ) from error
@@ -50,15 +50,15 @@ def _kept_by_spark(location: str) -> Offsets | None:
     try:
         found = json.loads(text.lstrip(b"\0").split(b"\n", 1)[1])
     except (ValueError, IndexError):
-        return None  # of another source, whose shape is its own
+        return None  # of another source, in its own format
     return found if isinstance(found, dict) else None
 
 
 def keep(location: str, initial: Callable[[], Offsets]) -> Offsets | None:
-    """Where batch 0 begins, by what the first start wrote down; written now if this is the first.
+    """Where batch 0 starts, as stored by the first start; stored now if this is the first.
 
-    Runs on the driver, before Spark logs the first batch. May be called again: the first one stands. None: a checkpoint
-    that holds a batch already, and whose first start wrote nothing: it began elsewhere than the source would today.
+    Runs on the driver, before Spark logs the first batch. May be called again: the first call wins. None: a checkpoint
+    that has batches but no stored start: the source would start elsewhere today.
 
     Args:
         initial: asks the source.
@@ -69,5 +69,5 @@ def keep(location: str, initial: Callable[[], Offsets]) -> Offsets | None:
     offsets = initial()
     text = json.dumps(record_format.numbered({"offsets": offsets}), separators=(",", ":"))
     folder.write(location, FILE, text.encode(), first=True)
-    # Another start may have been first: what the file holds is what counts.
+    # Another start may have been first: the file's content counts.
     return kept(location) or offsets

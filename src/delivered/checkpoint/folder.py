@@ -21,11 +21,11 @@ from delivered.model.work import CheckpointView
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
 _OWN_LINES = 2
-"""Lines of Spark's own at the top of an offsets file: version, and metadata with a time stamp that replays keep."""
+"""Spark's header lines of an offsets file: version, and metadata with a timestamp that replays keep."""
 
 
 def open_folder(location: str) -> tuple[fs.FileSystem, str]:
-    """File system and path of a checkpoint location as Spark spells it.
+    """File system and path of a checkpoint location in Spark's notation.
 
     Raises:
         Unreachable: Python has no file system for it.
@@ -49,7 +49,7 @@ def read_view(location: str) -> CheckpointView:
     """Read the checkpoint, after Spark logged the offsets of the batch about to run.
 
     Raises:
-        InvariantBroken: the files are not what Spark writes.
+        InvariantBroken: the files are not in Spark's format.
         Unreachable: they cannot be read.
     """
     filesystem, path = open_folder(location)
@@ -59,7 +59,7 @@ def read_view(location: str) -> CheckpointView:
         if batch is None:
             raise InvariantBroken(
                 "CHECKPOINT_EMPTY",
-                f"The checkpoint {location!r} has no file in offsets/, and Spark is about to run a batch.",
+                f"The checkpoint {location!r} has no file in offsets/, but Spark is about to run a batch.",
                 next_step="check that nothing else writes to or cleans this folder",
             )
         lines = _read(filesystem, f"{path}/offsets/{batch}").split("\n")
@@ -90,7 +90,7 @@ def holds_batches(location: str) -> bool:
 
 
 def holds_state(location: str) -> bool:
-    """Whether tasks of the query left state here, of whatever store and format.
+    """Whether the query has state here, of any store and format.
 
     Raises:
         Unreachable: the checkpoint cannot be read.
@@ -103,7 +103,7 @@ def holds_state(location: str) -> bool:
 
 
 def logged(location: str) -> tuple[str | None, int | None]:
-    """Incarnation and newest batch of a checkpoint whose query does not run; None, None for a new one.
+    """Incarnation and newest batch of a checkpoint whose query is stopped; None, None for a new one.
 
     Raises:
         Unreachable: the checkpoint cannot be read.
@@ -125,7 +125,7 @@ def is_done(location: str, batch: int) -> bool:
 
 
 def unwritable(location: str) -> str | None:
-    """Why a folder of this machine cannot be written; None: it can, or it is elsewhere, where Spark finds out."""
+    """Why a local folder cannot be written; None: it can, or it is remote and Spark will find out."""
     filesystem, path = open_folder(location)
     if not isinstance(filesystem, fs.LocalFileSystem):
         return None
@@ -141,7 +141,7 @@ def read(location: str, file: str) -> bytes | None:
     """A small file of an earlier start, or None.
 
     Args:
-        location: of the checkpoint, as Spark spells it.
+        location: of the checkpoint, in Spark's notation.
         file: path below it.
 
     Raises:
@@ -172,7 +172,7 @@ def write(location: str, file: str, data: bytes, *, first: bool) -> None:
     try:
         if isinstance(filesystem, fs.LocalFileSystem):
             (put_first if first else put)(Path(path), data)
-            # Whoever made the folder may have died before its name was durable.
+            # The process that created the folder may have died before its name was durable.
             sync([Path(path).parent.parent])
             return
         filesystem.create_dir(path.rsplit("/", 1)[0], recursive=True)

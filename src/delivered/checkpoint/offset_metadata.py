@@ -1,7 +1,7 @@
-"""What a source knows of its offsets and Spark's own connector cannot read: kept in the checkpoint's sidecar.
+"""Metadata of a source's offsets that Spark's own connector cannot read, stored in the checkpoint sidecar.
 
-Spark's offset log then holds offsets in the form of Spark's own connector, and both can go on from a checkpoint
-(decision 032). The metadata of an end offset is durable before Spark is told the offset: it never lags behind the log.
+So Spark's offset log has offsets in the format of Spark's own connector, and either can continue from a checkpoint
+(decision 032). The metadata of an end offset is durable before Spark gets the offset: it never lags behind the log.
 It may lead: an offset that Spark never logged is superseded by the next one.
 """
 
@@ -51,7 +51,7 @@ class OffsetMetadata:
         return plain, {k: v for k, v in offsets.items() if k in self._keys}
 
     def joined(self, offsets: Offsets) -> Offsets:
-        """Offsets with what is known of them. Those that an earlier version logged hold it themselves."""
+        """Offsets with their metadata. Offsets logged by earlier versions contain it themselves."""
         plain, own = self.split(offsets)
         return offsets if own else {**plain, **self.find(plain)}
 
@@ -67,7 +67,7 @@ class OffsetMetadata:
         return self._of_others(entries[-1]) if entries else {}
 
     def keep(self, plain: Offsets, metadata: Offsets, start: Offsets | None = None) -> None:
-        """Afterwards `find(plain)` is `metadata`, in another process too if the location is known.
+        """Store metadata, so that `find(plain)` returns it, in other processes too if the location is known.
 
         Args:
             start: plain offsets that `plain` follows. Until Spark logs `plain` they are where the stream stands, and
@@ -113,8 +113,8 @@ def _read(location: str) -> Iterator[_Entry]:
             "OFFSET_METADATA_DAMAGED",
             f"{FILE!r} of the checkpoint {location!r} holds {text[:80]!r}; it must be what this version of the source "
             "wrote.",
-            next_step="restore the file from the checkpoint's backup; without it a topic that was deleted and made "
-            "again while the query was stopped is not noticed",
+            next_step="restore the file from the checkpoint's backup; without it a topic that was recreated "
+            "while the query was stopped is not detected",
         ) from error
 
 
@@ -136,14 +136,14 @@ class PlainDriver:
         return self._kept(self._driver.initial())
 
     def begun(self, offsets: Offsets) -> Offsets:
-        """First offsets that an earlier start wrote down, perhaps with their metadata."""
+        """First offsets stored by an earlier start, perhaps with their metadata."""
         plain, metadata = self._metadata.split(offsets)
         return self._kept(offsets) if metadata else plain
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         whole = self._metadata.joined(start)
         end = self._driver.latest(whole, rows_max)
-        # Word for word: other words for the same place would make an empty batch.
+        # Unchanged: another notation of the same position would create an empty batch.
         return start if end == whole else self._kept(end, self._metadata.split(start)[0])
 
     def newest(self) -> Offsets | None:

@@ -151,7 +151,7 @@ class LogJournal:
                 self._table = layout.open_table(self._path, self._storage)
                 continue
             return
-        raise DeliveredError("LOG_FILES_VANISH", f"Files of the log {self._path!r} were taken away while it was read.")
+        raise DeliveredError("LOG_FILES_VANISH", f"Files of the log {self._path!r} were deleted while it was read.")
 
     def _tell(self, partition: int, start: int, end: int, now: layout.Snapshot) -> None:
         if start >= end:

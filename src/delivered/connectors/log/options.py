@@ -24,7 +24,7 @@ def _position(text: str) -> Position:
         raw = raw["offsets"] if set(raw) == {"version", "offsets"} else raw
         position = {int(partition): int(offset) for partition, offset in raw.items()}
     except (ValueError, AttributeError, TypeError):
-        raise Unfit(f"is {text!r}; it must be earliest, latest or a JSON object from partition to offset") from None
+        raise Unfit(f"is {text!r}; it must be earliest, latest or a JSON object of offsets by partition") from None
     if any(partition < 0 or offset < -2 for partition, offset in position.items()):
         raise Unfit(f"is {text!r}; offsets are -2, -1, 0 or more")
     return position
@@ -52,7 +52,7 @@ class LogOptions(Options, owner="delivered_log source"):
     """
 
     path: str = option(
-        "path", "The log's folder, or its URL in an object store.", OptionType(absolute), example="/data/log"
+        "path", "Folder of the log, or its URL in an object store.", OptionType(absolute), example="/data/log"
     )
     starting: Position = option(
         "startingOffsets",
@@ -64,10 +64,10 @@ class LogOptions(Options, owner="delivered_log source"):
         "endingOffsets", 'Where a batch read ends: latest or {"0": 12}.', OptionType(_ending, str), default=LATEST
     )
     rows_max: int | None = rows_max_option("records")
-    headers: bool = headers_option("Whether there is a column headers.")
+    headers: bool = headers_option("Add the column headers.")
     reader: str | None = option(
         "reader",
-        "Name under which this pipeline's progress is kept beside the log, for its retention.",
+        "Name under which the pipeline's progress is stored with the log, for retention.",
         OptionType(_reader),
         default=None,
         example="orders",

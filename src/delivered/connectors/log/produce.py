@@ -75,7 +75,7 @@ def append(
     path = absolute(path)
     options = dict(storage or {})
     if idempotence is not None and idempotence[0] == layout.CONFLICT_ID:
-        raise UsageError("APP_ID_RESERVED", f"The application id {layout.CONFLICT_ID!r} is the log's own.")
+        raise UsageError("APP_ID_RESERVED", f"The application id {layout.CONFLICT_ID!r} is reserved for the log.")
     table = open_or_create(path, options)
     if (done := _repeated(table, idempotence)) is not None:
         return done
@@ -107,7 +107,7 @@ def append(
     remove(path, options, files)
     raise DeliveredError(
         "LOG_CONTENDED",
-        f"The log at {path!r} took {ATTEMPTS_MAX} commits of other producers while this append tried; nothing of it "
+        f"The log at {path!r} got {ATTEMPTS_MAX} commits of other producers during this append; nothing of it "
         "was appended.",
         next_step="append larger batches, or from fewer producers",
     )
@@ -217,7 +217,7 @@ def rows_by_partition(
             yield 0, stored
             continue
         if int(targets.min()) < 0:
-            raise UsageError("PARTITIONS", f"A record names partition {int(targets.min())}; partitions start at 0.")
+            raise UsageError("PARTITIONS", f"A record has partition {int(targets.min())}; partitions start at 0.")
         for target in np.unique(targets):
             yield int(target), stored.take(pa.array(np.flatnonzero(targets == target)))
 
@@ -228,7 +228,7 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
     if "value" not in names or unknown:
         raise UsageError(
             "LOG_COLUMNS",
-            f"Records have the columns {names}; a log takes value, and optionally key, headers, partition, timestamp "
+            f"Records have the columns {names}; a log has value, and optionally key, headers, partition, timestamp "
             "(it assigns offset itself).",
             next_step="rename or drop columns",
         )
@@ -340,7 +340,7 @@ def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exce
     except (DeliveredError, OSError) as second:
         raise OutcomeUnknown(
             "APPEND_UNKNOWN",
-            f"Whether the append to {path!r} is in cannot be told: {str(error)[:300]}; then {str(second)[:300]}",
+            f"It is unknown whether the append to {path!r} succeeded: {str(error)[:300]}; then {str(second)[:300]}",
             next_step="call append again with the same idempotence=(application id, version)",
         ) from error
     if {f.path for f in files} <= there:
@@ -349,7 +349,7 @@ def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exce
     raise DeliveredError(
         "APPEND_FAILED",
         f"Nothing was appended to {path!r}: {str(error)[:500]}",
-        next_step="make room or restore the rights, then append again",
+        next_step="free disk space or restore the permissions, then append again",
     ) from error
 
 

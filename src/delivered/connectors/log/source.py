@@ -78,8 +78,8 @@ class LogSource:
                 files = layout.snapshot(table, options.path, storage).overlapping(partition, reader.position, end)
         raise InvariantBroken(
             "LOG_FILES_VANISH",
-            f"Files of the log {options.path!r} were taken away {_RELOADS_MAX} times while they were read.",
-            next_step="keep the files of a compacted table for longer than a batch runs (vacuum retention)",
+            f"Files of the log {options.path!r} were deleted {_RELOADS_MAX} times while they were read.",
+            next_step="keep files of a compacted table longer than a batch runs (vacuum retention)",
         )
 
     def _columns(self, batch: pa.RecordBatch, partition: int, schema: pa.Schema) -> pa.RecordBatch:
@@ -154,8 +154,8 @@ class LogDriver:
             if stop > now.ends().get(partition, 0):
                 raise UsageError(
                     "OFFSET_OUT_OF_RANGE",
-                    f"endingOffsets names offset {stop} of partition {partition}; the log {self._options.path!r} ends "
-                    f"at {now.ends().get(partition, 0)}.",
+                    f"endingOffsets has offset {stop} of partition {partition}, but the log {self._options.path!r} "
+                    f"ends at {now.ends().get(partition, 0)}.",
                 )
         return _offsets(now.version, begin), _offsets(now.version, end)
 
@@ -204,8 +204,8 @@ class LogDriver:
             if at > ends.get(partition, at):
                 raise InvariantBroken(
                     "LOG_BEHIND",
-                    f"The checkpoint stands at offset {at} of partition {partition}, the log {self._options.path!r} "
-                    f"ends at {ends[partition]}: the log was put back to an older copy, or is another one.",
+                    f"The checkpoint is at offset {at} of partition {partition}, but the log {self._options.path!r} "
+                    f"ends at {ends[partition]}: the log was restored from an older copy, or is another one.",
                     next_step="restore the log, or start a new checkpoint",
                 )
         return {**now.earliest(), **begin}
@@ -218,7 +218,7 @@ class LogDriver:
         if unknown:
             raise UsageError(
                 "PARTITION_UNKNOWN",
-                f"Offsets are given for partitions {unknown}; the log {self._options.path!r} has {sorted(ends)}.",
+                f"There are offsets for partitions {unknown}, but the log {self._options.path!r} has {sorted(ends)}.",
             )
         return {p: earliest[p] if at == -2 else ends[p] if at == -1 else at for p, at in position.items()}
 

@@ -110,14 +110,14 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
     except deltalake.exceptions.TableNotFoundError:
         raise UsageError(
             "LOG_MISSING",
-            f"There is no log at {path!r}.",
+            f"The log at {path!r} does not exist.",
             next_step="check the path, or append the first records with delivered.connectors.log.append",
         ) from None
     except (deltalake.exceptions.DeltaError, OSError) as error:
         raise Unreachable(
             "LOG_UNREACHABLE",
             f"The log at {path!r} cannot be opened: {str(error)[:500]}",
-            next_step="check the path, the rights and the storage.* options",
+            next_step="check the path, the permissions and the storage.* options",
         ) from None
     written = table.metadata().configuration.get(LOG_PROPERTY, "0")
     check_format(int(written) if written.isdigit() else written, f"a log at {path!r}")
@@ -189,8 +189,8 @@ def damaged(path: str, partition: int, expected: int, found: str) -> InvariantBr
     """The error for offsets that should be there and are not, or are there twice."""
     return InvariantBroken(
         "LOG_RECORDS_MISSING",
-        f"Log {path!r}, partition {partition}: offset {expected} was expected, found {found}. Records were deleted "
-        "from the table, or something else than delivered.connectors.log.append wrote to it. Nothing was skipped.",
+        f"Log {path!r}, partition {partition}: expected offset {expected}, found {found}. Records were deleted "
+        "from the table, or it was not written by delivered.connectors.log.append. Nothing was skipped.",
         next_step="restore an earlier version of the Delta table, or start a new checkpoint after the gap",
     )
 

@@ -186,8 +186,8 @@ class Admin:
     def _missing(self, topic: str) -> UsageError:
         return UsageError(
             "TOPIC_MISSING",
-            f"There is no topic {short_name(topic)!r} at {self._options.admin_url}.",
-            next_step="make the topic, or correct its name",
+            f"The topic {short_name(topic)!r} does not exist at {self._options.admin_url}.",
+            next_step="create the topic, or correct its name",
         )
 
     def _json(self, method: str, path: str) -> Any:
@@ -234,8 +234,8 @@ class Admin:
         if url.startswith("https") and not location.startswith("https"):
             raise UsageError(
                 "REDIRECT_WITHOUT_TLS",
-                f"The HTTP service of Pulsar at {self._options.admin_url} sends this on to {location}, without TLS; "
-                "neither the request nor the token went there.",
+                f"The HTTP service of Pulsar at {self._options.admin_url} redirects to {location}, without TLS; "
+                "neither the request nor the token was sent there.",
                 next_step="set webServicePortTls on every broker of the cluster",
             )
         return location
@@ -256,7 +256,7 @@ class Admin:
             return NotPlaced(
                 "PULSAR_UNREACHABLE",
                 f"Pulsar at {self._options.admin_url} could not store where a subscription stands, {url}: {said}",
-                next_step="look whether its bookies run and have room, then start again",
+                next_step="check that its bookies are running and have disk space, then start again",
             )
         return DeliveredError("PULSAR_ADMIN", f"{self._options.admin_url} answered {code} to {url}: {said}")
 
@@ -264,7 +264,7 @@ class Admin:
         return Unreachable(
             "PULSAR_UNREACHABLE",
             f"The HTTP service of Pulsar at {self._options.admin_url} did not answer: {said}",
-            next_step="check adminUrl, and that the brokers run and can be reached from here",
+            next_step="check adminUrl, and that the brokers are running and reachable from here",
         )
 
 

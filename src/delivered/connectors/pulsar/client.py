@@ -91,22 +91,22 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
         case library.TopicNotFound():
             return UsageError(
                 "TOPIC_MISSING",
-                f"There is no topic {what!r} at {options.url}: {said}",
-                next_step="make the topic, or correct its name",
+                f"The topic {what!r} does not exist at {options.url}: {said}",
+                next_step="create the topic, or correct its name",
             )
         case library.AuthenticationError() | library.AuthorizationError() | library.ErrorGettingAuthenticationData():
-            return not_permitted(options, f"{options.url} does not let this client use {what!r}: {said}")
+            return not_permitted(options, f"this client is not authorized to use {what!r} at {options.url}: {said}")
         case library.IncompatibleSchema():
             return UsageError(
                 "SCHEMA_INCOMPATIBLE",
                 f"The brokers at {options.url} do not take what was to be written to {what!r} beside its registered "
                 "schema, or take no bytes there.",
-                next_step="look at `pulsar-admin schemas get`; write with schema avro or json, or to another topic",
+                next_step="check `pulsar-admin schemas get`; write with schema avro or json, or to another topic",
             )
         case library.MessageTooBig():
             return BadRecord(
                 "RECORD_TOO_LARGE",
-                f"{what} at {options.url} does not take a message of that size: {said}",
+                f"{what} at {options.url} does not accept a message of that size: {said}",
                 next_step="lower the option messageBytesMax, or set chunking to true",
             )
     return (
@@ -115,7 +115,7 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
         or Unreachable(
             "PULSAR_UNREACHABLE",
             f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {said}",
-            next_step="check the option url, and that the brokers run and can be reached from here",
+            next_step="check the option url, and that the brokers are running and reachable from here",
         )
     )
 

@@ -73,7 +73,7 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
     if known is None:
         return Settled(kind, json.dumps(made), ())
     if known.kind != kind:
-        raise Unfit(f"it is {known.kind}, and the option schema says {kind.lower()}")
+        raise Unfit(f"it is {known.kind}, but the option schema is {kind.lower()}")
     shape = shape_of(kind, known.text)
     told = json.loads(known.text)
     there = {f.name: f for f in shape.arrow}
@@ -324,5 +324,5 @@ def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> N
             f"{SINK}: the brokers refuse the schema {what} for {options.label}: by the compatibility strategy of the "
             "namespace, or because producers may not register schemas there.",
             next_step="pulsar-admin namespaces get-schema-compatibility-strategy, and get-is-allow-auto-update-schema; "
-            "leave these columns out, or let an administrator upload the schema",
+            "drop these columns, or let an administrator upload the schema",
         ) from None

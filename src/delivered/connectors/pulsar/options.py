@@ -57,7 +57,7 @@ class Place(Options):
 
     url: str = option(
         "url",
-        "pulsar://host:6650, or pulsar+ssl://; several hosts with commas.",
+        "pulsar://host:6650, or pulsar+ssl://; comma-separated if several.",
         _url(("pulsar", "pulsar+ssl"), "pulsar://host:6650"),
         example="pulsar://localhost:6650",
     )
@@ -68,13 +68,13 @@ class Place(Options):
         example="http://localhost:8080",
     )
     token: str | None = option(
-        "token", "JSON Web Token for both; read anew for every connection.", default=None, secret=True
+        "token", "JSON Web Token for both; reread for every connection.", default=None, secret=True
     )
     trusted: str | None = option(
         "tlsTrustCertsFile",
-        "PEM file with the certificates to trust, for pulsar+ssl and https.",
+        "PEM file with trusted certificates, for pulsar+ssl and https.",
         default=None,
-        shown="those that the system trusts",
+        shown="the system's trust store",
     )
 
     def check(self, owner: str) -> None:
@@ -85,9 +85,9 @@ class Place(Options):
         ):
             raise UsageError(
                 "OPTION_CONFLICT",
-                f"{owner}: option 'tlsTrustCertsFile' is set, and neither url ({self.url}) nor adminUrl "
-                f"({self.admin_url}) is spoken to over TLS.",
-                next_step="write pulsar+ssl://host:6651 and https://host:8443, or take tlsTrustCertsFile out",
+                f"{owner}: option 'tlsTrustCertsFile' is set, but neither url ({self.url}) nor adminUrl "
+                f"({self.admin_url}) uses TLS.",
+                next_step="write pulsar+ssl://host:6651 and https://host:8443, or remove tlsTrustCertsFile",
             )
 
 
@@ -97,7 +97,7 @@ def _topics(owner: str, values: Mapping[str, str]) -> tuple[str, ...]:
     if not topics:
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: option 'topics' is {text!r}; it names no topic.",
+            f"{owner}: option 'topics' is {text!r}; it contains no topic.",
             next_step='write .option("topics", "orders")',
         )
     return topics
@@ -159,14 +159,14 @@ class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
     headers: bool = headers_option("Add the column headers: the properties of a message.")
     typed: bool = option(
         "schema",
-        "bytes, or topic: value is a struct by the JSON or Avro schema that is registered for the topic.",
+        "bytes, or topic: value is a struct with the topic's registered JSON or Avro schema.",
         choice({"bytes": False, "topic": True}),
         default=False,
     )
     version: int | None = option(
         "schemaVersion",
-        "With schema=topic, and one topic: the version that gives the columns; older and newer messages are read "
-        "as that one.",
+        "For schema=topic and a single topic: schema version of the columns; messages of other versions are converted "
+        "to it.",
         whole(0),
         default=None,
         shown="the newest when the query starts",
@@ -174,8 +174,8 @@ class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
     )
     subscription: str | None = option(
         "subscription",
-        "Subscription that is moved after each batch, so that Pulsar keeps what the pipeline has not read, and "
-        "tools show its backlog. Nothing is ever read through it.",
+        "Subscription that is advanced after each batch, so that Pulsar retains unread messages and tools show the "
+        "backlog. It is never consumed from.",
         OptionType(not_blank),
         default=None,
         example="delivered",
@@ -186,8 +186,8 @@ class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
         if self.version is not None and (not self.typed or len(self.topics) > 1):
             raise UsageError(
                 "OPTION_CONFLICT",
-                f"{owner}: option 'schemaVersion' is for one topic and schema=topic.",
-                next_step="take it out, or read one topic with .option('schema', 'topic')",
+                f"{owner}: option 'schemaVersion' needs a single topic and schema=topic.",
+                next_step="remove it, or read a single topic with .option('schema', 'topic')",
             )
         super().check(owner)
 
@@ -225,7 +225,7 @@ class PulsarSinkOptions(Place, owner=SINK):
         _bytes_max,
         Option(
             "chunking",
-            "true: cut messages above the broker's limit into chunks; then nothing is batched.",
+            "true: split messages above the broker's limit into chunks; disables batching.",
             "false",
             type=FLAG,
         ),
@@ -240,7 +240,7 @@ class PulsarSinkOptions(Place, owner=SINK):
     )
     schema: str | None = option(
         "schema",
-        "bytes, or avro or json: value is a struct, written by a schema that is registered for the topic.",
+        "bytes, or avro or json: value is a struct, written with a schema registered for the topic.",
         choice({"bytes": None, "avro": "AVRO", "json": "JSON"}),
         default=None,
         shown="bytes",

@@ -37,7 +37,7 @@ def full_name(owner: str, topic: str) -> str:
     if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", found) or re.search(r"-partition-\d+$", found):
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: {topic!r} cannot be used as a topic here; it must be a name, or persistent://tenant/namespace/"
+            f"{owner}: {topic!r} is not a supported topic name; it must be a name, or persistent://tenant/namespace/"
             "name, without -partition-N.",
             next_step="correct the name of the topic",
         )
@@ -150,8 +150,8 @@ def from_json(told: Offsets) -> dict[Partition, Position]:
     except (AttributeError, TypeError, ValueError):
         raise InvariantBroken(
             "CHECKPOINT_OFFSETS",
-            f"The checkpoint holds offsets that are not of a Pulsar source: {json.dumps(told)[:200]}.",
-            next_step="start from the checkpoint that belongs to this source, or from a new one",
+            f"The checkpoint's offsets are not those of a Pulsar source: {json.dumps(told)[:200]}.",
+            next_step="use the checkpoint of this source, or a new one",
         ) from None
 
 
@@ -164,7 +164,7 @@ def parse_offsets(owner: str, option: str, text: str) -> Where:
         "OPTION_VALUE",
         f'{owner}: option {option!r} is {text[:200]!r}; it must be "earliest", "latest" or '
         '{"topic": {"0": "ledger:entry"}}.',
-        next_step="name every partition; a message id in base64 is taken too, and earliest and latest",
+        next_step="list every partition; a base64 message id, earliest and latest are accepted too",
     )
     try:
         data = json.loads(text)
@@ -225,9 +225,9 @@ def fields(serialized: bytes) -> dict[int, int]:
                 size, at = _varint(serialized, at)
                 at += size
             else:
-                raise ValueError("no message id")
+                raise ValueError("not a message id")
     except IndexError:
-        raise ValueError("no message id") from None
+        raise ValueError("not a message id") from None
     return found
 
 

@@ -75,7 +75,7 @@ class Publisher:
                 "PULSAR_UNCONFIRMED",
                 f"{self.unconfirmed} messages to {self._options.label} at {self._options.url} were sent, and the "
                 f"broker did not acknowledge them within {REQUEST_TIMEOUT_S:.0f} s.",
-                next_step="start again when the brokers run; the batch is handled as its guarantee says",
+                next_step="start again once the brokers respond; the batch is handled as its guarantee requires",
             )
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Publisher:
         found: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
         if isinstance(found, Unreachable):
             found = DeliveredError(
-                "MESSAGE_REFUSED", f"Pulsar refused a message to {self._options.label}: {self._failed}."
+                "MESSAGE_REFUSED", f"Pulsar rejected a message to {self._options.label}: {self._failed}."
             )
         raise found
 

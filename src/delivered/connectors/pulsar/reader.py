@@ -190,7 +190,7 @@ class _Reading:
                     "SOURCE_SKIPPED",
                     f"{SOURCE}: the client handed out messages after entry {ledger}:{entry} of {self._name}, and not "
                     "that one.",
-                    next_step="run the batch again; report it if it happens again",
+                    next_step="start again; report this if it recurs",
                 )
             elif held.chunk is not None and held.chunk == held.chunks - 1:
                 found = self._chunked(held.chunked, ledger, entry)
@@ -233,7 +233,7 @@ class _Reading:
         if self._options.fail_on_data_loss:
             raise InvariantBroken(
                 "DATA_LOST",
-                f"{SOURCE}: {what}: deleted by retention or by somebody, or the topic was deleted and made again.",
+                f"{SOURCE}: {what}: deleted by retention or manually, or the topic was recreated.",
                 next_step='find out why; to go on without them, restart with .option("failOnDataLoss", "false")',
             )
         log.warning("%s, and failOnDataLoss is false", what, extra={"topic": self._topic})
@@ -244,7 +244,7 @@ class _Reading:
             "PULSAR_STALLED",
             f"{SOURCE}: nothing came from {self._name} at {self._options.url} for {SOURCE_PATIENCE_S:.0f} s; the slice "
             f"waits for entry {owed}, and ends with {self._end}.",
-            next_step="look at the brokers; the batch will be read again",
+            next_step="check the brokers; the batch will be read again",
         )
 
 

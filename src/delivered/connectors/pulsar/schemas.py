@@ -33,7 +33,7 @@ def registered(admin: Admin, owner: str, topic: str, version: int | None) -> Reg
         raise UsageError(
             "SCHEMA_MISSING",
             f"{owner}: there is {which} registered for {short_name(topic)!r}.",
-            next_step="look at `pulsar-admin schemas get`; set schema to bytes to read messages as they are",
+            next_step="check `pulsar-admin schemas get`; set schema to bytes to read raw messages",
         )
     shape(owner, topic, found)
     return found
@@ -139,5 +139,5 @@ class Values:
             "MESSAGE_UNREADABLE",
             f"{self._owner}: message {at} of {short_name(self._topic)} names {names} of the {self._planned.kind} "
             f"schema, and cannot be read by it: {why}.",
-            next_step="nothing was passed over; read with schema=bytes to look at the message, or to go on",
+            next_step="nothing was skipped; read with schema=bytes to inspect the message, or to continue",
         )

@@ -57,8 +57,8 @@ class PulsarSink(SendingSink):
             return [
                 Finding(
                     "DEDUPLICATION_OFF",
-                    f"The brokers do not drop repeats on {options.label}. The client sends by itself again what was "
-                    "not acknowledged when a connection is lost, so a message could appear twice.",
+                    f"Deduplication is disabled on {options.label}. The client resends unacknowledged messages when "
+                    "a connection is lost, so a message could appear twice.",
                     True,
                     "pulsar-admin namespaces set-deduplication --enable (or brokerDeduplicationEnabled=true), or "
                     "guarantee at_least_once",

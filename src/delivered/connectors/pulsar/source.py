@@ -74,10 +74,10 @@ class PulsarSource:
                     return [
                         Finding(
                             "SUBSCRIPTION_IN_USE",
-                            f"The subscription {subscription!r} of {short_name(used[0])} has consumers; what they read "
-                            "and acknowledge would be mixed with the pipeline's progress.",
+                            f"The subscription {subscription!r} of {short_name(used[0])} has consumers; their "
+                            "acknowledgements would interfere with the pipeline's progress.",
                             True,
-                            "name a subscription that nobody uses",
+                            "use a subscription without consumers",
                         )
                     ]
         except DeliveredError as error:
@@ -92,7 +92,7 @@ class PulsarSource:
                     "SCHEMAS_DIFFER",
                     f"{SOURCE}: {short_name(topic)!r} has values of {kind}, and {short_name(found[0][0])!r} of "
                     f"{found[0][1]}; one column cannot hold both.",
-                    next_step="read each topic by a query of its own, or set schema to bytes",
+                    next_step="read each topic in its own query, or set schema to bytes",
                 )
         return columns_of(self.options.headers, found[0][1] if found and not self.options.canonical else None)
 
@@ -130,7 +130,7 @@ class PulsarDriver:
             raise UsageError(
                 "OPTION_CONFLICT",
                 f"{SOURCE}: option 'endingOffsets' is for a batch read; a stream has no end.",
-                next_step="take it out, or use spark.read",
+                next_step="remove it, or use spark.read",
             )
         where = options.starting or Where("startingOffsets", LATEST)
         if where.stored:
@@ -231,8 +231,8 @@ class PulsarDriver:
             problem = f"says nothing of {found}" if silent else f"names {found}, not read here"
             raise UsageError(
                 "OPTION_VALUE",
-                f"{SOURCE}: option {where.option!r} {problem}; it must name every partition that is read, no other.",
-                next_step="name them all; earliest and latest can stand for a position",
+                f"{SOURCE}: option {where.option!r} {problem}; it must have exactly the partitions that are read.",
+                next_step="list all of them; earliest and latest are accepted as positions",
             )
         found_at: dict[Partition, Position] = {}
         for partition, bounds in look.items():

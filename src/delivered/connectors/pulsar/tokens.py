@@ -32,7 +32,7 @@ def secret(options: Place) -> str | None:
         raise UsageError(
             "OPTION_VALUE",
             f"The option 'token' ({_reference(options)}) holds {what}.",
-            next_step="put the token there alone, in one line: letters, digits, '-', '_' and '.'",
+            next_step="write only the token there, on one line: letters, digits, '-', '_' and '.'",
         )
     return found
 

@@ -39,8 +39,8 @@ def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -
         )
     return UsageError(
         "CERTIFICATE_REFUSED",
-        f"The certificate that {where} showed was not accepted: {error.verify_message.rstrip('.')}. Trusted are "
-        f"{trusted}. Nothing was sent.",
+        f"The certificate that {where} presented was not accepted: {error.verify_message.rstrip('.')}. Trusted "
+        f"certificates: {trusted}. Nothing was sent.",
         next_step=step,
     )
 

@@ -70,7 +70,7 @@ class PulsarWriter(SendingWriter[Message]):
             raise BadRecord(
                 "VALUE",
                 f"{where} of a shard for {self._options.label} does not fit the schema of the topic: {error}",
-                next_step="let the transform give what the schema takes; `pulsar-admin schemas get` shows it",
+                next_step="adapt the transform to the schema; `pulsar-admin schemas get` shows it",
             ) from None
 
     def _check_size(self, row: int, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
@@ -95,5 +95,5 @@ def _text(value: bytes | None, what: str) -> str:
         raise BadRecord(
             "NOT_TEXT",
             f"{what} of a row is {value!r:.80}, which is no UTF-8; Pulsar's keys and properties are text.",
-            next_step="encode it, for instance with base64 or hex",
+            next_step="encode it, for example with base64 or hex",
         ) from None

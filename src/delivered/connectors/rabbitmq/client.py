@@ -64,14 +64,14 @@ def explained(error: Exception, options: Place) -> DeliveredError:
     if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):
         return Refused(
             "RABBITMQ_CREDENTIALS",
-            f"RabbitMQ at {options.place} turned the user or the password away: {said}",
-            next_step="check the user in the url and the option password; guest may log in from localhost alone",
+            f"RabbitMQ at {options.place} rejected the user or the password: {said}",
+            next_step="check the user in the url and the option password; guest may only log in from localhost",
         )
     code = getattr(error, "reply_code", None)
     if isinstance(error, kinds.ProbableAccessDeniedError) or code in (403, 530):
         return Refused(
             "RABBITMQ_PERMISSION",
-            f"RabbitMQ at {options.place} does not let this user in: {said}",
+            f"RabbitMQ at {options.place} denied access to this user: {said}",
             next_step="check the virtual host in the url; grant read and configure on the queue",
         )
     starts = any(words in said for words in _STARTING)
@@ -79,12 +79,12 @@ def explained(error: Exception, options: Place) -> DeliveredError:
         return UsageError(
             "QUEUE_MISSING",
             f"There is no {options.target} at {options.place}.",
-            next_step="declare it (a queue durable, x-queue-type=quorum), or mend the options",
+            next_step="declare it (a queue durable, x-queue-type=quorum), or correct the options",
         )
     if isinstance(error, kinds.AMQPConnectionError | socket.error) or code in _PASSING or starts:
         return Unreachable(
             "RABBITMQ_UNREACHABLE",
             f"RabbitMQ at {options.place} did not answer, or the connection was lost: {said}",
-            next_step="check that the server runs, and the url",
+            next_step="check the url, and that the server is running",
         )
     return DeliveredError("RABBITMQ_CLIENT", f"RabbitMQ at {options.place} said: {said}")

@@ -93,8 +93,8 @@ class Follower:
         if offset is None:  # not acknowledged: it stays where it is
             raise UsageError(
                 "QUEUE_NOT_STREAM",
-                f"{self._stream!r} at {self._place.place} is no stream: its messages have no offsets.",
-                next_step="receive it: write format rabbitmq, with queue and log",
+                f"{self._stream!r} at {self._place.place} is not a stream: its messages have no offsets.",
+                next_step="use a receiver: format rabbitmq, with queue and log",
             )
         self._arrived.append(Message(int(offset), method, properties, body))
 

@@ -20,7 +20,7 @@ class Place(BrokerOptions):
 
     url: str = option(
         "url",
-        f"{EXAMPLE}, or amqps://; no password in it.",
+        f"{EXAMPLE}, or amqps://, without a password.",
         # RabbitMQ's default password is for localhost alone.
         broker_url(tuple(PORTS), EXAMPLE, known_password="guest"),  # noqa: S106
         example=EXAMPLE,
@@ -33,9 +33,9 @@ class Place(BrokerOptions):
 
 
 class RabbitmqOptions(Place, owner="delivered_rabbitmq source", beside=(ReceiveOptions,)):
-    queue: str = option("queue", "The queue to receive from: durable, quorum by choice.", example="orders")
+    queue: str = option("queue", "Queue to receive from: durable, preferably quorum.", example="orders")
     prefetch: int = option(
-        "prefetch", "Messages that one receiver may hold unacknowledged.", whole(1, PREFETCH_MAX), default=PREFETCH
+        "prefetch", "Maximum number of unacknowledged messages per receiver.", whole(1, PREFETCH_MAX), default=PREFETCH
     )
 
     @property
@@ -51,9 +51,9 @@ class RabbitmqSinkOptions(Place, owner="delivered_rabbitmq sink"):
     """
 
     exchange: str = option(
-        "exchange", "Where messages are published; empty: the default exchange, to a queue by its name.", default=""
+        "exchange", "Exchange to publish to; empty: the default exchange, which routes by queue name.", default=""
     )
-    routing_key: str | None = option("routingKey", "For every message; none: the column key.", default=None)
+    routing_key: str | None = option("routingKey", "Routing key of every message; none: the column key.", default=None)
     ledger: str = external_ledger()
 
     @property

@@ -136,8 +136,9 @@ class Publisher:
                 if self._sent and isinstance(found, Unreachable):
                     self._failed = OutcomeUnknown(
                         "RABBITMQ_UNCONFIRMED",
-                        f"{len(self._open_tags)} messages were sent and not confirmed: {found.message}",
-                        next_step="start again when the server runs; the batch is handled as its guarantee says",
+                        f"{len(self._open_tags)} messages were sent but not confirmed: {found.message}",
+                        next_step="start again once the server responds; the batch is handled as its guarantee "
+                        "requires",
                     )
             self._changed.notify_all()
         if not self._connection.is_open:
@@ -151,9 +152,9 @@ class Publisher:
         if not done:
             raise Unreachable(
                 "RABBITMQ_UNREACHABLE",
-                f"RabbitMQ at {self._options.place} did not {what} within {timeout_s:.0f} s. It may have stopped "
-                "publishers because memory or disk ran low.",
-                next_step="look at the server's alarms",
+                f"RabbitMQ at {self._options.place} did not {what} within {timeout_s:.0f} s. It may have blocked "
+                "publishers because memory or disk space is low.",
+                next_step="check the server's alarms",
             )
         self._check()
 
@@ -161,14 +162,14 @@ class Publisher:
         if self._returned:
             raise BadRecord(
                 "MESSAGE_UNROUTABLE",
-                f"{self._returned} messages reached no queue: the exchange {self._options.exchange!r} has no binding "
-                "for their routing key.",
-                next_step="bind a queue, or mend the options exchange and routingKey",
+                f"{self._returned} messages were routed to no queue: the exchange {self._options.exchange!r} has no "
+                "binding for their routing key.",
+                next_step="bind a queue, or correct the options exchange and routingKey",
             )
         if self._refused:
             raise DeliveredError(
                 "MESSAGE_REFUSED",
-                f"RabbitMQ refused {self._refused} messages: a queue is full (x-overflow=reject-publish), or its "
+                f"RabbitMQ rejected {self._refused} messages: a queue is full (x-overflow=reject-publish), or its "
                 "leader failed.",
-                next_step="make room in the queue; the batch is handled as its guarantee says",
+                next_step="free space in the queue; the batch is handled as its guarantee requires",
             )

@@ -43,22 +43,21 @@ class RabbitmqQueue:
             case Kind.TRANSIENT:
                 yield Finding(
                     "QUEUE_NOT_DURABLE",
-                    f"The queue {queue!r} is not durable: a restart of RabbitMQ takes what nobody received yet.",
+                    f"The queue {queue!r} is not durable: it loses its messages when RabbitMQ restarts.",
                     False,
                     "declare it durable, with x-queue-type=quorum",
                 )
             case Kind.STREAM:
                 yield Finding(
                     "QUEUE_IS_STREAM",
-                    f"{queue!r} is a stream: it forgets nothing, and acknowledging moves nothing in it.",
+                    f"{queue!r} is a stream: acknowledgements do not delete its messages.",
                     True,
-                    "read it without a receiver: write format rabbitmq_stream, and streams instead of queue and log",
+                    "read it without a receiver: format rabbitmq_stream, with streams instead of queue and log",
                 )
             case Kind.CLASSIC:
                 yield Finding(
                     "QUEUE_CLASSIC",
-                    f"{queue!r} is a classic queue: it lives on one node, and a failure of that node may lose what "
-                    "nobody received yet.",
+                    f"{queue!r} is a classic queue on a single node, whose failure may lose its messages.",
                     False,
                     "declare it with x-queue-type=quorum",
                 )

@@ -43,7 +43,7 @@ class RabbitmqReceiver:
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         arrived = self._arrived
         if not self._connection.is_open:  # an acknowledgement found out; the client's own error would say nothing
-            raise Unreachable("RABBITMQ_UNREACHABLE", f"The connection to RabbitMQ at {self._options.place} is lost.")
+            raise Unreachable("RABBITMQ_UNREACHABLE", f"The connection to RabbitMQ at {self._options.place} was lost.")
         try:
             self._connection.process_data_events(0 if len(arrived) and count_max else wait_s)
         except self._errors as error:
@@ -54,9 +54,9 @@ class RabbitmqReceiver:
         if self._cancelled:
             raise UsageError(
                 "QUEUE_GONE",
-                f"RabbitMQ at {self._options.place} ended the consumer: the queue {self._options.queue!r} was deleted, "
-                "or its leader is gone.",
-                next_step="declare the queue again, and start `delivered receive`",
+                f"RabbitMQ at {self._options.place} cancelled the consumer: the queue {self._options.queue!r} was "
+                "deleted, or its leader is unavailable.",
+                next_step="declare the queue again, and restart `delivered receive`",
             )
         if not self._channel.is_open:  # the client does not raise for a channel that the server closed
             reason = getattr(self._channel, "_closing_reason", None) or "no reason given"

@@ -69,6 +69,6 @@ class RabbitmqSink(SendingSink):
     def scan(self) -> BoundedScan:
         raise Refused(
             "NOT_READABLE",
-            f"rabbitmq {self.options.label} cannot be read back: to read a queue is to take from it.",
-            next_step="bind a second queue, let `delivered receive` write it to a log, and compare that",
+            f"rabbitmq {self.options.label} cannot be read back: reading a queue removes its messages.",
+            next_step="bind a second queue, write it to a log with `delivered receive`, and compare that",
         )

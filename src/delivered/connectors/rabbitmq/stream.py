@@ -70,9 +70,9 @@ class RabbitmqStreamSource:
         return [
             Finding(
                 "QUEUE_NOT_STREAM",
-                f"{queue!r} is a queue, not a stream: it forgets what is acknowledged.",
+                f"{queue!r} is a queue, not a stream: acknowledged messages are deleted.",
                 True,
-                "receive it: write format rabbitmq, with queue and log",
+                "use a receiver: format rabbitmq, with queue and log",
             )
             for queue in queues
         ]
@@ -99,7 +99,7 @@ class StreamDriver:
             raise UsageError(
                 "OPTION_CONFLICT",
                 f"{OWNER}: option 'endingOffsets' is for a batch read; a stream has no end.",
-                next_step="take it out, or use spark.read",
+                next_step="remove it, or use spark.read",
             )
         return self._resolve("startingOffsets", self._options.starting or LATEST)
 
@@ -159,7 +159,7 @@ class StreamDriver:
             if set(where) != set(streams):
                 raise UsageError(
                     "OPTION_VALUE",
-                    f"{OWNER}: option {option!r} names {', '.join(where)}; it must name each of {', '.join(streams)}.",
+                    f"{OWNER}: option {option!r} has {', '.join(where)}; it must have each of {', '.join(streams)}.",
                 )
             return dict(where)
         return dict(self._ends({})) if where == LATEST else {s: self._first(s) for s in streams}

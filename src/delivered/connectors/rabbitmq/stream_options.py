@@ -41,7 +41,7 @@ class StreamOptions(Place, owner=OWNER, ignored=("path",)):
 
     streams: tuple[str, ...] = option(
         "streams",
-        "Streams (queues with x-queue-type=stream), with commas between; of a super stream, its partitions.",
+        "Comma-separated streams (queues with x-queue-type=stream); for a super stream, its partitions.",
         names("stream"),
         example="orders",
     )
@@ -65,7 +65,7 @@ class StreamOptions(Place, owner=OWNER, ignored=("path",)):
     rows_max: int | None = rows_max_option("messages")
     prefetch: int = option(
         "prefetch",
-        "Messages that RabbitMQ sends a task ahead of what it has read.",
+        "Number of messages that RabbitMQ sends ahead to a task.",
         whole(1, PREFETCH_MAX),
         default=PREFETCH,
     )

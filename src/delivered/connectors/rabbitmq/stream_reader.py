@@ -87,7 +87,7 @@ def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Ite
                     "RABBITMQ_STALLED",
                     f"{OWNER}: nothing came from {stream} at {options.place} for {SOURCE_PATIENCE_S:.0f} s; the slice "
                     f"waits for offset {at}, and ends before {stop}.",
-                    next_step="look at the server; the batch will be read again",
+                    next_step="check the server; the batch will be read again",
                 )
     finally:
         if follower is not None:

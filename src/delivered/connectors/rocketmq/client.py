@@ -229,23 +229,23 @@ class Session:
         if code == codes.TOPIC_NOT_FOUND:
             return UsageError(
                 "TOPIC_MISSING",
-                f"There is no topic {self.options.topic!r} at {self.options.endpoints}.",
-                next_step=f"make it (mqadmin updateTopic -t {self.options.topic} -a +message.type=NORMAL), or mend the "
-                "option topic",
+                f"The topic {self.options.topic!r} does not exist at {self.options.endpoints}.",
+                next_step=f"create it (mqadmin updateTopic -t {self.options.topic} -a +message.type=NORMAL), or "
+                "correct the option topic",
             )
         if code == codes.CONSUMER_GROUP_NOT_FOUND:
             return self._group_missing(text)
         if code in (codes.MESSAGE_BODY_TOO_LARGE, codes.PAYLOAD_TOO_LARGE):
             return UsageError(
                 "MESSAGE_TOO_LARGE",
-                f"RocketMQ at {self.options.endpoints} refused a message: {text}",
-                next_step="raise maxMessageSize of proxies and brokers, or send less",
+                f"RocketMQ at {self.options.endpoints} rejected a message: {text}",
+                next_step="raise maxMessageSize of proxies and brokers, or send smaller messages",
             )
         if code == codes.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE:
             return UsageError(
                 "TOPIC_TYPE",
-                f"The topic {self.options.topic!r} takes another type of message: {text}",
-                next_step="mend the option messageType, or make a topic of that type",
+                f"The topic {self.options.topic!r} accepts another message type: {text}",
+                next_step="correct the option messageType, or create a topic of that type",
             )
         if code == codes.ILLEGAL_INVISIBLE_TIME:
             return UsageError(
@@ -318,24 +318,24 @@ class Session:
         return Unreachable(
             "ROCKETMQ_UNREACHABLE",
             f"RocketMQ at {self.options.endpoints} did not answer, or the connection was lost: {said[:_SAID_MAX]}",
-            next_step="check that the proxies run, and the option endpoints",
+            next_step="check the option endpoints, and that the proxies are running",
         )
 
     def _credentials(self, said: str) -> Refused:
         return Refused(
             "ROCKETMQ_CREDENTIALS",
-            f"RocketMQ at {self.options.endpoints} turned the user or the secret away, or lets it not do this: "
+            f"RocketMQ at {self.options.endpoints} rejected the credentials, or denied this operation: "
             f"{said[:_SAID_MAX]}",
-            next_step="check the options accessKey and secretKey, and what that user may do",
+            next_step="check the options accessKey and secretKey, and the user's permissions",
         )
 
     def _group_missing(self, said: str) -> UsageError:
         group = getattr(self.options, "group", "")
         return UsageError(
             "GROUP_MISSING",
-            f"There is no group {group!r} at {self.options.endpoints}: {said[:_SAID_MAX]}",
-            next_step=f"make it (mqadmin updateSubGroup -g {group}; with -o true for a FIFO topic), or mend the option "
-            "group",
+            f"The group {group!r} does not exist at {self.options.endpoints}: {said[:_SAID_MAX]}",
+            next_step=f"create it (mqadmin updateSubGroup -g {group}; with -o true for a FIFO topic), or correct the "
+            "option group",
         )
 
 
@@ -343,8 +343,8 @@ def unknown(error: DeliveredError, count: int) -> NoReturn:
     """Raise what it means for so many messages sent that nobody told their fate."""
     raise OutcomeUnknown(
         "ROCKETMQ_UNCONFIRMED",
-        f"{count} messages were sent and not confirmed: {error.message}",
-        next_step="start again when the servers run; the batch is handled as its guarantee says",
+        f"{count} messages were sent but not confirmed: {error.message}",
+        next_step="start again once the servers respond; the batch is handled as its guarantee requires",
     ) from error
 
 

@@ -117,8 +117,8 @@ class RocketmqCommitter:
                 raise InvariantBroken(
                     "SHOWN_TWICE",
                     f"{len(twice)} messages of {handle.name} are in the topic {self._cluster.topic!r} twice, the first "
-                    f"by its half message at {min(twice)} of the log of {broker!r}: somebody else ended them too.",
-                    next_step="stop whoever connects to RocketMQ as a producer of that group",
+                    f"by its half message at {min(twice)} of the log of {broker!r}: another producer ended them too.",
+                    next_step="stop other RocketMQ producers of that group",
                 )
             left[broker] = [h for h in half_messages if h.place not in shown]
         return left
@@ -126,10 +126,10 @@ class RocketmqCommitter:
     def _gone(self, handle: HalfMessages, count: int) -> Outcome[None]:
         total = sum(map(len, handle.by_broker.values()))
         if count == total:
-            return Failed("the broker does not have its half messages any more, and none of them was shown")
+            return Failed("the broker no longer has its half messages, and none of them was committed")
         return Unknown(
-            f"{count} of {total} half messages are not in the broker's log any more, and the others are shown: compare "
-            "the topic with the source by hand"
+            f"{count} of {total} half messages are no longer in the broker's log, and the others are committed: "
+            "compare the topic with the source manually"
         )
 
     def _roll_back(self, name: str, half_messages: Mapping[str, Sequence[HalfMessage]]) -> Outcome[None]:

@@ -194,7 +194,7 @@ class EndJournal:
     def _unusable(self, error: Exception) -> Unreachable:
         return Unreachable(
             "DATABASE_ERROR",
-            f"The ledger {self._path!r}, or the lock beside it, could not be read or written: {error}.",
+            f"The ledger {self._path!r}, or its lock file, could not be read or written: {error}.",
             next_step="check disk, folder and file, and whether another process holds it (fuser)",
         )
 
@@ -202,6 +202,6 @@ class EndJournal:
         return Unreachable(
             "ENDS_TAKEN",
             f"{who or 'Another process'} holds {self._path}.ending: it is ending half messages of this sink, or was "
-            "paused while it did. Ending them beside it could show a message twice.",
-            next_step="let that process go on, or end it (kill), then start again",
+            "paused while doing so. Ending them concurrently could deliver a message twice.",
+            next_step="let that process finish, or kill it, then start again",
         )

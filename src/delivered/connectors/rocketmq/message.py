@@ -77,9 +77,9 @@ def _body(message: Any) -> bytes:
         try:
             body = unpacker.decompress(body, RECEIVE_BYTES_MAX)
         except zlib.error as error:
-            raise ValueError(f"its body cannot be unpacked: {error}") from error
+            raise ValueError(f"its body cannot be decompressed: {error}") from error
         if not unpacker.eof:
-            raise ValueError(f"its body, unpacked, is cut short or has more than {RECEIVE_BYTES_MAX} bytes")
+            raise ValueError(f"its decompressed body is truncated or exceeds {RECEIVE_BYTES_MAX} bytes")
     elif system.body_encoding not in (of.IDENTITY, of.ENCODING_UNSPECIFIED):
-        raise ValueError(f"its body has the encoding {system.body_encoding}, which this version cannot unpack")
+        raise ValueError(f"its body has the encoding {system.body_encoding}, which this version does not support")
     return body

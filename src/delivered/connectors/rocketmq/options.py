@@ -39,40 +39,40 @@ class Place(Options):
 
     endpoints: str = option(
         "endpoints",
-        "Of the proxies: host:8081, or several with semicolons.",
+        "Proxies: host:8081, separated by semicolons.",
         OptionType(lambda text: ";".join(_addresses(text))),
         example="localhost:8081",
     )
-    topic: str = option("topic", "The topic, as it was made.", example="orders")
-    namespace: str = option("namespace", "Of topic and group, where the servers have them.", default="")
-    access_key: str | None = option("accessKey", "Name of the user, where the servers ask for one.", default=None)
-    secret_key: str | None = option("secretKey", "Of that user.", default=None, secret=True)
+    topic: str = option("topic", "Name of the topic.", example="orders")
+    namespace: str = option("namespace", "Namespace of topic and group, if used.", default="")
+    access_key: str | None = option("accessKey", "User name, if the servers require authentication.", default=None)
+    secret_key: str | None = option("secretKey", "Secret key of the user.", default=None, secret=True)
     tls: bool = option(
         "tls",
-        "Whether the proxies are spoken to over TLS; certificates and host names are checked.",
+        "Use TLS; certificates and host names are verified.",
         FLAG,
         default=False,
     )
     trusted: str | None = option(
         "tlsTrustCertsFile",
-        "PEM file with the certificates to trust.",
+        "PEM file with trusted certificates.",
         TEXT,
         default=None,
-        shown="those that gRPC brings along",
+        shown="gRPC's built-in ones",
     )
 
     def check(self, owner: str) -> None:
         if (self.access_key is None) != (self.secret_key is None):
             raise UsageError(
                 "OPTION_VALUE",
-                f"{owner}: accessKey and secretKey go together; one of them is missing.",
+                f"{owner}: accessKey and secretKey must be set together; one is missing.",
                 next_step="set secretKey to env:NAME or file:PATH",
             )
         if self.trusted is not None and not self.tls:
             raise UsageError(
                 "OPTION_CONFLICT",
-                f"{owner}: option 'tlsTrustCertsFile' is set, and tls is false: nothing would be checked by it.",
-                next_step="set tls to true, or take tlsTrustCertsFile out",
+                f"{owner}: option 'tlsTrustCertsFile' is set but has no effect, because tls is false.",
+                next_step="set tls to true, or remove tlsTrustCertsFile",
             )
 
 
@@ -82,28 +82,26 @@ class RocketmqOptions(Place, owner="delivered_rocketmq source", beside=(ReceiveO
         by_key: the sender's key is the id of a message, not the id that its client made.
     """
 
-    group: str = option(
-        "group", "The group of consumers, as it was made; ordered, if the topic is FIFO.", example="delivered"
-    )
+    group: str = option("group", "Consumer group; must be ordered if the topic is FIFO.", example="delivered")
     filter: str = option(
         "filter",
-        "Tags to receive, as RocketMQ writes them: 'a || b'; *: all.",
+        "Tags to receive, in RocketMQ's notation: 'a || b'; *: all.",
         OptionType(lambda text: text or "*"),
         default="*",
     )
     by_key: bool = option(
         "idFrom",
-        "What a message is recognised by: message_id, which the client of its sender gives it for every send; or "
-        "keys, the one key that the sender set.",
+        "Id for deduplication: message_id, which the sender's client assigns on every send; or "
+        "keys, the single key set by the sender.",
         choice({"message_id": False, "keys": True}),
         default=False,
     )
     prefetch: int = option(
-        "prefetch", "Messages that one receiver may hold unacknowledged.", whole(1, PREFETCH_MAX), default=PREFETCH
+        "prefetch", "Maximum number of unacknowledged messages per receiver.", whole(1, PREFETCH_MAX), default=PREFETCH
     )
     invisible_s: int = option(
         "invisibleSeconds",
-        "So long a message stays hidden from other receivers after its receiver died; while one holds it, the time "
+        "Seconds that a message stays invisible after its receiver died; while a receiver holds it, the time "
         "is renewed.",
         whole(1, INVISIBLE_S_MAX),
         default=INVISIBLE_S,
@@ -120,14 +118,14 @@ class RocketmqSinkOptions(Place, owner="delivered_rocketmq sink"):
 
     kind: str = option(
         "messageType",
-        "What the topic takes: normal; fifo, with a column message_group; delay, with a column delivery_timestamp; "
-        "transaction, which exactly_once needs.",
+        "Message type of the topic: normal; fifo, with a column message_group; delay, with a column "
+        "delivery_timestamp; transaction, which exactly_once needs.",
         choice({kind: kind.upper() for kind in KINDS}),
         default="NORMAL",
     )
     name_servers: tuple[str, ...] = option(
         "nameServers",
-        "host:9876, or several with semicolons: for messageType=transaction, which speaks to the brokers.",
+        "host:9876, separated by semicolons; for messageType=transaction, which connects to the brokers.",
         OptionType(_addresses),
         default=(),
         shown="",
@@ -139,15 +137,15 @@ class RocketmqSinkOptions(Place, owner="delivered_rocketmq sink"):
         if (self.kind == TRANSACTION) != bool(self.name_servers):
             raise UsageError(
                 "OPTION_VALUE",
-                f"{owner}: nameServers and messageType=transaction go together; one of them is missing.",
-                next_step="set nameServers to host:9876, the address at which the brokers are registered",
+                f"{owner}: nameServers and messageType=transaction must be set together; one is missing.",
+                next_step="set nameServers to host:9876, the name server of the brokers",
             )
         super().check(owner)
         if self.kind == TRANSACTION and self.tls:
             raise UsageError(
                 "OPTION_VALUE",
-                f"{owner}: messageType=transaction speaks to the brokers themselves, which it cannot do over TLS yet.",
-                next_step="set tls to false, or take another messageType with guarantee at_least_once",
+                f"{owner}: messageType=transaction connects to the brokers directly, which does not support TLS yet.",
+                next_step="set tls to false, or use another messageType with guarantee at_least_once",
             )
 
     @property

@@ -67,8 +67,8 @@ class RocketmqQueue:
         if receiver.takes_fifo and not receiver.ordered:
             yield Finding(
                 "GROUP_NOT_ORDERED",
-                f"The topic {self.options.topic!r} is FIFO and the group {self.options.group!r} is not: messages of "
-                "one message group may enter the log out of order.",
+                f"The topic {self.options.topic!r} is FIFO but the group {self.options.group!r} is not ordered: "
+                "messages of a message group may enter the log out of order.",
                 False,
                 f"mqadmin updateSubGroup -g {self.options.group} -o true",
             )

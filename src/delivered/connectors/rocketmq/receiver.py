@@ -113,7 +113,7 @@ class RocketmqReceiver:
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
         """Ok: the broker took every one of them."""
         if self._session.closed:
-            return Unknown("the connection was closed, and they were given back with it")
+            return Unknown("the connection was closed, which requeued them")
         mine = [h for h in handles if h in self._held]
         for held in mine:
             if held.renewal is not None:  # else an old receipt could be sent
@@ -125,8 +125,8 @@ class RocketmqReceiver:
         except DeliveredError as error:
             return Unknown(error.message)
         if taken < len(handles):
-            said = said or "they were given back, or hidden no more"
-            return Unknown(f"{len(handles) - taken} of {len(handles)} were not taken: {said}")
+            said = said or "they were requeued, or their invisible time expired"
+            return Unknown(f"{len(handles) - taken} of {len(handles)} were not acknowledged: {said}")
         return Ok(taken)
 
     def give_back(self, handles: Sequence[Any]) -> None:

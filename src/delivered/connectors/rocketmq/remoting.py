@@ -127,8 +127,8 @@ class Peer:
         return Unreachable(
             "ROCKETMQ_UNREACHABLE",
             f"RocketMQ at {self.address} did not answer, or the connection was lost: {said[:_SAID_MAX]}",
-            next_step="check that the servers run, the option nameServers, and that the brokers' own addresses can be "
-            "reached from here",
+            next_step="check the option nameServers, that the servers are running, and that the brokers' own "
+            "addresses are reachable from here",
         )
 
     def said(self, answer: Answer) -> DeliveredError:
@@ -137,21 +137,21 @@ class Peer:
         if answer.code == NO_TOPIC:
             return UsageError(
                 "TOPIC_MISSING",
-                f"There is no topic {self._options.topic!r} at {self.address}.",
+                f"The topic {self._options.topic!r} does not exist at {self.address}.",
                 next_step=f"make it (mqadmin updateTopic -t {self._options.topic} -a +message.type=TRANSACTION), or "
-                "mend the option topic",
+                "correct the option topic",
             )
         if answer.code == NO_PERMISSION or "AclException" in answer.remark or "Authenti" in answer.remark:
             return Refused(
                 "ROCKETMQ_CREDENTIALS",
-                f"RocketMQ at {self.address} turned the user or the secret away, or lets it not do this: {text}",
-                next_step="check the options accessKey and secretKey, and what that user may do",
+                f"RocketMQ at {self.address} rejected the credentials, or denied this operation: {text}",
+                next_step="check the options accessKey and secretKey, and the user's permissions",
             )
         if answer.code == ILLEGAL:
             return UsageError(
                 "MESSAGE_TOO_LARGE",
-                f"RocketMQ at {self.address} refused a message: {text}",
-                next_step="raise maxMessageSize of the brokers, or send less",
+                f"RocketMQ at {self.address} rejected a message: {text}",
+                next_step="raise maxMessageSize of the brokers, or send smaller messages",
             )
         return self.unreachable(text)
 
@@ -225,7 +225,7 @@ class Cluster:
             if name not in self._addresses:
                 raise Unreachable(
                     "ROCKETMQ_UNREACHABLE",
-                    f"The name servers {self.options.name_servers} know no master of the broker {name!r} now.",
+                    f"The name servers {self.options.name_servers} currently know no master of the broker {name!r}.",
                     next_step="start that broker, then the pipeline again",
                 )
             peer = self._peers[name] = Peer(self._addresses[name], self.options)
@@ -266,8 +266,8 @@ class Cluster:
         if not self._places:
             raise UsageError(
                 "TOPIC_NOT_WRITABLE",
-                f"No broker lets anybody write to the topic {self.options.topic!r} now.",
-                next_step="check the topic's permissions, and that a master of its brokers runs",
+                f"No broker currently accepts writes to the topic {self.options.topic!r}.",
+                next_step="check the topic's permissions, and that a master of its brokers is running",
             )
 
 

@@ -105,10 +105,10 @@ class RocketmqSink(SendingSink):
         return [
             Finding(
                 "TOPIC_TYPE",
-                f"The topic {self.options.topic!r} takes messages of type {', '.join(takes) or 'none'}, not "
+                f"The topic {self.options.topic!r} accepts messages of type {', '.join(takes) or 'none'}, not "
                 f"{self.options.kind}.",
                 True,
-                "mend the option messageType, or make a topic of that type",
+                "correct the option messageType, or create a topic of that type",
             )
         ]
 
@@ -140,9 +140,9 @@ class RocketmqSink(SendingSink):
             return RocketmqScan(self.options)
         raise Refused(
             "NOT_READABLE",
-            f"rocketmq {self.options.topic} cannot be read back: its client reads by no offset, and brokers are only "
-            "spoken to with messageType=transaction.",
-            next_step="make a second group, let `delivered receive` write it to a log, and compare that",
+            f"rocketmq {self.options.topic} cannot be read back: its client cannot read by offset, and brokers are "
+            "only accessed with messageType=transaction.",
+            next_step="create a second group, write it to a log with `delivered receive`, and compare that",
         )
 
 
@@ -151,4 +151,4 @@ class _OtherType(Nothing):
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         del prepared
-        return Unknown(f"shard {work.shard} was decided with messageType=transaction: start once with that")
+        return Unknown(f"shard {work.shard} was decided with messageType=transaction: start once with that option")

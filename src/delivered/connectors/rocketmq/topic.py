@@ -110,10 +110,10 @@ def added(cluster: Cluster, place: Place, since: int) -> Iterator[Stored]:
         if at < 0:
             raise PromiseBroken(
                 "TOPIC_FORGOT",
-                f"The topic {cluster.topic!r} keeps nothing from offset {since} of queue {place.queue} of "
-                f"{place.broker!r} on any more, so whether a decided batch is all in it cannot be told.",
-                next_step="compare the topic's readers with the source by hand; then start a new checkpoint behind "
-                "that batch; and raise fileReservedTime of the brokers",
+                f"The topic {cluster.topic!r} no longer has messages from offset {since} of queue {place.queue} of "
+                f"{place.broker!r} on, so it is unknown whether it has all of a decided batch.",
+                next_step="compare the topic's consumers with the source manually; then start a new checkpoint after "
+                "that batch, and raise the brokers' fileReservedTime",
             )
         yield message
 
