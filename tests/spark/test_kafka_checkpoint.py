@@ -161,7 +161,7 @@ def test_in_the_idiom_a_topic_made_again_between_two_runs_stops_the_query(
     produce(kafka.bootstrap, source, ((None, str(i).encode()) for i in range(100, 140)))
     before = logged(tmp_path / "checkpoint")
     for _ in range(2):
-        with pytest.raises(StreamingQueryException, match=f"DATA_LOST.*{source}-0 was deleted and made again"):
+        with pytest.raises(StreamingQueryException, match=f"DATA_LOST.*{source}-0 was deleted and recreated"):
             run_once()
         assert logged(tmp_path / "checkpoint") == before, "it is noticed before Spark logs a batch of it"
     assert seen() == list(range(15))

@@ -100,5 +100,5 @@ def test_a_topic_made_anew_in_an_available_now_run_is_noticed(spark: SparkSessio
         query.awaitTermination(120)
     except Exception as error:
         said = str(error)
-    assert "DELIVERED_DATA_LOST" in said and "deleted and made again" in said
+    assert "DELIVERED_DATA_LOST" in said and "deleted and recreated" in said
     assert seen == [b"0", b"1"]

@@ -15,7 +15,7 @@ from delivered.contract.source import Offsets, Slice, SourceDriver
 from delivered.model.dedup import Dedup
 
 STRETCHES_MAX = 200
-"""Parts of the source range that are told apart. With more batches than that, several are taken together."""
+"""Maximum number of parts of the source range. With more batches, several are merged into one part."""
 
 
 @dataclass(frozen=True)

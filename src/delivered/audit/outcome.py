@@ -22,7 +22,7 @@ from delivered.model.work import CheckpointView
 class Result:
     """
     Attributes:
-        null_ids: records whose id expression gave null; they were told apart by their whole content instead.
+        null_ids: records whose id expression gave null; they are identified by their whole content instead.
         partitions_left_off: source partitions beyond `PARTITIONS_MAX`; they are in `counts`.
     """
 
@@ -55,7 +55,7 @@ def of_result(
     if not ordered:
         notes.append("the transform moves rows between partitions: source partitions and order are not told")
     if result.null_ids:
-        notes.append(f"{result.null_ids} records have no id; they are told apart by their whole content")
+        notes.append(f"{result.null_ids} records have no id; they are identified by their whole content")
     if result.partitions_left_off:
         notes.append(f"{result.partitions_left_off} more source partitions are in the totals alone")
     return AuditReport(

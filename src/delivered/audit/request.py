@@ -26,7 +26,7 @@ class AuditRequest:
         sink_name: None: the connector's default name.
         dedup: which repeats in the source are dropped before the transform; None: none.
         transform: the pipeline's; None: the records go through as they are.
-        id: SQL over the sink's columns that tells records apart, for instance `get_json_object(value, '$.id')`.
+        id: SQL over the sink's columns that identifies a record, for example `get_json_object(value, '$.id')`.
             None: the whole record does, and an altered record shows as one lost and one unexpected.
         key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
         own: SQL over the sink's columns, true for this pipeline's records; the others are foreign. None: nobody said.

@@ -38,7 +38,7 @@ def check(mode: WriteMode) -> None:
 
 
 def id_sql(mode: WriteMode) -> str:
-    """SQL that tells keys apart."""
+    """SQL that identifies a key."""
     columns = ", ".join("`" + k.replace("`", "``") + "`" for k in mode.keys)
     return f"to_json(struct({columns}))"
 

@@ -50,7 +50,7 @@ class Earlier:
     """Batches that ran with a transform other than the audit's.
 
     Attributes:
-        batches: for people: "0 to 4, 9".
+        batches: for display: "0 to 4, 9".
         handed: what they handed to the sink, according to the ledger.
         given_up: what they gave up (at_most_once).
         missing: how many of their records are not in the sink.

@@ -102,7 +102,7 @@ def fetch_archive(
 
 
 def _once(name: str, what: str, size: str, fetch: Callable[[Path], Path], say: Say) -> Path:
-    """The folder that `fetch` made, in this call or an earlier one; whole or not there."""
+    """The folder that `fetch` created, now or earlier; created atomically."""
     home = cache_folder() / name
     ready = home / what
     if ready.is_dir():

@@ -22,7 +22,7 @@ def _client() -> Any:
 
 
 def make_topics(bootstrap: str, names: Sequence[str], partitions: int) -> list[str]:
-    """Make topics; returns those that were not there.
+    """Create topics; returns the new ones.
 
     Raises:
         Unreachable: the server does not answer.

@@ -1,6 +1,6 @@
 """MariaDB, which stands for MySQL, from Debian's packages: a user `delivered` without a password, a database `dev`.
 
-It runs as whoever starts it, listens on 127.0.0.1 alone, and lets that user in from there alone.
+It runs as the current user, listens only on 127.0.0.1, and only accepts that user from there.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _reachable(programs: Path) -> Path:
     own = Path(tempfile.gettempdir()) / f"delivered-postgres-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
     copied = own / package.name / "pginstall" / "bin"
     if own.exists() and own.stat().st_uid != 0:
-        raise DeliveredError("POSTGRES_COPY", f"{own} belongs to somebody else.", next_step=f"remove {own}")
+        raise DeliveredError("POSTGRES_COPY", f"{own} belongs to another user.", next_step=f"remove {own}")
     if not copied.is_dir():
         fresh = Path(tempfile.mkdtemp(prefix="delivered-postgres-"))
         shutil.copytree(programs.parent, fresh / package.name / "pginstall", symlinks=True)
@@ -148,7 +148,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _other_user() -> pwd.struct_passwd | None:
-    """Who is to run the server; None: whoever runs this."""
+    """User to run the server as; None: the current user."""
     if os.geteuid() != 0:
         return None
     for name in _USERS:

@@ -179,7 +179,7 @@ def answer(
     """One request of RocketMQ's own protocol; returns fields and body of the answer.
 
     Raises:
-        DeliveredError: the server said no.
+        DeliveredError: the server rejected it.
     """
     header = {"code": code, "language": "JAVA", "version": 399, "opaque": 1, "flag": 0, "extFields": dict(fields)}
     head = json.dumps(header).encode()

@@ -61,7 +61,7 @@ class Broker:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started last, living or not."""
+        """Id of the process that was started last, alive or not."""
         return self._identity.pid
 
     @property

@@ -25,7 +25,7 @@ class Server:
         answers: whether the server takes requests.
         url: address -> what clients are given.
         takes: which of tls and scram it can have.
-        stop: signal that asks it to end, whoever is connected.
+        stop: signal that stops it, even with open connections.
         pipeline: as a source or sink of a pipeline file: `{url}` for the address, `{HTTP}` for that of a listener.
         first_steps: what somebody who has just started it runs next, `{url}` likewise.
     """

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: Spark's own, and small ones of ours beside them.
+"""The files of a checkpoint: Spark's own, and our sidecar files.
 
 Through pyarrow's file systems, so that it works wherever the driver's Python can read: a local folder, HDFS, an object
 store. Layout (Spark 3 and 4): `metadata` holds the query's id; `offsets/N` a version line, a line of Spark's own, then

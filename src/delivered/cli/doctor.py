@@ -39,7 +39,7 @@ _LIBRARIES = tuple(
 class Health(StrEnum):
     GOOD = "good"
     MISSING = "missing"
-    """Something optional is not there."""
+    """Something optional is missing."""
     BAD = "bad"
 
 

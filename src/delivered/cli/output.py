@@ -32,7 +32,7 @@ class Output(StrEnum):
     JSON = "json"
 
 
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for people, json for programs.")]
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text or json.")]
 
 _SECRET = re.compile(r"(?i)((?:password|secret|token|credential)[\w.]*[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;)}]+)")
 _REFERENCE = re.compile(r"[\"']?(?:env:|file:)")
@@ -75,7 +75,7 @@ class _Lines(logging.Handler):
 
 
 def tell_warnings() -> None:
-    """From here on our warnings are lines for people: nobody else configures logging in this process."""
+    """Print our warnings from here on: nothing else configures logging in this process."""
     ours = logging.getLogger("delivered")
     if not any(isinstance(h, _Lines) for h in ours.handlers):
         ours.addHandler(_Lines(logging.WARNING))

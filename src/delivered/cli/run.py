@@ -57,7 +57,7 @@ def run_pipeline(
     """Run it; returns the exit code. Raises what made the query fail, as an error of ours.
 
     Args:
-        beside: raises if something that runs beside the query failed; it ends the query.
+        beside: raises if something that runs next to the query failed, which ends the query.
         wait: for a server that is away, as long as a restart of it may take.
     """
     from delivered.pipeline.progress import watch
@@ -236,7 +236,7 @@ class SparkLog:
 
     Attributes:
         path: the file; None: standard error.
-        temporary: taken away when all went well.
+        temporary: deleted on success.
     """
 
     path: Path | None

@@ -37,6 +37,6 @@ def one_of_each_key(sink: Sink | SinkGroup, batches: Iterator[pa.RecordBatch]) -
                 "KEY_TWICE",
                 f"A batch holds {twice[0]['count_all']} rows of the key {shown} for the sink {member.name!r}. "
                 "Nothing tells which of them is the newest; nothing of the batch is visible.",
-                next_step='name all columns that tell the rows apart with .option("keyColumns", ...), or a column that '
+                next_step='list all columns that identify a row with .option("keyColumns", ...), or a column that '
                 'orders them with .option("versionColumn", ...)',
             )

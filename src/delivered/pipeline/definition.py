@@ -105,12 +105,12 @@ class Definition:
             Kafka and queues; "complete": all rows, in place of the table's.
         trigger: "available_now", "10 seconds", or {"processing_time": "10 seconds"}; None: batch after batch.
         batch_s_max: how long a batch may take, in seconds; checked against the transaction time-out.
-        audit: how the audit tells records apart: {"id": SQL, "key": SQL} over the sink's columns; {"own": SQL} is true
+        audit: how the audit identifies records: {"id": SQL, "key": SQL} over the sink's columns; {"own": SQL} is true
             for this pipeline's records, where others write to the sink too.
         conf, master: of the Spark session, if the pipeline makes one.
         new_checkpoint: start over although an earlier checkpoint wrote to this sink.
         missing_ledger: go on although the ledger lacks batches of this checkpoint.
-        new_target: go on although a sink's topic or table was dropped and made anew.
+        new_target: continue although a sink's topic or table was dropped and recreated.
         on_bad_row: of a row that a sink refuses for itself: "fail"; "dead_letter": it goes to that sink, in the same
             batch; "drop": it is left out and counted as given up, at_most_once only.
         dead_letter: the sink of such rows.

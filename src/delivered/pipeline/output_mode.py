@@ -59,7 +59,7 @@ def _keys(sink: Endpoint, transform: Transform) -> list[str]:
         why = f"its SQL groups by {found[0]!r}" if len(found) == 1 else "the transform does not tell them"
         raise UsageError(
             "OUTPUT_MODE_KEYS",
-            f"output_mode update writes upserts into {sink.label}, which needs the columns that tell the rows apart: "
+            f"output_mode update writes upserts into {sink.label}, which needs the columns that identify a row: "
             f"{why}, and the sink names no keyColumns.",
             next_step='add .option("keyColumns", "...") with the columns that the query groups by, as its result names '
             "them",

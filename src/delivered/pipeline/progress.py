@@ -89,7 +89,7 @@ class Progress:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """One line for display."""
         behind = f"  lag {self.lag:,}" if self.lag is not None else ""
         if self.batches == 0:
             return f"waiting for records{behind}"
@@ -126,7 +126,7 @@ def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
 
 
 def _first_source(query: Any) -> Mapping[str, Any] | None:
-    """What Spark says of the source, as of its last report: at least every ten seconds."""
+    """Spark's status of the source, from its last report: at least every ten seconds."""
     with contextlib.suppress(Exception):  # the query may have ended meanwhile
         said = query.lastProgress
         if said is not None:

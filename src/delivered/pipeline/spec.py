@@ -44,7 +44,7 @@ PIPELINE_OPTIONS = OptionTable(
         Option("newCheckpoint", "accept: start over although an earlier checkpoint wrote to this sink.", "refuse"),
         Option("missingLedger", "accept: go on although the ledger lacks batches of this checkpoint.", "refuse"),
         Option("repeatedBatch", "accept: exactly_once may repeat a batch that a weaker guarantee began.", "refuse"),
-        Option("newTarget", "accept: go on although the sink's topic or table was dropped and made anew.", "refuse"),
+        Option("newTarget", "accept: continue although the sink's topic or table was dropped and recreated.", "refuse"),
         Option(
             "runId",
             "df.write only: names these rows. Given again, they are written once, and other rows are refused.",

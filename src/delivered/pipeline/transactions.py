@@ -91,7 +91,7 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
                 case Unknown(reason):
                     raise OutcomeUnknown(
                         "TRANSACTION_UNKNOWN",
-                        f"Whether {transaction!r} was ended cannot be told: {reason}.",
+                        f"It is unknown whether {transaction!r} was ended: {reason}.",
                         next_step="`delivered transactions list` shows whether it is still open",
                     )
         finally:

@@ -180,7 +180,7 @@ def _wrapped(label: str, text: str, width: int) -> Iterable[str]:
 
 
 def seconds(value: float) -> str:
-    """A duration for people: "90 s", "15 min", "72 h"."""
+    """A duration for display: "90 s", "15 min", "72 h"."""
     if value >= 7_200 and value % 3_600 == 0:
         return f"{value / 3_600:g} h"
     if value >= 120 and value % 60 == 0:

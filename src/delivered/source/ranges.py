@@ -82,7 +82,7 @@ def _cut(r: Range[Key], count: int) -> list[Range[Key]]:
 
 
 def backwards(start: Mapping[str, Any], end: Mapping[str, Any]) -> str | None:
-    """Where a logged range of offsets ends before it begins, for people; None: nowhere.
+    """Where a logged range of offsets ends before it starts, for messages; None: nowhere.
 
     Args:
         start, end: nested by partition. Positions that are not numbers are not compared.

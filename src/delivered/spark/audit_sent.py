@@ -42,7 +42,7 @@ def expressions(request: AuditRequest) -> Iterator[None]:
             "AUDIT_EXPRESSION",
             f"The audit's id is {request.id!r}, its key {request.key!r}, its own {request.own!r}. Spark reports: "
             f"{str(error).splitlines()[0]}",
-            next_step="write SQL over the sink's columns, for instance get_json_object(CAST(value AS STRING), '$.id')",
+            next_step="write SQL over the sink's columns, for example get_json_object(CAST(value AS STRING), '$.id')",
         ) from None
 
 

@@ -7,7 +7,7 @@
 
 `#n` counts in each process what the conditions after `@` let through. What follows `!` is done on the hit:
 
-    halt   (default) write the hit, then block for ever: a supervisor outside kills the whole process tree
+    halt   (default) write the hit, then block forever: a supervisor outside kills the whole process tree
     kill   write the hit, then SIGKILL this process
     raise  write the hit, then raise `Crashed`: Spark runs the task again
     wait   write the hit, then block until `release(hit's path)`: whoever stands outside does harm meanwhile

@@ -128,7 +128,7 @@ def _as_ours(options: FilesOptions, work: Work) -> Iterator[None]:
     except FileNotFoundError:
         raise InvariantBroken(
             "STAGED_FILE_GONE",
-            f"The file of shard {work.shard} of batch {work.batch} was taken away while the task wrote it: a later "
+            f"The file of shard {work.shard} of batch {work.batch} was deleted while the task wrote it: a later "
             "start of the pipeline removed what this one left. Nothing of the shard is visible.",
             next_step="nothing, if the later start is running; else start the pipeline again",
         ) from None

@@ -68,7 +68,7 @@ def says_more(name: str, known: str) -> bool:
 
 
 class ConnectionErrors:
-    """Remembers why connections fail: librdkafka tells it beside the requests, which merely time out.
+    """Remembers why connections fail: librdkafka reports it separately from the requests, which merely time out.
 
     Attributes:
         refused: what is wrong with TLS or credentials, which no waiting mends.

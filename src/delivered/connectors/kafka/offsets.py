@@ -32,7 +32,7 @@ class Positions:
 
     Attributes:
         at: partition -> next offset.
-        ids: topic -> Kafka's id of it, which is another one after the topic was deleted and made again.
+        ids: topic -> Kafka's id of it, which is another one after the topic was deleted and recreated.
         first: partition -> where it began, if it was not there when the stream began.
         begins: partition -> first offset of the batch that ends here, where that is not where the batch before ended:
             it had lost records.

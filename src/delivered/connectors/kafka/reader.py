@@ -137,7 +137,7 @@ class _Reading:
     def _lost(self, start: int, end: int) -> None:
         text = (
             f"Offsets {start} to {end - 1} of {self._where} are gone before they were read: deleted by retention or by "
-            "somebody, or the topic was deleted and made again."
+            "somebody, or the topic was deleted and recreated."
         )
         if self._options.fail_on_data_loss:
             raise InvariantBroken(

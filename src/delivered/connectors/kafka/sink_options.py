@@ -91,7 +91,7 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",)):
     )
     topic: str | None = option(
         "topic",
-        "Topic for every row. Without it, rows name theirs in a column `topic`.",
+        "Topic for every row. Without it, each row has its topic in the column `topic`.",
         OptionType(_topic),
         default=None,
     )

@@ -114,7 +114,7 @@ class _Look:
 
 
 class KafkaDriver:
-    """The driver's hand on the source."""
+    """See `delivered.contract.source.SourceDriver`."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
@@ -175,7 +175,7 @@ class KafkaDriver:
     def _frozen_look(self) -> _Look | None:
         """What was there when the stream was frozen, as long as these are still the same topics.
 
-        A topic that was deleted and made again meanwhile has other records under the same offsets. It is looked at
+        A topic that was deleted and recreated meanwhile has other records under the same offsets. It is looked at
         anew, so that it is found out as in a stream that is not frozen; with failOnDataLoss false it is read to its
         present end.
         """
@@ -330,9 +330,9 @@ class KafkaDriver:
         again = [p for p in at.at if p in look.ends and p[0] in remade]
         back = [p for p, o in at.at.items() if p in look.ends and p[0] not in remade and look.ends[p] < o]
         if gone:
-            self._lost(f"{joined(gone)} is not there any more, or not subscribed to any more")
+            self._lost(f"{joined(gone)} no longer exists, or is no longer subscribed to")
         if again:
-            self._lost(f"the topic of {joined(again)} was deleted and made again")
+            self._lost(f"the topic of {joined(again)} was deleted and recreated")
         if back:
             self._lost(f"{joined(back)} ends before offset {at.at[back[0]]}, where this stream stands already")
         fresh = [p for p in look.ends if p not in at.at or p in again]
@@ -352,7 +352,7 @@ class KafkaDriver:
         self._looked = True
         remade = [t for t, i in last.ids.items() if t in ids and ids[t] != i]
         if remade:
-            self._lost(f"the topic {remade[0]} was deleted and made again")
+            self._lost(f"the topic {remade[0]} was deleted and recreated")
 
     def _lost(self, what: str) -> None:
         if self._options.fail_on_data_loss:

@@ -220,7 +220,7 @@ class KafkaStore:
             raise LedgerBehind(
                 "LEDGER_TOPIC_GONE",
                 f"The ledger's topic {self._topic!r} does not exist any more: it was deleted while the pipeline was at "
-                "work or between two starts. Without it nobody can tell which batches are in the sink.",
+                "work or between two starts. Without it, it is unknown which batches are in the sink.",
                 next_step="restore the topic from a copy; or start again and, when LEDGER_MISSING refuses that, "
                 'accept once with .option("missingLedger", "accept") that the last batch may be written twice',
             ) from None

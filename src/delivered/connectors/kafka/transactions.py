@@ -1,7 +1,7 @@
 """Transactions as the broker sees them: their ids, and how another process ends, fences or lists them.
 
 A transactional id is `delivered.<pipeline>.<sink>.<check>.<shard>.<slot>`. Names may hold dots, so two pairs of
-pipeline and sink can share their written form: the check, a hash of the pair, tells them apart.
+pipeline and sink can have equal joined names: the check, a hash of the pair, distinguishes them.
 
 Which slot an attempt takes: batches alternate, so that the id of the next batch can be made ready while this one runs;
 attempts of a task alternate, so that two that overlap never share an id. Taking an id fences whoever held it before.

@@ -47,7 +47,7 @@ class LogOptions(Options, owner="delivered_log source"):
     """
     Attributes:
         path: absolute when the log is a local folder.
-        reader: name of this pipeline's progress beside the log; None: it keeps none.
+        reader: name of this pipeline's progress at the log; None: not stored.
         storage: options of the object store's client; values may be references to secrets.
     """
 

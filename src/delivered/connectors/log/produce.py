@@ -53,7 +53,7 @@ def append(
     idempotence: tuple[str, int] | None = None,
     storage: Mapping[str, str] | None = None,
 ) -> Appended:
-    """Append records to the log at `path`, all or none; create the log if it is not there.
+    """Append records to the log at `path`, all or none; create the log if missing.
 
     When it returns, the records are durable: on a local disk the data files and their folders are fsynced before
     the commit, the commit file and its folder after it. A crash before the return leaves all of the records or none.

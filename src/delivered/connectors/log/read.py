@@ -56,7 +56,7 @@ class RangeReader:
         """Records from `position` to the end, from these files of one version of the table.
 
         Raises:
-            FileNotFoundError: a file was taken away; call again with those of a newer version.
+            FileNotFoundError: a file was deleted; call again with those of a newer version.
             InvariantBroken: an offset is missing, or there twice.
         """
         wanted = sorted((f for f in files if f.low < self._end and f.high >= self.position), key=lambda f: f.low)

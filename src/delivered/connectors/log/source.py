@@ -175,7 +175,7 @@ class LogDriver:
         else:
             try:
                 self._table.update_incremental()
-            except Exception:  # the log behind this handle was cleaned up, or the table made anew: look again
+            except Exception:  # the log was cleaned up, or the table recreated: open it again
                 self._table = layout.open_table(path, self._storage)
         version = self._table.version()
         if self._snapshot is None or self._snapshot.version != version:

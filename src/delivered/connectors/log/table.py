@@ -196,7 +196,7 @@ def damaged(path: str, partition: int, expected: int, found: str) -> InvariantBr
 
 
 PROGRESS = "_progress"
-"""Folder beside the table's own; Delta leaves names with an underscore alone."""
+"""Folder next to the table's data; Delta ignores names with an underscore."""
 
 
 def write_progress(path: str, storage: Mapping[str, str], reader: str, offsets: Mapping[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""The driver's hand on participants in memory."""
+"""Commits and aborts participants in memory."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class World:
         visible: what readers of the sink see, in the order in which it became visible.
         log: markers, in the order of commits: (pipeline, sink, shard, incarnation, batch).
         gate: called before every change; a simulation raises here for a process that is dead.
-        generation: grows when the target is dropped and made anew.
+        generation: grows when the target is dropped and recreated.
         answers: how the next calls of a method end, by its name: "decide", "begin", "apply", "abort", "abort_orphans".
     """
 
@@ -137,7 +137,7 @@ class World:
             participant.state = State.APPLIED
 
     def unsettled(self) -> list[Participant]:
-        """Participants that are neither visible nor given back: what blocks readers of a real broker."""
+        """Participants that are neither committed nor aborted: they would block readers of a real broker."""
         return [p for p in self.participants.values() if p.state in (State.OPEN, State.PREPARED)]
 
     def expire(self) -> int:
@@ -149,7 +149,7 @@ class World:
             return len(gone)
 
     def make_target_anew(self) -> None:
-        """Drop what is visible, as when a topic is deleted and made again under its name."""
+        """Drop what is visible, as when a topic is deleted and recreated under its name."""
         with self.lock:
             self.visible.clear()
             self.generation += 1

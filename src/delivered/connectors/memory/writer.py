@@ -1,4 +1,4 @@
-"""Shards in memory: staged beside the visible rows, or sent at once."""
+"""Shards in memory: staged next to the visible rows, or sent at once."""
 
 from __future__ import annotations
 

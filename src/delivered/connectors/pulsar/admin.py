@@ -74,7 +74,7 @@ class Registered:
 
 
 class Missing(Exception):
-    """What was asked for is not there."""
+    """The requested resource does not exist."""
 
 
 class NotPlaced(Unreachable):
@@ -106,7 +106,7 @@ class Admin:
         return int(told["partitions"])
 
     def bounds(self, physical: str) -> Bounds:
-        """Raises UsageError if the topic is not there. It is not made, as asking the client for it would."""
+        """Raises UsageError if the topic does not exist. Unlike the client, does not create it."""
         try:
             told = self._json("GET", self._path(physical) + "/internalStats")
             newest = self._json("GET", self._path(physical) + "/lastMessageId")
@@ -143,7 +143,7 @@ class Admin:
         return Position(int(told["ledgerId"]), int(told["entryId"]) - 1)
 
     def deduplicates(self, physical: str) -> bool | None:
-        """Whether brokers drop what a producer repeats on this topic; None: it cannot be told."""
+        """Whether deduplication is enabled on this topic; None: unknown."""
         try:
             told = self._json("GET", self._path(physical) + "/stats").get("deduplicationStatus")
         except Missing:

@@ -80,7 +80,7 @@ def _new_client(options: Place) -> Any:
 
 
 def explained(error: Exception, options: Place, what: str) -> DeliveredError:
-    """What went wrong, in plain words.
+    """Translate an error of the client.
 
     Args:
         what: the topic that was asked for.

@@ -1,4 +1,4 @@
-"""Arithmetic of entries: how many lie between two positions, where a batch of about so many messages ends."""
+"""Arithmetic of entries: the number between two positions, and where a batch of about n messages ends."""
 
 from __future__ import annotations
 

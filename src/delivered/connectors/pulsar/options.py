@@ -193,7 +193,7 @@ class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
 
     @property
     def what(self) -> str:
-        """What is read, for people."""
+        """What is read, for messages."""
         return ",".join(short_name(t) for t in self.topics)
 
 

@@ -62,7 +62,7 @@ class Publisher:
             raise explained(error, self._options, self._options.label) from None
 
     def flush(self) -> None:
-        """Wait until every message was answered. Raises when one was refused, or nobody can tell."""
+        """Wait until every message is confirmed. Raises if one was rejected, or if that is unknown."""
         try:
             self._producer.flush()
         except pulsar().PulsarException:

@@ -233,7 +233,7 @@ class _Reading:
         if self._options.fail_on_data_loss:
             raise InvariantBroken(
                 "DATA_LOST",
-                f"{SOURCE}: {what}: deleted by retention or manually, or the topic was recreated.",
+                f"{SOURCE}: {what}: deleted by retention or manually, or the topic was deleted and recreated.",
                 next_step='find out why; to go on without them, restart with .option("failOnDataLoss", "false")',
             )
         log.warning("%s, and failOnDataLoss is false", what, extra={"topic": self._topic})

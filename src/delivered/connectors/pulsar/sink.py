@@ -68,7 +68,7 @@ class PulsarSink(SendingSink):
         return []
 
     def check_schema(self, schema: pa.Schema) -> None:
-        way_out = "select these columns, for instance selectExpr('key', 'to_json(struct(*)) AS value')"
+        way_out = "select these columns, for example selectExpr('key', 'to_json(struct(*)) AS value')"
         check_names("pulsar", schema, {"value"}, _COLUMNS, way_out)
         if self.options.schema is not None:
             check_type(self.options, schema.field("value").type)
@@ -94,7 +94,7 @@ class PulsarSink(SendingSink):
             batch.column(c).cast(pa.binary()) if c in batch.schema.names else pa.nulls(n, pa.binary())
             for c in ("key", "value")
         ]
-        # An empty key is none: a reader cannot tell them apart.
+        # An empty key counts as none: readers cannot distinguish them.
         columns[0] = pc.if_else(pc.equal(pc.binary_length(columns[0]), 0), pa.scalar(None, pa.binary()), columns[0])
         return pa.RecordBatch.from_arrays(columns, names=["key", "value"])
 

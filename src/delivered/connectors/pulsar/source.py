@@ -116,7 +116,7 @@ class PulsarSource:
 
 
 class PulsarDriver:
-    """The driver's hand on the source."""
+    """See `delivered.contract.source.SourceDriver`."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
@@ -272,7 +272,7 @@ class PulsarDriver:
         for partition, position in before.items():
             name = short_name(physical(partition))
             if partition not in look:
-                self._lost(f"{name} is not there any more, or not read any more")
+                self._lost(f"{name} no longer exists, or is no longer read")
             elif gone(position, look[partition]):
                 first = look[partition].ledgers[0][0] if look[partition].ledgers else "none"
                 self._lost(

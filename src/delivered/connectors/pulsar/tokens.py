@@ -22,7 +22,7 @@ def secret(options: Place) -> str | None:
     """The token; use at once, do not keep: it may be another the next time.
 
     Raises:
-        UsageError: the variable or file of the reference is not there, or holds what cannot be a token.
+        UsageError: the variable or file of the reference is missing, or does not contain a token.
     """
     if options.token is None:
         return None
@@ -53,7 +53,7 @@ def supplier(options: Place) -> Callable[[], str]:
 
 
 def hidden(options: Place, said: str) -> str:
-    """What somebody said, without the token."""
+    """A message without the token."""
     try:
         token = secret(options)
     except UsageError:
@@ -72,7 +72,7 @@ def not_permitted(options: Place, what: str) -> UsageError:
 
 
 def _told(options: Place) -> tuple[str, str]:
-    """What the token says of itself (nobody checked that here), and what to do."""
+    """What the token's own claims say (unverified), and the next step."""
     if options.token is None:
         return "No token was given", "set the option token to env:NAME or file:PATH"
     try:

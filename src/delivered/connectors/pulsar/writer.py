@@ -1,4 +1,4 @@
-"""A task's side: how rows become messages.
+"""Executor side: rows to messages.
 
 Each message has the property delivered.id. The broker's own deduplication is not used to find repeats: it compares
 numbers alone, and would drop what another order of the rows moved.

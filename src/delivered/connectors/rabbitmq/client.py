@@ -58,7 +58,7 @@ def connect(options: Place) -> Any:
 
 
 def explained(error: Exception, options: Place) -> DeliveredError:
-    """What went wrong, in plain words."""
+    """Translate an error of the client."""
     kinds = pika().exceptions
     said = str(error) or type(error).__name__
     if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):

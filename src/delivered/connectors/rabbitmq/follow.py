@@ -100,7 +100,7 @@ class Follower:
 
 
 def first_offset(place: Place, stream: str, known: bool = False) -> int | None:
-    """Of the oldest message; None: there is none."""
+    """Offset of the oldest message; None: the stream is empty."""
     found = _look(place, stream, FIRST, 1, known)
     return found[0].offset if found else None
 

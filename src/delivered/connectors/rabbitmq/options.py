@@ -28,7 +28,7 @@ class Place(BrokerOptions):
 
     @property
     def target(self) -> str:
-        """What is asked for at the server, for people."""
+        """The requested resource, for messages."""
         raise NotImplementedError
 
 
@@ -62,7 +62,7 @@ class RabbitmqSinkOptions(Place, owner="delivered_rabbitmq sink"):
 
     @property
     def label(self) -> str:
-        """Exchange and routing key, for people."""
+        """Exchange and routing key, for messages."""
         return " ".join(x for x in (self.exchange, self.routing_key) if x) or "the queues that rows name"
 
     @property

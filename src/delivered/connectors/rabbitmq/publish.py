@@ -68,7 +68,7 @@ class Publisher:
             self._connection.ioloop.add_callback_threadsafe(partial(self._publish, part))
 
     def flush(self) -> None:
-        """Wait until every message was confirmed. Raises when one was refused, or nobody can tell."""
+        """Wait until every message is confirmed. Raises if one was rejected, or if that is unknown."""
         self._wait(lambda: not self._open_tags, REQUEST_TIMEOUT_S, "confirm the last messages")
         self._check()
 

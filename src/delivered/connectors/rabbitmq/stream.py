@@ -88,7 +88,7 @@ class RabbitmqStreamSource:
 
 
 class StreamDriver:
-    """The driver's hand on the source. Offsets are {"orders": 12}: for each stream, of the next message."""
+    """See `delivered.contract.source.SourceDriver`. Offsets are {"orders": 12}: per stream, the next message."""
 
     def __init__(self, options: StreamOptions) -> None:
         self._options = options

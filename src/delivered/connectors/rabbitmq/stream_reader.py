@@ -99,7 +99,7 @@ def _over(options: StreamOptions, stream: str, at: int, stop: int) -> bool:
     end = patiently(partial(end_offset, options, stream, known=True))
     if end >= stop:
         return False
-    lost(options, f"{stream} ends at {end}, and a batch was to read from {at} to {stop}; it was made anew")
+    lost(options, f"{stream} ends at {end}, but a batch must read from {at} to {stop}; it was recreated")
     return True
 
 

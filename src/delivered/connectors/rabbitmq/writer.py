@@ -1,4 +1,4 @@
-"""A task's side: how rows become messages."""
+"""Executor side: rows to messages."""
 
 from __future__ import annotations
 

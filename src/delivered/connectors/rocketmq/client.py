@@ -209,7 +209,7 @@ class Session:
             self.run(self._end()).result(REQUEST_TIMEOUT_S)
 
     def explained(self, error: Exception) -> DeliveredError:
-        """What gRPC said, in plain words."""
+        """Translate a gRPC error."""
         codes = self.library.grpc.StatusCode
         code = error.code() if isinstance(error, self.library.grpc.RpcError) else None
         said = str(getattr(error, "details", lambda: None)() or error)
@@ -222,7 +222,7 @@ class Session:
         return untrusted(self.options, said) or self._unreachable(said)
 
     def said(self, status: Any) -> DeliveredError:
-        """What a status that is not OK means, in plain words."""
+        """Translate a status that is not OK."""
         codes, code, text = self.library.code, status.code, status.message[:_SAID_MAX]
         if code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
             return self._credentials(text)
@@ -340,7 +340,7 @@ class Session:
 
 
 def unknown(error: DeliveredError, count: int) -> NoReturn:
-    """Raise what it means for so many messages sent that nobody told their fate."""
+    """Raise the error for this many sent but unconfirmed messages."""
     raise OutcomeUnknown(
         "ROCKETMQ_UNCONFIRMED",
         f"{count} messages were sent but not confirmed: {error.message}",

@@ -1,4 +1,4 @@
-"""The driver's hand on half messages that tasks, perhaps dead by now, have sent.
+"""Commits and aborts the half messages that tasks sent.
 
 A broker forgets that it was asked: told twice to commit, it shows a message twice. So there is one who tells at a time
 (end_journal.py), and what a former one may have told is looked up in the topic, where each message names its half
@@ -83,7 +83,7 @@ class RocketmqCommitter:
             case State.ENDED:
                 return Ok(None)
             case State.VOID:
-                return Failed("its half messages were given back")
+                return Failed("its half messages were rolled back")
             case State.BEGUN:
                 left = self._not_shown(handle)
             case State.NEW:

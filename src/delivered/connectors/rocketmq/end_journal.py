@@ -48,7 +48,7 @@ class State(StrEnum):
     """Somebody has, or may have."""
     ENDED = "ended"
     VOID = "void"
-    """It was given back: nobody may end it any more."""
+    """Rolled back: nobody may end it any more."""
 
 
 class EndJournal:

@@ -69,7 +69,7 @@ class Publisher:
         return sorted({of.MessageType.Name(k) for q in self._session.queues for k in q.accept_message_types})
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Send messages; waits while too many are in flight. Raises when one was refused, or nobody can tell."""
+        """Send messages; blocks while too many are in flight. Raises if one was rejected, or if that is unknown."""
         for batch in batches(messages, alone=self._options.kind != "NORMAL"):
             self._wait(IN_FLIGHT_MAX - len(batch))
             with self._lock:

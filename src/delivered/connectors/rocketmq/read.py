@@ -1,4 +1,4 @@
-"""A scan of all that the topic keeps, by offset at its brokers. Of a topic of transactions."""
+"""A scan of all messages of a transaction topic, by offset at its brokers."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class RocketmqReceiver:
             future.cancel()
 
     def _leave(self) -> None:
-        """End the polls, then give back all that came."""
+        """End the polls, then requeue all received messages."""
 
         async def stop() -> None:
             polls = [p for p in self._polls if p is not None]

@@ -132,7 +132,7 @@ class Peer:
         )
 
     def said(self, answer: Answer) -> DeliveredError:
-        """What an answer that is not OK means, in plain words."""
+        """Translate a reply that is not OK."""
         text = f"{answer.remark[:_SAID_MAX]} (code {answer.code})"
         if answer.code == NO_TOPIC:
             return UsageError(

@@ -1,4 +1,4 @@
-"""A task's side: how rows become messages. Their ids are the same when a batch runs again, so receivers can tell."""
+"""Executor side: rows to messages. Ids do not change between reruns of a batch, so receivers detect duplicates."""
 
 from __future__ import annotations
 
