@@ -87,7 +87,7 @@ def test_a_message_that_no_queue_takes_is_an_error(rabbitmq: Rabbitmq, tmp_path:
 def test_a_queue_that_is_full_refuses_and_the_task_says_so(rabbitmq: Rabbitmq, tmp_path: Path) -> None:
     queue = rabbitmq.queue("classic", **{"x-max-length": 5, "x-overflow": "reject-publish"})
     task = writer(sink(tmp_path, rabbitmq.url, queue))
-    with pytest.raises(DeliveredError, match="refused"):
+    with pytest.raises(DeliveredError, match="rejected"):
         task.stage(rows(100))
         task.prepare(Fingerprint())
     task.abort()
