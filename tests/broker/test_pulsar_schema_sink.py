@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_before_the_start(pulsar: Pulsar, tmp_path:
         "'must' may not be null there, and has no column",
     ):
         assert said in caught.value.message
-    with pytest.raises(UsageError, match="it is AVRO, and the option schema says json"):
+    with pytest.raises(UsageError, match="it is AVRO, but the option schema is json"):
         ready_target(sink(tmp_path, pulsar, topic, schema="json"), rows.schema)
     assert len(versions(pulsar, topic)) == 1
 

@@ -105,7 +105,7 @@ def test_a_killed_worker_ends_a_query_that_may_be_started_again(spark: SparkSess
     found = translated(failure)
     assert found is not None, str(failure)
     assert found.code == "DELIVERED_WORKER_DIED"
-    assert (found.next_step or "").startswith("start the pipeline again")
+    assert (found.next_step or "").startswith("restart the pipeline")
     produce(tmp_path / "in", 20, 20)
     query = copying(tmp_path, "killed").start(spark)
     until(lambda: rows(tmp_path) == 40 or not query.isActive)
