@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from delivered.contract.connector import Connector
 from delivered.model.errors import Refused, UsageError
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.registry import connector
+from delivered.pipeline.registry import connector, connectors
 from delivered.pipeline.transform import Transform
 
 _GROUP_BY = re.compile(
@@ -26,16 +27,15 @@ def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint
     if mode == "append" or sink.is_spark_own:
         return sink
     given = {k.lower(): v for k, v in sink.options.items()}
-    table = connector(sink.system).sink_options
-    is_table = table is not None and any(o.name == "keyColumns" for o in table.options)
+    is_table = _has_table(connector(sink.system))
     wanted = "complete" if mode == "complete" else "upsert"
     if mode == "complete" and not is_table:
         raise Refused(
             "OUTPUT_MODE_COMPLETE",
             "output_mode complete delivers all rows of the result with every batch, and "
             f"delivered_{sink.system} cannot replace what earlier batches delivered.",
-            next_step="choose output_mode update, which delivers the rows that changed; or a sink with tables (delta, "
-            "iceberg, mysql, postgres, sqlite)",
+            next_step="choose output_mode update, which delivers the rows that changed; or a sink with tables "
+            f"({', '.join(c.name for c in connectors().values() if _has_table(c))})",
         )
     if not is_table or (mode == "update" and given.get("mode") == "append"):
         return sink
@@ -49,6 +49,11 @@ def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint
     if mode == "update" and not given.get("keycolumns", "").strip():
         options["keyColumns"] = ",".join(_keys(sink, transform))
     return replace(sink, options=options)
+
+
+def _has_table(of: Connector) -> bool:
+    """Whether its sinks write rows that have a key."""
+    return of.sink_options is not None and any(o.name == "keyColumns" for o in of.sink_options.options)
 
 
 def _keys(sink: Endpoint, transform: Transform) -> list[str]:
