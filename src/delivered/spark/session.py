@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,8 +39,8 @@ _CONF = {
     "spark.sql.shuffle.partitions": "4",
 }
 
-_SOCKET_FOLDER_LENGTH_MAX = 60
-"""A socket's path is limited to about 104 bytes, of which Spark's name takes 43."""
+_TEMPORARY_LENGTH_MAX = 40
+"""A socket's path is limited to about 104 bytes, of which our folder's name takes 19 and Spark's 43."""
 
 _registered: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
 
@@ -102,15 +103,14 @@ def _listen_on_loopback(builder: SparkSession.Builder) -> SparkSession.Builder:
     return builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
 
 
+@cache
 def _local_sockets() -> dict[str, str]:
     """Between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
-    acknowledgement. In a folder of this process's own, as Spark leaves the names behind."""
-    if os.name != "posix":
+    acknowledgement. In one folder of this process's own, as Spark leaves the names behind."""
+    if os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
         return {}
     folder = tempfile.mkdtemp(prefix="delivered-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    if len(folder) > _SOCKET_FOLDER_LENGTH_MAX:
-        return {}
     return {"spark.python.unix.domain.socket.enabled": "true", "spark.python.unix.domain.socket.dir": folder}
 
 
