@@ -119,7 +119,7 @@ def main() -> None:
     other = spark.newSession()
     found["batches"] = str(in_thread(lambda: idiom.run(idiom.read(other).select("key", "value"))))
     print("SAID", json.dumps(found))
-    # The server stops with `spark`: at exit, PySpark's client of another session would look for it for ten minutes.
+    # The server stops with `spark`: at exit, PySpark's client of another session would look for it for minutes.
     other.client.close()  # type: ignore[attr-defined]
     spark.stop()
 
