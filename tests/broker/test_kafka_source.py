@@ -239,7 +239,7 @@ def test_starting_and_ending_offsets(kafka: Any) -> None:
         read(startingOffsets=json.dumps({topic: {"0": -1, "1": 0}}))
     with pytest.raises(UsageError, match=r"endingOffsets.*earliest"):
         read(endingOffsets="earliest")
-    with pytest.raises(UsageError, match=rf"startingOffsets.*says nothing of {topic}-1"):
+    with pytest.raises(UsageError, match=rf"startingOffsets.*does not name {topic}-1"):
         read(startingOffsets=json.dumps({topic: {"0": 1}}))
     with pytest.raises(UsageError, match=rf"names {topic}-7"):
         read(startingOffsets=json.dumps({topic: {"0": 1, "1": 0, "7": 0}}))

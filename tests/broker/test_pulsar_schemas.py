@@ -95,7 +95,7 @@ def test_what_has_no_columns_is_refused_before_the_start(pulsar: Pulsar) -> None
     chain = {"type": "record", "name": "L", "fields": [{"name": "next", "type": ["null", "L"], "default": None}]}
     for schema, kind, said in (
         (union, "AVRO", "field 'odd' is a union of int, string"),
-        (chain, "AVRO", "field 'next' is of type 'L', which holds itself"),
+        (chain, "AVRO", "field 'next' is of type 'L', which is recursive"),
         (
             record(("a", {"type": "array", "items": record(("b", "bytes"), name="I")})),
             "JSON",
@@ -135,7 +135,7 @@ def test_what_has_no_columns_is_refused_before_the_start(pulsar: Pulsar) -> None
     [
         ("AVRO", avro(V0, {"id": 3, "name": "c"})[:-1], "version 0"),
         ("AVRO", avro(V0, {"id": 3, "name": "c"}) + b"!", "ends after 5 of 6 bytes"),
-        ("JSON", b'{"id": 1', "is no JSON"),
+        ("JSON", b'{"id": 1', "is not JSON"),
         ("JSON", b'{"id": 1.5, "name": "x"}', "field 'id' is float 1.5; it must be long"),
         ("JSON", b'{"id": 9223372036854775808}', "must be long"),
         ("JSON", b'{"id": true}', "must be long"),

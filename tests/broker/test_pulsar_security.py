@@ -159,11 +159,11 @@ def test_roles_do_what_they_may_over_tls(guarded: Pulsar, tmp_path: Path) -> Non
         (None, r"No token was given. Next: set the option token to env:NAME or file:PATH"),
         (
             "expired",
-            r"env:TOKEN_EXPIRED\) is of the role 'both', and expired at 2023-11-14 22:13:20 UTC. .*a new token",
+            r"env:TOKEN_EXPIRED\) has the role 'both', and expired at 2023-11-14 22:13:20 UTC. .*a new token",
         ),
-        ("forged", r"env:TOKEN_FORGED\) is of the role 'both'. Next: check that it was signed with the brokers' key"),
-        ("garbled", r"env:TOKEN_GARBLED\) is no JSON Web Token"),
-        ("nobody", r"env:TOKEN_NOBODY\) is of the role 'nobody'.*takes consume, to write produce .*--role nobody"),
+        ("forged", r"env:TOKEN_FORGED\) has the role 'both'. Next: check that it was signed with the brokers' key"),
+        ("garbled", r"env:TOKEN_GARBLED\) is not a JSON Web Token"),
+        ("nobody", r"env:TOKEN_NOBODY\) has the role 'nobody'.*needs consume, writing produce .*--role nobody"),
     ],
 )
 def test_who_is_not_let_in_is_told_before_the_start_and_nothing_changes(
@@ -243,7 +243,7 @@ def test_a_certificate_nobody_vouches_for(guarded: Pulsar, tmp_path: Path) -> No
     topic = guarded.topic()
     (tmp_path / "other").mkdir()
     make_certificate(java_home(), tmp_path / "other")
-    for trusted, named in ((None, "that this system trusts"), (str(tmp_path / "other" / "ca.pem"), "other/ca.pem")):
+    for trusted, named in ((None, "the system's trust store"), (str(tmp_path / "other" / "ca.pem"), "other/ca.pem")):
         options = place(guarded, "both", tlsTrustCertsFile=trusted)
         started = time.monotonic()
         for act in _everything(guarded, tmp_path, options, topic):
@@ -268,7 +268,7 @@ def _misnamed(guarded: Pulsar) -> dict[str, str]:
 def test_a_certificate_for_another_name(guarded: Pulsar, tmp_path: Path) -> None:
     topic = guarded.topic()
     for act in _everything(guarded, tmp_path, _misnamed(guarded), topic):
-        with pytest.raises(UsageError, match=r"CERTIFICATE_REFUSED.*'127\.1'.*name the brokers in url and adminUrl"):
+        with pytest.raises(UsageError, match=r"CERTIFICATE_REFUSED.*'127\.1'.*in url and adminUrl, use the host names"):
             act()
     assert count(guarded, topic) == 0
 
@@ -339,7 +339,7 @@ def test_no_word_of_the_token_anywhere(
             if given != token:
                 shown.append(repr(pickle.dumps(of)))
         if name in ("broken", "foreign"):
-            assert any("OPTION_VALUE" in text and "some of which no token has" in text for text in shown)
+            assert any("OPTION_VALUE" in text and "some of which are invalid in a token" in text for text in shown)
     out = capfd.readouterr()
     shown += [caplog.text, out.out, out.err]
     for token in [*clear.values(), *(server.make_token(SECRET, role) for role in ROLES)]:

@@ -133,7 +133,7 @@ def test_bad_options_are_errors_at_once(pulsar: Pulsar) -> None:
     topic = pulsar.topic(2)
     for options, said in (
         ({"startingOffsets": "first"}, "earliest"),
-        ({"startingOffsets": json.dumps({topic: {"0": "12:34"}})}, f"says nothing of {topic}-partition-1"),
+        ({"startingOffsets": json.dumps({topic: {"0": "12:34"}})}, f"does not name {topic}-partition-1"),
         ({"startingOffsets": json.dumps({topic: {"0": "9:9", "1": "9:9", "2": "1:1"}})}, "names .*-partition-2"),
         ({"startingOffsets": json.dumps({topic: {"0": "999999:9", "1": "earliest"}})}, "OFFSET_OUT_OF_RANGE"),
         ({"startingOffsets": json.dumps({topic: {"0": "AAA=", "1": "earliest"}})}, "OPTION_VALUE"),

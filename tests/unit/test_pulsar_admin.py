@@ -78,7 +78,7 @@ def test_a_place_that_is_never_stored_is_an_error_that_says_so(
 ) -> None:
     monkeypatch.setattr(admin, "SOURCE_PATIENCE_S", 0.5)
     service.answers = [412] * 100
-    with pytest.raises(Unreachable, match=r"could not store where a subscription stands.*unable to persist"):
+    with pytest.raises(Unreachable, match=r"could not store a subscription's cursor.*unable to persist"):
         service.admin().move(TOPIC, "pipeline", Position(38, -1), exists=False)
     assert [method for method, _ in service.asked[:2]] == ["PUT", "POST"]
 

@@ -98,9 +98,9 @@ def test_json_is_taken_at_its_word(value: Any) -> None:
     ("part", "said"),
     [
         ({"name": "f", "type": ["int", "long"]}, "'f' is a union"),
-        ({"name": "f", "type": "R"}, "'f' is of type 'R', which holds itself"),
+        ({"name": "f", "type": "R"}, "'f' is of type 'R', which is recursive"),
         ({"name": "f", "type": "null"}, "'f' is null alone"),
-        ({"name": "f", "type": "Nowhere"}, "no Avro schema"),
+        ({"name": "f", "type": "Nowhere"}, "not an Avro schema"),
         ({"name": "f", "type": {"type": "bytes", "logicalType": "decimal", "precision": 50}}, "50 digits"),
     ],
 )
@@ -108,5 +108,5 @@ def test_what_has_no_column_names_its_field(part: dict[str, Any], said: str) -> 
     with pytest.raises(ValueError, match=said):
         shape_of("AVRO", json.dumps({**SCHEMA, "fields": [part]}))
     for text in ("{", "[]", '"string"', '{"type": "record"}'):
-        with pytest.raises(ValueError, match="it is no"):
+        with pytest.raises(ValueError, match="it is not a"):
             shape_of("AVRO", text)

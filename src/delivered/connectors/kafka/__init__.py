@@ -1,4 +1,4 @@
-"""Apache Kafka, without a JAR: over librdkafka, Arrow in and out."""
+"""Apache Kafka through librdkafka, with Arrow in and out; no JAR."""
 
 from __future__ import annotations
 

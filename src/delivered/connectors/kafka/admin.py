@@ -1,4 +1,4 @@
-"""The driver's questions to Kafka: which partitions there are, where they begin and end, and telling a group."""
+"""The driver's Kafka client: lists partitions, looks up offsets, commits offsets to a consumer group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("delivered.kafka")
 
 
 class ClientLog:
-    """What librdkafka says by itself, for debugging only: it calls every try to connect an error, many a second."""
+    """librdkafka's own log, at debug level: it logs every failed connection attempt as an error, many per second."""
 
     _log = logging.getLogger("delivered.kafka.client")
 
@@ -53,7 +53,7 @@ _RETRIABLE = {
     "UNKNOWN_LEADER_EPOCH",
     "OFFSET_NOT_AVAILABLE",
     "_NO_OFFSET",
-    "_NOENT",  # "No leaders found": how librdkafka calls it when no partition that is asked for has a leader now
+    "_NOENT",  # "No leaders found": none of the requested partitions has a leader now
 }
 T = TypeVar("T")
 
@@ -72,14 +72,14 @@ def kafka_client() -> Any:
 
 
 def connect(make: Callable[[dict[str, Any]], T], settings: Mapping[str, str], **more: Any) -> T:
-    """Make a client of confluent-kafka.
+    """Create a confluent-kafka client.
 
     Args:
-        settings: as `client_options` gives them; secrets are followed here.
-        more: settings that are no text: callbacks.
+        settings: from `client_options`; secrets are resolved here.
+        more: settings that are not text: callbacks.
 
     Raises:
-        UsageError: librdkafka knows no such setting, or not this value.
+        UsageError: librdkafka rejects a setting or its value.
     """
     ck = kafka_client()
     try:
@@ -89,7 +89,7 @@ def connect(make: Callable[[dict[str, Any]], T], settings: Mapping[str, str], **
 
 
 class KafkaDriverClient:
-    """Connections of the driver. Used by one thread at a time; made when first needed."""
+    """The driver's connections, opened on first use. Not thread-safe."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
@@ -99,11 +99,10 @@ class KafkaDriverClient:
         self._answered = False
 
     def partitions(self) -> tuple[dict[Partition, None], dict[str, str]]:
-        """Partitions to read now, in order, and topic -> id.
+        """Partitions to read now, sorted, and topic -> topic id.
 
         Raises:
-            UsageError: a topic that was named does not exist, or may not be read. (Topics that a pattern matches may
-                come and go.)
+            UsageError: a named topic does not exist, or may not be read. (Topics matched by a pattern may come and go.)
         """
         options = self._options
         if options.pattern is not None:
@@ -134,7 +133,7 @@ class KafkaDriverClient:
         return self._patiently(ask, self._options.what)
 
     def _describe(self, names: list[str], missing_is_an_error: bool = False) -> list[tuple[str, Any]]:
-        """Topic and description; None for a topic that is gone, when topics are found by a pattern."""
+        """Topic and description; with a pattern, None for a topic that no longer exists."""
         tolerant = self._options.pattern is not None and not missing_is_an_error
         if not names:
             return []
@@ -148,9 +147,9 @@ class KafkaDriverClient:
         return self._patiently(ask, ",".join(names))
 
     def offsets(self, wanted: Mapping[Partition, Place]) -> dict[Partition, int | None]:
-        """Offsets of places. `LATEST` is the last stable offset, unless uncommitted records are read too.
+        """Resolve places to offsets. `LATEST` is the last stable offset, or the high watermark with read_uncommitted.
 
-        Returns None for a time after the last record.
+        None: no record at or after that time.
         """
         found: dict[Partition, int | None] = {}
         ask: dict[Partition, Place] = {}
@@ -181,13 +180,13 @@ class KafkaDriverClient:
         told: dict[Partition, int | None] = {}
         for asked, future in futures.items():
             offset = self._result(future, timeout_s, f"{asked.topic}-{asked.partition}").offset
-            if offset == ck.OFFSET_INVALID:  # how a time-out comes back at times
+            if offset == ck.OFFSET_INVALID:  # some time-outs come back like this
                 raise ck.KafkaException(ck.KafkaError(ck.KafkaError._TIMED_OUT))
             told[asked.topic, asked.partition] = offset if offset >= 0 else None
         return told
 
     def bounds(self, partition: Partition) -> tuple[int, int]:
-        """First offset and end of one partition. (0, 0): Kafka says that there is no such partition."""
+        """First offset and end of one partition; (0, 0) if the partition does not exist."""
         try:
             self._describe([partition[0]], missing_is_an_error=True)
             low = self.offsets({partition: EARLIEST})[partition]
@@ -199,7 +198,7 @@ class KafkaDriverClient:
         return low or 0, high or 0
 
     def group_members(self, group: str) -> int:
-        """How many consumers are in a group now."""
+        """Number of consumers in a group now."""
 
         def ask(timeout_s: float) -> int:
             future = self._connected().describe_consumer_groups([group], request_timeout=timeout_s)[group]
@@ -209,7 +208,7 @@ class KafkaDriverClient:
         return self._patiently(ask, group)
 
     def commit(self, group: str, at: Mapping[Partition, int]) -> None:
-        """Tell a group how far the pipeline is. Raises Unreachable or UsageError if it cannot be told."""
+        """Commit offsets to a consumer group. Raises Unreachable, UsageError."""
         if not at:
             return
         ck = kafka_client()
@@ -228,7 +227,8 @@ class KafkaDriverClient:
         self._patiently(ask, f"group {group}", CONNECT_TIMEOUT_S)
 
     def _result(self, future: Any, timeout_s: float, what: str, absent: str = "") -> Any:
-        """What a future brings; None for the error `absent`. Errors that no waiting mends are raised as ours."""
+        """A future's result; None for the error `absent`. Retriable errors are raised as they are, others
+        translated."""
         try:
             return future.result(timeout_s + 1)
         except kafka_client().KafkaException as error:
@@ -240,7 +240,7 @@ class KafkaDriverClient:
             raise explain(code, error.args[0].str(), what, self._options.servers) from None
 
     def close(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         committer, self._committer, self._admin = self._committer, None, None
         if committer is not None:
             with suppress(RuntimeError):  # closed already
@@ -256,10 +256,10 @@ class KafkaDriverClient:
         return self._admin
 
     def _patiently(self, ask: Callable[[float], T], what: str, longest_s: float | None = None) -> T:
-        """Ask until there is an answer. A server that never answered gets ten seconds; one that did may restart."""
+        """Retry until there is an answer: for 10 s at first, for 120 s once the server answered, as it may restart."""
         ck = kafka_client()
         patience = longest_s or patience_s(self._answered)
-        # A question to a paused broker may be lost: the first ones are given up sooner.
+        # A request to a paused broker may be lost, so the first ones time out sooner.
         timeouts = itertools.chain((4.0, 8.0, 16.0), itertools.repeat(REQUEST_TIMEOUT_S))
 
         def once() -> T:
@@ -285,20 +285,20 @@ class KafkaDriverClient:
         return answer
 
     def _forget_connections(self) -> None:
-        """Ask through another client: librdkafka's may keep what it knew of leaders, and then finds none for ever."""
+        """Use a new client: the old one may keep stale leader metadata and never find a leader again."""
         if self._admin is not None:
-            self._admin.poll(0)  # what its connections say comes through here
+            self._admin.poll(0)  # delivers its connection errors
         self._admin = None
 
 
 def _named(error: BaseException) -> tuple[str, str]:
-    """Code and text of librdkafka's error; a future's time-out has none."""
+    """Code and text of a librdkafka error; a future's time-out counts as _TIMED_OUT."""
     first: Any = error.args[0] if error.args else None
     return (first.name(), first.str()) if hasattr(first, "name") else ("_TIMED_OUT", "")
 
 
 def joined(partitions: Iterable[Partition]) -> str:
-    """Some partitions for a message."""
+    """The first five partitions, for messages."""
     names = [f"{t}-{n}" for t, n in sorted(partitions)]
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 

@@ -1,4 +1,4 @@
-"""A sink's input rows: which columns count, and what a reader of the topic finds of them."""
+"""A sink's input rows: the columns it uses, and the record that a reader of the topic gets."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from delivered.source.columns import COLUMNS, HEADERS
 
 KNOWN = ("key", "value", "headers", "topic", "partition")
 OF_SOURCES = {name: COLUMNS.field(name).type for name in ("offset", "timestamp", "timestampType")}
-"""Left out, as by Spark's own sink: a stream of the source can be written as it is."""
+"""Ignored, as by Spark's own sink, so that a stream from the Kafka source can be written unchanged."""
 RECORD_OVERHEAD = 128
-"""Bytes that the client adds to key and value before it compares with its limit; a bound, without headers."""
+"""Upper bound of what the client adds to key and value before it checks message.max.bytes, without headers."""
 
 
 def check_schema(schema: pa.Schema, topic: str | None) -> None:
     """Raise UsageError if rows of this schema cannot be written.
 
     Args:
-        topic: the option of that name.
+        topic: the option `topic`.
     """
     unknown = [f.name for f in schema if f.name not in KNOWN and OF_SOURCES.get(f.name) != f.type]
     if unknown:
@@ -63,7 +63,7 @@ def check_schema(schema: pa.Schema, topic: str | None) -> None:
 
 
 def records(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows as a reader of the topic finds them: key, value, headers; null where a column is absent."""
+    """The rows as records of the topic: key, value, headers; null where a column is absent."""
     n = batch.num_rows
     columns = [
         binary(batch, "key", n),
@@ -74,7 +74,7 @@ def records(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
-    """A column as binary or large_binary. Strings are UTF-8 already: nothing is copied."""
+    """A column as binary or large_binary. Strings are UTF-8 already, so nothing is copied."""
     if name not in batch.schema.names:
         return pa.nulls(n, pa.binary())
     array = batch.column(batch.schema.get_field_index(name))
@@ -89,7 +89,7 @@ def binary(batch: pa.RecordBatch, name: str, n: int) -> pa.Array:
 
 
 def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
-    """The headers; an empty list counts as none, since a reader cannot tell them apart."""
+    """The headers; an empty list becomes null, since a reader cannot tell them apart."""
     if "headers" not in batch.schema.names:
         return pa.nulls(n, HEADERS.type)
     array = batch.column(batch.schema.get_field_index("headers"))
@@ -112,7 +112,7 @@ def headers(batch: pa.RecordBatch, n: int) -> pa.Array:
 
 
 def _unnamed(array: pa.Array) -> pa.Array | None:
-    """For each row whether a header of it is null or has a null key; None: none has."""
+    """For each row, whether one of its headers is null or has a null key; None: no row has one."""
     flat = pc.list_flatten(array)
     nameless = pc.is_null(pc.struct_field(flat, [0]))
     if not pc.any(nameless).as_py():
@@ -122,10 +122,10 @@ def _unnamed(array: pa.Array) -> pa.Array | None:
 
 
 def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
-    """The topic of each row, or None if all go to `default`.
+    """The topic of each row; None: all go to `default`.
 
     Raises:
-        BadRecord: a row names no topic, or what cannot be one, and there is no default.
+        BadRecord: a row has no topic and there is no default, or its topic name is invalid.
     """
     if default is not None or "topic" not in batch.schema.names:
         return None
@@ -150,7 +150,7 @@ def topics(batch: pa.RecordBatch, default: str | None) -> pa.Array | None:
 
 
 def invalid_rows(batch: pa.RecordBatch, topic: str | None, bytes_max: int) -> pa.Array | None:
-    """For each row why the client would refuse it, null where it would not; None: it takes all.
+    """For each row, why the client would reject it, or null; None: no row is rejected.
 
     Args:
         bytes_max: of key and value together.

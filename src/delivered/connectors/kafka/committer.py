@@ -18,7 +18,7 @@ from delivered.model.prepared import Prepared
 
 
 class KafkaCommitter:
-    """See `delivered.contract.sink.Committer`. Also what `delivered transactions` shows and does."""
+    """See `delivered.contract.sink.Committer`. Also serves `delivered transactions`."""
 
     def __init__(self, options: SinkOptions, scope: Scope) -> None:
         self._scope = scope
@@ -33,16 +33,16 @@ class KafkaCommitter:
             self._opened = Wire(self._options.resolved())
         return self._opened
 
-    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle says it all
-        """EndTxn(commit) with the producer id and epoch of this transaction alone."""
+    def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:  # noqa: ARG002 - the handle is enough
+        """EndTxn(commit) with this transaction's producer id and epoch."""
         return transactions.end(self._wire, Transaction.of(prepared), commit=True)
 
     def was_committed(self, work: Work) -> bool:
-        """Whether a committed marker names this shard of this batch."""
+        """Whether this shard of this batch has a committed marker."""
         return find_marker(self._wire, self._topic, work, RECOVERY_WAIT_S) is not None
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        """EndTxn(abort); an id that somebody else took meanwhile holds nothing of this participant any more."""
+        """EndTxn(abort). If another producer has taken the id since, this transaction is aborted already."""
         if not prepared.handle:
             return Ok(None)
         match transactions.end(self._wire, Transaction.of(prepared), commit=False):
@@ -52,12 +52,12 @@ class KafkaCommitter:
                 return other
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Fence every id of this sink that holds, or could open, a transaction that `keep` does not name."""
+        """Fence every id of this sink whose open or future transaction is not in `keep`."""
         handles = [Transaction.of(p) for p in keep if p.handle]
         return transactions.abort_orphans(self._wire, self._scope, handles, self._timeout_ms, RECOVERY_WAIT_S)
 
     def targets(self) -> dict[str, Target]:
-        """The topic's id, where the sink has one topic. See `delivered.contract.powers.KnowsTarget`."""
+        """The topic's id, if the sink writes to one topic. See `delivered.contract.powers.KnowsTarget`."""
         topic = self._options.topic
         if topic is None:
             return {}
@@ -72,14 +72,14 @@ class KafkaCommitter:
         return {} if known is None else {self._scope.sink: Target(f"topic {topic}", known)}
 
     def set_up(self) -> None:
-        """The topic for markers, where another sink keeps the ledger. See `delivered.contract.powers.SetsUp`."""
+        """Create the topic for markers if another sink keeps the ledger. See `delivered.contract.powers.SetsUp`."""
         ensure_topic(self._wire, self._topic, self._options.ledger_replication)
 
     def forget(self, batch: int) -> None:
-        """Nothing: a shard's marker takes the place of its former one."""
+        """Nothing to do: a shard's new marker replaces the previous one."""
 
     def open_transactions(self) -> list[OpenTransaction]:
-        """Every transaction of this sink of this pipeline that is not over, of any incarnation, oldest first.
+        """This sink's unfinished transactions in this pipeline, of all incarnations, oldest first.
 
         Raises:
             Unreachable: a broker did not answer.
@@ -90,10 +90,10 @@ class KafkaCommitter:
             raise Unreachable("KAFKA_NO_ANSWER", f"The brokers did not list open transactions: {error}.") from None
 
     def end_by_id(self, transactional_id: str, commit: bool) -> Outcome[None]:
-        """Commit or abort, by hand, the transaction that an id of this sink holds now.
+        """Commit or abort by hand the open transaction of one of this sink's transactional ids.
 
         Raises:
-            UsageError: the id belongs to somebody else, or holds no open transaction.
+            UsageError: the id belongs to another sink, or has no open transaction.
         """
         if not transactions.is_ours(self._scope, transactional_id):
             raise UsageError(

@@ -1,11 +1,11 @@
-"""A consumer of librdkafka: message structs in, Arrow buffers out, no Python object per record.
+"""A librdkafka consumer: message structs in, Arrow buffers out, no Python object per record.
 
 `rd_kafka_consume_batch_queue` fills an array of pointers to message structs. Numpy lays an array over all of memory
 and gathers one field of all structs with one indexing step; Arrow copies keys and values out of librdkafka's buffers
 with one `take`. Only headers are walked record by record.
 
-The time of a record is not part of the public struct. It lies behind it, at a place that is found once per process by
-comparing with `rd_kafka_message_timestamp`, and checked again in every chunk; where it is not found, that function is
+A record's timestamp is not part of the public struct. It lies behind it, at an offset that is found once per process by
+comparing with `rd_kafka_message_timestamp`, and checked again in every chunk. If it is not found, that function is
 called for every record.
 """
 
@@ -37,10 +37,10 @@ _GONE = {"UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNO
 _MENDS = {
     *("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_NODE_UPDATE", "_WAIT_CACHE"),
     *("NOT_LEADER_FOR_PARTITION", "LEADER_NOT_AVAILABLE", "REPLICA_NOT_AVAILABLE", "KAFKA_STORAGE_ERROR"),
-    # The consumer belongs to a group in name only: librdkafka wants one.
+    # Unused: librdkafka requires a group id, but the consumer never joins a group.
     *("GROUP_AUTHORIZATION_FAILED", "COORDINATOR_NOT_AVAILABLE", "NOT_COORDINATOR", "COORDINATOR_LOAD_IN_PROGRESS"),
 }
-"""What librdkafka mends by itself."""
+"""librdkafka recovers from these by itself."""
 
 I64 = npt.NDArray[np.int64]
 
@@ -54,13 +54,13 @@ _EOF = -191
 
 @dataclass
 class Fetched:
-    """What one call brought.
+    """Result of one call.
 
     Attributes:
-        batch: records in the order of offsets, all below the wanted end; None: none.
-        position: every record below it that can be seen was handed out; -1: nothing new is known.
-        end_of_log: the broker had nothing beyond `position` at that moment.
-        out_of_range: the broker does not have the wanted offset.
+        batch: records in offset order, all below the requested end; None: none.
+        position: every visible record below it was returned; -1: no progress.
+        end_of_log: partition EOF: the broker had nothing beyond `position` at that moment.
+        out_of_range: the broker does not have the requested offset.
         gone: the broker does not know the partition (perhaps only for a moment, after a restart).
     """
 
@@ -72,12 +72,12 @@ class Fetched:
 
 
 def settings(options: SourceOptions) -> dict[str, str]:
-    """librdkafka's settings of a reading consumer; secrets are not followed yet."""
+    """librdkafka's consumer settings; secrets are not resolved yet."""
     return {
         "client.id": "delivered",
         "group.id": "delivered-reader",
         "isolation.level": "read_committed",
-        # A slice's end exists already: no reason to let the broker wait for more.
+        # A slice's end exists already: the broker need not wait for more.
         "fetch.wait.max.ms": "10",
         "fetch.queue.backoff.ms": "2",
         "fetch.error.backoff.ms": "100",
@@ -98,7 +98,7 @@ def settings(options: SourceOptions) -> dict[str, str]:
 class _Memory:
     """All of this process's memory as an array of numbers: indexing gathers, and touches only what is indexed."""
 
-    BASE, BYTES = 4096, 1 << 47  # nothing lies in the first page; Linux and macOS give no process more than that
+    BASE, BYTES = 4096, 1 << 47  # the first page is unmapped; Linux and macOS give no process more than 2^47
 
     def __init__(self, kind: str) -> None:
         self.__array_interface__ = {
@@ -127,13 +127,13 @@ def _halves(at: I64) -> npt.NDArray[np.int32]:
 
 
 class PartitionConsumer(Client):
-    """A warm connection that reads one partition after the other. Used by one thread at a time."""
+    """A warm connection that reads one partition after another. Not thread-safe."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._servers = options.servers
         self._headers = options.headers
         self._connection = ConnectionErrors()
-        self._statistics = ""  # as text: it is parsed when somebody asks, which is when a read seems to stall
+        self._statistics = ""  # kept as text: parsed only if a read seems to stall
         self._partition: Partition = ("", -1)
         self._start = -1
         self._room = np.zeros(SOURCE_BATCH_RECORDS_MAX, dtype=np.int64)
@@ -152,7 +152,7 @@ class PartitionConsumer(Client):
         return f"{self._partition[0]}-{self._partition[1]}"
 
     def assign(self, partition: Partition, offset: int) -> None:
-        """Go on with another partition, from this offset. What was fetched ahead before is dropped."""
+        """Assign a partition, from this offset. Records fetched ahead for the previous one are dropped."""
         self._partition, self._start = partition, offset
         lib, topic = self._lib, partition[0].encode()
         wanted = lib.rd_kafka_topic_partition_list_new(1)
@@ -164,13 +164,13 @@ class PartitionConsumer(Client):
             raise explain(name_of(code), "", self._where, self._servers)
 
     def fetch(self, end: int, timeout_s: float) -> Fetched:
-        """Wait for records, at most `timeout_s`; take what is there.
+        """Wait at most `timeout_s` for records; return what is there.
 
         Raises:
             UsageError, Unreachable: reading is not permitted, or the connection is refused.
         """
         lib, room = self._lib, self._room
-        # One with patience, then what is there: the call would wait for all of a larger number.
+        # Wait for one record, then take what is there: the call would wait for all of a larger number.
         n = lib.rd_kafka_consume_batch_queue(self._queue, int(timeout_s * 1000), room.ctypes.data, 1)
         if n <= 0:
             if self._connection.refused:
@@ -191,7 +191,7 @@ class PartitionConsumer(Client):
             for i in np.flatnonzero(errors):
                 self._event(fetched, int(messages[i]), int(errors[i]))
             messages = messages[errors == 0]
-        # What an earlier assignment left is dropped by librdkafka; this is the second look.
+        # librdkafka drops records of an earlier assignment; checked again here.
         offsets = _words(messages + _OFFSET)
         mine = (_halves(messages + _PARTITION) == self._partition[1]) & (offsets >= self._start)
         topics = _words(messages + _RKT)
@@ -239,7 +239,7 @@ class PartitionConsumer(Client):
             pa.repeat(pa.scalar(number, pa.int32()), n),
             pa.array(offsets),
             pa.array(micros_of(stamps), pa.int64()).view(pa.timestamp("us", tz="UTC")),
-            pa.array(types - np.int32(1)),  # librdkafka counts one more than Spark
+            pa.array(types - np.int32(1)),  # librdkafka's enumeration is Spark's plus one
         ]
         if self._headers:
             arrays.append(pa.array([self._headers_of(m) for m in messages.tolist()], HEADERS.type))
@@ -248,7 +248,7 @@ class PartitionConsumer(Client):
     def _timestamps(self, messages: I64) -> tuple[I64, npt.NDArray[np.int32]]:
         """Milliseconds since 1970, and librdkafka's type: 0 none, 1 by the producer, 2 by the broker."""
         place = _Clock.place
-        # A few in every chunk are compared, the first and the last among them.
+        # Check a few in every chunk, including the first and the last.
         sample = messages[:: max(1, len(messages) // 8)] if place else messages
         asked = [self._ask_timestamp(m) for m in [*sample.tolist(), int(messages[-1])]]
         told = np.array(asked, dtype=np.int64)
@@ -282,7 +282,7 @@ class PartitionConsumer(Client):
         return found or None
 
     def fetch_position(self) -> int:
-        """Where librdkafka's fetcher stands, some seconds ago; -1: unknown. It moves over aborted records too."""
+        """Position of librdkafka's fetcher some seconds ago; -1: unknown. It also moves over aborted records."""
         topic = json.loads(self._statistics or "{}").get("topics", {}).get(self._partition[0], {})
         return int(topic.get("partitions", {}).get(str(self._partition[1]), {}).get("next_offset", -1))
 
@@ -298,11 +298,11 @@ class PartitionConsumer(Client):
 
 
 class _Clock:
-    """Where the time of a record lies behind the public struct.
+    """Where a record's timestamp lies behind the public struct.
 
     Attributes:
-        place: distance of the time (8 bytes) and of its type (4 bytes) from the start; None: not known.
-        hopeless: it was looked for and is not where it was expected: do not look again.
+        place: offsets of the timestamp (8 bytes) and its type (4 bytes) from the start; None: not known.
+        hopeless: the search failed; do not search again.
     """
 
     place: tuple[int, int] | None = None
@@ -311,12 +311,12 @@ class _Clock:
 
     @classmethod
     def find(cls, messages: I64, told: npt.NDArray[np.int64]) -> tuple[int, int] | None:
-        """Look for the times that librdkafka told; None if they are not there, or too few to be sure."""
+        """Search for the timestamps that librdkafka returned; None if not found, or too few to be sure."""
         if len(messages) < cls._SURE or not told[:, 1].any():
             return None
         times = [at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 8) if (_words(messages + at) == told[:, 0]).all()]
         types = [at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 4) if (_halves(messages + at) == told[:, 1]).all()]
-        # The type is a small number that others may equal by chance: it stands right before the time.
+        # The type is a small number that may match by chance, so it must stand right before the timestamp.
         near = [(t, k) for t in times for k in types if k == t - 4]
         if len(near) != 1:
             cls.hopeless = len(times) != 1
@@ -326,7 +326,7 @@ class _Clock:
 
 
 def _gather(addresses: I64, lengths: I64) -> pa.Array:
-    """Copy values that lie anywhere in memory into one binary array; address 0 is null."""
+    """Copy values from anywhere in memory into one binary array; address 0 is null."""
     n = len(addresses)
     nothing = addresses == 0
     nulls = int(nothing.sum())
@@ -337,8 +337,8 @@ def _gather(addresses: I64, lengths: I64) -> pa.Array:
         lengths = np.where(nothing, 0, lengths)
     base = int(addresses.min())
     total = int(lengths.sum())
-    # Value i is the span from bound 2i to bound 2i+1; what lies between two values is never taken. The last bound is
-    # never a value's: it makes the mean length right, by which Arrow guesses the size of the result.
+    # Value i is the span from bound 2i to bound 2i+1; gaps between values are never taken. The last bound belongs to no
+    # value: it corrects the mean length, from which Arrow estimates the size of the result.
     bounds = np.empty(2 * n + 1, dtype=np.int64)
     bounds[0:-1:2] = addresses - base
     bounds[1:-1:2] = bounds[0:-1:2] + lengths

@@ -1,4 +1,4 @@
-"""What librdkafka says, as errors of ours."""
+"""Translates librdkafka's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delivered.model.errors import BadRecord, DeliveredError, Fenced, Refused, U
 
 
 def config_error(said: str, owner: str = OWNER, name: str | None = None) -> UsageError:
-    """librdkafka refused a setting; `name` if it is known."""
+    """librdkafka rejected a setting; `name` if known."""
     found = re.search(r'property: "([^"]+)"', said)
     named = name or (found[1] if found else None)
     name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
@@ -24,11 +24,11 @@ def config_error(said: str, owner: str = OWNER, name: str | None = None) -> Usag
 
 
 def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
-    """An error of librdkafka as one of ours.
+    """Translate an error of librdkafka.
 
     Args:
-        name: of the code: "UNKNOWN_TOPIC_OR_PART".
-        what: the topic, partition or group that was asked for.
+        name: error code: "UNKNOWN_TOPIC_OR_PART".
+        what: the requested topic, partition or group.
     """
     if name in ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"):
         return UsageError(
@@ -62,16 +62,16 @@ def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
 
 
 def says_more(name: str, known: str) -> bool:
-    """Whether an error of the client is to replace what it said before: that all brokers are down follows what says
-    why ("Connection refused"), and must not hide it."""
+    """Whether a client error replaces the last one: "all brokers down" follows the cause ("Connection refused"), and
+    must not hide it."""
     return name != "_ALL_BROKERS_DOWN" or not known
 
 
 class ConnectionErrors:
-    """Remembers why connections fail: librdkafka reports it separately from the requests, which merely time out.
+    """Remembers why connections fail: librdkafka reports that apart from the requests, which merely time out.
 
     Attributes:
-        refused: what is wrong with TLS or credentials, which no waiting mends.
+        refused: a TLS or authentication error, which no retry fixes.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class ConnectionErrors:
 
 
 class ProducerError(Exception):
-    """A client's error. `name` as librdkafka calls it, without the prefix.
+    """A client error. `name` is librdkafka's, without the prefix.
 
     Attributes:
         away: no broker answered.
@@ -110,17 +110,17 @@ class ProducerError(Exception):
 
 _NO_PERMISSION = {f"{what}_AUTHORIZATION_FAILED" for what in ("TOPIC", "TRANSACTIONAL_ID", "CLUSTER")}
 _CONSEQUENCES = frozenset({"_PURGE_QUEUE", "_PURGE_INFLIGHT"})
-"""What the client tells records that it dropped because of another one's failure."""
+"""Errors of records that the client dropped because another record failed."""
 
 
 @dataclass
 class Failures:
-    """Records that could not be delivered: how many, and what the first was told that failed by itself.
+    """Undelivered records: how many, and the error of the first one that failed by itself.
 
     Attributes:
-        largest: bytes of key and value of the largest of them.
-        last_error: what the client last said about its connections, and why.
-        fatal: name of the error after which the client sends nothing more; records then fail with "_FATAL" alone.
+        largest: key and value of the largest, in bytes.
+        last_error: the client's last connection error, with its cause.
+        fatal: name of the error after which the client stopped sending; later records just fail with "_FATAL".
     """
 
     count: int = 0
@@ -138,7 +138,7 @@ class Failures:
         self.by_name[name] = self.by_name.get(name, 0) + 1
 
     def note(self, name: str, said: str) -> None:
-        """What the client says about its connections."""
+        """Keep a connection error of the client."""
         if says_more(name, self.last_error):
             self.last_error = f"{name}: {said}"
 
@@ -150,7 +150,7 @@ class Failures:
 
 
 def producer_error(error: ProducerError, topic: str | None, options: SinkOptions) -> DeliveredError:
-    """The error of a whole producer."""
+    """Translate an error of a producer."""
     servers = options.client["bootstrap.servers"]
     if error.fenced:
         return Fenced(
@@ -186,8 +186,8 @@ def producer_error(error: ProducerError, topic: str | None, options: SinkOptions
 
 
 def delivery_error(failures: Failures, options: SinkOptions) -> DeliveredError:
-    """The error of records that could not be delivered."""
-    if failures.name == "MSG_SIZE_TOO_LARGE":  # the broker's, which librdkafka uses for its own limit as well
+    """The error for undelivered records."""
+    if failures.name == "MSG_SIZE_TOO_LARGE":  # the broker's code; librdkafka uses it for its own limit too
         limit = options.client.get("message.max.bytes", "1048588")
         return BadRecord(
             "RECORD_TOO_LARGE",

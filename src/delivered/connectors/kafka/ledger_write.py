@@ -1,7 +1,7 @@
-"""One transaction of the ledger, request by request, so that each way to fail has its own outcome.
+"""One ledger transaction, request by request, so that each failure has a definite outcome.
 
-By hand, since librdkafka sends EndTxn again by itself, so that its refusal would be Unknown; with the read before it, a
-decision takes 12 to 16 ms (p50) here and 21 ms there (docs/decisions/039).
+Not through librdkafka: it retries EndTxn by itself, so a rejected commit would be Unknown. With the read before it, a
+    decision takes 12 to 16 ms (p50) here and 21 ms there (docs/decisions/039).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 
 
 class Again(Enum):
-    """Whether a failed write may be made again, once its transactional id was taken anew."""
+    """Whether a failed write may be retried after the transactional id has been initialised again."""
 
     NO = "no"
     FENCED = "a newer epoch of the id exists"
-    AWAY = "no answer before its end was asked for: nothing of it is in, nor will be"
+    AWAY = "no answer before EndTxn was sent: nothing was or will be committed"
 
 
 Writes = Mapping[int, Sequence[tuple[bytes, bytes | None]]]
-"""Partition -> records. The records of one partition fit into one batch."""
+"""Partition -> records. A partition's records fit into one record batch."""
 
 _FENCED = frozenset({protocol.INVALID_PRODUCER_EPOCH, protocol.PRODUCER_FENCED, protocol.INVALID_PRODUCER_ID_MAPPING})
 _ELSEWHERE = frozenset({protocol.NOT_LEADER, protocol.UNKNOWN_TOPIC_OR_PARTITION, protocol.LEADER_NOT_AVAILABLE})
@@ -38,24 +38,24 @@ _GZIP_FROM_BYTES = 4096
 
 
 class LedgerProducer:
-    """A transactional id as this process holds it, under an epoch that nobody else uses."""
+    """A transactional id held by this process, under an epoch of its own."""
 
     def __init__(self, wire: Wire, topic: str, held: Transaction) -> None:
         self._wire = wire
         self._topic = topic
         self._held = held
-        self._written: dict[int, int] = {}  # records in each partition so far: the sequence number of the next
-        self._under_way: set[int] = set()  # partitions that have their records of the transaction under way
+        self._written: dict[int, int] = {}  # records per partition so far: the next sequence number
+        self._under_way: set[int] = set()  # partitions already written in the current transaction
 
     def write(self, writes: Writes) -> tuple[Outcome[None], Again]:
         """Write records in one transaction.
 
-            1  add the partitions      <- refused here: nothing is in, nothing will be
-            2  write the records
-            3  EndTxn(commit), once    <- no answer here: nobody knows
+        1 add the partitions       <- rejected here: nothing was or will be committed
+        2 write the records
+        3 EndTxn(commit), once     <- no answer here: the outcome is unknown
 
         Returns:
-            The outcome; and of one that failed, whether it may be made again.
+            The outcome; and for a failed one, whether it may be retried.
         """
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
         self._under_way.clear()
@@ -64,11 +64,12 @@ class LedgerProducer:
             if code == protocol.NONE:
                 code = self.produce(writes)
                 while code in _ELSEWHERE and time.monotonic() < deadline:
-                    # Led by another broker, or by none yet. The sequence number keeps a repetition from counting twice.
+                    # The leader moved, or there is none yet. The sequence number makes a retry idempotent.
                     time.sleep(0.02)
                     code = self.produce(writes)
         except NoAnswer as error:
-            # Records may lie there; without EndTxn they are aborted, by the next one to take the id or by the time-out.
+            # Records may have been appended; without EndTxn they are aborted, by the next InitProducerId or the
+            # time-out.
             return Failed(f"the records could not be written: {error}"), Again.AWAY
         if code != protocol.NONE:
             again = Again.FENCED if code in _FENCED else Again.AWAY if code in _AWAY else Again.NO
@@ -91,13 +92,13 @@ class LedgerProducer:
             )
             told = self._wire.ask_coordinator(name, request, again=True)
             codes = [p.partition_error_code for t in told.results_by_topic_v3_and_below for p in t.results_by_partition]
-            # One partition's error makes the others say "operation not attempted".
+            # After one partition's error the others report "operation not attempted".
             code = next((c for c in codes if c not in (protocol.NONE, protocol.OPERATION_NOT_ATTEMPTED)), protocol.NONE)
             if code in protocol.COORDINATOR_MOVED:
                 self._wire.forget(name)
             return SimpleNamespace(error_code=code)
 
-        # The last transaction of this id may still be ending; to add partitions twice is the same as once.
+        # The id's last transaction may still be completing; adding partitions is idempotent.
         again = protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS, protocol.UNKNOWN_TOPIC_OR_PARTITION}
         return int(retried(ask, again, deadline, pause_s=0.002).error_code)
 
@@ -131,7 +132,7 @@ class LedgerProducer:
         request, name = end_request(self._held, commit=True), self._held.transactional_id
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
         try:
-            # A coordinator that is loading, or is another one by now, did nothing.
+            # A coordinator that is loading, or has moved, did nothing.
             answer = retried(
                 lambda: self._wire.ask_coordinator(name, request, again=False), protocol.COORDINATOR_MOVED, deadline
             )
@@ -141,9 +142,9 @@ class LedgerProducer:
             return Unknown(f"the commit was sent and not answered: {error}"), Again.NO
         if answer.error_code == protocol.NONE:
             return Ok(None), Again.NO
-        reason = f"the commit was refused: {name_of(answer.error_code)}"
+        reason = f"the commit was rejected: {name_of(answer.error_code)}"
         if answer.error_code in _FENCED | {protocol.INVALID_TXN_STATE}:
-            # Refused, and this was its only commit: the transaction was or will be aborted.
+            # Rejected, and this was the only EndTxn: the transaction was or will be aborted.
             return Failed(reason), Again.FENCED if answer.error_code in _FENCED else Again.NO
         return Unknown(reason), Again.NO
 

@@ -1,4 +1,4 @@
-"""librdkafka called directly, as the wheel of confluent-kafka brings it along: its functions, structs, and a client."""
+"""Direct calls into the librdkafka bundled with confluent-kafka's wheel: its functions, structs, and a client."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ ERROR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_
 STATISTICS_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 _Signature = tuple[Any, ...]
-"""What a function gives, then what it takes."""
+"""Return type, then argument types."""
 
 _FUNCTIONS: dict[str, _Signature] = {
     "rd_kafka_new": (_POINTER, _INT, _POINTER, _TEXT, _SIZE),
@@ -176,7 +176,7 @@ def _candidates() -> list[str]:
 
 
 def name_of(code: int) -> str:
-    """An error code as librdkafka calls it, without the prefix: "_TRANSPORT"."""
+    """librdkafka's name of an error code, without the prefix: "_TRANSPORT"."""
     return str(library().rd_kafka_err2name(code).decode())
 
 
@@ -185,7 +185,7 @@ def text_of(code: int) -> str:
 
 
 def configuration(settings: Mapping[str, str], owner: str) -> int:
-    """A rd_kafka_conf_t; the caller's to destroy. Raises UsageError: no such setting, or not this value."""
+    """A rd_kafka_conf_t, which the caller must destroy. Raises UsageError: unknown setting, or invalid value."""
     lib, said = library(), ctypes.create_string_buffer(512)
     conf = lib.rd_kafka_conf_new()
     for name, value in settings.items():
@@ -195,20 +195,20 @@ def configuration(settings: Mapping[str, str], owner: str) -> int:
     return int(conf)
 
 
-# librdkafka calls back with a number instead of a Python object: an object could be gone by then.
+# Callbacks carry a number instead of a Python object, which may be gone by then.
 _clients: dict[int, Client] = {}
 _numbers = itertools.count(1)
 
 
 class Client:
-    """One client of librdkafka. Used by one thread at a time; it calls back while it is polled.
+    """A librdkafka client. Not thread-safe; callbacks run while it is polled.
 
     Args:
-        settings: as librdkafka names them, secrets followed.
+        settings: librdkafka's names, secrets resolved.
         owner: of the options, for errors.
 
     Raises:
-        UsageError: there is no such setting, or not with this value.
+        UsageError: unknown setting, or invalid value.
     """
 
     PRODUCER, CONSUMER = 0, 1
@@ -218,7 +218,7 @@ class Client:
         self._number = next(_numbers)
         conf, said = configuration(settings, owner), ctypes.create_string_buffer(512)
         lib.rd_kafka_conf_set_error_cb(conf, _on_error)
-        lib.rd_kafka_conf_set_log_cb(conf, None)  # what matters comes back as errors
+        lib.rd_kafka_conf_set_log_cb(conf, None)  # relevant errors reach the callbacks
         lib.rd_kafka_conf_set_opaque(conf, self._number)
         if kind == self.PRODUCER:
             lib.rd_kafka_conf_set_dr_msg_cb(conf, _on_failed)
@@ -232,15 +232,15 @@ class Client:
         _clients[self._number] = self
 
     def on_error(self, name: str, said: str) -> None:
-        """What it says about its connections."""
+        """A connection error."""
 
     def on_failed(self, code: int, size: int) -> None:
-        """A record of so many bytes could not be delivered."""
+        """A record of `size` bytes was not delivered."""
 
     def on_statistics(self, text: str) -> None: ...
 
     def _let_go(self) -> int | None:
-        """The handle, once: what frees it takes it."""
+        """Detach the handle, which the caller frees; None: detached before."""
         rk, self._rk = self._rk, None
         _clients.pop(self._number, None)
         return rk
@@ -266,14 +266,14 @@ def _on_statistics(_rk: int, text: int, length: int, opaque: int) -> int:
 
 
 def check_settings(owner: str, client: Mapping[str, str]) -> None:
-    """Ask librdkafka, on the driver and before anything runs, whether it takes the user's settings. Connects to nobody.
+    """Check the user's settings on the driver, before anything runs. Opens no connection.
 
     Args:
-        client: as `client_options` gives them. Secrets are not followed: where they are used is another machine.
+        client: from `client_options`. Secrets are not resolved: that happens on other machines.
 
     Raises:
-        UsageError: it knows no such setting, or not this value.
+        UsageError: unknown setting, or invalid value.
     """
     known = {k: v for k, v in client.items() if k != "sasl.jaas.config" and not v.startswith(("env:", "file:"))}
-    with suppress(MissingExtra):  # a client that is made later says so
+    with suppress(MissingExtra):  # reported when a client is created
         library().rd_kafka_conf_destroy(configuration(known, owner))

@@ -1,7 +1,8 @@
-"""Markers: the record that each shard of a batch writes into its own transaction, and how it is found again.
+"""Markers: each shard of a batch writes one into its transaction, so it is visible if and only if the rows are.
 
-A marker is visible if and only if the rows beside it are. Markers live in the pipeline's internal topic, apart from the
-decisions: a prepared transaction holds back everything behind it in the partitions it wrote to.
+Markers have their own partitions of the internal topic: a prepared transaction hides everything behind it in the
+    partitions it
+wrote to.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def read_marker(value: bytes) -> tuple[str, int, Fingerprint]:
 
 
 def find_marker(wire: Wire, topic: str, work: Work, wait_s: float) -> Fingerprint | None:
-    """Fingerprint in the marker of a shard of a batch if its rows are visible, else None.
+    """Fingerprint in a shard's marker if its rows are visible, else None.
 
     Raises:
         OutcomeUnknown: the partition could not be read to its end.

@@ -1,4 +1,4 @@
-"""Offsets as Spark's Kafka source spells them, and as they stand in a checkpoint."""
+"""Offsets, in the format of Spark's Kafka source and of its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Partition = tuple[str, int]
 """Topic and number."""
 
 EARLIEST, LATEST = -2, -1
-"""Stand for an offset in the options' JSON."""
+"""Placeholders for an offset in the options' JSON."""
 
 _IDS = "#topic ids"
 _FIRST = "#first"
 _FROM = "#from"
-# No topic can have these names: Kafka allows no "#" in one.
+# No topic can have these names: Kafka does not allow "#".
 METADATA = frozenset({_IDS, _FIRST, _FROM})
-"""Keys of offsets that Spark's own connector does not know."""
+"""Keys that Spark's own connector does not know."""
 LASTING = frozenset({_IDS, _FIRST})
-"""Those that hold for later offsets too."""
+"""Those that also apply to later offsets."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where a stream stands.
+    """A stream's position.
 
     Attributes:
         at: partition -> next offset.
-        ids: topic -> Kafka's id of it, which is another one after the topic was deleted and recreated.
-        first: partition -> where it began, if it was not there when the stream began.
-        begins: partition -> first offset of the batch that ends here, where that is not where the batch before ended:
-            it had lost records.
+        ids: topic -> its Kafka topic id, which changes when the topic is deleted and recreated.
+        first: partition -> first offset, if it was added after the stream started.
+        begins: partition -> first offset of the batch that ends here, if that is not the end of the previous batch
+            because records were lost.
     """
 
     at: Mapping[Partition, int]
@@ -44,11 +44,11 @@ class Positions:
     begins: Mapping[Partition, int] = field(default_factory=dict)
 
     def begin_of(self, partition: Partition, before: Positions) -> int | None:
-        """Where a partition begins in the batches between `before` and here. None: nobody said."""
+        """First offset of a partition in the batches between `before` and here; None: not recorded."""
         return self.begins.get(partition, before.at.get(partition, self.first.get(partition)))
 
     def to_json(self) -> Offsets:
-        """`{"orders": {"0": 12}, "#topic ids": {...}}`: as Spark writes it, and names that no topic can have."""
+        """`{"orders": {"0": 12}, "#topic ids": {...}}`: Spark's format, plus keys that no topic can have."""
         told: Offsets = _nested(self.at)
         told[_IDS] = dict(sorted(self.ids.items()))
         if self.first:
@@ -88,13 +88,13 @@ Place = int | Timestamp
 
 @dataclass(frozen=True)
 class Where:
-    """Where to start or to end.
+    """Where to start or end reading.
 
     Attributes:
-        everywhere: for all partitions; None: each has its own.
+        everywhere: for all partitions; None: see `each`.
         each: partition -> place.
-        option: that said so, for errors.
-        stored: the positions that a driver's `initial` gave once: exactly these, whatever Kafka has now.
+        option: where it was set, for errors.
+        stored: positions from a driver's earlier `initial`, used as they are, whatever Kafka has now.
     """
 
     option: str
@@ -103,17 +103,17 @@ class Where:
     stored: Positions | None = None
 
     def place(self, partition: Partition) -> Place | None:
-        """None: nothing was said about this partition."""
+        """None: not set for this partition."""
         return self.each.get(partition) if self.everywhere is None else self.everywhere
 
 
 def parse_offsets(owner: str, option: str, text: str) -> Where:
-    """Read "earliest", "latest", JSON like {"orders": {"0": 23, "1": -1}}, or what a driver's `initial` gave."""
+    """Read "earliest", "latest", JSON like {"orders": {"0": 23, "1": -1}}, or the result of a driver's `initial`."""
     word = text.strip().lower()
     if word in ("earliest", "latest"):
         return Where(option, EARLIEST if word == "earliest" else LATEST)
     if _IDS in text:
-        stored = Positions.from_json(_json_object(owner, option, text, "what the source gave before"))
+        stored = Positions.from_json(_json_object(owner, option, text, "an offset written by this source"))
         return Where(option, each=dict(stored.at), stored=stored)
     each = parse_partitions(owner, option, text, '"earliest", "latest" or {"topic": {"0": 23, "1": -1}}')
     for (topic, number), offset in each.items():

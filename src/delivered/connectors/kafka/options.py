@@ -1,4 +1,4 @@
-"""Options of the Kafka source, as Spark's own Kafka source spells them."""
+"""Options of the Kafka source, named as in Spark's own Kafka source."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def _pattern(text: str) -> str:
 
 
 def _where(owner: str, values: Mapping[str, str], side: str, forbidden: int | None) -> Where | None:
-    """A time for all partitions comes before times per partition, and these before offsets, as in Spark.
+    """As in Spark, a timestamp for all partitions overrides timestamps per partition, which override offsets.
 
-    Positions that a stream began with once come before everything: the rest is what they were made from.
+    Stored positions of a stream's first start override everything, as they were resolved from the other options.
     """
     offsets = values.get(f"{side}Offsets")
     if offsets is not None and (before := parse_offsets(owner, f"{side}Offsets", offsets)).stored is not None:
@@ -131,13 +131,13 @@ _PER_TIME = 'Milliseconds since 1970 per partition, as {"topic": {"0": 170000000
 class SourceOptions(Options, owner=OWNER, ignored=("path",)):
     """
     Attributes:
-        client: librdkafka's settings, as `client_options` gives them; secrets are references still.
-        topics, pattern, partitions: exactly one is set: which partitions are read.
+        client: librdkafka's settings from `client_options`; secrets are not resolved yet.
+        topics, pattern, partitions: the partitions to read; exactly one is set.
         starting, ending: None: the default, which differs between stream and batch.
         timestamp_strict: a partition without a record at or after the starting time is an error.
-        rows_min: a batch waits for so many offsets, at most `delay_s_max` seconds.
+        rows_min: a batch waits for this many offsets, at most `delay_s_max` seconds.
         piece_rows_max: offsets in one task.
-        group: consumer group that is told the progress.
+        group: consumer group to commit offsets to.
     """
 
     topics: tuple[str, ...] | None = several(_subscribed, _SUBSCRIBE, default=None)
@@ -157,8 +157,8 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
         partial(_where, side="starting", forbidden=None),
         Option(
             "startingOffsets",
-            'earliest, latest, or {"topic": {"0": 23, "1": -1}} with -1 for latest and -2 for earliest. Counts for a '
-            "new checkpoint; partitions that appear later start at their earliest.",
+            'earliest, latest, or {"topic": {"0": 23, "1": -1}} with -1 for latest and -2 for earliest. Applies to '
+            "a new checkpoint; partitions added later start at their earliest offset.",
             "latest for a stream, earliest for a batch",
         ),
         Option("startingOffsetsByTimestamp", _PER_TIME),
@@ -234,7 +234,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
         Option(
             "kafka.isolation.level",
             "read_committed: skips aborted transactions, and reads only up to the first open one; read_uncommitted, "
-            "Spark's default: reads all records at once.",
+            "Spark's default: reads all records immediately.",
             "read_committed",
         ),
         Option("kafka.group.id", "Group id for authorization. The consumers join no group."),
@@ -269,7 +269,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
 
     @property
     def what(self) -> str:
-        """What is read, for messages."""
+        """Describes what is read, for messages."""
         if self.topics is not None:
             return ",".join(self.topics)
         if self.pattern is not None:
@@ -278,7 +278,7 @@ class SourceOptions(Options, owner=OWNER, ignored=("path",)):
 
 
 def refuse_latest_start(where: Where) -> None:
-    """A batch cannot start at the latest offsets: it would be empty by chance."""
+    """A batch read cannot start at the latest offsets: it would almost always be empty."""
     if LATEST in (where.everywhere, *where.each.values()):
         raise UsageError(
             "OPTION_VALUE",

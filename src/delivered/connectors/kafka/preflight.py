@@ -1,4 +1,4 @@
-"""Ask the brokers, before the first batch, whether they can keep the promise."""
+"""Check topic and brokers against the guarantee, before the first batch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TOPIC_CONFIG, _BROKER_CONFIG = 2, 4
 
 
 def preflight(options: SinkOptions, guarantee: Guarantee) -> Sequence[Finding]:
-    """What stands against the guarantee, and what a person should know.
+    """Whatever breaks the guarantee, and warnings.
 
     Raises:
-        Unreachable: no broker answered within 15 s, or they turned the credentials away.
+        Unreachable: no broker answered, or they rejected the credentials.
     """
     wire = Wire(options.resolved())
     try:
@@ -90,7 +90,7 @@ def _topic(wire: Wire, options: SinkOptions) -> list[Finding]:
 
 
 def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
-    # Any broker may be the coordinator of some shard: the strictest one counts.
+    # Any broker may coordinate a shard's transactions, so the strictest one counts.
     limits = [
         int(value)
         for node in wire.nodes()
@@ -122,7 +122,7 @@ def _transactions(wire: Wire, options: SinkOptions) -> list[Finding]:
 
 
 def _config(wire: Wire, kind: int, name: str, key: str, node: int | None = None) -> str | None:
-    """A setting of a topic or broker; None if the broker does not tell it to this user."""
+    """A topic or broker setting; None if this user may not see it."""
     from kafka.protocol.admin.configs import DescribeConfigsRequest
 
     Resource = DescribeConfigsRequest.DescribeConfigsResource  # noqa: N806

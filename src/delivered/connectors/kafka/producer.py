@@ -1,8 +1,7 @@
-"""A producer of librdkafka: Arrow buffers in, no Python object per record.
+"""A librdkafka producer: Arrow buffers in, no Python object per record.
 
-A numpy array is laid over `rd_kafka_message_t`; pointers and lengths are computed from the Arrow offsets, and one call
-hands a whole chunk over. librdkafka copies what it takes, so that nothing here must outlive the call, and its queue
-bounds the memory.
+A numpy array of `rd_kafka_message_t` gets pointers and lengths computed from the Arrow offsets; one call produces a
+whole chunk. librdkafka copies the records, so no buffer must outlive the call, and its queue bounds the memory.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.patience import Stall
 
 QUEUE_KBYTES_MAX = 65_536
-"""Rows that wait in the client, per producer. It bounds a worker's memory, whatever the size of a batch."""
+"""Queued rows per producer. Bounds a worker's memory, whatever the batch size."""
 
 QUEUE_RECORDS_MAX = 400_000
 DELIVERY_TIMEOUT_S = 120
-"""At least once: how long a record may wait for its acknowledgement, a broker's restart included."""
+"""at_least_once: how long a record may wait for its acknowledgement; longer than a broker restart."""
 
 _POLL_MS = 5
 """How long a writer sleeps while the queue is full."""
 ROWS_PER_CALL = 16_384
-"""Rows in one call: their structs take 1.2 MB."""
+"""Rows per call; their structs take 1.2 MB."""
 
 _MESSAGE = np.dtype(Message)
 _UNASSIGNED = -1
@@ -45,17 +44,17 @@ _FATAL = -150
 _VTYPE_TOPIC, _VTYPE_PARTITION, _VTYPE_VALUE, _VTYPE_KEY = 1, 3, 4, 5
 _VTYPE_MSGFLAGS, _VTYPE_HEADERS = 7, 10
 _EMPTY = ctypes.create_string_buffer(1)
-"""Where empty values point: a null pointer would make them null."""
+"""Empty values point here: a null pointer would make them null."""
 
 
 def producer_config(options: SinkOptions, guarantee: Guarantee, transactional_id: str | None) -> dict[str, str]:
-    """All settings of a producer, as librdkafka names them; the user's win where they may."""
+    """A producer's settings by librdkafka's names; the user's override the defaults, not what the guarantee needs."""
     config = {
         "client.id": "delivered",
         "linger.ms": "5",
         "queue.buffering.max.kbytes": str(QUEUE_KBYTES_MAX),
         "queue.buffering.max.messages": str(QUEUE_RECORDS_MAX),
-        "message.max.bytes": "1048588",  # the broker's default; the client's own is below it
+        "message.max.bytes": "1048588",  # the broker's default; the client's default is lower
         "socket.nagle.disable": "true",
         "reconnect.backoff.ms": "20",
         "retry.backoff.ms": "20",
@@ -82,7 +81,7 @@ def producer_config(options: SinkOptions, guarantee: Guarantee, transactional_id
             config |= {"enable.idempotence": "true"}
             config.setdefault("message.timeout.ms", str(DELIVERY_TIMEOUT_S * 1000))
         case Guarantee.AT_MOST_ONCE:
-            # A request without an answer may have been stored. It is given up, not sent again.
+            # A request without an answer may have been stored, so it is given up instead of retried.
             config |= {"enable.idempotence": "false", "message.send.max.retries": "0", "acks": options.acks}
             config.setdefault("message.timeout.ms", "30000")
     return config
@@ -123,10 +122,10 @@ Headers = Sequence[tuple[str, bytes | None]]
 
 
 class Producer(Client):
-    """A producer. Used by one thread at a time.
+    """A producer. Not thread-safe.
 
     Attributes:
-        failures: records that could not be delivered since the last `flush`: counted, not raised.
+        failures: undelivered records since the last `clear`; counted, not raised.
     """
 
     def __init__(self, config: Mapping[str, str]) -> None:
@@ -148,8 +147,8 @@ class Producer(Client):
     # -- transactions ------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> None:
-        """Take the transactional id; whoever held it is fenced."""
-        # librdkafka asks for an id at once, finds no connection yet, and asks again 500 ms later: connect first.
+        """Initialise the transactional id, which fences its previous holder."""
+        # Connect first: init_transactions without a connection would retry only after 500 ms.
         result, timeout_ms = ctypes.POINTER(Metadata)(), int(timeout_s * 1000)
         if self._lib.rd_kafka_metadata(self._rk, 0, None, ctypes.byref(result), timeout_ms) == 0:
             self._lib.rd_kafka_metadata_destroy(result)
@@ -159,7 +158,7 @@ class Producer(Client):
         self._check(self._lib.rd_kafka_begin_transaction(self._rk))
 
     def abort(self, timeout_s: float) -> None:
-        """Drop what is queued and abort the open transaction."""
+        """Purge the queue and abort the open transaction."""
         self._lib.rd_kafka_purge(self._rk, 0x1 | 0x2)
         self._lib.rd_kafka_poll(self._rk, 0)
         self._check(self._lib.rd_kafka_abort_transaction(self._rk, int(timeout_s * 1000)))
@@ -167,7 +166,7 @@ class Producer(Client):
     # -- records -----------------------------------------------------------------------------------------------
 
     def send(self, rows: Rows) -> None:
-        """Hand rows over; blocks while the queue is full."""
+        """Produce rows; blocks while the queue is full."""
         if rows.headers is not None and rows.headers.null_count < len(rows):
             nothing = itertools.repeat(None)
             for key, value, headers, partition in zip(
@@ -208,7 +207,7 @@ class Producer(Client):
             if taken == len(rest):
                 break
             refused = np.flatnonzero(rest["err"])
-            # A full queue refuses all that follow, so that order is kept; anything else is about one record.
+            # A full queue rejects all later records too, which keeps the order; other errors concern one record.
             full = rest["err"][refused] == _QUEUE_FULL
             for i in refused[~full]:
                 self.failures.add(name_of(int(rest["err"][i])), int(rest["len"][i] + rest["key_len"][i]))
@@ -224,7 +223,7 @@ class Producer(Client):
     def send_one(
         self, topic: str, partition: int, key: bytes | None, value: bytes | None, headers: Headers = ()
     ) -> None:
-        """Hand one record over; blocks while the queue is full."""
+        """Produce one record; blocks while the queue is full."""
         arguments = [
             Argument(_VTYPE_TOPIC, Value(cstr=topic.encode())),
             Argument(_VTYPE_PARTITION, Value(i32=partition)),
@@ -267,13 +266,13 @@ class Producer(Client):
         return int(handle)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until every record handed over was acknowledged or failed; `failures` tells which.
+        """Wait until every produced record was acknowledged or is counted in `failures`.
 
         Raises:
-            ProducerError: a fatal error, or records were still on their way after `timeout_s`.
+            ProducerError: a fatal error, or records still unacknowledged after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
-        # Milliseconds: librdkafka notices an empty queue only when a call ends.
+        # Short at first: librdkafka notices an empty queue only when a call ends.
         pauses = itertools.chain(itertools.repeat(1, 100), itertools.repeat(20))
         with Stall(self._server) as stall:
             while self._lib.rd_kafka_flush(self._rk, next(pauses)) != 0:
@@ -300,7 +299,7 @@ class Producer(Client):
             self._lib.rd_kafka_metadata_destroy(result)
 
     def close(self) -> None:
-        """Free it without a word to the broker: an open transaction stays open. May be called again."""
+        """Free the client and leave an open transaction open. Idempotent."""
         if (rk := self._let_go()) is not None:
             self._lib.rd_kafka_purge(rk, 0x1 | 0x2)
             for topic in self._topics.values():
@@ -339,7 +338,8 @@ class Producer(Client):
 
 
 def _lay(structs: npt.NDArray[Any], at: str, length: str, array: pa.Array) -> Any:
-    """Write pointers and lengths of binary values into the structs; return what must live until the call is over."""
+    """Write pointers and lengths of binary values into the structs; return the buffers to keep alive during the
+    call."""
     kind: Any = np.int64 if pa.types.is_large_binary(array.type) else np.int32
     valid, offset_buffer, data = array.buffers()
     n = len(array)

@@ -1,8 +1,8 @@
-"""Single requests to brokers, one at a time, with the answer's own error code: through kafka-python.
+"""Single requests to brokers through kafka-python, each with its own error code.
 
-What the driver needs (ending another process's transaction, deciding) must not hide behind a client that retries by
-itself: a lost answer is a case of its own here. A broker that is away is waited for (`Wire.patiently`) where nothing
-was sent yet, or where the same request may be made again.
+The driver ends transactions of other processes and writes decisions: there a lost response is an outcome of its own,
+which a client that retries by itself would hide. `Wire.patiently` waits for an unavailable broker only if nothing was
+sent yet or the request is idempotent.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _TLS = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.
 
 
 class NoAnswer(Exception):
-    """A request was sent, or could not be sent; whether it had an effect is not known."""
+    """No response to a request; it is unknown whether it took effect."""
 
 
 class NotSent(NoAnswer):
-    """There was nobody to send it to: it had no effect."""
+    """The request was not sent, so it had no effect."""
 
 
 class NoTopic(NoAnswer):
-    """There is no such topic, or this user may not see it."""
+    """The topic does not exist, or this user may not see it."""
 
 
 T = TypeVar("T")
 
 
 def server_name(servers: str) -> str:
-    """A cluster, for people."""
+    """A cluster's name in messages."""
     return f"Kafka at {servers}"
 
 
@@ -79,17 +79,17 @@ def _not_sent(error: BaseException) -> bool:
 
 
 def name_of(code: int) -> str:
-    """An error code as Kafka's documentation spells it."""
+    """Kafka's name of an error code."""
     from kafka import errors
 
     return str(getattr(errors.for_code(code), "message", code))
 
 
 class Wire:
-    """Connections to the brokers of one cluster, kept open. Safe for several threads.
+    """Open connections to the brokers of one cluster. Thread-safe.
 
     Args:
-        client: librdkafka's settings, secrets followed.
+        client: librdkafka's settings, secrets resolved.
     """
 
     def __init__(self, client: Mapping[str, str]) -> None:
@@ -105,8 +105,8 @@ class Wire:
         """kafka-python's admin client.
 
         Raises:
-            Unreachable: no broker answered within 10 s (120 s if it answered this query before), or they turned the
-                credentials away.
+            Unreachable: no broker answered within 10 s (120 s inside a running query), or they rejected the
+                credentials.
         """
         with self._lock:
             if self._admin is None:
@@ -115,14 +115,14 @@ class Wire:
             return self._admin
 
     def patiently(self, ask: Callable[[], T], again: bool = True) -> T:
-        """Ask until there is an answer, over a restart of the brokers.
+        """Retry until there is an answer, across a restart of the brokers.
 
         Args:
-            ask: one request, with the look for who is to answer it.
-            again: whether it may be made again when it was sent and not answered; else only while it was not sent.
+            ask: one request, including the lookup of its broker.
+            again: also retry a request that was sent but not answered; else only one that was not sent.
 
         Raises:
-            NoAnswer: still none after 120 s; or, unless `again`, nobody knows what became of it.
+            NoAnswer: still none after 120 s; or, unless `again`, the outcome is unknown.
         """
 
         def once() -> T:
@@ -149,7 +149,7 @@ class Wire:
         try:
             return KafkaAdminClient(**self._settings, kafka_client=client)
         except errors.KafkaError as error:
-            # The client tells that it could not connect; why, it keeps to itself.
+            # The client reports that it could not connect, but not why.
             auth = list(made[0]._manager._auth_failures.values()) if made else []
             self._refused = bool(auth)
             for one in made:
@@ -157,11 +157,11 @@ class Wire:
             raise unreachable(self._servers, auth[0] if auth else error) from None
 
     def ask(self, request: Any, node: int | None = None, timeout_s: float = REQUEST_TIMEOUT_S) -> Any:
-        """Send one request to a node (None: any) and return its answer. Never sends twice, waits for nobody.
+        """Send one request to a node (None: any) and return its answer, without retries.
 
         Raises:
-            NotSent: there is no connection to the node now.
-            NoAnswer: the connection broke, or nothing came back in time.
+            NotSent: no connection to the node now.
+            NoAnswer: the connection broke, or the request timed out.
         """
         from kafka import errors
 
@@ -183,22 +183,22 @@ class Wire:
             raise (NoAnswer if sent else NotSent)(f"{type(error).__name__}: {error}") from None
 
     def nodes(self) -> list[int]:
-        """Ids of all brokers, as the cluster tells now."""
+        """Ids of all brokers in the cluster now."""
         from kafka.protocol.metadata import MetadataRequest
 
         def ask() -> list[int]:
             found = [b.node_id for b in self.ask(MetadataRequest(topics=[])).brokers]
-            if not found:  # one that has just started may not know itself yet
-                raise NoAnswer("the cluster names no broker")
+            if not found:  # a broker that has just started may not know itself yet
+                raise NoAnswer("the cluster listed no broker")
             return found
 
         return self.patiently(ask)
 
     def coordinator(self, transactional_id: str) -> int:
-        """Node that keeps the transactions of this id.
+        """Node of this id's transaction coordinator.
 
         Raises:
-            NotSent: nobody knows at the moment.
+            NotSent: there is none at the moment.
         """
         known = self._coordinators.get(transactional_id)
         if known is not None:
@@ -217,7 +217,7 @@ class Wire:
         return int(answer.node_id)
 
     def ask_coordinator(self, transactional_id: str, request: Any, again: bool) -> Any:
-        """Ask the id's coordinator, whoever that is by now. For `again` see `patiently`."""
+        """Ask the id's current coordinator. For `again` see `patiently`."""
 
         def ask() -> Any:
             node = self.coordinator(transactional_id)
@@ -233,7 +233,7 @@ class Wire:
         return self.patiently(ask, again)
 
     def topic(self, name: str) -> Any:
-        """What a broker says of a topic, its error code included."""
+        """A topic's metadata, including its error code."""
         from kafka.protocol.metadata import MetadataRequest
 
         Topic = MetadataRequest.MetadataRequestTopic  # noqa: N806 - a class
@@ -269,13 +269,13 @@ class Wire:
         return self._leaders[(topic, partition)]
 
     def forget(self, transactional_id: str | None = None) -> None:
-        """Ask again where things are."""
+        """Drop cached leaders, and the coordinator of this id."""
         if transactional_id is not None:
             self._coordinators.pop(transactional_id, None)
         self._leaders.clear()
 
     def _refresh(self) -> None:
-        """Learn the addresses of brokers that joined or moved since."""
+        """Refresh the addresses of brokers that joined or moved."""
         manager = self.admin()._manager
 
         async def refresh() -> Any:
@@ -289,7 +289,7 @@ class Wire:
             raise NotSent(f"{type(error).__name__}: {error}") from None
 
     def close(self) -> None:
-        """Give the connections back. May be called again; the next request opens new ones."""
+        """Close the connections; the next request opens new ones. Idempotent."""
         with self._lock:
             admin, self._admin = self._admin, None
         if admin is not None:
@@ -297,10 +297,10 @@ class Wire:
 
 
 def retried(ask: Callable[[], Any], again: Set[int], deadline: float, pause_s: float = 0.005) -> Any:
-    """Repeat a request that may be repeated, while its answer's `error_code` is in `again`.
+    """Repeat an idempotent request while its answer's `error_code` is in `again`.
 
     Args:
-        ask: waits for a broker that is away by itself (`Wire.patiently`).
+        ask: waits for an unavailable broker itself (`Wire.patiently`).
         deadline: of time.monotonic().
     """
     while True:
@@ -316,21 +316,20 @@ def unreachable(servers: str, error: Exception) -> Unreachable:
     if "Authentication" in name or "Authorization" in name or "Sasl" in name:
         return Unreachable(
             "KAFKA_CREDENTIALS",
-            f"The brokers at {servers} turned the credentials away: {error}.",
+            f"The brokers at {servers} rejected the credentials: {error}.",
             next_step="check kafka.sasl.* and kafka.ssl.*",
         )
     if _listens(servers):
         return Unreachable(
             "KAFKA_CREDENTIALS",
-            f"A server listens at {servers}, and ended the conversation before the first answer: it expects other "
-            "credentials or another protocol, its certificate is not trusted here, or it is no Kafka broker "
-            f"({error}).",
+            f"A server at {servers} closed the connection before its first answer: it expects other credentials or "
+            f"another security protocol, its certificate is not trusted here, or it is not a Kafka broker ({error}).",
             next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
         )
     return Unreachable(
         "KAFKA_UNREACHABLE",
         f"No broker at {servers} answered within {CONNECT_TIMEOUT_S:.0f} s.",
-        next_step="check kafka.bootstrap.servers and kafka.security.protocol, and that the broker runs",
+        next_step="check kafka.bootstrap.servers and kafka.security.protocol, and that the brokers are running",
     )
 
 
@@ -346,7 +345,7 @@ def _listens(servers: str) -> bool:
 
 
 def _kafka_python(client: Mapping[str, str]) -> dict[str, Any]:
-    """librdkafka's settings as kafka-python spells them. What has no counterpart is left out."""
+    """librdkafka's settings translated for kafka-python; those without a counterpart are left out."""
     settings: dict[str, Any] = {
         "bootstrap_servers": [s.strip() for s in client["bootstrap.servers"].split(",") if s.strip()],
         "bootstrap_timeout_ms": int(CONNECT_TIMEOUT_S * 1000),

@@ -1,7 +1,7 @@
 """Reads one slice: the records of a range of offsets of one partition, on an executor.
 
-A range ends when the consumer has got to its end, whether or not the last offsets hold records: markers of
-transactions and aborted records take offsets too. Records are never counted by subtracting offsets.
+A range is complete when the consumer's position reaches its end, even if the last offsets hold no records: transaction
+markers and aborted records take offsets too. Records are never counted by subtracting offsets.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _idle: WarmClients[PartitionConsumer] = WarmClients(2)
 
 @contextmanager
 def warm_consumer(options: SourceOptions) -> Iterator[PartitionConsumer]:
-    """A consumer that is connected already, if one with the same options is idle here."""
+    """An idle, connected consumer with the same options, or a new one."""
     key = repr((sorted(options.client.items()), options.headers))
     with _idle.lent(key, lambda: PartitionConsumer(options)) as consumer:
-        yield consumer  # closed also if the slice is not read to its end
+        yield consumer  # if the slice is not read to its end, the consumer is closed
         consumer.release()
 
 
 def read_range(options: SourceOptions, wanted: Range[Partition]) -> Iterator[pa.RecordBatch]:
-    """Records of a range, in the order of offsets.
+    """Records of a range, in offset order.
 
-    Bounded memory: what the consumer holds ready, and one batch. An empty range asks nothing.
+    Memory is bounded by the consumer's queue and one batch. An empty range sends no request.
 
     Raises:
-        InvariantBroken: records of the range are gone, and `failOnDataLoss` is true.
-        Unreachable: the brokers did not answer for two minutes, or refuse the connection.
+        InvariantBroken: records of the range no longer exist, and `failOnDataLoss` is true.
+        Unreachable: the brokers did not answer for two minutes, or rejected the connection.
         UsageError: reading is not permitted.
     """
     if wanted.start >= wanted.end:
@@ -73,7 +73,7 @@ class _Reading:
         while self._position < end:
             asked = time.monotonic()
             fetched = self._consumer.fetch(end, _POLL_S)
-            # Only time in which the broker owes something counts: not the time that the task takes for the records.
+            # Count only the time spent waiting for the broker, not the task's own.
             self._waited_s += time.monotonic() - asked
             if fetched.batch is not None:
                 yield fetched.batch
@@ -88,9 +88,9 @@ class _Reading:
                 self._look_for_progress()
 
     def _confirm(self, fetched: Fetched) -> None:
-        """The log seems not to have the rest of the range: ask until that is certain."""
+        """The log seems to end before the range does: ask until that is certain."""
         end = self._wanted.end
-        stuck = fetched.out_of_range or fetched.gone  # librdkafka has given this assignment up
+        stuck = fetched.out_of_range or fetched.gone  # librdkafka stopped fetching this assignment
         deadline = time.monotonic() + RESTART_CONFIRM_S
         while True:
             asked = time.monotonic()
@@ -100,7 +100,7 @@ class _Reading:
                 if self._waited_s > SOURCE_PATIENCE_S:
                     raise self._unreachable()
                 if not stuck:
-                    return  # nobody says that anything is missing; reading goes on and will see
+                    return  # nothing confirmed missing: go on reading
                 deadline = time.monotonic() + RESTART_CONFIRM_S
                 continue
             low, high = bounds
@@ -119,10 +119,9 @@ class _Reading:
             time.sleep(_POLL_S / 5)
 
     def _bounds(self) -> tuple[int, int] | None:
-        """First offset and end (last stable offset) of the partition, as its broker says now; None: no answer.
+        """First offset and end (last stable offset) of the partition now; None: no answer.
 
-        The consumer itself cannot be asked: to it, a partition of a broker that is down and one that does not exist
-        look alike.
+        Not asked through the consumer, to which an unavailable broker and a missing partition look alike.
         """
         if self._asker is None:
             self._asker = KafkaDriverClient(self._options)
@@ -136,19 +135,19 @@ class _Reading:
 
     def _lost(self, start: int, end: int) -> None:
         text = (
-            f"Offsets {start} to {end - 1} of {self._where} are gone before they were read: deleted by retention or by "
-            "somebody, or the topic was deleted and recreated."
+            f"Offsets {start} to {end - 1} of {self._where} no longer exist and were not read: they were deleted "
+            "(retention, DeleteRecords), or the topic was deleted and recreated."
         )
         if self._options.fail_on_data_loss:
             raise InvariantBroken(
                 "DATA_LOST",
                 f"{OWNER}: {text}",
-                next_step='find out why; to go on without them, restart with .option("failOnDataLoss", "false")',
+                next_step='find out why; to continue without them, restart with .option("failOnDataLoss", "false")',
             )
         log.warning(text, extra={"topic": self._wanted.key[0], "partition": self._wanted.key[1]})
 
     def _look_for_progress(self) -> None:
-        """No record for a while: over aborted records the fetcher moves all the same."""
+        """No record for a while: check whether the fetcher advances, as it does over aborted records."""
         stands = self._consumer.fetch_position()
         if stands > self._fetcher:
             self._fetcher = stands
@@ -156,15 +155,14 @@ class _Reading:
             return
         if self._waited_s > SOURCE_PATIENCE_S:
             raise self._unreachable()
-        # librdkafka says nothing of a topic that does not exist: ask. An answer that promises the records changes
-        # nothing, and is asked for at most every few seconds.
+        # librdkafka does not report a topic that no longer exists: ask, at most every few seconds.
         self._confirm(Fetched(end_of_log=True))
         self._look_at_s = self._waited_s + _STALL_LOOK_S
 
     def _unreachable(self) -> Unreachable:
         return Unreachable(
             "KAFKA_STALLED",
-            f"{OWNER}: nothing came from {self._where} at {self._options.servers} for {SOURCE_PATIENCE_S:.0f} s; "
-            f"the slice stands at offset {self._position} of {self._wanted.start} to {self._wanted.end}.",
-            next_step="look at the brokers; the batch will be read again",
+            f"{OWNER}: no records received from {self._where} at {self._options.servers} for {SOURCE_PATIENCE_S:.0f} "
+            f"s; the read is at offset {self._position} of {self._wanted.start} to {self._wanted.end}.",
+            next_step="check the brokers; the batch will be read again",
         )

@@ -1,6 +1,6 @@
-"""Options with the prefix `kafka.`: the names that Spark's users know from the Java client, as librdkafka has them.
+"""Options with the prefix `kafka.`: translates the Java client's names, which Spark's users know, to librdkafka's.
 
-Source and sink share this. Nothing here touches a client library; secrets stay references until `resolved`.
+Shared by source and sink. Imports no client library; secrets stay references until `resolved`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RENAMED = {
 _JAVA_ONLY = {
     "max.poll.records": "batches have their own size",
     "max.block.ms": "librdkafka does not block; write kafka.delivery.timeout.ms, how long a record may wait",
-    "metadata.max.idle.ms": "librdkafka keeps what it knows of topics",
+    "metadata.max.idle.ms": "librdkafka manages its metadata cache",
     "key.serializer": "keys are bytes; cast the column",
     "value.serializer": "values are bytes; cast the column",
     "partitioner.class": "rows are partitioned as the Java client does by default",
@@ -47,10 +47,10 @@ _MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
 def check_client(owner: str, values: Mapping[str, str], reserved: Mapping[str, str]) -> None:
-    """Refuse what the connector sets itself, and what only a Java client can do.
+    """Reject options that the connector sets itself or that only a Java client supports.
 
     Args:
-        values: all options; those with the prefix are looked at.
+        values: all options; only those with the prefix are checked.
         reserved: name without the prefix -> why it cannot be set.
 
     Raises:
@@ -106,10 +106,10 @@ def _check_store(owner: str, given: Mapping[str, str], store: str, way_out: str)
 
 
 def client_options(values: Mapping[str, str]) -> dict[str, str]:
-    """librdkafka's settings, without the prefix; references to secrets are not followed yet.
+    """librdkafka's settings, without the prefix; secrets are not resolved yet.
 
     Args:
-        values: options that `check_client` let pass.
+        values: options that passed `check_client`.
     """
     given = {k.removeprefix(PREFIX): v for k, v in values.items() if k.startswith(PREFIX)}
     settings: dict[str, str] = {}
@@ -141,14 +141,14 @@ def _bytes(value: str) -> int:
 
 
 def resolved(client: Mapping[str, str]) -> dict[str, str]:
-    """Settings with references to secrets followed, fit for a client. Call it where the client is made, no earlier."""
+    """Settings with secrets resolved, ready for a client. Call it only where the client is created."""
     settings = {k: resolve_secret(PREFIX + k, v) for k, v in client.items()}
     jaas = settings.pop("sasl.jaas.config", None)
     if jaas is not None:
         login = _JAAS_LOGIN.fullmatch(jaas)
         pairs = {m[1]: _unescaped(m[2] or m[3] or m[4] or "") for m in _JAAS_PAIR.finditer(login[1])} if login else {}
         if "username" not in pairs or "password" not in pairs:
-            # The value holds a password: it is not shown.
+            # Not shown: the value holds a password.
             raise UsageError(
                 "OPTION_VALUE",
                 "Option 'kafka.sasl.jaas.config' is not understood. It must be "

@@ -1,4 +1,4 @@
-"""The Kafka sink as the user named it: options, checked, no connection."""
+"""The configured Kafka sink: checked options, no connection."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class KafkaSink:
             commit=Commit.TWO_PHASE,
             mechanism="two-phase commit",
             stage=f"kafka {target}: a transaction for each shard, invisible to read_committed readers",
-            prepare="flushed, every record acknowledged; a marker inside the same transaction; left open",
-            decide="one transaction in the pipeline's internal topic, by the one driver that owns it",
+            prepare="flush: every record and a marker in the same transaction acknowledged; transaction left open",
+            decide="one transaction in the pipeline's internal topic, under the owner's transactional id",
             apply="EndTxn(commit) for each shard, from the driver",
             send=f"kafka {target}: acks=all",
             batch_atomic=False,
             prepared_timeout_s=float(timeout),
             assumes=(
                 f"readers of {target} use isolation.level=read_committed",
-                "a batch run again gives the same rows (only needed if the query keeps state or a transaction expired: "
+                "a replayed batch gives the same rows (only needed if the query keeps state or a transaction expired: "
                 f"{timeout} s after its first record)",
-                "min.insync.replicas copies of the topic and of the broker's own logs are never lost together",
+                "min.insync.replicas replicas of the topic and of Kafka's internal topics are never lost together",
             ),
             limits=(
                 f"a batch must be written and decided within {timeout} s (transactionTimeout)",
-                "a reader may see some shards of a batch up to some 20 ms before the others",
+                "readers may see some shards of a batch about 20 ms before the others",
                 "while a batch is open, read_committed readers of its partitions wait",
             ),
         )
@@ -71,9 +71,9 @@ class KafkaSink:
         if self.options.acks != "all" and guarantee is not Guarantee.AT_MOST_ONCE:
             raise UsageError(
                 "ACKS",
-                f"{OWNER}: option 'kafka.acks' is {self.options.acks}: what only the leader has is lost with it, and "
-                f"{guarantee.value} cannot hold.",
-                next_step="take 'kafka.acks' out, or name the guarantee at_most_once",
+                f"{OWNER}: option 'kafka.acks' is {self.options.acks}: records that only the leader has are lost with "
+                f"it, and {guarantee.value} cannot hold.",
+                next_step="remove 'kafka.acks', or use the guarantee at_most_once",
             )
 
     def check_schema(self, schema: pa.Schema) -> None:
@@ -81,8 +81,8 @@ class KafkaSink:
         columns.check_schema(schema, self.options.topic)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """What the client tells by itself. A lower limit of the broker's, or a partition that is not there, stops the
-        query all the same."""
+        """What the client rejects by itself. A lower limit of the broker, or an unknown partition, still fails the
+        query."""
         longest = int(self.options.client.get("message.max.bytes", "1048588")) - columns.RECORD_OVERHEAD
         return columns.invalid_rows(batch, self.options.topic, longest)
 
@@ -93,7 +93,7 @@ class KafkaSink:
         self,
         work: Work,
         guarantee: Guarantee,
-        schema: pa.Schema,  # noqa: ARG002 - each batch brings its own
+        schema: pa.Schema,  # noqa: ARG002 - each batch carries its own
     ) -> Writer:
         from delivered.connectors.kafka.writer import DirectWriter, TransactionalWriter
 
@@ -125,5 +125,5 @@ class KafkaSink:
 
 
 def _for_readers(key: str) -> bool:
-    """Whether a client setting is about reaching the brokers, not about producing."""
+    """Whether a client setting is about connecting, not producing."""
     return key.startswith(("bootstrap.", "security.", "sasl.", "ssl.", "enable.ssl", "client.", "socket.", "broker."))

@@ -41,7 +41,7 @@ def _acks(owner: str, values: Mapping[str, str]) -> str:
             raise UsageError(
                 "OPTION_VALUE",
                 f"{owner}: option {name!r} is {values[name]!r}; it must be all or, with at_most_once, 1: without "
-                "acknowledgements nobody knows what was lost.",
+                "acknowledgements, lost records cannot be counted.",
                 next_step=f"take {name!r} out",
             )
         if value == "1":
@@ -58,7 +58,7 @@ def _topic(text: str) -> str:
     if not is_topic(text):
         raise Unfit(
             f"is {text!r}; Kafka allows 1 to {TOPIC_LENGTH_MAX} letters, digits, '.', '_' and '-'",
-            "give the topic another name",
+            "use another topic name",
             "TOPIC_INVALID",
         )
     return text
@@ -67,9 +67,9 @@ def _topic(text: str) -> str:
 class SinkOptions(Options, owner=OWNER, ignored=("path",)):
     """
     Attributes:
-        client: librdkafka's settings, without the prefix `kafka.`; secrets are references still.
-        acks: all or 1; the ledger and transactions always have all.
-        topic: None: rows name theirs.
+        client: librdkafka's settings, without the prefix `kafka.`; secrets are not resolved yet.
+        acks: all or 1; the ledger and transactions always use all.
+        topic: None: taken from each row.
         transaction_timeout_s: whole seconds.
     """
 
@@ -84,14 +84,14 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",)):
         _acks,
         Option(
             "kafka.acks",
-            "all; with at_most_once also 1, the leader alone: records that a leader loses are not counted as given up.",
+            "all; with at_most_once also 1 (leader only): records that a leader loses are not counted as given up.",
             "all",
         ),
         default="all",
     )
     topic: str | None = option(
         "topic",
-        "Topic for every row. Without it, each row has its topic in the column `topic`.",
+        "Topic for every row. Without it, each row names its topic in the column `topic`.",
         OptionType(_topic),
         default=None,
     )
@@ -117,7 +117,7 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",)):
     )
     ledger_replication: int | None = option(
         "ledgerReplicationFactor",
-        "Of the internal topic, when it is made.",
+        "Of the internal topic, when it is created.",
         whole(1, 32_767),
         default=None,
         shown="the broker's default",
@@ -125,12 +125,12 @@ class SinkOptions(Options, owner=OWNER, ignored=("path",)):
     )
 
     def resolved(self) -> dict[str, str]:
-        """Client settings with secrets followed. Call it where they are used."""
+        """Client settings with secrets resolved. Call it only where they are used."""
         return resolved(self.client)
 
     @property
     def default_name(self) -> str:
-        """A sink's name made from its topic: names may not hold what topics may not, and may be shorter."""
+        """A sink's name derived from its topic. Names may be shorter than topics, with the same characters."""
         if self.topic is None:
             return "topics"
         if len(self.topic) <= NAME_LENGTH_MAX:

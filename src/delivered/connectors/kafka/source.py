@@ -1,4 +1,4 @@
-"""The Kafka source: which offsets a batch takes, and what happened to those that it wanted."""
+"""The Kafka source: the offsets of a batch, and detection of lost records."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class KafkaSource:
                 return [
                     Finding(
                         "GROUP_IN_USE",
-                        f"The consumer group {group!r} of commitOffsetsToGroup has {members} members: Kafka takes its "
-                        "progress from them alone.",
+                        f"The consumer group {group!r} of commitOffsetsToGroup has {members} members: Kafka accepts "
+                        "commits only from its members.",
                         True,
-                        "name a group that no consumer uses",
+                        "use a group without consumers",
                     )
                 ]
         except DeliveredError as error:
@@ -106,8 +106,8 @@ class KafkaSource:
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What Kafka had at one moment."""
+class _Snapshot:
+    """End offsets and topic ids at one moment."""
 
     ends: Mapping[Partition, int]
     ids: Mapping[str, str]
@@ -119,8 +119,8 @@ class KafkaDriver:
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._client = KafkaDriverClient(options)
-        self._frozen: _Look | None = None
-        self._looked = False
+        self._frozen: _Snapshot | None = None
+        self._ids_checked = False
         self._acknowledged: dict[Partition, int] = {}
         self._ended_s: float | None = None
 
@@ -130,33 +130,37 @@ class KafkaDriver:
             raise UsageError(
                 "OPTION_CONFLICT",
                 f"{OWNER}: option {options.ending.option!r} is for a batch read; a stream has no end.",
-                next_step="take it out, or use spark.read",
+                next_step="remove it, or use spark.read",
             )
         where = options.starting or Where("startingOffsets", LATEST)
         if where.stored is not None:
             return where.stored.to_json()
-        look = self._frozen or self._look()
-        at = self._resolve(where, look, missing=None if options.timestamp_strict else LATEST)
-        return Positions(at, look.ids).to_json()
+        snapshot = self._frozen or self._snapshot()
+        at = self._resolve(where, snapshot, missing=None if options.timestamp_strict else LATEST)
+        return Positions(at, snapshot.ids).to_json()
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         at = Positions.from_json(start)
-        look = self._frozen_look() or self._look_from(at)
-        begin, first, jumps = self._begin(at, look)
-        if not jumps and begin.keys() == at.at.keys() and self._waits(sum(look.ends[p] - o for p, o in begin.items())):
+        snapshot = self._frozen_snapshot() or self._snapshot_from(at)
+        begin, first, jumps = self._begin(at, snapshot)
+        if (
+            not jumps
+            and begin.keys() == at.at.keys()
+            and self._waits(sum(snapshot.ends[p] - o for p, o in begin.items()))
+        ):
             return start
-        taken = admit({p: look.ends[p] - o for p, o in begin.items()}, rows_max)
+        taken = admit({p: snapshot.ends[p] - o for p, o in begin.items()}, rows_max)
         ends = {p: o + taken[p] for p, o in begin.items()}
         if ends == at.at:
-            if look.ids == at.ids:
+            if snapshot.ids == at.ids:
                 return start
-            # A topic made again that ends where the former one stood: Spark runs no batch between equal offsets.
+            # A recreated topic whose end equals the old position: Spark runs no batch between equal offsets.
             if short := next((p for p in sorted(jumps) if jumps[p] < ends[p]), None):
                 ends[short] -= 1
-        return Positions(ends, look.ids, first, jumps).to_json()
+        return Positions(ends, snapshot.ids, first, jumps).to_json()
 
     def _waits(self, rows: int) -> bool:
-        """Whether a batch of so many offsets is to wait for `minOffsetsPerTrigger`. The first one does not."""
+        """Whether a batch of this many offsets waits for `minOffsetsPerTrigger`. The first batch does not."""
         options, now = self._options, time.monotonic()
         if options.rows_min is None or self._frozen is not None:
             return False
@@ -166,26 +170,25 @@ class KafkaDriver:
         return False
 
     def newest(self) -> Offsets | None:
-        look = self._look()
-        return Positions(look.ends, look.ids).to_json()
+        snapshot = self._snapshot()
+        return Positions(snapshot.ends, snapshot.ids).to_json()
 
     def freeze(self) -> None:
-        self._frozen = self._look()
+        self._frozen = self._snapshot()
 
-    def _frozen_look(self) -> _Look | None:
-        """What was there when the stream was frozen, as long as these are still the same topics.
+    def _frozen_snapshot(self) -> _Snapshot | None:
+        """The snapshot taken by `freeze`, or a new one of the same topics if one was recreated since.
 
-        A topic that was deleted and recreated meanwhile has other records under the same offsets. It is looked at
-        anew, so that it is found out as in a stream that is not frozen; with failOnDataLoss false it is read to its
-        present end.
+        A recreated topic has other records under the same offsets. The new snapshot makes that show as in a stream that
+        is not frozen; with failOnDataLoss false the topic is read to its present end.
         """
         frozen = self._frozen
         if frozen is None:
             return None
         _, ids = self._client.partitions()
         if any(ids.get(topic) != id_ for topic, id_ in frozen.ids.items()):
-            now = self._look()
-            self._frozen = frozen = _Look(
+            now = self._snapshot()
+            self._frozen = frozen = _Snapshot(
                 {p: o for p, o in now.ends.items() if p[0] in frozen.ids},
                 {t: i for t, i in now.ids.items() if t in frozen.ids},
             )
@@ -193,11 +196,11 @@ class KafkaDriver:
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         first, last = Positions.from_json(start), Positions.from_json(end)
-        if not self._looked:
+        if not self._ids_checked:
             self._check_ids(last)
         ranges = []
         begins = {p: last.begin_of(p, first) for p in last.at}
-        # Spark's own connector does not log where a partition began that came later; it takes the earliest, too.
+        # Spark's own connector does not log the first offset of an added partition; it too starts at the earliest.
         unknown = [p for p, begin in begins.items() if begin is None]
         earliest = self._client.offsets(dict.fromkeys(unknown, EARLIEST)) if unknown else {}
         for partition, stop in sorted(last.at.items()):
@@ -214,9 +217,9 @@ class KafkaDriver:
         options = self._options
         starting = options.starting or Where("startingOffsets", EARLIEST)
         refuse_latest_start(starting)
-        look = self._look()
-        start = self._resolve(starting, look, missing=None if options.timestamp_strict else LATEST)
-        end = self._resolve(options.ending or Where("endingOffsets", LATEST), look, missing=LATEST)
+        snapshot = self._snapshot()
+        start = self._resolve(starting, snapshot, missing=None if options.timestamp_strict else LATEST)
+        end = self._resolve(options.ending or Where("endingOffsets", LATEST), snapshot, missing=LATEST)
         for partition, offset in start.items():
             if offset > end[partition]:
                 raise UsageError(
@@ -225,7 +228,7 @@ class KafkaDriver:
                     "before its start.",
                     next_step="correct the starting and ending offsets",
                 )
-        return Positions(start, look.ids).to_json(), Positions(end, look.ids).to_json()
+        return Positions(start, snapshot.ids).to_json(), Positions(end, snapshot.ids).to_json()
 
     def acknowledge(self, end: Offsets) -> None:
         group = self._options.group
@@ -238,57 +241,57 @@ class KafkaDriver:
             self._client.commit(group, at)
             self._acknowledged = at
         except DeliveredError as error:
-            # The checkpoint is what counts; the group is for people who look. The next batch tells it again.
-            log.warning("the consumer group %r was not told: %s", group, error, extra={"group": group})
+            # Progress is in the checkpoint; the group is only for monitoring. The next batch commits again.
+            log.warning("offsets were not committed to the consumer group %r: %s", group, error, extra={"group": group})
 
     def close(self) -> None:
         self._client.close()
 
-    def _look(self) -> _Look:
+    def _snapshot(self) -> _Snapshot:
         partitions, ids = self._client.partitions()
         ends = self._client.offsets(dict.fromkeys(partitions, LATEST))
-        self._looked = True
-        return _Look({p: o or 0 for p, o in ends.items()}, ids)
+        self._ids_checked = True
+        return _Snapshot({p: o or 0 for p, o in ends.items()}, ids)
 
-    def _look_from(self, at: Positions) -> _Look:
-        """A look that knows what this stream has read. For a moment after its restart a broker may tell an earlier end
-        than the one it had: what it says is taken for true when it stays with it."""
+    def _snapshot_from(self, at: Positions) -> _Snapshot:
+        """A snapshot not behind what this stream has read. A broker that has just restarted may briefly report an
+        earlier end; it counts only if it persists."""
 
-        def behind(look: _Look) -> bool:
+        def behind(snapshot: _Snapshot) -> bool:
             return any(
-                look.ends[p] < o and at.ids.get(p[0], look.ids.get(p[0])) == look.ids.get(p[0])
+                snapshot.ends[p] < o and at.ids.get(p[0], snapshot.ids.get(p[0])) == snapshot.ids.get(p[0])
                 for p, o in at.at.items()
-                if p in look.ends
+                if p in snapshot.ends
             )
 
-        looking = tenacity.Retrying(
+        confirming = tenacity.Retrying(
             retry=tenacity.retry_if_result(behind),
             wait=tenacity.wait_fixed(_CONFIRM_PAUSE_S),
             stop=tenacity.stop_after_delay(RESTART_CONFIRM_S),
             retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
         )
-        look: _Look = looking(self._look)
-        return look
+        snapshot: _Snapshot = confirming(self._snapshot)
+        return snapshot
 
-    def _resolve(self, where: Where, look: _Look, missing: int | None) -> dict[Partition, int]:
-        """Offsets of a place in each partition.
+    def _resolve(self, where: Where, snapshot: _Snapshot, missing: int | None) -> dict[Partition, int]:
+        """Resolve a place to an offset per partition.
 
         Args:
-            missing: what stands for a time after the last record; None: that is an error.
+            missing: used for a time after the last record; None: that is an error.
         """
         places: dict[Partition, Place] = {}
-        silent = [p for p in look.ends if where.place(p) is None]
-        foreign = [p for p in where.each if p not in look.ends]
+        silent = [p for p in snapshot.ends if where.place(p) is None]
+        foreign = [p for p in where.each if p not in snapshot.ends]
         if silent or foreign:
-            problem = f"says nothing of {joined(silent)}" if silent else f"names {joined(foreign)}, not read here"
+            problem = f"does not name {joined(silent)}" if silent else f"names {joined(foreign)}, not read here"
             raise UsageError(
                 "OPTION_VALUE",
-                f"{OWNER}: option {where.option!r} {problem}; it must name every partition that is read, no other.",
-                next_step="name them all; -2 stands for the earliest offset, -1 for the latest",
+                f"{OWNER}: option {where.option!r} {problem}; it must name exactly the partitions that are read.",
+                next_step="name them all; -2 means the earliest offset, -1 the latest",
             )
-        for partition, end in look.ends.items():
+        for partition, end in snapshot.ends.items():
             place = where.place(partition)
-            # The end is that of one look, so that start and end of a batch, and a frozen stream, agree.
+            # The end is the snapshot's, so that a batch's start and end, and a frozen stream, agree.
             places[partition] = end if place == LATEST or place is None else place
         found = self._client.offsets(places)
         late = [p for p, offset in found.items() if offset is None]
@@ -298,21 +301,21 @@ class KafkaDriver:
                 "OPTION_VALUE",
                 f"{OWNER}: option {where.option!r}: {joined(late)} has no record at or after "
                 f"{ms.ms if isinstance(ms, Timestamp) else ms} ms.",
-                next_step='take an earlier time, or .option("startingOffsetsByTimestampStrategy", "latest")',
+                next_step='use an earlier time, or .option("startingOffsetsByTimestampStrategy", "latest")',
             )
-        # Never beyond the end of the look: a record may have come since.
-        at = {p: look.ends[p] if o is None else o for p, o in found.items()}
-        self._check_range(where, at, look)
-        return {p: min(o, look.ends[p]) for p, o in at.items()}
+        # Never beyond the snapshot's end: records may have been appended since.
+        at = {p: snapshot.ends[p] if o is None else o for p, o in found.items()}
+        self._check_range(where, at, snapshot)
+        return {p: min(o, snapshot.ends[p]) for p, o in at.items()}
 
-    def _check_range(self, where: Where, at: Mapping[Partition, int], look: _Look) -> None:
-        """Offsets that the user named must exist."""
+    def _check_range(self, where: Where, at: Mapping[Partition, int], snapshot: _Snapshot) -> None:
+        """Reject offsets of the user's that do not exist."""
         named = {p: o for p, o in at.items() if where.place(p) == o}
         if not named or not self._options.fail_on_data_loss:
             return
         low = self._client.offsets(dict.fromkeys(named, EARLIEST))
         for partition, offset in named.items():
-            first, last = low[partition] or 0, look.ends[partition]
+            first, last = low[partition] or 0, snapshot.ends[partition]
             if not first <= offset <= last:
                 raise UsageError(
                     "OFFSET_OUT_OF_RANGE",
@@ -322,34 +325,35 @@ class KafkaDriver:
                 )
 
     def _begin(
-        self, at: Positions, look: _Look
+        self, at: Positions, snapshot: _Snapshot
     ) -> tuple[dict[Partition, int], dict[Partition, int], dict[Partition, int]]:
-        """Where each partition's batch begins; where new ones did; and where the batch before ended elsewhere."""
-        remade = {t for t, i in look.ids.items() if at.ids.get(t, i) != i}
-        gone = [p for p in at.at if p not in look.ends]
-        again = [p for p in at.at if p in look.ends and p[0] in remade]
-        back = [p for p, o in at.at.items() if p in look.ends and p[0] not in remade and look.ends[p] < o]
+        """First offset of each partition in the batch; of added partitions; and of those that lost records before
+        it."""
+        remade = {t for t, i in snapshot.ids.items() if at.ids.get(t, i) != i}
+        gone = [p for p in at.at if p not in snapshot.ends]
+        again = [p for p in at.at if p in snapshot.ends and p[0] in remade]
+        back = [p for p, o in at.at.items() if p in snapshot.ends and p[0] not in remade and snapshot.ends[p] < o]
         if gone:
             self._lost(f"{joined(gone)} no longer exists, or is no longer subscribed to")
         if again:
             self._lost(f"the topic of {joined(again)} was deleted and recreated")
         if back:
-            self._lost(f"{joined(back)} ends before offset {at.at[back[0]]}, where this stream stands already")
-        fresh = [p for p in look.ends if p not in at.at or p in again]
+            self._lost(f"{joined(back)} ends before offset {at.at[back[0]]}, the position of this stream")
+        fresh = [p for p in snapshot.ends if p not in at.at or p in again]
         low = self._client.offsets(dict.fromkeys(fresh, EARLIEST)) if fresh else {}
-        began = {p: min(low[p] or 0, look.ends[p]) for p in fresh}
-        # Going on at the new end repeats nothing: what is left below it was read before.
-        jumps = {p: look.ends[p] for p in back} | {p: began[p] for p in again}
-        first = {p: o for p, o in at.first.items() if p in look.ends} | {
+        began = {p: min(low[p] or 0, snapshot.ends[p]) for p in fresh}
+        # Continuing at the new end repeats nothing: what remains below it was read before.
+        jumps = {p: snapshot.ends[p] for p in back} | {p: began[p] for p in again}
+        first = {p: o for p, o in at.first.items() if p in snapshot.ends} | {
             p: o for p, o in began.items() if p not in again
         }
-        kept = {p: o for p, o in at.at.items() if p in look.ends}
+        kept = {p: o for p, o in at.at.items() if p in snapshot.ends}
         return {**kept, **began, **jumps}, first, jumps
 
     def _check_ids(self, last: Positions) -> None:
-        """A batch planned by an earlier process: are these still the same topics?"""
+        """Check that topics were not recreated since an earlier process planned this batch."""
         _, ids = self._client.partitions()
-        self._looked = True
+        self._ids_checked = True
         remade = [t for t, i in last.ids.items() if t in ids and ids[t] != i]
         if remade:
             self._lost(f"the topic {remade[0]} was deleted and recreated")
@@ -359,6 +363,6 @@ class KafkaDriver:
             raise InvariantBroken(
                 "DATA_LOST",
                 f"{OWNER}: {what}; records may be lost.",
-                next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
+                next_step='find out why; to continue regardless, restart with .option("failOnDataLoss", "false")',
             )
         log.warning("%s; records may be lost, and failOnDataLoss is false", what)

@@ -1,17 +1,17 @@
 """The ledger's store in Kafka: owners and decisions in the pipeline's internal topic.
 
-Who may write is settled by the broker: every change is a transaction under one of two transactional ids of the sink,
-and `take` takes both, which fences whoever held them. Two ids, because an owner's planning process and its deciding
-process live side by side and must not fence each other.
+Fencing is the broker's: every change is a transaction under one of two transactional ids of the sink, and `take`
+initialises both, which fences the previous owner. There are two because an owner's planning process and deciding
+process run side by side and must not fence each other.
 
-    partition 0   ["owner", sink]                     who owns the ledger
-                  ["last", sink, incarnation]         its newest decision, whole
+    partition 0   ["owner", sink]                     the ledger's owner
+                  ["last", sink, incarnation]         its newest decision
                   ["begun", sink, incarnation]        its newest begun batch (at_most_once)
-                  ["archive", sink, n]                what is left of incarnations long past: entries of 25 bytes
+                  ["archive", sink, n]                summaries of old incarnations: 25 bytes each
     partition 1   ["kept", sink, incarnation, n]      decisions for the audit, n = batch % 1000
-    partition 2.. ["marker", pipeline, sink, shard]   written by the tasks: see markers.py
+    partition 2.. ["marker", pipeline, sink, shard]   written by tasks: see markers.py
 
-The topic is compacted, so it stays as small as its keys are few.
+The topic is compacted, so its size is bounded by the number of keys.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.work import Begun, Decision, LedgerState, Owner
 
 LEDGER_TRANSACTION_TIMEOUT_S = 15
-"""A ledger transaction is open for milliseconds. If its driver dies there, other sinks wait this long at most."""
+"""A ledger transaction is open for milliseconds. If its driver dies meanwhile, other sinks wait at most this long."""
 
 _PLAN, _DECIDE = "plan", "decide"
 _CLAIM_TRIES = 10
 _ARCHIVE_ENTRIES = 400
-"""In one record of the archive: 10 kB, which is what a claim writes again when it adds to it."""
+"""Per archive record: 10 kB, which a claim rewrites to add an entry."""
 _TOMBSTONES_MAX = 5_000
-"""What one claim writes to forget incarnations, about: their keys fit into one batch. The next claim goes on."""
+"""Approximate limit per claim, so that they fit into one record batch. The next claim continues."""
 
 
 _Records = list[tuple[bytes, bytes | None]]
@@ -84,7 +84,7 @@ class KafkaStore:
         return f"in topic {self._topic!r}"
 
     def read(self) -> LedgerState:
-        """Take in what is new; it costs one request."""
+        """Read the changes since the last read, with one request."""
         self._read()
         return self._state()
 
@@ -96,37 +96,37 @@ class KafkaStore:
         return self._state()
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
-        """Take both ids, which ends what is under way; write down who owns the ledger; take the deciding one again.
+        """Initialise both ids, which aborts open transactions; record the new owner; initialise the deciding id again.
 
-        Whoever takes an id looks afterwards who owns the ledger: from the record on, the former owner gives up.
+        Every process checks the ledger's owner after it initialised an id, so the former owner stops once the record is
+        committed.
         """
         ensure_topic(self._wire, self._topic, self._options.ledger_replication)
-        self._reader = None  # from the start: the topic may be another one by now
+        self._reader = None  # read from the start: the topic may have been recreated
         reason = ""
         for _ in range(_CLAIM_TRIES):
-            # A driver that was superseded long ago must not disturb the one that owns the ledger now.
+            # A superseded driver must not fence the current owner, so check before taking the ids.
             self._read(wait=False)
             successor(self._head())
-            # Whatever is under way of anybody is over after these lines.
+            # This ends all open transactions of earlier owners.
             for role in (_PLAN, _DECIDE):
                 self._take(role)
             self._read()
-            # Also for the owner who claimed before: the count tells a query started again in one session from its
-            # former self.
+            # Also if this owner claimed before: the epoch distinguishes a query restarted in one session from its
+            # earlier run.
             owner, epoch = successor(self._head()), self._epoch + 1
             match self._record(owner, epoch):
                 case Ok():
-                    # Until the record was there, the former owner could see himself as such and take his id back: end
-                    # that.
+                    # Before the record was committed, the former owner could still take the id back: fence it again.
                     self._take(_DECIDE)
                     return Ok(epoch)
                 case Failed(reason) | Unknown(reason):
-                    # Fenced by the former owner, or no answer: to take the ids again settles what became of the record.
+                    # Fenced by the former owner, or no answer: initialising the ids again settles the outcome.
                     pass
         return Unknown(reason)
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
-        """One transaction. Failed and Unknown mean exactly that."""
+        """Write in one transaction."""
 
         def look() -> Change | None:
             self._read()
@@ -134,13 +134,14 @@ class KafkaStore:
 
         deadline = time.monotonic() + OUTAGE_PATIENCE_S
         fenced_before = False
-        # Nothing is read as long as the id is ours: had somebody else claimed or decided since, the write is refused.
+        # While this process holds the id, no read is needed: after another claim or decision the broker fences the
+        # write.
         change = rule(self._head()) or look()
         while change is not None:
             role = _PLAN if change.decision is None else _DECIDE
             if role not in self._producers:
-                # Whoever was superseded must not take the id from the one who owns the ledger now. Between the look
-                # and the taking somebody else may have claimed: his word counts.
+                # A superseded owner must not fence the current one: check before taking the id, and after it in case of
+                # a claim in between.
                 if look() is None:
                     break
                 self._take(role)
@@ -151,8 +152,8 @@ class KafkaStore:
                 self._keep(change)
                 return outcome
             del self._producers[role]
-            # Of what may be made again nothing got in, for certain. Fenced: if the claim still holds, our other
-            # process did it. Away: to take the id ends what was written.
+            # Retriable means that nothing was committed. FENCED: by this owner's other process, if the claim still
+            # holds. AWAY: initialising the id aborts what was written.
             fenced = again is Again.FENCED
             if again is Again.NO or (fenced and fenced_before) or time.monotonic() > deadline:
                 return outcome
@@ -172,14 +173,14 @@ class KafkaStore:
         yield from sorted((Decision.from_json(v) for v in kept.values()), key=lambda d: d.batch)
 
     def others(self) -> list[OtherLedger]:
-        """Of topics that this user may not read nothing is told."""
+        """Skips topics that this user may not read."""
         try:
             names = self._wire.topics()
         except NoAnswer as error:
             raise self._unreadable(error) from None
         own, scope = self._topic, self._scope
         others = [name for name in names if name.startswith(LEDGER_TOPICS) and name != own]
-        # Not all are read. A new name is mostly like the former one.
+        # Reads only some; a renamed pipeline's name is usually similar.
         others.sort(key=lambda name: (-SequenceMatcher(None, own, name).ratio(), name))
         found: dict[tuple[str, str], bool] = {}
         for topic in [own, *others[:OTHERS_MAX]]:
@@ -213,14 +214,14 @@ class KafkaStore:
         return self._opened
 
     def _read(self, wait: bool = True) -> None:
-        """Take in what was committed since the last time. Raises LedgerBehind if the topic is gone."""
+        """Apply what was committed since the last read. Raises LedgerBehind: the topic was deleted."""
         try:
             self._read_new(wait)
         except NoTopic:
             raise LedgerBehind(
                 "LEDGER_TOPIC_GONE",
-                f"The ledger's topic {self._topic!r} does not exist any more: it was deleted while the pipeline was at "
-                "work or between two starts. Without it, it is unknown which batches are in the sink.",
+                f"The ledger's topic {self._topic!r} no longer exists: it was deleted while the pipeline was running "
+                "or stopped. Without it, it is unknown which batches are in the sink.",
                 next_step="restore the topic from a copy; or start again and, when LEDGER_MISSING refuses that, "
                 'accept once with .option("missingLedger", "accept") that the last batch may be written twice',
             ) from None
@@ -234,7 +235,7 @@ class KafkaStore:
             for key, value in newest.items():
                 self._take_in(json.loads(key), value)
         except Exception as error:
-            self._reader = None  # what was taken in is not all that there is
+            self._reader = None  # the state is incomplete
             if isinstance(error, NoAnswer) and not isinstance(error, NoTopic):
                 raise self._unreadable(error) from None
             raise
@@ -250,7 +251,7 @@ class KafkaStore:
                 else:
                     self._last[incarnation] = Decision.from_json(value)
             case ["begun", self._scope.sink, str(incarnation)]:
-                self._begun.pop(incarnation, None)  # in the order of the log, newest last
+                self._begun.pop(incarnation, None)  # in log order, newest last
                 if value is not None:
                     self._begun[incarnation] = Begun.from_json(value)
             case ["archive", self._scope.sink, int(number)]:
@@ -283,12 +284,12 @@ class KafkaStore:
                 raise OutcomeUnknown(
                     "LEDGER_UNAVAILABLE",
                     f"The ledger in topic {self._topic!r} could not be opened for writing: {reason}.",
-                    next_step="start again when the brokers answer; check that the user may write to the topic and "
+                    next_step="start again when the brokers respond; check that the user may write to the topic and "
                     "use transactional ids that start with `delivered.`",
                 )
 
     def _record(self, owner: Owner, epoch: int) -> Outcome[None]:
-        """Write down who owns the ledger now. The former owner may take the id back for a last time or two."""
+        """Record the new owner. Until then the former owner may take the id back once or twice."""
         writes = self._outdated()
         writes[STATE_PARTITION].insert(0, (self._key("owner"), owner.to_json(claims=epoch).encode()))
         producer = self._producers.pop(_PLAN)
@@ -298,8 +299,8 @@ class KafkaStore:
         return outcome
 
     def _outdated(self) -> dict[int, _Records]:
-        """Entries of the oldest incarnations for the archive, and tombstones for the rest of them, so that the ledger
-        stays small when each run is one."""
+        """Archive the oldest incarnations and write tombstones for their keys, which bounds the ledger if every run is
+        a new one."""
         old = outdated(self._state())
         entries: list[Archived] = []
         state: _Records = []
@@ -320,7 +321,7 @@ class KafkaStore:
         return {STATE_PARTITION: state, **({HISTORY_PARTITION: kept} if kept else {})}
 
     def _writes(self, change: Change) -> Writes:
-        """A decision is written as the newest, and as one of those kept for the audit."""
+        """A decision is written twice: as the newest, and for the audit's history."""
         incarnation, decision = self._scope.incarnation, change.decision
         if decision is None:
             begun = None if change.begun is None else change.begun.to_json().encode()
@@ -332,7 +333,7 @@ class KafkaStore:
         }
 
     def _keep(self, change: Change) -> None:
-        """What was written is the head of the next write, before it is read back."""
+        """Make a written change the head for the next write, without reading it back."""
         incarnation = self._scope.incarnation
         if change.decision is not None:
             self._last[incarnation] = change.decision
@@ -352,5 +353,5 @@ class KafkaStore:
         return OutcomeUnknown(
             "LEDGER_UNREADABLE",
             f"The ledger in topic {self._topic!r} could not be read to its end: {error}.",
-            next_step="start again when the brokers answer",
+            next_step="start again when the brokers respond",
         )

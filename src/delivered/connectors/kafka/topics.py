@@ -1,4 +1,4 @@
-"""The pipeline's internal topic: how it is laid out, made when it is missing, and read."""
+"""The pipeline's internal topic: layout, creation, and a read_committed reader."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from delivered.model.identity import Scope
 from delivered.model.limits import OUTAGE_PATIENCE_S, REQUEST_TIMEOUT_S
 
 STATE_PARTITION = 0
-"""Owners, newest decisions, begun batches: small, read at every start."""
+"""Owners, newest decisions and begun batches: small, read at every start."""
 HISTORY_PARTITION = 1
 """Decisions kept for the audit."""
 MARKERS_FROM = 2
 MARKER_PARTITIONS = 6
-"""Sinks of one pipeline share these: an open transaction of one rarely hides a marker of another."""
+"""Shared by a pipeline's sinks; several, so that an open transaction of one sink rarely hides another's markers."""
 PARTITIONS = MARKERS_FROM + MARKER_PARTITIONS
 
 _FETCH_BYTES = 4 << 20
 _READ_COMMITTED = 1
 
 LEDGER_TOPICS = "__delivered_"
-"""Start of the names of internal topics that nobody named."""
+"""Prefix of internal topics without a configured name."""
 
 _CONFIG = {
     "cleanup.policy": "compact",
-    # Reading back costs what compaction has not yet taken: a segment or two a partition.
+    # A read costs what compaction has not removed yet: one or two segments per partition.
     "segment.bytes": str(1 << 20),
     "segment.ms": "600000",
     "min.cleanable.dirty.ratio": "0.1",
@@ -46,7 +46,7 @@ def ledger_topic(scope: Scope, named: str | None) -> str:
 
 
 def ensure_topic(wire: Wire, topic: str, replication: int | None) -> None:
-    """Make the topic unless it is there, and wait until its partitions have leaders.
+    """Create the topic if it does not exist, and wait until its partitions have leaders.
 
     Args:
         replication: None: the broker's default.
@@ -97,21 +97,23 @@ def _create(wire: Wire, topic: str, replication: int | None) -> None:
         max_version=5,
     )
     try:
-        answer = wire.patiently(lambda: wire.ask(request))  # made once, however often it is asked for
+        answer = wire.patiently(lambda: wire.ask(request))  # idempotent
     except NoAnswer as error:
-        raise Unreachable("LEDGER_UNAVAILABLE", f"The ledger's topic {topic!r} could not be made: {error}.") from None
+        raise Unreachable(
+            "LEDGER_UNAVAILABLE", f"The ledger's topic {topic!r} could not be created: {error}."
+        ) from None
     found = answer.topics[0]
     if found.error_code in (protocol.NONE, protocol.TOPIC_ALREADY_EXISTS):
         return
     raise Refused(
         "LEDGER_TOPIC",
-        f"The ledger's topic {topic!r} could not be made: {name_of(found.error_code)} {found.error_message or ''}.",
-        next_step=f"create it by hand, compacted, with {PARTITIONS} partitions; or name another with ledgerTopic",
+        f"The ledger's topic {topic!r} could not be created: {name_of(found.error_code)} {found.error_message or ''}.",
+        next_step=f"create it with cleanup.policy=compact and {PARTITIONS} partitions; or set ledgerTopic to another",
     )
 
 
 def topic_id(wire: Wire, topic: str) -> str | None:
-    """The id that a topic got when it was made; None: there is no such topic, or the brokers are older than ids.
+    """A topic's id; None: the topic does not exist, or the brokers are too old for topic ids.
 
     Raises:
         NoAnswer: still no answer after 120 s.
@@ -138,10 +140,7 @@ class Record:
 
 
 class CommittedReader:
-    """Reads one partition as a read_committed consumer does, from where it stopped, up to what was there when asked.
-
-    Not safe for several threads.
-    """
+    """A read_committed reader of one partition; each read continues after the last one. Not thread-safe."""
 
     def __init__(self, wire: Wire, topic: str, partition: int) -> None:
         self._wire = wire
@@ -150,27 +149,27 @@ class CommittedReader:
         self.position = 0
 
     def read(self, deadline: float, wait: bool = True) -> Iterator[Record]:
-        """Records of committed transactions, oldest first, up to the end as it is now.
+        """Records of committed transactions, oldest first, up to the present end.
 
         Args:
             deadline: of time.monotonic().
-            wait: for transactions that are open before that end: without their outcome the answer would be a guess.
-                Else only up to the first of them.
+            wait: for transactions that are open before that end; else stop at the last stable offset.
 
         Raises:
-            NoAnswer: no answer, or such a transaction is still open at the deadline. NoTopic: there is no such topic.
+            NoAnswer: no answer, or such a transaction is still open at the deadline.
+            NoTopic: the topic does not exist.
         """
         end: int | None = None
         pause = 0.002
         while end is None or self.position < end:
             part = self._wire.patiently(self._fetch)
             if end is None:
-                # The first answer's end is at least what was there when this was called.
+                # The first response's end covers everything that existed when this was called.
                 end = part.high_watermark if wait else part.last_stable_offset
             before = self.position
             yield from self._records(part)
             if not part.records:
-                # Nothing is left there, committed or not: compaction took it.
+                # Compaction removed everything there.
                 self.position = max(self.position, min(end, part.last_stable_offset))
             if self.position == before and self.position < end:
                 if time.monotonic() > deadline:

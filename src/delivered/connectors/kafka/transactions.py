@@ -1,10 +1,10 @@
-"""Transactions as the broker sees them: their ids, and how another process ends, fences or lists them.
+"""Transactional ids, and how other processes commit, abort, fence and list their transactions.
 
-A transactional id is `delivered.<pipeline>.<sink>.<check>.<shard>.<slot>`. Names may hold dots, so two pairs of
-pipeline and sink can have equal joined names: the check, a hash of the pair, distinguishes them.
+A transactional id is `delivered.<pipeline>.<sink>.<check>.<shard>.<slot>`. Names may contain dots, so the check, a hash
+of pipeline and sink, distinguishes pairs that join to the same name.
 
-Which slot an attempt takes: batches alternate, so that the id of the next batch can be made ready while this one runs;
-attempts of a task alternate, so that two that overlap never share an id. Taking an id fences whoever held it before.
+Slots alternate between batches, so that the next batch's id can be initialised while this one runs, and between
+attempts of a task, so that overlapping attempts never share an id. Initialising an id fences its previous holder.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _PROMISE_GONE = frozenset(
 
 
 def id_prefix(scope: Scope) -> str:
-    """Start of all transactional ids of this sink of this pipeline, in any incarnation, and of no other's."""
+    """Prefix of this sink's transactional ids in this pipeline, of all incarnations, and of no other ids."""
     check = hashlib.blake2b(f"{scope.pipeline}\0{scope.sink}".encode(), digest_size=4).hexdigest()
     return f"{scope.prefix}{check}."
 
 
 def slot_of(batch: int, attempt: int) -> int:
-    """Which of a shard's ids an attempt takes."""
+    """Which of a shard's ids an attempt uses."""
     per_batch = TRANSACTION_SLOTS // 2
     return (batch % 2) * per_batch + attempt % per_batch
 
@@ -56,14 +56,14 @@ def transactional_id(work: Work) -> str:
 
 
 def is_ours(scope: Scope, candidate: str) -> bool:
-    """Whether a transactional id names a shard of this sink of this pipeline."""
+    """Whether a transactional id belongs to a shard of this sink in this pipeline."""
     prefix = id_prefix(scope)
     return candidate.startswith(prefix) and re.fullmatch(r"\d+\.\d", candidate[len(prefix) :]) is not None
 
 
 @dataclass(frozen=True)
 class Transaction(Handle):
-    """A transactional id under the epoch of one transaction: all that another process needs to end it."""
+    """A transactional id under the epoch of one transaction: all that another process needs to commit or abort it."""
 
     transactional_id: str
     producer_id: int
@@ -72,12 +72,12 @@ class Transaction(Handle):
 
 @dataclass(frozen=True)
 class OpenTransaction:
-    """One transaction that is not over, for a person.
+    """An unfinished transaction, for display.
 
     Attributes:
         state: as Kafka names it: Ongoing, PrepareCommit, ...
         started_ms: milliseconds since 1970; -1: nothing was written yet.
-        targets: "topic-partition" of all it wrote to.
+        targets: the partitions it wrote to, as "topic-partition".
     """
 
     participant: Transaction
@@ -96,7 +96,7 @@ class OpenTransaction:
 
 
 def end_request(handle: Transaction, commit: bool) -> Any:
-    """EndTxn. Version 4 and older leave the epoch as it is, which makes a repetition harmless."""
+    """EndTxn. Up to version 4 it leaves the epoch unchanged, so it is idempotent."""
     from kafka.protocol.producer.transaction import EndTxnRequest
 
     return EndTxnRequest(
@@ -109,17 +109,16 @@ def end_request(handle: Transaction, commit: bool) -> Any:
 
 
 def end(wire: Wire, handle: Transaction, commit: bool) -> Outcome[None]:
-    """Commit or abort a prepared transaction from any process; may be repeated.
+    """Commit or abort a prepared transaction from any process. Idempotent.
 
-    The epoch belongs to this one transaction alone, so a request that arrives late finds either this transaction, or a
-    newer epoch that refuses it.
+    The epoch belongs to this transaction alone, so a late request either finds it or is fenced by a newer epoch.
     """
     request, name = end_request(handle, commit), handle.transactional_id
     deadline = time.monotonic() + _ENDING_WAIT_S
     try:
         answer = wire.ask_coordinator(name, request, again=False)
         while answer.error_code == protocol.CONCURRENT_TRANSACTIONS and time.monotonic() < deadline:
-            # An end that was asked for before is on its way into the partitions.
+            # An earlier EndTxn is still writing its markers.
             time.sleep(0.005)
             answer = wire.ask_coordinator(name, request, again=False)
     except NoAnswer as error:
@@ -133,7 +132,7 @@ def end(wire: Wire, handle: Transaction, commit: bool) -> Outcome[None]:
 
 
 def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: float) -> Outcome[Transaction]:
-    """Take a transactional id: everybody who held it is fenced, and what they left open is aborted.
+    """Initialise a transactional id, which fences previous holders and aborts their open transaction.
 
     Args:
         deadline: of time.monotonic(), for waiting until the broker has ended the old transaction.
@@ -150,7 +149,7 @@ def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: flo
         )
         return wire.ask_coordinator(transactional_id, request, again=True)
 
-    # To repeat it is harmless: each time takes a newer epoch.
+    # Safe to retry: each attempt gets a newer epoch.
     again = protocol.COORDINATOR_MOVED | {protocol.CONCURRENT_TRANSACTIONS}
     try:
         answer = retried(ask, again, deadline)
@@ -163,10 +162,10 @@ def initialise(wire: Wire, transactional_id: str, timeout_ms: int, deadline: flo
 
 
 def listed(wire: Wire, scope: Scope, states: Iterable[str], deadline: float) -> dict[str, str]:
-    """Transactional ids of this sink that are in one of `states`, with the state, from all brokers.
+    """This sink's transactional ids in one of `states`, with the state, from all brokers.
 
     Raises:
-        NoAnswer: a broker did not tell.
+        NoAnswer: a broker did not answer.
     """
     from kafka.protocol.admin.transactions import ListTransactionsRequest
 
@@ -187,7 +186,7 @@ def listed(wire: Wire, scope: Scope, states: Iterable[str], deadline: float) -> 
 
 
 def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
-    """What the coordinator knows of one id; None if it knows none. Raises NoAnswer."""
+    """The coordinator's state of one id; None: unknown id. Raises NoAnswer."""
     from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 
     def ask() -> Any:
@@ -213,7 +212,7 @@ def describe(wire: Wire, transactional_id: str) -> OpenTransaction | None:
 
 
 def open_transactions(wire: Wire, scope: Scope) -> list[OpenTransaction]:
-    """Every transaction of this sink of this pipeline that is not over, oldest first. Raises NoAnswer."""
+    """This sink's unfinished transactions in this pipeline, oldest first. Raises NoAnswer."""
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
     found = [describe(wire, name) for name in listed(wire, scope, OPEN_STATES, deadline)]
     return sorted((t for t in found if t is not None and t.state in OPEN_STATES), key=lambda t: t.started_ms)
@@ -222,12 +221,12 @@ def open_transactions(wire: Wire, scope: Scope) -> list[OpenTransaction]:
 def abort_orphans(
     wire: Wire, scope: Scope, keep: Iterable[Transaction], timeout_ms: int, wait_s: float
 ) -> Outcome[int]:
-    """Fence every id of this sink that holds, or could still open, a transaction that `keep` does not name.
+    """Fence every id of this sink whose open or future transaction is not in `keep`.
 
-    Fencing instead of a plain abort: a task that sleeps through it cannot write on when it wakes up.
+    Fences instead of just aborting, so that a paused task cannot continue writing.
 
     Returns:
-        How many open transactions were aborted.
+        Number of aborted transactions.
     """
     deadline = time.monotonic() + wait_s
     kept = {h.transactional_id: h for h in keep}
@@ -243,7 +242,7 @@ def abort_orphans(
                 return Ok(0)
         match initialise(wire, name, timeout_ms, deadline):
             case Ok():
-                # PrepareCommit was decided by somebody: to wait for its end is all there is to do.
+                # PrepareCommit is already decided: just wait for it to complete.
                 return Ok(1 if state in ("Ongoing", "PrepareAbort", "PrepareEpochFence") else 0)
             case Failed(reason) | Unknown(reason):
                 return Unknown(reason)

@@ -1,10 +1,8 @@
-"""Producers that are ready before they are needed, kept in the reused worker process.
+"""Warm producers, kept in Spark's reused worker process.
 
-A transactional id takes 50 to 500 ms to become usable. The id of a shard's next batch is known, so it is made ready in
-the background while the current batch runs. A ready producer serves one batch and one attempt, and is never used again:
-one epoch, one transaction.
-
-What is sent without transactions borrows a producer and gives it back.
+A transactional id takes 50 to 500 ms to initialise. The id of a shard's next batch is known, so its producer is
+initialised in the background while the current batch runs. It serves one attempt of one batch and is never reused: one
+epoch, one transaction. Producers without transactions are pooled.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ READY_MAX = 16
 READY_AGE_S_MAX = 300.0
 START_TIMEOUT_S = OUTAGE_PATIENCE_S
 READY_TIMEOUT_S = 2.0
-"""For a producer that is made ready in the background. One that waits out an outage would take the id when the brokers
-are back, from the task that runs by then: any worker may run the shard's next batch, and fences the others."""
+"""For initialising a producer in the background. It must not wait out an outage: any worker may run the shard's next
+batch by then, and a late initialisation would fence that task."""
 IDLE_MAX = 8
 
 _lock = threading.Lock()
@@ -53,9 +51,9 @@ class Taken:
     """A transactional producer that holds its id.
 
     Attributes:
-        held: as the coordinator told it after the id was taken. If somebody else took the id in between, it is his, and
-            then nothing that this producer writes is accepted any more: a transaction that could be written in full
-            is always this id's.
+        held: as the coordinator reported it after initialisation. If another producer took the id in between, this is
+            that producer's epoch, and all writes of this one are fenced: a transaction that was written in full always
+            has this epoch.
     """
 
     producer: Producer
@@ -64,7 +62,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Ready:
-    """A transactional producer, or the promise of one."""
+    """A transactional producer that is, or is being, initialised."""
 
     taken: Future[Taken]
     made_at: float
@@ -75,18 +73,18 @@ def key_of(config: Mapping[str, str], *more: str) -> tuple[str, ...]:
 
 
 def take(options: SinkOptions, work: Work) -> Taken:
-    """A transactional producer for one attempt of one shard of one batch; it is the caller's alone.
+    """A transactional producer for one attempt of one shard of one batch; owned by the caller.
 
     Raises:
-        ProducerError: its transactional id could not be taken.
+        ProducerError: its transactional id could not be initialised.
     """
     name = transactional_id(work)
     with _lock:
         ready = _ready.pop(_key(options, work), None)
     if ready is not None:
-        with suppress(Exception):  # it is made here then
+        with suppress(Exception):  # then start one here
             taken = ready.taken.result(START_TIMEOUT_S)
-            # The same batch may have run elsewhere since: then the id is not ours any more.
+            # If the batch has run elsewhere since, another producer holds the id.
             if _holder(options, name) == taken.held:
                 return taken
         _drop(ready)
@@ -94,7 +92,7 @@ def take(options: SinkOptions, work: Work) -> Taken:
 
 
 def is_ready(options: SinkOptions, work: Work) -> bool:
-    """Whether `take` would not have to wait. If it would, making the producer ready begins in the background."""
+    """Whether `take` would return at once. If not, start initialising the producer in the background."""
     key = _key(options, work)
     with _lock:
         ready = _ready.get(key)
@@ -116,19 +114,19 @@ def _start(options: SinkOptions, name: str, timeout_s: float = START_TIMEOUT_S) 
 
 
 def _holder(options: SinkOptions, name: str) -> Transaction:
-    """Who holds a transactional id now, as its coordinator says."""
+    """The present holder of a transactional id, from its coordinator."""
     return state_of(options, name).participant
 
 
 def state_of(options: SinkOptions, name: str) -> OpenTransaction:
-    """What the coordinator knows of a transactional id. Raises ProducerError if it does not tell."""
+    """The coordinator's state of a transactional id. Raises ProducerError: no answer, or unknown id."""
     client = options.resolved()
     with _lock:
         wire = _wires.get(key_of(client)) or _wires.setdefault(key_of(client), Wire(client))
     try:
         found = describe(wire, name)
     except NoAnswer as error:
-        raise ProducerError("_TIMED_OUT", f"who holds {name!r} is not known: {error}") from None
+        raise ProducerError("_TIMED_OUT", f"the holder of {name!r} is unknown: {error}") from None
     if found is None:
         raise ProducerError("_STATE", f"the coordinator does not know {name!r}")
     return found
@@ -139,7 +137,7 @@ def _key(options: SinkOptions, work: Work) -> tuple[str, ...]:
 
 
 def make_ready(options: SinkOptions, work: Work) -> None:
-    """Make the producer of an attempt ready in the background. Failing is no harm: it is made when needed."""
+    """Initialise the producer of an attempt in the background. If that fails, `take` starts one."""
     key = _key(options, work)
     old: list[Ready] = []
     with _lock:
@@ -165,12 +163,12 @@ def make_ready(options: SinkOptions, work: Work) -> None:
 
 
 def _drop(ready: Ready) -> None:
-    """Free a producer that nobody takes, as soon as it is there."""
+    """Close an unused producer once it is initialised."""
     ready.taken.add_done_callback(lambda made: None if made.exception() else made.result().producer.close())
 
 
 def borrow(config: Mapping[str, str]) -> Producer:
-    """An idle producer without transactions, or a new one; the caller's alone until it is given back."""
+    """An idle producer without transactions, or a new one; owned by the caller until `give_back`."""
     producer = _idle.take(key_of(config))
     if producer is None:
         return Producer(config)
@@ -179,12 +177,12 @@ def borrow(config: Mapping[str, str]) -> Producer:
 
 
 def give_back(config: Mapping[str, str], producer: Producer) -> None:
-    """Keep a producer that has nothing under way for the next shard."""
+    """Return a producer with nothing in flight to the pool."""
     _idle.give(key_of(config), producer)
 
 
 def close_all() -> None:
-    """Free everything that is kept ready. No transaction is ended by this."""
+    """Close all warm producers. Ends no transaction."""
     with _lock:
         ready = list(_ready.values())
         _ready.clear()

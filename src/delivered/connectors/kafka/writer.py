@@ -1,4 +1,4 @@
-"""One shard on its way to Kafka, on an executor: three writers for three guarantees."""
+"""Writes one shard to Kafka, on an executor: a transactional writer and a direct one."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from delivered.model.prepared import Promise
 log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 180.0
-"""Above the time after which a record counts as failed: then the failures tell why."""
+"""Longer than a record's delivery time-out, so that failed records give the reason."""
 EARLY_BYTES_MAX = 16 << 20
-"""Of rows that wait for a transactional id to become usable; more of them block the task."""
+"""Rows buffered until the transactional id is initialised; beyond that the task blocks."""
 
 
 class _Sender:
-    """Turns batches into records of one producer; knows the topics' partitions."""
+    """Sends batches through a producer; caches the topics' partition counts."""
 
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
@@ -75,7 +75,7 @@ class _Sender:
             )
 
     def _check(self, producer: Producer, rows: Rows) -> None:
-        """Unknown topics and partitions are found before anything is sent to them."""
+        """Reject unknown topics and partitions before anything is sent."""
         count = self._partitions.get(rows.topic)
         if count is None:
             count = self._partitions[rows.topic] = known_partitions(producer, rows.topic, self._options)
@@ -84,15 +84,15 @@ class _Sender:
                 "PARTITION_UNKNOWN",
                 f"A row asks for partition {int(rows.partition.max())} of topic {rows.topic!r}, which has {count} "
                 f"(0 to {count - 1}).",
-                next_step="correct the column 'partition', or leave it out: rows are then spread by key",
+                next_step="correct the column 'partition', or drop it: rows are then partitioned by key",
             )
 
 
 def known_partitions(producer: Producer, topic: str, options: SinkOptions) -> int:
-    """Number of a topic's partitions; waits a moment for a topic that was made just now.
+    """Partition count of a topic; waits briefly for a topic that was just created.
 
     Raises:
-        UsageError: there is no such topic. Unreachable: no broker answers. Refused: no permission.
+        UsageError: the topic does not exist. Unreachable: no broker answers. Refused: no permission.
     """
     deadline = time.monotonic() + 3
     server = server_name(options.client["bootstrap.servers"])
@@ -123,7 +123,7 @@ def _refuse_failures(producer: Producer, options: SinkOptions) -> None:
 
 
 class TransactionalWriter:
-    """exactly_once: the rows and a marker in one transaction, which is left open for the driver to end."""
+    """exactly_once: rows and a marker in one transaction, left open for the driver to commit or abort."""
 
     def __init__(self, options: SinkOptions, work: Work) -> None:
         self._options = options
@@ -134,9 +134,9 @@ class TransactionalWriter:
         self._early: list[pa.RecordBatch] = []
 
     def stage(self, batch: pa.RecordBatch) -> None:
-        """Send rows inside the transaction; the first rows open it.
+        """Send rows in the transaction, opened by the first rows.
 
-        Until the transactional id is usable a few batches wait here, so that whoever makes the rows goes on.
+        Until the transactional id is initialised a few batches are buffered, so that the task keeps producing rows.
         """
         if batch.num_rows == 0:
             return
@@ -161,7 +161,8 @@ class TransactionalWriter:
         _refuse_failures(producer, self._options)
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
-        """Every row and the marker are acknowledged; the transaction stays open. No rows: no transaction."""
+        """Flush until every row and the marker are acknowledged; leave the transaction open. No rows: no
+        transaction."""
         self._send_early()
         taken = self._taken
         if taken is None:
@@ -177,13 +178,13 @@ class TransactionalWriter:
             producer.flush(min(FLUSH_TIMEOUT_S, self._options.transaction_timeout_s))
             _refuse_failures(producer, self._options)
             self._confirm(taken)
-        # From here on the transaction belongs to the driver; the client that opened it has no more say.
+        # From here on the transaction belongs to the driver.
         self._taken = None
         retire(producer)
         return Promise(taken.held)
 
     def _confirm(self, taken: Taken) -> None:
-        """A promise is given only for what the coordinator itself holds open, the marker included."""
+        """Promise only a transaction that the coordinator reports as open, including the marker's partition."""
         found = warm.state_of(self._options, self._id)
         scope = self._work.scope
         marker = f"{ledger_topic(scope, self._options.ledger_topic)}-{marker_partition(scope)}"
@@ -193,14 +194,14 @@ class TransactionalWriter:
         raise DeliveredError(
             "PREPARE_REFUSED",
             f"Transaction {self._id}, producer {held.producer_id}, epoch {held.epoch}, should be open now; its "
-            f"coordinator says: {found.state}, producer {now.producer_id}, epoch {now.epoch}, partitions "
+            f"coordinator reports {found.state}, producer {now.producer_id}, epoch {now.epoch}, partitions "
             f"{', '.join(found.targets) or 'none'}{taken.producer.failures.hint()}. Nothing of it is visible.",
-            next_step="start again; if it comes back, check the permissions on the topics and that batches are shorter "
+            next_step="start again; if this recurs, check the permissions on the topics and that batches are shorter "
             "than transactionTimeout",
         )
 
     def abort(self) -> None:
-        """Abort the transaction if it is still this task's. Once prepared it is left to recovery."""
+        """Abort the transaction unless it is prepared: then it is left to recovery."""
         self._early = []
         taken, self._taken = self._taken, None
         if taken is not None:
@@ -213,18 +214,17 @@ class TransactionalWriter:
             with _explained(self._options):
                 self._taken = warm.take(self._options, self._work)
                 self._taken.producer.begin()
-            # The other slot belonged to the batch before this one, which is over.
+            # The other slot was the previous batch's, which is done.
             warm.make_ready(self._options, replace(self._work, batch=self._work.batch + 1, attempt=0))
         return self._taken.producer
 
 
 class DirectWriter:
-    """Rows leave without a transaction, through a producer that is borrowed for the shard.
+    """Sends rows without a transaction, through a pooled producer.
 
-    at_least_once: what was acknowledged is in; what was not makes the task fail, and its rows are sent again.
-    at_most_once: every record leaves at most once; what was not acknowledged is given up and counted. A request
-    without an answer may have been stored: its records count as given up, which makes the count an upper bound of what
-    was lost.
+    at_least_once: an unacknowledged record fails the task, whose rows are sent again.
+    at_most_once: every record is sent at most once; unacknowledged ones are counted as given up. As an unanswered
+    request may have been stored, the count is an upper bound of the loss.
     """
 
     def __init__(self, options: SinkOptions, guarantee: Guarantee) -> None:
@@ -243,7 +243,7 @@ class DirectWriter:
             self._sender.send(self._producer, batch)
         self._judge(self._producer)
 
-    def prepare(self, fingerprint: Fingerprint) -> Promise:  # noqa: ARG002 - no marker here
+    def prepare(self, fingerprint: Fingerprint) -> Promise:  # noqa: ARG002 - no marker is written
         producer = self._producer
         if producer is None:
             return Promise()
@@ -278,6 +278,6 @@ def _partition_column(batch: pa.RecordBatch) -> Any | None:
         raise BadRecord(
             "PARTITION_UNKNOWN",
             f"A row asks for partition {lowest}; partitions count from 0.",
-            next_step="correct the column 'partition'; null spreads by key",
+            next_step="correct the column 'partition'; null partitions by key",
         )
     return np.asarray(column.cast(pa.int32()).fill_null(-1))

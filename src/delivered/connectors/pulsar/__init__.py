@@ -1,4 +1,4 @@
-"""Apache Pulsar, over its C++ client: a source that can be read again, and a sink."""
+"""Apache Pulsar through its C++ client: a replayable source, and a sink."""
 
 from __future__ import annotations
 

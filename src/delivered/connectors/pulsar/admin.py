@@ -1,4 +1,4 @@
-"""Questions to the brokers' HTTP service: which partitions there are, what each has, which messages lie in an entry."""
+"""The brokers' admin API over HTTP: partitions, their ledgers, entries, schemas and subscriptions."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SAID_MAX = 200
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a topic without partitions, or one partition, has.
+    """Contents of a partition, or of a topic without partitions.
 
     Attributes:
-        ledgers: (id, count of entries) of those that are kept, oldest first.
-        last: the last entry that a reader gets.
-        cursors: subscription -> the last entry that it has behind it.
+        ledgers: (id, number of entries) of the retained ones, oldest first.
+        last: the last entry that a reader receives.
+        cursors: subscription -> its mark-delete position.
     """
 
     ledgers: tuple[tuple[int, int], ...]
@@ -45,11 +45,11 @@ class Bounds:
 class Entry:
     """
     Attributes:
-        messages: in it, as the producer put them there.
-        chunk: number of the chunk that it is, from 0; None: it is none.
+        messages: number of messages in it, as the producer batched them.
+        chunk: number of the chunk, from 0; None: not a chunk.
         chunks: of the message.
-        chunked: tells the message from others.
-        hidden: no reader gets it: a marker of the broker, or of a transaction that was aborted.
+        chunked: identifies the message.
+        hidden: readers do not receive it: a marker of the broker, or of an aborted transaction.
     """
 
     messages: int
@@ -78,19 +78,19 @@ class Missing(Exception):
 
 
 class NotPlaced(Unreachable):
-    """A broker could not store where a subscription stands; it may the next time."""
+    """A broker could not store a subscription's cursor; retriable."""
 
 
 class Admin:
-    """Keeps its connections open between questions. Used by one thread."""
+    """Keeps connections open between requests. Not thread-safe."""
 
     def __init__(self, options: Place, patient: bool = False) -> None:
         """
         Args:
-            patient: the brokers answered before: wait for their restart.
+            patient: the brokers answered before, so wait for a restart.
 
         Raises:
-            UsageError: the file of trusted certificates cannot be used.
+            UsageError: the file of trusted certificates is invalid.
         """
         self._options = options
         self._patient = patient
@@ -98,7 +98,7 @@ class Admin:
         self._pool = urllib3.PoolManager(timeout=CONNECT_TIMEOUT_S, retries=False, ssl_context=checks)
 
     def partitions(self, topic: str) -> int:
-        """How many the topic has; 0: it is one without partitions, or none."""
+        """Number of partitions; 0: the topic has none, or does not exist."""
         try:
             told = self._json("GET", self._path(topic) + "/partitions?checkAllowAutoCreation=false")
         except Missing:
@@ -106,7 +106,7 @@ class Admin:
         return int(told["partitions"])
 
     def bounds(self, physical: str) -> Bounds:
-        """Raises UsageError if the topic does not exist. Unlike the client, does not create it."""
+        """Raises UsageError if the topic does not exist. Unlike the client, this does not create it."""
         try:
             told = self._json("GET", self._path(physical) + "/internalStats")
             newest = self._json("GET", self._path(physical) + "/lastMessageId")
@@ -114,7 +114,7 @@ class Admin:
             raise self._missing(physical) from None
         ledgers = [(int(x["ledgerId"]), int(x["entries"])) for x in told["ledgers"]]
         confirmed = Position.from_text(told["lastConfirmedEntry"])
-        if ledgers:  # the count of the one that is being written is told apart
+        if ledgers:  # the open ledger's count is a separate field
             ledgers[-1] = (ledgers[-1][0], max(ledgers[-1][1], int(told["currentLedgerEntries"])))
         dispatchable = Position(int(newest["ledgerId"]), int(newest["entryId"]))
         if dispatchable.entry >= 0 and dispatchable.order < confirmed.order:
@@ -123,7 +123,7 @@ class Admin:
         return Bounds(tuple(ledgers), confirmed, cursors)
 
     def entry(self, physical: str, ledger: int, entry: int) -> Entry | None:
-        """What an entry holds; None: it is gone."""
+        """Contents of an entry; None: it no longer exists."""
         try:
             headers = self._ask("GET", f"{self._path(physical)}/ledger/{ledger}/entry/{entry}")[0]
         except Missing:
@@ -151,7 +151,7 @@ class Admin:
         return None if told is None else told == "Enabled"
 
     def schema(self, topic: str, version: int | None = None) -> Registered | None:
-        """Of a topic, which its partitions share; None: there is no such version, or none at all.
+        """A topic's schema; None: it has none, or not this version.
 
         Args:
             version: from 0; None: the newest.
@@ -165,16 +165,16 @@ class Admin:
         return Registered(int(told["version"]), told["type"], told["data"])
 
     def consumers(self, physical: str, subscription: str) -> int:
-        """How many are connected now."""
+        """Number of connected consumers."""
         told = self._json("GET", self._path(physical) + "/stats")["subscriptions"].get(subscription, {})
         return len(told.get("consumers", ()))
 
     def move(self, physical: str, subscription: str, to: Position, exists: bool) -> None:
-        """Let a subscription have behind it what is up to `to`; make it if it does not exist."""
+        """Move a subscription's cursor to `to`, which counts as acknowledged; create the subscription if needed."""
         path = f"{self._path(physical)}/subscription/{quote(subscription, safe='')}"
         body = {"ledgerId": to.ledger, "entryId": to.entry, "partitionIndex": -1, "excluded": True}
         if not exists:
-            with suppress(NotPlaced):  # it is made then, and stands at the end
+            with suppress(NotPlaced):  # then it was created, at the end
                 self._ask("PUT", path, body)
                 return
         self._ask("POST", f"{path}/resetcursor", body)
@@ -199,7 +199,7 @@ class Admin:
             try:
                 answer = self._once(method, self._options.admin_url + path, body)
             except Unreachable as error:
-                again = not (isinstance(error, NotPlaced) and method == "PUT")  # that would be told that it exists
+                again = not (isinstance(error, NotPlaced) and method == "PUT")  # a retry would fail: it exists
                 if not again or time.monotonic() > deadline:
                     raise
                 time.sleep(_PAUSE_S)
@@ -213,7 +213,7 @@ class Admin:
             headers["Authorization"] = f"Bearer {token}"
         for _ in range(_REDIRECTS_MAX):
             try:
-                # Redirections are followed here: the library would send the token anywhere, or nowhere.
+                # Redirects are followed here: the library would send the token to any host, or to none.
                 reply = self._pool.request(method, url, json=body, headers=headers, redirect=False)
             except urllib3.exceptions.HTTPError as error:
                 reason = error.args[-1] if error.args else error
@@ -227,10 +227,10 @@ class Admin:
                 raise self._explained(reply.status, url, reply.data)
             else:
                 return reply.headers, reply.data
-        raise self._unreachable(f"it sent {_REDIRECTS_MAX} redirections for {url}")
+        raise self._unreachable(f"it sent {_REDIRECTS_MAX} redirects for {url}")
 
     def _followed(self, url: str, location: str) -> str:
-        """Where the broker that has the topic is: the token goes there too."""
+        """The URL of the broker that owns the topic; it receives the token too."""
         if url.startswith("https") and not location.startswith("https"):
             raise UsageError(
                 "REDIRECT_WITHOUT_TLS",
@@ -255,7 +255,7 @@ class Admin:
             # Seen right after a broker's start and under load.
             return NotPlaced(
                 "PULSAR_UNREACHABLE",
-                f"Pulsar at {self._options.admin_url} could not store where a subscription stands, {url}: {said}",
+                f"Pulsar at {self._options.admin_url} could not store a subscription's cursor, {url}: {said}",
                 next_step="check that its bookies are running and have disk space, then start again",
             )
         return DeliveredError("PULSAR_ADMIN", f"{self._options.admin_url} answered {code} to {url}: {said}")
@@ -269,7 +269,7 @@ class Admin:
 
 
 def _words(answer: bytes) -> str:
-    """Of an error: brokers send JSON with a reason, or a page whose title tells it."""
+    """Reason of an error: brokers send JSON, or an HTML page with the reason in its title."""
     text = answer.decode(errors="replace")
     try:
         return str(json.loads(text)["reason"])[:_SAID_MAX]

@@ -1,7 +1,6 @@
-"""Schemas as Pulsar keeps them, JSON's too in Avro's notation: which Arrow type a record has, and how it is read.
+"""Pulsar's schemas (JSON ones are in Avro notation too): a record's Arrow type, and its decoding.
 
-Types are mapped as Spark's `from_avro` does. What it maps to a struct of members (a union of several types) is refused,
-and so is a type that holds itself.
+Types are mapped as by Spark's `from_avro`, without recursive types and unions of several types.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _LOGICAL = {
     ("long", "local-timestamp-millis"): (pa.timestamp("ms"), pa.timestamp("us")),
     ("long", "local-timestamp-micros"): (pa.timestamp("us"), pa.timestamp("us")),
 }
-"""(type, logical type) -> Arrow type that takes Avro's numbers, Arrow type of the column."""
+"""(type, logical type) -> Arrow type of Avro's numbers, Arrow type of the column."""
 _BITS = {"int": 31, "long": 63}
 _DIGITS_MAX = 38  # of a decimal in Spark
 
 
 class Unmappable(ValueError):
-    """A schema that cannot become columns; the text names the field."""
+    """A schema that has no columns; the text names the field."""
 
 
 class Unreadable(ValueError):
-    """A value that does not follow its schema; the text names the field."""
+    """A value that does not match its schema; the text names the field."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,12 @@ class Shape:
     """One type of a schema.
 
     Attributes:
-        avro: for fastavro: without logical types, but decimal; names say nothing, so that records are matched by place.
-        filled: Arrow type that takes what the codec gives.
-        arrow: as users see it.
-        of_json: a JSON value -> what `filled` takes; raises Unreadable.
+        avro: for fastavro: no logical types but decimal, and generated names, so that records match by position.
+        filled: Arrow type for the codec's output.
+        arrow: type of the column.
+        of_json: a JSON value -> a value for `filled`; raises Unreadable.
         required: of a record: fields that may not be null.
-        meanings: path of a leaf -> its logical type. Avro itself reads seconds as days without a word.
+        meanings: path of a leaf -> its logical type. Avro itself silently reads seconds as days.
     """
 
     avro: Any
@@ -77,25 +76,25 @@ class Shape:
 def shape_of(kind: str, text: str) -> Shape:
     """
     Args:
-        kind: AVRO or JSON; text: the schema as it is registered.
+        kind: AVRO or JSON; text: the registered schema.
 
     Raises:
-        Unmappable: it is no schema of a record, or holds a field that has no column type here.
+        Unmappable: not a record schema, or a field has no column type.
     """
     schema = fastavro().schema
     try:
         told = schema.expand_schema(json.loads(text))
     except (ValueError, KeyError, TypeError, schema.SchemaParseException, schema.UnknownType) as error:
-        raise Unmappable(f"it is no Avro schema: {error!r:.200}") from None
+        raise Unmappable(f"it is not an Avro schema: {error!r:.200}") from None
     if not isinstance(told, dict) or told.get("type") != "record":
-        raise Unmappable("it is no record")
+        raise Unmappable("it is not a record")
     found = _shape(kind, told, "", count())
     return replace(found, avro=schema.parse_schema(found.avro))
 
 
 @cache
 def fastavro() -> Any:
-    """The library, imported where it is used. Raises MissingExtra."""
+    """The library, imported on use. Raises MissingExtra."""
     try:
         import fastavro
         import fastavro.schema
@@ -109,7 +108,7 @@ def read_avro(data: bytes, writer: Shape, reader: Shape) -> Any:
     stream = io.BytesIO(data)
     try:
         found = fastavro().schemaless_reader(stream, writer.avro, None if writer is reader else reader.avro)
-    except Exception as error:  # each kind of garbage ends in another one
+    except Exception as error:  # the exception depends on the kind of garbage
         raise Unreadable(f"{type(error).__name__}: {str(error)[:200]}") from None
     if stream.tell() != len(data):
         raise Unreadable(f"the record ends after {stream.tell()} of {len(data)} bytes")
@@ -121,7 +120,7 @@ def read_json(data: bytes, reader: Shape) -> Any:
     try:
         return reader.of_json(json.loads(data))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise Unreadable(f"it is no JSON: {error}") from None
+        raise Unreadable(f"it is not JSON: {error}") from None
 
 
 def _shape(kind: str, told: Any, path: str, names: Iterator[int]) -> Shape:
@@ -166,7 +165,7 @@ def _leaf(kind: str, told: Mapping[str, Any], path: str, names: Iterator[int]) -
     what, logical = told["type"], told.get("logicalType", "")
     if what in ("bytes", "fixed") and kind == JSON:
         raise Unmappable(
-            f"field {path[1:]!r} is {what}, which clients write into JSON in different ways (Java base64, Python text)"
+            f"field {path[1:]!r} is {what}, which clients encode in JSON in different ways (Java base64, Python text)"
         )
     avro: Any = what
     if what == "fixed":
@@ -175,13 +174,13 @@ def _leaf(kind: str, told: Mapping[str, Any], path: str, names: Iterator[int]) -
     if what == "bytes" and logical == "decimal":
         digits, scale = int(told["precision"]), int(told.get("scale", 0))
         if digits > _DIGITS_MAX:
-            raise Unmappable(f"field {path[1:]!r} is a decimal of {digits} digits; columns hold {_DIGITS_MAX}")
+            raise Unmappable(f"field {path[1:]!r} is a decimal of {digits} digits; columns hold at most {_DIGITS_MAX}")
         size = {"logicalType": "decimal", "precision": digits, "scale": scale}
         avro = {**(avro if isinstance(avro, dict) else {"type": avro}), **size}
         found = pa.decimal128(digits, scale)
         return Shape(avro, found, found, _never, meanings={path: f"decimal, {scale} digits after the point"})
     if what not in _PLAIN:
-        why = "is null alone" if what == "null" else f"is of type {what!r}, which holds itself or is not known"
+        why = "is null alone" if what == "null" else f"is of type {what!r}, which is recursive or unknown"
         raise Unmappable(f"field {path[1:]!r} {why}")
     filled, arrow = _LOGICAL.get((what, logical), (_PLAIN[what], _PLAIN[what]))
     meaning = logical if (what, logical) in _LOGICAL else ""
@@ -192,7 +191,9 @@ def _union(kind: str, told: list[Any], path: str, names: Iterator[int]) -> Shape
     others = [t for t in told if t != "null"]
     if len(others) != 1:
         kinds = ", ".join(str(t["type"] if isinstance(t, dict) else t) for t in told)
-        raise Unmappable(f"field {path[1:]!r} is a union of {kinds}; only null and one other have a column type")
+        raise Unmappable(
+            f"field {path[1:]!r} is a union of {kinds}; only a union of null and one other type has a column type"
+        )
     inner = _shape(kind, others[0], path, names)
     if len(told) == 1:
         return inner
@@ -223,7 +224,7 @@ def _record(kind: str, told: Mapping[str, Any], path: str, names: Iterator[int])
 
 
 def _name(names: Iterator[int]) -> str:
-    """fastavro compares the last part of a name alone, and a schema may not hold one name twice."""
+    """fastavro compares only the last part of a name, and a schema must not contain a name twice."""
     return f"n{next(names)}.part"
 
 
@@ -294,7 +295,7 @@ def _value(path: str, what: str) -> Callable[[Any], Any]:
 
 
 def _never(value: Any) -> Any:
-    raise Unreadable(f"a decimal was met in JSON: {type(value).__name__}")
+    raise Unreadable(f"decimals are not supported in JSON: {type(value).__name__}")
 
 
 def _wrong(path: str, value: Any, wanted: str) -> Unreadable:

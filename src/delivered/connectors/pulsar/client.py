@@ -1,4 +1,4 @@
-"""Clients, warm in each process, and what the library said as errors of ours."""
+"""Warm clients, one per process and options, and translation of the library's errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _warm: dict[tuple[int, str], Any] = {}
 
 
 def pulsar() -> Any:
-    """The client library, imported where it is used. Raises MissingExtra."""
+    """The client library, imported on use. Raises MissingExtra."""
     try:
         import pulsar
     except ImportError:
@@ -27,9 +27,9 @@ def pulsar() -> Any:
 
 
 def tells_versions() -> Any:
-    """A schema for readers, by which `Message.value` is the version that the message names, -1 for none.
+    """A reader schema that makes `Message.value` the message's schema version, -1 for none.
 
-    The client hands that to schemas alone; its `schema_version` is bytes that it takes for text.
+    Only schemas get the version from the client; its own `schema_version` decodes bytes as text.
     """
 
     class Versions(pulsar().schema.BytesSchema):  # type: ignore[misc]
@@ -40,7 +40,7 @@ def tells_versions() -> Any:
 
 
 def registers(kind: str, text: str) -> Any:
-    """A schema for producers, which is registered for the topic if it has not this one; values are encoded already."""
+    """A producer schema, registered with the topic if missing; values are already encoded."""
     import _pulsar
 
     class Encoded(pulsar().schema.BytesSchema):  # type: ignore[misc]
@@ -52,7 +52,7 @@ def registers(kind: str, text: str) -> Any:
 
 
 def warm_client(options: Place) -> Any:
-    """A client with these options, connected already if one was asked for before in this process."""
+    """This process's client with these options."""
     name = (os.getpid(), repr((options.url, options.token, options.trusted)))
     if name not in _warm:
         _warm[name] = _new_client(options)
@@ -61,7 +61,7 @@ def warm_client(options: Place) -> Any:
 
 def _new_client(options: Place) -> Any:
     library = pulsar()
-    secret(options)  # that it can be read is told before anything is asked
+    secret(options)  # fail early if it cannot be read
     if (found := tls_error(options)) is not None:
         raise found
     try:
@@ -72,7 +72,7 @@ def _new_client(options: Place) -> Any:
             connection_timeout_ms=int(CONNECT_TIMEOUT_S * 1000),
             tls_trust_certs_file_path=trusted_file(options),
             tls_validate_hostname=True,
-            # By itself it reports every try to connect on the standard output.
+            # By default it prints every connection attempt to the standard output.
             logger=library.ConsoleLogger(library.LoggerLevel.Error),
         )
     except library.PulsarException as error:
@@ -83,7 +83,7 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
     """Translate an error of the client.
 
     Args:
-        what: the topic that was asked for.
+        what: the requested topic.
     """
     library = pulsar()
     said = hidden(options, str(error) or type(error).__name__)
@@ -99,8 +99,8 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
         case library.IncompatibleSchema():
             return UsageError(
                 "SCHEMA_INCOMPATIBLE",
-                f"The brokers at {options.url} do not take what was to be written to {what!r} beside its registered "
-                "schema, or take no bytes there.",
+                f"The brokers at {options.url} rejected the producer's schema for {what!r}: it is incompatible with "
+                "the registered one, or bytes are not allowed.",
                 next_step="check `pulsar-admin schemas get`; write with schema avro or json, or to another topic",
             )
         case library.MessageTooBig():
@@ -121,8 +121,8 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
 
 
 def _refusal(options: Place, what: str) -> UsageError | None:
-    """What the HTTP service says to the token: brokers close a connection whose token they refuse, and the client
-    library connects again until its time is over, and says that nobody answered."""
+    """Ask the HTTP service about the token: brokers close a connection with a rejected token, and the client library
+    just reconnects until it times out."""
     topic = re.sub(r"-partition-\d+$", "", what)
     try:
         Admin(options).partitions(topic if topic.startswith("persistent://") else f"{PREFIX}{topic}")

@@ -1,4 +1,4 @@
-"""Columns of the source: those of Kafka, and what is Pulsar's own."""
+"""Columns of the source: Kafka's, and Pulsar's own."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _OFFSET_MAX = (1 << 63) - 1
 def columns_of(headers: bool, value: pa.DataType | None) -> pa.Schema:
     """
     Args:
-        value: its type; None: bytes.
+        value: type of the column; None: bytes.
     """
     found = columns(headers, COLUMNS)
     return found if value is None else found.set(found.get_field_index("value"), pa.field("value", value))
 
 
 class Rows:
-    """Messages of one partition on their way into a batch: lists by column."""
+    """Messages of one partition, collected as lists per column."""
 
     def __init__(self, topic: str, number: int, headers: bool, typed: Values | None = None) -> None:
         """
         Args:
-            typed: reads values by a schema; None: they are bytes.
+            typed: decodes values by a schema; None: bytes.
         """
         self._topic = topic
         self._typed = typed
@@ -119,8 +119,8 @@ class Rows:
 
 
 def _offsets(ids: Sequence[tuple[int, int, int]]) -> list[int | None]:
-    """Ledger and entry in one number, which grows along a partition; messages of one entry share it. Null where it
-    has no room."""
+    """Ledger and entry in one number, increasing along a partition; shared by the messages of an entry. Null if it does
+    not fit."""
     found = [(ledger << _ENTRY_BITS) + entry for ledger, entry, _ in ids]
     return [n if n <= _OFFSET_MAX and entry < 1 << _ENTRY_BITS else None
             for n, (_, entry, _) in zip(found, ids, strict=True)]  # fmt: skip

@@ -1,7 +1,7 @@
-"""The sink's side of schemas: which one rows are written by, and their bytes.
+"""Schemas in the sink: the one to write with, and the encoding of rows.
 
-A topic that has a schema keeps it as it is, as far as the rows fit; columns that it lacks are added to it, as fields
-that may be null. A topic without one gets one made from the columns.
+A topic's schema is kept if the rows match; missing columns are added to it as nullable fields. A topic without a schema
+gets one derived from the columns.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _WIDER = {
 
 
 class Unfit(ValueError):
-    """Rows that a registered schema does not take; the text says what differs."""
+    """Rows that do not match the registered schema; the text names the difference."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """By which schema rows are written.
+    """The schema that rows are written with.
 
     Attributes:
-        text: of the schema; registered as it is, or to be registered.
-        added: fields that the registered one lacks.
+        text: of the schema, registered or to be registered.
+        added: fields missing from the registered one.
     """
 
     kind: str
@@ -63,11 +63,11 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
     """
     Args:
         rows: type of the column value.
-        known: what the topic has.
+        known: the topic's schema.
 
     Raises:
-        Unfit: the rows cannot be written by it, nor by it and more fields.
-        Unmappable: a column has no type in Avro, or a registered field none here.
+        Unfit: the rows do not match it, even with added fields.
+        Unmappable: a column has no Avro type, or a registered field no column type.
     """
     made = derived(kind, rows)
     if known is None:
@@ -90,7 +90,7 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
 
 
 def derived(kind: str, rows: pa.DataType) -> dict[str, Any]:
-    """A schema made from the type of a struct; every field may be null. Raises Unmappable."""
+    """A schema derived from a struct type, all fields nullable. Raises Unmappable."""
     if not pa.types.is_struct(rows):
         raise Unmappable(f"it is {rows}")
     found: dict[str, Any] = _avro(rows, "", "Value")
@@ -99,17 +99,17 @@ def derived(kind: str, rows: pa.DataType) -> dict[str, Any]:
 
 
 class Encoder:
-    """Rows of one type to the bytes of messages."""
+    """Encodes rows of one type."""
 
     def __init__(self, made: Settled, rows: pa.StructType) -> None:
         self._kind = made.kind
         self._shape = shape_of(made.kind, made.text)
-        # Null is written where there is no column, whatever default the schema has: so it is read back.
+        # A missing column is written as null, whatever the schema's default: that is what is read back.
         self._absent = dict.fromkeys(f.name for f in self._shape.filled if f.name not in {r.name for r in rows})
         self._units = _in_units_of(rows, self._shape.filled)
 
     def encode(self, values: pa.Array) -> list[bytes | None]:
-        """Raises BadValue for the first that does not fit."""
+        """Raises BadValue for the first value that does not match."""
         try:
             found = plain(values.cast(self._units))
         except pa.ArrowInvalid as error:
@@ -125,7 +125,7 @@ class Encoder:
 
     def _one(self, value: dict[str, Any]) -> bytes:
         if self._kind == JSON:
-            self._shape.of_json(value)  # what a reader will do
+            self._shape.of_json(value)  # what a reader does
             return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
         stream = io.BytesIO()
         fastavro().schemaless_writer(stream, self._shape.avro, value)
@@ -133,10 +133,10 @@ class Encoder:
 
 
 class BadValue(ValueError):
-    """A value that its schema does not take.
+    """A value that does not match its schema.
 
     Attributes:
-        row: 0-based; None: it is not known.
+        row: 0-based; None: unknown.
     """
 
     def __init__(self, row: int | None, why: str) -> None:
@@ -145,13 +145,13 @@ class BadValue(ValueError):
 
 
 def canonical(values: pa.Array) -> pa.Array:
-    """Structs as text: a row and what a reader finds are the same, also if the schema has more fields, all null."""
+    """Structs as text, equal for a row and the message read back, even if the schema has more fields, all null."""
     found = plain(values.cast(_in_units_of(values.type, None)))
     return pa.array([None if v is None else json.dumps(_told(v), sort_keys=True).encode() for v in found], pa.binary())
 
 
 def plain(values: pa.Array) -> list[Any]:
-    """Python values; numbers for times, in their unit, and dicts for maps."""
+    """Python values; times as numbers in their unit, maps as dicts."""
     kind = _numbers(values.type)
     found: list[Any] = values.cast(kind).to_pylist()
     return [_maps(v, kind) for v in found] if "map<" in str(kind) else found
@@ -171,7 +171,7 @@ def _told(value: Any) -> Any:
 
 
 def _avro(kind: pa.DataType, path: str, name: str) -> Any:
-    """Not null: the caller adds that."""
+    """Not nullable: the caller adds that."""
     for known, avro in _KINDS:
         if kind.equals(known):
             return avro
@@ -185,13 +185,13 @@ def _avro(kind: pa.DataType, path: str, name: str) -> Any:
         return {"type": "array", "items": _optional(kind.value_type, f"{path}[]", name)}
     if pa.types.is_struct(kind):
         return {"type": "record", "name": name, "fields": [_field(f, path, name) for f in kind]}
-    raise Unmappable(f"column {path[1:]!r} is {kind}, which Avro has no type for")
+    raise Unmappable(f"column {path[1:]!r} is {kind}, which has no Avro type")
 
 
 def _field(field: pa.Field, path: str, name: str) -> dict[str, Any]:
     if not _NAME.fullmatch(field.name):
         raise Unmappable(
-            f"column {(path + '.' + field.name)[1:]!r}: names in Avro are letters of ASCII, digits and underscores"
+            f"column {(path + '.' + field.name)[1:]!r}: Avro names consist of ASCII letters, digits and underscores"
         )
     kind = _optional(field.type, f"{path}.{field.name}", f"{name}_{field.name}")
     return {"name": field.name, "type": kind, "default": None}
@@ -202,7 +202,7 @@ def _optional(kind: pa.DataType, path: str, name: str) -> list[Any]:
 
 
 def _differences(path: str, row: pa.DataType, there: pa.DataType) -> Iterable[str]:
-    """Between a column and the field of the schema: both as Arrow types."""
+    """Compare a column with the schema's field, both as Arrow types."""
     if row.equals(there) or there in _WIDER.get(row, ()):
         return
     if pa.types.is_timestamp(row) and pa.types.is_timestamp(there) and (row.tz is None) == (there.tz is None):
@@ -218,7 +218,7 @@ def _differences(path: str, row: pa.DataType, there: pa.DataType) -> Iterable[st
             if f.name in fields:
                 yield from _differences(f"{path}.{f.name}", f.type, fields[f.name])
             else:
-                yield f"{path}.{f.name} is not in the schema, and only fields of the record itself are added"
+                yield f"{path}.{f.name} is not in the schema, and only top-level fields are added"
         return
     elif pa.types.is_map(row) and pa.types.is_map(there):
         yield from _differences(f"{path}{{}}", row.item_type, there.item_type)
@@ -234,7 +234,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _in_units_of(row: pa.DataType, filled: pa.DataType | None) -> pa.DataType:
-    """The type of the rows, with the types of the schema's leaves; None: microseconds."""
+    """The row type with the schema's leaf types; None: microseconds."""
     if pa.types.is_struct(row):
         fields = {} if filled is None else {f.name: f.type for f in filled}
         return pa.struct([pa.field(f.name, _in_units_of(f.type, fields.get(f.name))) for f in row])
@@ -273,7 +273,7 @@ def _maps(value: Any, kind: pa.DataType) -> Any:
 
 
 def check_type(options: PulsarSinkOptions, rows: pa.DataType) -> None:
-    """Raise UsageError if rows of this type have no schema. Asks no server."""
+    """Raise UsageError if rows of this type have no schema. Sends no request."""
     try:
         derived(str(options.schema), rows)
     except Unmappable as error:
@@ -287,7 +287,7 @@ def check_type(options: PulsarSinkOptions, rows: pa.DataType) -> None:
 
 
 def settle(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> Settled:
-    """The schema that rows are written with, given the topic's current one. Registers nothing.
+    """The schema to write with, given the topic's current one. Does not register it.
 
     Raises:
         UsageError: the rows do not match the registered schema.
@@ -308,7 +308,7 @@ def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> N
     """Register the rows' schema for the topic.
 
     Raises:
-        UsageError: the rows do not match the registered schema, or the brokers refuse added fields.
+        UsageError: the rows do not match the registered schema, or the brokers rejected added fields.
     """
     from delivered.connectors.pulsar.publish import check_connection
 
@@ -321,7 +321,7 @@ def register(admin: Admin, options: PulsarSinkOptions, rows: pa.StructType) -> N
         what = f"with the added fields {', '.join(made.added)}" if made.added else "of the rows"
         raise UsageError(
             "SCHEMA_INCOMPATIBLE",
-            f"{SINK}: the brokers refuse the schema {what} for {options.label}: by the compatibility strategy of the "
+            f"{SINK}: the brokers rejected the schema {what} for {options.label}: by the compatibility strategy of the "
             "namespace, or because producers may not register schemas there.",
             next_step="pulsar-admin namespaces get-schema-compatibility-strategy, and get-is-allow-auto-update-schema; "
             "drop these columns, or let an administrator upload the schema",

@@ -1,4 +1,4 @@
-"""Arithmetic of entries: the number between two positions, and where a batch of about n messages ends."""
+"""Entry arithmetic: entries between two positions, and the end of a batch of about n messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SAMPLES = 4
 
 
 def ranges(start: Position, end: Position, ledgers: Ledgers) -> list[tuple[int, int, int]]:
-    """(ledger, first entry, entry after the last) of all that may hold messages after `start`, up to `end`."""
+    """(ledger, first entry, last entry + 1) of the ranges after `start`, up to `end`."""
     found = []
     for ledger, count in ledgers:
         if ledger < start.ledger or ledger > end.ledger:
@@ -27,15 +27,15 @@ def ranges(start: Position, end: Position, ledgers: Ledgers) -> list[tuple[int, 
 
 
 def rest(start: Position, end: Position, ledgers: Ledgers) -> int:
-    """Entries after `start`, up to `end`."""
+    """Number of entries after `start`, up to `end`."""
     return sum(stop - first for _, first, stop in ranges(start, end, ledgers))
 
 
 def gone(position: Position, bounds: Bounds) -> bool:
-    """Whether something after `position` may have been deleted.
+    """Whether messages after `position` may have been deleted.
 
-    Pulsar deletes whole ledgers, the oldest first (an empty one at any time). While the one that a stream stands in is
-    there, or an older one, nothing after it is gone.
+    Pulsar deletes whole ledgers, the oldest first (empty ones at any time). While the position's ledger or an older one
+    exists, nothing after it was deleted.
     """
     if position == START or not bounds.ledgers:
         return position != START and not bounds.ledgers
@@ -43,9 +43,9 @@ def gone(position: Position, bounds: Bounds) -> bool:
 
 
 def cut(admin: Admin, physical: str, start: Position, bounds: Bounds, messages: int) -> Position:
-    """Where a batch of about `messages` ends: at an entry, never less than one.
+    """End of a batch of about `messages`, at least one entry.
 
-    A few entries are asked how many messages they hold; the answer is logged, so it need not be the same again.
+    Estimated from the message counts of a few entries. The result is logged, so it need not be reproducible.
     """
     pieces = ranges(start, bounds.last, bounds.ledgers)
     total = sum(stop - first for _, first, stop in pieces)

@@ -28,7 +28,7 @@ from delivered.model.options import FLAG, Option, Options, OptionType, Unfit, ch
 SOURCE = "delivered_pulsar source"
 SINK = "delivered_pulsar sink"
 BYTES_MAX = (5 << 20) - (10 << 10)
-"""The brokers' default for maxMessageSize, less what goes with a message."""
+"""The brokers' default maxMessageSize, minus a message's metadata."""
 _COUNT = whole(1)
 COMPRESSIONS = ("none", "lz4", "zlib", "zstd", "snappy")
 
@@ -68,7 +68,7 @@ class Place(Options):
         example="http://localhost:8080",
     )
     token: str | None = option(
-        "token", "JSON Web Token for both; reread for every connection.", default=None, secret=True
+        "token", "JSON Web Token for url and adminUrl; reread for every connection.", default=None, secret=True
     )
     trusted: str | None = option(
         "tlsTrustCertsFile",
@@ -104,7 +104,7 @@ def _topics(owner: str, values: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _starting(owner: str, values: Mapping[str, str]) -> Where | None:
-    """A time comes before offsets, as in Spark; but positions that a stream began with once come before all."""
+    """As in Spark, a timestamp overrides offsets; stored positions of a stream's first start override both."""
     offsets = values.get("startingOffsets")
     found = None if offsets is None else parse_offsets(owner, "startingOffsets", offsets)
     if "startingTimestamp" in values and (found is None or not found.stored):
@@ -129,23 +129,21 @@ class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
         topics: full names.
         starting, ending: None: the default, which differs between stream and batch.
         typed: value is a struct by the topic's schema, of this `version`; None: the newest.
-        subscription: that is told the progress.
-        canonical: with `typed`, that struct as text, for the audit of a sink.
+        subscription: to advance.
+        canonical: with `typed`, the struct as text, for the audit of a sink.
     """
 
     topics: tuple[str, ...] = several(
         _topics,
-        Option(
-            "topics", "Topics, separated by commas; short names are of public/default.", required=True, example="orders"
-        ),
+        Option("topics", "Comma-separated topics; short names are in public/default.", required=True, example="orders"),
     )
     starting: Where | None = several(
         _starting,
         Option(
             "startingOffsets",
-            'earliest, latest, or {"topic": {"0": "12:34"}} with the message that was read last: ledger:entry, '
+            'earliest, latest, or {"topic": {"0": "12:34"}} with the last message read: ledger:entry, '
             "ledger:entry:index, or a message id as clients serialize it, in base64; the partition of a topic without "
-            "partitions is -1. Counts for a new checkpoint; partitions that appear later start at their earliest.",
+            "partitions is -1. Applies to a new checkpoint; partitions added later start at their earliest message.",
             "latest for a stream, earliest for a batch",
         ),
         Option("startingTimestamp", "Milliseconds since 1970: the first message published then or later."),
@@ -193,7 +191,7 @@ class SourceOptions(Place, owner=SOURCE, ignored=("path",)):
 
     @property
     def what(self) -> str:
-        """What is read, for messages."""
+        """Describes what is read, for messages."""
         return ",".join(short_name(t) for t in self.topics)
 
 
@@ -207,16 +205,14 @@ class PulsarSinkOptions(Place, owner=SINK):
     """
     Attributes:
         topic: full name.
-        bytes_max: of one message; None: it goes in chunks.
-        schema: kind by which the struct value is written, AVRO or JSON; None: value is bytes.
+        bytes_max: of one message; None: larger ones are chunked.
+        schema: AVRO or JSON for a struct value; None: value is bytes.
         ledger: path of a SQLite file.
     """
 
     topic: str = several(
         lambda owner, values: full_name(owner, values["topic"]),
-        Option(
-            "topic", "Where messages are published; a short name is of public/default.", required=True, example="orders"
-        ),
+        Option("topic", "Topic to publish to; a short name is in public/default.", required=True, example="orders"),
     )
     compression: str = option(
         "compression", f"One of: {', '.join(COMPRESSIONS)}.", choice(COMPRESSIONS), default="none"
@@ -231,8 +227,8 @@ class PulsarSinkOptions(Place, owner=SINK):
         ),
         Option(
             "messageBytesMax",
-            "Without chunking, a message of more bytes (key, value and properties) is refused; not above the brokers' "
-            "maxMessageSize.",
+            "Without chunking, larger messages (bytes of key, value and properties) are rejected; not above the "
+            "brokers' maxMessageSize.",
             str(BYTES_MAX),
             type=_COUNT,
         ),
@@ -258,7 +254,7 @@ class PulsarSinkOptions(Place, owner=SINK):
 
 
 def refuse_latest_start(where: Where) -> None:
-    """A batch cannot start at the latest message: it would be empty by chance."""
+    """A batch read cannot start at the latest message: it would almost always be empty."""
     if LATEST in (where.everywhere, *where.each.values()):
         raise UsageError(
             "OPTION_VALUE",

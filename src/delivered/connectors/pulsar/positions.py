@@ -1,7 +1,7 @@
-"""Where a stream stands in the partitions of Pulsar's topics: as options say it, and as it is kept in a checkpoint.
+"""Positions in the partitions of Pulsar's topics, as in options and checkpoints.
 
-A position is the message that was read last, by the entry that holds it. An entry is what a producer sent at once: one
-message, a batch of them, or a chunk of one.
+A position is the last message read, identified by its entry. An entry is what a producer sent at once: a message, a
+batch, or a chunk of a message.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from delivered.contract.source import Offsets
 from delivered.model.errors import InvariantBroken, UsageError
 
 PREFIX = "persistent://public/default/"
-"""Of topics with a short name."""
+"""Namespace of short topic names."""
 
 Partition = tuple[str, int]
-"""Full name of a topic, and the number; -1: the topic has no partitions."""
+"""Full topic name and partition number; -1: the topic has no partitions."""
 
 _TEXT = re.compile(r"(-1|\d+):(-1|\d+)(?::(\d+))?(?:>(\d+))?")
 
@@ -31,7 +31,7 @@ def full_name(owner: str, topic: str) -> str:
     """`persistent://tenant/namespace/topic`.
 
     Raises:
-        UsageError: it is no topic that keeps its messages, or a part of one.
+        UsageError: the topic is not persistent, or a partition.
     """
     found = topic if "://" in topic else f"{PREFIX}{topic}"
     if not re.fullmatch(r"persistent://[^/\s]+/[^/\s]+/[^/\s]+", found) or re.search(r"-partition-\d+$", found):
@@ -49,7 +49,7 @@ def short_name(topic: str) -> str:
 
 
 def physical(partition: Partition) -> str:
-    """The topic that holds the messages."""
+    """The partition's topic name."""
     topic, number = partition
     return topic if number < 0 else f"{topic}-partition-{number}"
 
@@ -59,7 +59,7 @@ class Position:
     """
     Attributes:
         index: of the message in its batch; None: the whole entry was read.
-        follower: the ledger that comes next, known only where `ledger` was closed and read to its end.
+        follower: the next ledger, known only if `ledger` is closed and was read to its end.
     """
 
     ledger: int
@@ -78,7 +78,7 @@ class Position:
 
     @classmethod
     def from_text(cls, text: str) -> Position:
-        """Raise ValueError for a text that is no position."""
+        """Raises ValueError if the text is not a position."""
         found = _TEXT.fullmatch(text)
         if found is None:
             raise ValueError(text)
@@ -87,7 +87,7 @@ class Position:
 
 
 START = Position(-1, -1)
-"""Before the first message that there is."""
+"""Before the first message."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ Spot = Position | Timestamp | str
 
 @dataclass(frozen=True)
 class Where:
-    """Where to start or to end.
+    """Where to start or end reading.
 
     Attributes:
-        everywhere: for all partitions; None: each has its own.
-        option: that said so, for errors.
-        stored: what a driver's `initial` gave once: exactly these, whatever Pulsar has now.
+        everywhere: for all partitions; None: see `each`.
+        option: where it was set, for errors.
+        stored: positions from a driver's earlier `initial`, used as they are, whatever Pulsar has now.
     """
 
     option: str
@@ -122,12 +122,12 @@ class Where:
     stored: bool = False
 
     def spot(self, partition: Partition) -> Spot | None:
-        """None: nothing was said about this partition."""
+        """None: not set for this partition."""
         return self.each.get(partition) if self.everywhere is None else self.everywhere
 
 
 _MARK = "#positions"
-# No topic's full name begins so.
+# No full topic name starts with "#".
 
 
 def to_json(at: Mapping[Partition, Position]) -> Offsets:
@@ -156,7 +156,7 @@ def from_json(told: Offsets) -> dict[Partition, Position]:
 
 
 def parse_offsets(owner: str, option: str, text: str) -> Where:
-    """Read "earliest", "latest", JSON like {"orders": {"0": "12:34"}}, or what a driver's `initial` gave."""
+    """Read "earliest", "latest", JSON like {"orders": {"0": "12:34"}}, or the result of a driver's `initial`."""
     word = text.strip().lower()
     if word in (EARLIEST, LATEST):
         return Where(option, word)
@@ -208,10 +208,10 @@ def _spot(said: Any) -> Spot:
 
 
 def fields(serialized: bytes) -> dict[int, int]:
-    """The whole numbers in a serialized message id: 1 ledger, 2 entry, 3 partition, 4 index in batch, 6 size of batch.
+    """The integers in a serialized message id: 1 ledger, 2 entry, 3 partition, 4 index in batch, 6 size of batch.
 
     Raises:
-        ValueError: that is no message id.
+        ValueError: not a message id.
     """
     found: dict[int, int] = {}
     at = 0

@@ -1,4 +1,4 @@
-"""Sending without waiting for each answer: the brokers' word for each message, counted."""
+"""Asynchronous sends, with acknowledgements counted."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
 IN_FLIGHT_MAX = 2_000
-"""Messages sent and not acknowledged, of one task and partition."""
+"""Unacknowledged messages per task and partition."""
 _BATCH_ROWS = 1_000
 _BATCH_BYTES = 1 << 20
 
 Message = dict[str, Any]
-"""What the client's send takes."""
+"""Arguments of the client's send."""
 
 
 def check_connection(options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
-    """Raise Unreachable or UsageError if nothing can be written. The topic must be there: this would make it.
+    """Raise Unreachable or UsageError if the topic cannot be written to. It must exist, or this would create it.
 
     Args:
-        schema: kind and text; it is registered if it is not.
+        schema: kind and text; registered if missing.
     """
     _producer(options, schema).close()
 
@@ -36,23 +36,23 @@ class Publisher:
     def __init__(self, options: PulsarSinkOptions, schema: tuple[str, str] | None = None) -> None:
         """
         Args:
-            schema: kind and text, by which messages are encoded already; None: they are bytes.
+            schema: kind and text of already encoded messages; None: bytes.
         """
         self._options = options
         self._lock = threading.Lock()
         self._sent = 0
         self._answered = 0
-        self._lost = 0  # nobody knows whether they are in
-        self._failed: Any = None  # the first result that says no
+        self._lost = 0  # of unknown outcome
+        self._failed: Any = None  # the first rejection
         self._producer: Any = _producer(options, schema)
 
     @property
     def unconfirmed(self) -> int:
-        """Messages sent whose fate nobody told."""
+        """Messages sent and neither acknowledged nor rejected."""
         return self._lost + self._sent - self._answered
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Hand messages to the client; waits while too many are in flight. Raises when one was refused."""
+        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
         self._check()
         try:
             for message in messages:
@@ -62,11 +62,11 @@ class Publisher:
             raise explained(error, self._options, self._options.label) from None
 
     def flush(self) -> None:
-        """Wait until every message is confirmed. Raises if one was rejected, or if that is unknown."""
+        """Wait until every message is acknowledged. Raises if one was rejected, or its outcome is unknown."""
         try:
             self._producer.flush()
         except pulsar().PulsarException:
-            pass  # what became of the messages, their answers say
+            pass  # the callbacks have each message's result
         finally:
             self.close()
         self._check()
@@ -79,16 +79,16 @@ class Publisher:
             )
 
     def close(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         if self._producer is not None:
             producer, self._producer = self._producer, None
             try:
                 producer.close()
             except pulsar().PulsarException:
-                pass  # the connection is gone, and the producer with it
+                pass  # the connection is lost, and with it the producer
 
     def _check(self) -> None:
-        """Raises when the broker refused a message."""
+        """Raises if the broker rejected a message."""
         if self._failed is None:
             return
         found: DeliveredError = explained(_exception(self._failed), self._options, self._options.label)
@@ -99,7 +99,7 @@ class Publisher:
         raise found
 
     def _on_answer(self, result: Any, _: Any) -> None:
-        """Runs in a thread of the client, which ends the process when this raises."""
+        """Runs in a thread of the client, where an exception would end the process."""
         results = pulsar().Result
         with self._lock:
             self._answered += 1
@@ -137,7 +137,7 @@ def _producer(options: PulsarSinkOptions, schema: tuple[str, str] | None) -> Any
 
 
 class _Router:
-    """Keys to partitions as Java's client does by default (this library has another hash); rows without one in turn."""
+    """Keys to partitions as in the Java client (this library hashes differently); rows without a key round-robin."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -160,7 +160,7 @@ def _java_hash(key: str) -> int:
 
 
 def _exception(result: Any) -> Exception:
-    """The exception that belongs to a result of the client."""
+    """The exception for a result of the client."""
     library = pulsar()
     kind = getattr(library, str(result).rpartition(".")[2], None)
     if isinstance(kind, type) and issubclass(kind, Exception):

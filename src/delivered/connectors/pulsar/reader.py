@@ -1,8 +1,8 @@
 """Reads one slice on an executor: the messages of a range of entries of one partition.
 
-Every entry of the range is accounted for: its messages were handed out, or Pulsar says that it holds none of their own
-(a chunk before a message's last one, what no reader gets), or it is gone, which is an error. A message in chunks
-belongs to the slice that holds its last chunk.
+Every entry of the range is accounted for: its messages were received, or Pulsar reports that it completes none (not the
+last chunk of a message; not dispatched to readers), or it was deleted, which is an error. A chunked message belongs to
+the slice with its last chunk.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _POLL_MS = 500
 _BATCH_BYTES = 16 << 20
 _QUEUE = 2_000
 _CHUNK_BACK_MAX = 10_000
-"""Entries before a slice that are looked through for the first chunk of a message."""
+"""Entries before a slice that are searched for a message's first chunk."""
 
 Place = tuple[int, int, int]
 """Ledger, entry, index in the batch (-1: no batch)."""
 
 
 def check_connection(options: SourceOptions, topic: str) -> None:
-    """Raise Unreachable or UsageError if the topic cannot be read. The topic must be there: this would make it."""
+    """Raise Unreachable or UsageError if the topic cannot be read. It must exist, or this would create it."""
     with _reader(options, topic, pulsar().MessageId.latest, inclusive=False):
         pass
 
@@ -48,16 +48,16 @@ def check_connection(options: SourceOptions, topic: str) -> None:
 def read_slice(
     options: SourceOptions, partition: Partition, start: Position, end: Position, schema: Registered | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Messages after `start`, up to all of the entry of `end` (or up to its index there), in their order.
+    """Messages after `start`, up to and including the entry (or index) of `end`, in order.
 
     Args:
-        schema: of the topic, by which values are read; None: they are bytes.
+        schema: of the topic, to decode values; None: bytes.
 
-    Bounded memory: what the client holds ready, and one batch. An empty range asks nothing (P17).
+    Memory is bounded by the client's queue and one batch. An empty range sends no request (P17).
 
     Raises:
-        BadRecord: a message does not follow the schema that it names.
-        InvariantBroken: messages of the range are gone, and `failOnDataLoss` is true.
+        BadRecord: a message does not match the schema version that it names.
+        InvariantBroken: messages of the range no longer exist, and `failOnDataLoss` is true.
         Unreachable: the brokers did not answer for two minutes.
         UsageError: reading is not permitted.
     """
@@ -79,14 +79,14 @@ class _Reading:
         self._rows = Rows(partition[0], partition[1], options.headers, self._values(partition[0], schema))
         bounds = self._admin.bounds(self._topic)
         if gone(start, bounds):
-            self._lost(f"messages after {start} of {self._name} are gone before they were read")
+            self._lost(f"messages after {start} of {self._name} no longer exist and were not read")
         self._ledgers = bounds.ledgers
         self._pieces = ranges(start, end, bounds.ledgers)
         if end.ledger not in {ledger for ledger, _ in bounds.ledgers}:
-            self._lost(f"messages up to {end} of {self._name} are gone before they were read")
-        self._at = 0  # of _pieces
-        self._next = self._pieces[0][1] if self._pieces else 0  # entry that is owed next
-        self._seen: Place = (-1, -1, -1)  # the last message that was handed out
+            self._lost(f"messages up to {end} of {self._name} no longer exist and were not read")
+        self._at = 0  # index in _pieces
+        self._next = self._pieces[0][1] if self._pieces else 0  # next expected entry
+        self._seen: Place = (-1, -1, -1)  # the last message received
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         rows = self._rows
@@ -124,7 +124,7 @@ class _Reading:
                 told = found.message_id()
                 place = (told.ledger_id(), told.entry_id(), told.batch_index())
                 if place <= self._seen:
-                    continue  # the connection was lost, and the broker began again
+                    continue  # after a reconnect the broker dispatched it again
                 yield from self._account(place[:2])
                 if place[:2] > (self._end.ledger, self._end.entry) or (
                     stop_index is not None
@@ -140,12 +140,12 @@ class _Reading:
                     return
 
     def _skipped(self, place: Place) -> bool:
-        """Read by the batch before: the range begins within this entry."""
+        """Whether the previous batch read it: the range starts within this entry."""
         start = self._start
         return start.index is not None and place[:2] == (start.ledger, start.entry) and place[2] <= start.index
 
     def _pass(self, place: Place, told: Any) -> None:
-        """A message was handed out: its entry is done with the last one of the batch."""
+        """Advance past a received message; its entry is complete with the last one of the batch."""
         size = fields(told.serialize()).get(6, 0) if place[2] >= 0 else 0
         at_end = self._end.index is not None and place[:2] == (self._end.ledger, self._end.entry)
         whole = place[2] < 0 or place[2] == size - 1 or (at_end and place[2] == self._end.index)
@@ -167,9 +167,9 @@ class _Reading:
         return self._at >= len(self._pieces)
 
     def _account(self, until: tuple[int, int]) -> Iterator[tuple[Any, Place]]:
-        """Entries that are owed and lie before `until`: why did nothing come of them?
+        """Check the expected entries before `until` that brought no message.
 
-        Yields messages in chunks that began before the slice: no client puts these together that starts in it.
+        Yields chunked messages that began before the slice, which a reader that starts in it does not assemble.
         """
         while not self._done():
             ledger, _, _ = self._pieces[self._at]
@@ -178,17 +178,17 @@ class _Reading:
                 return
             held = self._admin.entry(self._topic, ledger, entry)
             if held is None:
-                self._lost(f"entry {ledger}:{entry} of {self._name} is gone before it was read")
+                self._lost(f"entry {ledger}:{entry} of {self._name} no longer exists and was not read")
             elif held.chunk is None and not held.hidden:
                 seen = self._seen[2] + 1 if self._seen[:2] == (ledger, entry) else 0
-                if seen >= held.messages:  # a client that does not tell the size of a batch
+                if seen >= held.messages:  # the client did not report the batch size
                     self._go_to(ledger, entry + 1)
                     continue
                 if until == (self._end.ledger, self._end.entry + 1):
-                    return  # it is there, and will come
+                    return  # it exists and will be dispatched
                 raise InvariantBroken(
                     "SOURCE_SKIPPED",
-                    f"{SOURCE}: the client handed out messages after entry {ledger}:{entry} of {self._name}, and not "
+                    f"{SOURCE}: the client received messages after entry {ledger}:{entry} of {self._name}, but not "
                     "that one.",
                     next_step="start again; report this if it recurs",
                 )
@@ -200,7 +200,7 @@ class _Reading:
             self._go_to(ledger, entry + 1)
 
     def _chunked(self, which: str, ledger: int, entry: int) -> Any:
-        """The message whose last chunk is this entry, read from its first one; None: that is gone."""
+        """The message whose last chunk is this entry, read from its first chunk; None: that no longer exists."""
         first = None
         for place in islice(self._backwards(ledger, entry), _CHUNK_BACK_MAX):
             held = self._admin.entry(self._topic, *place)
@@ -208,7 +208,7 @@ class _Reading:
                 first = place
                 break
         if first is None:
-            self._lost(f"the first chunk of the message that ends at {ledger}:{entry} of {self._name} is gone")
+            self._lost(f"the first chunk of the message that ends at {ledger}:{entry} of {self._name} no longer exists")
             return None
         deadline = time.monotonic() + SOURCE_PATIENCE_S
         with _reader(self._options, self._topic, _id(*first), inclusive=True) as reader:
@@ -234,7 +234,7 @@ class _Reading:
             raise InvariantBroken(
                 "DATA_LOST",
                 f"{SOURCE}: {what}: deleted by retention or manually, or the topic was deleted and recreated.",
-                next_step='find out why; to go on without them, restart with .option("failOnDataLoss", "false")',
+                next_step='find out why; to continue without them, restart with .option("failOnDataLoss", "false")',
             )
         log.warning("%s, and failOnDataLoss is false", what, extra={"topic": self._topic})
 
@@ -242,8 +242,8 @@ class _Reading:
         owed = f"{self._pieces[self._at][0]}:{self._next}" if not self._done() else str(self._end)
         return Unreachable(
             "PULSAR_STALLED",
-            f"{SOURCE}: nothing came from {self._name} at {self._options.url} for {SOURCE_PATIENCE_S:.0f} s; the slice "
-            f"waits for entry {owed}, and ends with {self._end}.",
+            f"{SOURCE}: no messages received from {self._name} at {self._options.url} for {SOURCE_PATIENCE_S:.0f} "
+            f"s; the slice waits for entry {owed} and ends with {self._end}.",
             next_step="check the brokers; the batch will be read again",
         )
 
@@ -265,7 +265,7 @@ def _reader(options: SourceOptions, topic: str, start: Any, inclusive: bool) -> 
         try:
             made.close()
         except library.PulsarException as error:
-            log.debug("a reader did not close: %s", error)
+            log.debug("closing a reader failed: %s", error)
 
 
 def _id(ledger: int, entry: int) -> Any:
@@ -274,7 +274,7 @@ def _id(ledger: int, entry: int) -> Any:
 
 
 def _next(reader: Any) -> Any:
-    """A message, or None: nothing came for a while."""
+    """The next message, or None after a time-out."""
     try:
         return reader.read_next(_POLL_MS)
     except pulsar().Timeout:

@@ -1,6 +1,6 @@
-"""The registered schemas of a topic, and the column `value` read by them.
+"""A topic's registered schemas, and the column `value` decoded by them.
 
-Each message names the version that it was written with. A query reads all of them as the version it was planned with.
+Each message names the version it was written with. A query converts all to the version it was planned with.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from delivered.connectors.pulsar.positions import short_name
 from delivered.model.errors import BadRecord, UsageError
 
 NAMES_NONE = -1
-"""Version of a message that was sent without a schema."""
+"""Version of a message without a schema."""
 
 
 def registered(admin: Admin, owner: str, topic: str, version: int | None) -> Registered:
-    """The schema of a topic, looked through: it can become columns.
+    """A topic's schema, checked to have columns.
 
     Args:
         version: None: the newest.
 
     Raises:
-        UsageError: there is none, or it has no columns here.
+        UsageError: there is none, or it has no columns.
     """
     found = admin.schema(topic, version)
     if found is None:
@@ -40,7 +40,7 @@ def registered(admin: Admin, owner: str, topic: str, version: int | None) -> Reg
 
 
 def shape(owner: str, topic: str, found: Registered) -> Shape:
-    """Raises UsageError for a schema that has no columns here."""
+    """Raises UsageError if the schema has no columns."""
     what = f"version {found.version} of the {found.kind} schema of {short_name(topic)!r}"
     try:
         if found.kind not in KINDS:
@@ -55,7 +55,7 @@ def shape(owner: str, topic: str, found: Registered) -> Shape:
 
 
 class Values:
-    """Reads values of one topic on an executor."""
+    """Decodes values of one topic on an executor."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Values:
         """
         Args:
             ask: for the schema of a version.
-            text: makes the structs bytes; None: they stay structs.
+            text: encodes the structs as bytes; None: they stay structs.
         """
         self._owner = owner
         self._topic = topic
@@ -87,10 +87,11 @@ class Values:
     ) -> pa.Array:
         """
         Args:
-            versions: of the schema of each; places: for errors: ledger, entry, index in the batch.
+            versions: schema version of each value.
+            places: ledger, entry, index in the batch, for errors.
 
         Raises:
-            BadRecord: a message names no schema, or does not follow the one that it names.
+            BadRecord: a message names no schema version, or does not match the one it names.
         """
         found = []
         for value, version, place in zip(values, versions, places, strict=True):
@@ -100,7 +101,7 @@ class Values:
                 raise self._bad(place, version, str(error)) from None
         try:
             made = pa.array(found, self._reader.filled).cast(self._reader.arrow)
-        except (pa.ArrowInvalid, OverflowError) as error:  # milliseconds that microseconds have no room for
+        except (pa.ArrowInvalid, OverflowError) as error:  # milliseconds that overflow as microseconds
             raise self._bad(places[0], versions[0], f"among {len(found)} messages from there: {error}") from None
         return made if self._text is None else self._text(made)
 
@@ -115,19 +116,19 @@ class Values:
             raise Unreadable("it was sent without a schema, as bytes")
         found = self._ask(version)
         if found is None:
-            raise Unreadable("that version is not registered any more")
+            raise Unreadable("that version is no longer registered")
         if found.kind != self._planned.kind:
-            raise Unreadable(f"that one is {found.kind}")
+            raise Unreadable(f"that version is {found.kind}")
         try:
             writer = shape_of(found.kind, found.text)
         except Unmappable as error:
-            raise Unreadable(f"that one has no columns: {error}") from None
+            raise Unreadable(f"that version has no columns: {error}") from None
         for path, meaning in writer.meanings.items():
             now = self._reader.meanings.get(path, meaning)
             if now != meaning:
                 raise Unreadable(
                     f"there, field {path[1:]!r} is {meaning or 'a plain number'}; in version {self._planned.version}, "
-                    f"by which the query reads, {now or 'a plain number'}"
+                    f"which the query reads, {now or 'a plain number'}"
                 )
         self._known[version] = writer
         return writer

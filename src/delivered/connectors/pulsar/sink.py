@@ -1,4 +1,4 @@
-"""The sink: at_least_once and at_most_once. Its ledger lies elsewhere: the Python client has no transactions."""
+"""The sink, for at_least_once and at_most_once; the Python client has no transactions, so the ledger is external."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class PulsarSink(SendingSink):
             send=f"pulsar {self.options.label}: every message acknowledged by the broker",
             assumes=(f"the ledger {self.options.ledger} is kept as long as the checkpoint",),
             limits=(
-                "the property delivered.id is the same when a batch runs again with the same rows in the same order: "
-                "who reads can tell a repeat",
+                "a replayed batch with the same rows in the same order has the same properties delivered.id, so that "
+                "readers can detect duplicates",
             ),
         )
 
@@ -80,12 +80,12 @@ class PulsarSink(SendingSink):
                 raise UsageError("COLUMN_TYPE", f"{SINK}: column {field.name!r} is {field.type}; it must be {wanted}.")
 
     def ready_target(self, schema: pa.Schema) -> None:
-        """The topic gets the schema of the rows, or one that it has takes them."""
+        """Register the rows' schema, or check them against the topic's."""
         if self.options.schema is not None:
             register(Admin(self.options), self.options, schema.field("value").type)
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """key and value; a struct as text. Properties and event time are not compared: a message has some of ours."""
+        """key and value, a struct as text. Properties and event time are not compared: the sink adds properties."""
         if self.options.schema is not None:
             at = batch.schema.get_field_index("value")
             batch = batch.set_column(at, "value", canonical(batch.column(at)))
@@ -124,7 +124,7 @@ class PulsarSink(SendingSink):
 
 
 def _wanted(field: pa.Field) -> str | None:
-    """What the column must be, if it is not."""
+    """The type a column must have, if it has another."""
     kind = field.type
     match field.name:
         case "key" | "value":

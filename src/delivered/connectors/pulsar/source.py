@@ -1,4 +1,4 @@
-"""The Pulsar source: which messages a batch takes, and whether those that it wanted are still there."""
+"""The Pulsar source: the messages of a batch, and detection of lost messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from delivered.source.ranges import admit
 
 log = logging.getLogger("delivered.pulsar")
 
-_Look = Mapping[Partition, Bounds]
+_Snapshot = Mapping[Partition, Bounds]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PulsarSource:
 
     options: SourceOptions
     schemas: tuple[tuple[str, Registered], ...] = ()
-    """By which values are read, for each topic; empty: those of now, if the options ask for any."""
+    """Schema per topic to decode values; empty: the current ones, if the options ask for any."""
 
     @property
     def rows_per_batch_max(self) -> int | None:
@@ -64,12 +64,12 @@ class PulsarSource:
         options = self.options
         try:
             admin = Admin(options)
-            look = _look(admin, options)
-            check_connection(options, physical(next(iter(look))))
+            snapshot = _snapshot(admin, options)
+            check_connection(options, physical(next(iter(snapshot))))
             self.schema()
             subscription = options.subscription
             if subscription is not None:
-                used = [physical(p) for p in look if admin.consumers(physical(p), subscription)]
+                used = [physical(p) for p in snapshot if admin.consumers(physical(p), subscription)]
                 if used:
                     return [
                         Finding(
@@ -121,7 +121,7 @@ class PulsarDriver:
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._admin = Admin(options)
-        self._frozen: _Look | None = None
+        self._frozen: _Snapshot | None = None
         self._told: dict[Partition, Position] = {}
 
     def initial(self) -> Offsets:
@@ -136,19 +136,19 @@ class PulsarDriver:
         if where.stored:
             at = {p: s for p, s in where.each.items() if isinstance(s, Position)}
         else:
-            at = self._resolve(where, self._frozen or self._look())
+            at = self._resolve(where, self._frozen or self._snapshot())
         self._hold(at)
         return to_json(at)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
         before = from_json(start)
-        look = self._frozen or self._look()
-        at = self._begin(before, look)
-        sizes = {p: rest(at[p], look[p].last, look[p].ledgers) for p in look}
-        # In proportion to the entries that wait; the limit counts messages, of which an entry may hold many.
+        snapshot = self._frozen or self._snapshot()
+        at = self._begin(before, snapshot)
+        sizes = {p: rest(at[p], snapshot[p].last, snapshot[p].ledgers) for p in snapshot}
+        # In proportion to the pending entries; the limit counts messages, of which an entry may hold many.
         shares = admit({p: n * (rows_max or 1) for p, n in sizes.items()}, rows_max)
         ends: dict[Partition, Position] = {}
-        for p, bounds in look.items():
+        for p, bounds in snapshot.items():
             if sizes[p] == 0:
                 ends[p] = at[p] if p in before else bounds.last
             elif rows_max is None:
@@ -161,10 +161,10 @@ class PulsarDriver:
         return to_json(ends)
 
     def newest(self) -> Offsets | None:
-        return to_json({p: b.last for p, b in self._look().items()})
+        return to_json({p: b.last for p, b in self._snapshot().items()})
 
     def freeze(self) -> None:
-        self._frozen = self._look()
+        self._frozen = self._snapshot()
 
     def slices(self, start: Offsets, end: Offsets) -> Sequence[Slice]:
         first, last = from_json(start), from_json(end)
@@ -178,9 +178,9 @@ class PulsarDriver:
     def batch(self) -> tuple[Offsets, Offsets]:
         starting = self._options.starting or Where("startingOffsets", EARLIEST)
         refuse_latest_start(starting)
-        look = self._look()
-        start = self._resolve(starting, look)
-        end = self._resolve(self._options.ending or Where("endingOffsets", LATEST), look)
+        snapshot = self._snapshot()
+        start = self._resolve(starting, snapshot)
+        end = self._resolve(self._options.ending or Where("endingOffsets", LATEST), snapshot)
         for partition, position in start.items():
             if position.order > end[partition].order and end[partition].entry >= 0:
                 raise UsageError(
@@ -197,14 +197,14 @@ class PulsarDriver:
         try:
             self._hold(from_json(end))
         except DeliveredError as error:
-            # The checkpoint is what counts. The next batch tells it again.
+            # Progress is in the checkpoint. The next batch moves the cursor again.
             log.warning("the subscription %r was not moved: %s", self._options.subscription, error)
 
     def close(self) -> None:
         """Nothing is open."""
 
     def _hold(self, at: Mapping[Partition, Position]) -> None:
-        """Move the subscription, so that what is after these positions is kept."""
+        """Advance the subscription, so that messages after these positions are retained."""
         name = self._options.subscription
         if name is None:
             return
@@ -214,28 +214,28 @@ class PulsarDriver:
             topic = physical(partition)
             bounds = self._admin.bounds(topic)
             behind = bounds.cursors.get(name)
-            # Of a batch that is read in part, the whole is kept.
+            # A partly read batch is retained as a whole.
             wanted = position if position.index is None else Position(position.ledger, position.entry - 1)
             if behind is None or behind.order < wanted.order:
                 self._admin.move(topic, name, wanted, exists=behind is not None)
             self._told[partition] = position
 
-    def _look(self) -> _Look:
-        return _look(self._admin, self._options)
+    def _snapshot(self) -> _Snapshot:
+        return _snapshot(self._admin, self._options)
 
-    def _resolve(self, where: Where, look: _Look) -> dict[Partition, Position]:
-        silent = [p for p in look if where.spot(p) is None]
-        foreign = [p for p in where.each if p not in look]
+    def _resolve(self, where: Where, snapshot: _Snapshot) -> dict[Partition, Position]:
+        silent = [p for p in snapshot if where.spot(p) is None]
+        foreign = [p for p in where.each if p not in snapshot]
         if silent or foreign:
             found = short_name(physical((silent or foreign)[0]))
-            problem = f"says nothing of {found}" if silent else f"names {found}, not read here"
+            problem = f"does not name {found}" if silent else f"names {found}, not read here"
             raise UsageError(
                 "OPTION_VALUE",
-                f"{SOURCE}: option {where.option!r} {problem}; it must have exactly the partitions that are read.",
+                f"{SOURCE}: option {where.option!r} {problem}; it must name exactly the partitions that are read.",
                 next_step="list all of them; earliest and latest are accepted as positions",
             )
         found_at: dict[Partition, Position] = {}
-        for partition, bounds in look.items():
+        for partition, bounds in snapshot.items():
             match where.spot(partition):
                 case Position() as position:
                     found_at[partition] = self._existing(where, partition, position, bounds)
@@ -246,7 +246,7 @@ class PulsarDriver:
         return found_at
 
     def _existing(self, where: Where, partition: Partition, position: Position, bounds: Bounds) -> Position:
-        """A position that the user named must exist."""
+        """Reject a position of the user's that does not exist."""
         beyond = position.order[:2] > bounds.last.order[:2]
         if self._options.fail_on_data_loss and (beyond or gone(position, bounds)):
             first = bounds.ledgers[0][0] if bounds.ledgers else "none"
@@ -263,25 +263,25 @@ class PulsarDriver:
             found = self._admin.before(physical(partition), ms)
         except Missing:
             return bounds.last
-        # Never beyond the end of the look: a message may have come since.
+        # Never beyond the snapshot's end: messages may have been published since.
         return min(found, bounds.last, key=lambda p: p.order)
 
-    def _begin(self, before: Mapping[Partition, Position], look: _Look) -> dict[Partition, Position]:
-        """Where each partition's batch begins."""
+    def _begin(self, before: Mapping[Partition, Position], snapshot: _Snapshot) -> dict[Partition, Position]:
+        """First position of each partition in the batch."""
         at: dict[Partition, Position] = {}
         for partition, position in before.items():
             name = short_name(physical(partition))
-            if partition not in look:
+            if partition not in snapshot:
                 self._lost(f"{name} no longer exists, or is no longer read")
-            elif gone(position, look[partition]):
-                first = look[partition].ledgers[0][0] if look[partition].ledgers else "none"
+            elif gone(position, snapshot[partition]):
+                first = snapshot[partition].ledgers[0][0] if snapshot[partition].ledgers else "none"
                 self._lost(
-                    f"{name} has ledgers from {first}; what came after {position}, where this stream stands, was "
-                    "deleted, or the topic was"
+                    f"{name} has ledgers from {first}; messages after {position}, the position of this stream, "
+                    "were deleted, or the topic was"
                 )
-            elif position.order[:2] > look[partition].last.order[:2] and position.entry >= 0:
-                self._lost(f"{name} ends at {look[partition].last}, before {position}, where this stream stands")
-        for partition in look:
+            elif position.order[:2] > snapshot[partition].last.order[:2] and position.entry >= 0:
+                self._lost(f"{name} ends at {snapshot[partition].last}, before {position}, the position of this stream")
+        for partition in snapshot:
             at[partition] = before.get(partition, START)
         return at
 
@@ -290,13 +290,13 @@ class PulsarDriver:
             raise InvariantBroken(
                 "DATA_LOST",
                 f"{SOURCE}: {what}; messages may be lost.",
-                next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
+                next_step='find out why; to continue regardless, restart with .option("failOnDataLoss", "false")',
             )
         log.warning("%s; messages may be lost, and failOnDataLoss is false", what)
 
 
-def _look(admin: Admin, options: SourceOptions) -> _Look:
-    """What Pulsar has at one moment."""
+def _snapshot(admin: Admin, options: SourceOptions) -> _Snapshot:
+    """Bounds of all partitions at one moment."""
     found: dict[Partition, Bounds] = {}
     for topic in options.topics:
         count = admin.partitions(topic)
@@ -306,7 +306,7 @@ def _look(admin: Admin, options: SourceOptions) -> _Look:
 
 
 def _with_follower(position: Position, bounds: Bounds) -> Position:
-    """Note which ledger comes next where one was read to its end: it alone can tell later that nothing was between."""
+    """Record the next ledger of one read to its end: later only this shows that none was between."""
     ids = [ledger for ledger, _ in bounds.ledgers]
     if position.index is not None or position.ledger not in ids[:-1]:
         return replace(position, follower=position.follower)

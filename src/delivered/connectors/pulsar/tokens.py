@@ -1,4 +1,4 @@
-"""The token: followed where it is used, checked for its form, and what may be told of it. Never shown itself."""
+"""The token: resolved on use, checked for its form, described in errors. Never shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHORT = 8
 
 
 def secret(options: Place) -> str | None:
-    """The token; use at once, do not keep: it may be another the next time.
+    """The token; do not keep it, as it may change.
 
     Raises:
         UsageError: the variable or file of the reference is missing, or does not contain a token.
@@ -28,7 +28,7 @@ def secret(options: Place) -> str | None:
         return None
     found = resolve_secret("token", options.token).strip()
     if not _FORM.fullmatch(found):
-        what = f"{len(found)} characters, some of which no token has" if found else "nothing"
+        what = f"{len(found)} characters, some of which are invalid in a token" if found else "nothing"
         raise UsageError(
             "OPTION_VALUE",
             f"The option 'token' ({_reference(options)}) holds {what}.",
@@ -38,9 +38,9 @@ def secret(options: Place) -> str | None:
 
 
 def supplier(options: Place) -> Callable[[], str]:
-    """For a client that lives long: a token that was replaced where it is kept is taken for the next connection.
+    """For a long-lived client: the next connection uses a replaced token.
 
-    It is called in the client's threads, where nothing may be raised: what cannot be read is a token that is refused.
+    It is called in the client's threads, which must not raise: an unreadable token is empty, so it is rejected.
     """
 
     def supply() -> str:
@@ -58,40 +58,40 @@ def hidden(options: Place, said: str) -> str:
         token = secret(options)
     except UsageError:
         return said
-    # A short one is a mistake, and every letter of it is elsewhere in the text too.
+    # A short one is a mistake, and its letters occur elsewhere in the text.
     return said if token is None or len(token) < _SHORT else said.replace(token, REDACTED)
 
 
 def not_permitted(options: Place, what: str) -> UsageError:
     """
     Args:
-        what: was refused, by whom and how; a sentence without its full stop.
+        what: what was rejected, and by whom; a sentence without its full stop.
     """
     told, step = _told(options)
     return UsageError("NOT_PERMITTED", f"{hidden(options, what)}. {told}.", next_step=step)
 
 
 def _told(options: Place) -> tuple[str, str]:
-    """What the token's own claims say (unverified), and the next step."""
+    """The token's own claims (unverified), and the next step."""
     if options.token is None:
         return "No token was given", "set the option token to env:NAME or file:PATH"
     try:
         token = secret(options)
     except UsageError as error:
-        return error.message.rstrip("."), "put the token there again"
+        return error.message.rstrip("."), "store the token there again"
     claims = _claims(token or "")
     name = f"The token ({_reference(options)})"
     if claims is None:
-        return f"{name} is no JSON Web Token", "put a token of Pulsar's there: pulsar tokens create --subject ROLE"
+        return f"{name} is not a JSON Web Token", "store a Pulsar token there: pulsar tokens create --subject ROLE"
     role = claims.get("sub")
-    known = f"{name} is of the role {role!r}" if role is not None else f"{name} names no role"
+    known = f"{name} has the role {role!r}" if role is not None else f"{name} names no role"
     expires = claims.get("exp")
     if isinstance(expires, int | float) and 0 < expires <= time.time():
         at = datetime.fromtimestamp(expires, UTC)
-        return f"{known}, and expired at {at:%Y-%m-%d %H:%M:%S} UTC", "put a new token there, and start again"
+        return f"{known}, and expired at {at:%Y-%m-%d %H:%M:%S} UTC", "store a new token there, and start again"
     return known, (
-        "check that it was signed with the brokers' key, and what its role may do: pulsar-admin namespaces "
-        f"permissions TENANT/NAMESPACE; to read takes consume, to write produce (grant-permission --role "
+        "check that it was signed with the brokers' key, and its role's permissions: pulsar-admin namespaces "
+        f"permissions TENANT/NAMESPACE; reading needs consume, writing produce (grant-permission --role "
         f"{role or 'ROLE'} --actions ...)"
     )
 
@@ -109,4 +109,4 @@ def _claims(token: str) -> dict[str, Any] | None:
 
 def _reference(options: Place) -> str:
     token = options.token or ""
-    return token if token.startswith(("env:", "file:")) else "given itself, not as env:NAME or file:PATH"
+    return token if token.startswith(("env:", "file:")) else "given literally, not as env:NAME or file:PATH"

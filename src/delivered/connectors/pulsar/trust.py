@@ -1,4 +1,4 @@
-"""TLS to the brokers: whose certificates are trusted, and why a connection did not come about."""
+"""TLS to the brokers: trusted certificates, and why a handshake failed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from delivered.model.limits import CONNECT_TIMEOUT_S
 
 _PORT = 6651
 _NAMES = (62, 64)
-"""OpenSSL's codes for a certificate that is for another host name or address."""
+"""OpenSSL's codes for a certificate of another host name or address."""
 
 
 def trusted_file(options: Place) -> str | None:
-    """For the client library, which takes one file; None: it has its own (certifi's)."""
+    """For the client library, which takes one file; None: it uses certifi's."""
     return options.trusted or ssl.get_default_verify_paths().cafile
 
 
 def context(options: Place) -> ssl.SSLContext:
-    """Checks certificates and host names. Raises UsageError if the file of trusted ones cannot be used."""
+    """Verifies certificates and host names. Raises UsageError if the file of trusted certificates is invalid."""
     return trust("tlsTrustCertsFile", options.trusted)
 
 
 def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -> UsageError:
-    """The certificate at `where` (a URL) did not pass."""
-    trusted = f"those in {options.trusted}" if options.trusted is not None else "those that this system trusts"
+    """The error for a rejected certificate at `where`, a URL."""
+    trusted = f"those in {options.trusted}" if options.trusted is not None else "the system's trust store"
     host = urlsplit(where).netloc
     if error.verify_code in _NAMES:
-        step = "name the brokers in url and adminUrl as their certificate does"
+        step = "in url and adminUrl, use the host names of the brokers' certificates"
     else:
         step = (
-            "set tlsTrustCertsFile to the certificate of who signed it, after making sure whose it is: "
+            "set tlsTrustCertsFile to the issuer's certificate, after verifying it: "
             f"openssl s_client -showcerts -connect {host}"
         )
     return UsageError(
@@ -46,8 +46,8 @@ def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -
 
 
 def tls_error(options: Place) -> DeliveredError | None:
-    """What is wrong with the certificates at the option url, which the client library does not tell; None: nothing,
-    or nobody answers there."""
+    """The certificate error at the option url, which the client library does not report; None: no error, or no
+    answer."""
     parts = urlsplit(options.url)
     if parts.scheme != "pulsar+ssl":
         return None

@@ -1,7 +1,7 @@
 """Executor side: rows to messages.
 
-Each message has the property delivered.id. The broker's own deduplication is not used to find repeats: it compares
-numbers alone, and would drop what another order of the rows moved.
+Each message has the property delivered.id. The broker's deduplication is not used against replays: it compares only
+sequence numbers, and would drop rows that come in another order.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class PulsarWriter(SendingWriter[Message]):
         try:
             return encoder.encode(values)
         except BadValue as error:
-            where = f"Row {self._rows + error.row}" if error.row is not None else f"A row after row {self._rows}"
+            where = f"Row {self._rows + error.row}" if error.row is not None else f"A row from row {self._rows}"
             raise BadRecord(
                 "VALUE",
-                f"{where} of a shard for {self._options.label} does not fit the schema of the topic: {error}",
+                f"{where} of a shard for {self._options.label} does not match the schema of the topic: {error}",
                 next_step="adapt the transform to the schema; `pulsar-admin schemas get` shows it",
             ) from None
 
     def _check_size(self, row: int, value: bytes | None, key: bytes | None, properties: dict[str, str]) -> None:
-        """Before the client does: this error can name the row."""
+        """Check before the client does, so that the error names the row."""
         longest = self._options.bytes_max
         if longest is None:
             return
@@ -94,6 +94,6 @@ def _text(value: bytes | None, what: str) -> str:
     except UnicodeDecodeError:
         raise BadRecord(
             "NOT_TEXT",
-            f"{what} of a row is {value!r:.80}, which is no UTF-8; Pulsar's keys and properties are text.",
+            f"{what} of a row is {value!r:.80}, which is not UTF-8; Pulsar's keys and properties are text.",
             next_step="encode it, for example with base64 or hex",
         ) from None
