@@ -151,7 +151,7 @@ def planned(sink: Sink | SinkGroup, guarantee: Guarantee) -> Plan:
         Request(
             pipeline="orders",
             guarantee=guarantee,
-            source=SourceFacts("log in", SourceCapability("log", replayable=True)),
+            sources=(SourceFacts("log in", SourceCapability("log", replayable=True)),),
             sinks=tuple(SinkFacts(m.name, "sink", m.sink.capability()) for m in members),
             checkpoint=CheckpointFacts("/checkpoint"),
         )

@@ -82,7 +82,7 @@ def test_latest_means_the_same_place_when_the_pipeline_is_started_again(spark: S
     produce(tmp_path / "in", 0, 10)
     made = pipeline(tmp_path, source_options={"startingOffsets": "latest"})
     # A start that died before Spark logged anything.
-    first_offsets.keep(made.checkpoint, made.source.source().driver().initial)
+    first_offsets.keep(made.checkpoint, made.sources["source"].source().driver().initial)
     produce(tmp_path / "in", 10, 5)
     # Of the second start's own "latest" these five would be none.
     made.start(spark).awaitTermination(WAIT_S)

@@ -76,7 +76,7 @@ def test_in_a_file() -> None:
             name="orders",
             guarantee="exactly_once",
             checkpoint="c",
-            source=made.source,
+            source=made.sources["source"],
             sinks=[],
             dedup="key",  # type: ignore[arg-type]
         )

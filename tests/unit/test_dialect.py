@@ -82,9 +82,9 @@ def request(*findings: Finding, commit: Commit = Commit.NONE, **checkpoint: obje
     says = dict.fromkeys(("mechanism", "stage", "prepare", "decide", "apply", "send"), "x")
     capability = SinkCapability("rabbitmq", commit=commit, batch_atomic=True, **says)
     sink = SinkFacts("orders", "rabbitmq orders", capability, findings)
-    source = SourceFacts("log in", SourceCapability("log", replayable=True))
+    sources = (SourceFacts("log in", SourceCapability("log", replayable=True)),)
     facts = CheckpointFacts("/c", **checkpoint)  # type: ignore[arg-type]
-    return Request("orders", Guarantee.EXACTLY_ONCE, source, (sink,), facts)
+    return Request("orders", Guarantee.EXACTLY_ONCE, sources, (sink,), facts)
 
 
 def test_a_server_that_is_away_hides_no_weaker_guarantee() -> None:

@@ -178,9 +178,9 @@ def test_a_cluster_master_refuses_local_files(tmp_path: Path) -> None:
 
 def test_sources_of_sparks_own_are_judged_by_name(tmp_path: Path) -> None:
     made = pipeline(tmp_path)
-    made.source = delivered.endpoint("spark:kafka", subscribe="orders")
+    made.sources["source"] = delivered.endpoint("spark:kafka", subscribe="orders")
     assert code_of(made.plan(offline=True)) == "PLAN"
-    made.source = delivered.endpoint("spark:socket", host="localhost", port=9999)
+    made.sources["source"] = delivered.endpoint("spark:socket", host="localhost", port=9999)
     answer = made.plan(offline=True)
     assert code_of(answer) == "SOURCE_NOT_REPLAYABLE"
     assert isinstance(answer, Refusal)
@@ -190,14 +190,14 @@ def test_sources_of_sparks_own_are_judged_by_name(tmp_path: Path) -> None:
 def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
     """A source at "latest" must mean the same place when batch 0 runs again: what came in between would be lost."""
     made = pipeline(tmp_path)
-    source = made.source.with_options(startingOffsets="latest").source()
+    source = made.sources["source"].with_options(startingOffsets="latest").source()
     first = first_offsets.keep(made.checkpoint, source.driver().initial)
     assert first is not None
     append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
     assert source.driver().initial() != first
     assert first_offsets.keep(made.checkpoint, source.driver().initial) == first
     assert first_offsets.kept(made.checkpoint) == first
-    explicit = made.source.with_options(startingOffsets=json.dumps(first)).source()
+    explicit = made.sources["source"].with_options(startingOffsets=json.dumps(first)).source()
     assert explicit.driver().initial()["offsets"] == first["offsets"]
     assert [p.name for p in (Path(made.checkpoint) / "delivered").iterdir()] == ["source-offsets.json"]
 
@@ -205,7 +205,7 @@ def test_first_offsets_are_kept_once(tmp_path: Path) -> None:
 def test_batch_0_begins_where_it_began_if_the_source_knows_the_checkpoint(tmp_path: Path) -> None:
     """With another "latest" what lies between would be lost. In the idiom `start()` tells the source the checkpoint."""
     made = pipeline(tmp_path)
-    source = made.source.with_options(startingOffsets="latest").source()
+    source = made.sources["source"].with_options(startingOffsets="latest").source()
     reader = StreamReader(source, Reading(made.checkpoint))
     began = reader.initialOffset()
     append(str(tmp_path / "in"), pa.table({"value": [b"b"]}), idempotence=("test", 2))
@@ -236,7 +236,7 @@ def test_a_checkpoint_with_batches_is_given_no_start(tmp_path: Path) -> None:
     made = pipeline(tmp_path)
     (Path(made.checkpoint) / "offsets").mkdir(parents=True)
     (Path(made.checkpoint) / "offsets" / "0").write_text("v1\n{}\n{}")
-    assert first_offsets.keep(made.checkpoint, made.source.source().driver().initial) is None
+    assert first_offsets.keep(made.checkpoint, made.sources["source"].source().driver().initial) is None
     assert first_offsets.kept(made.checkpoint) is None
 
 
@@ -247,7 +247,7 @@ def test_damaged_first_offsets_stop_the_start(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text('{"offs')
     with pytest.raises(InvariantBroken, match="SOURCE_OFFSETS_DAMAGED"):
-        first_offsets.keep(made.checkpoint, made.source.source().driver().initial)
+        first_offsets.keep(made.checkpoint, made.sources["source"].source().driver().initial)
 
 
 def test_an_error_of_ours_is_found_in_the_text_of_spark() -> None:

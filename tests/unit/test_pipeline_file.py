@@ -46,7 +46,7 @@ def test_a_file_becomes_a_pipeline(tmp_path: Path) -> None:
     path.write_text(GOOD)
     pipeline = Pipeline.from_file(path)
     assert pipeline.name == "orders"
-    assert pipeline.source.options["maxOffsetsPerTrigger"] == "1000"
+    assert pipeline.sources["source"].options["maxOffsetsPerTrigger"] == "1000"
     assert pipeline.transform.sql == "SELECT key, value FROM source"
     assert pipeline.sinks[0].label == "kafka orders-clean"
 
@@ -136,7 +136,7 @@ def test_overrides_reach_options() -> None:
         GOOD, overrides=dict([parse_override("source.subscribe=other"), parse_override("sinks.0.topic=t")])
     )
     pipeline = Pipeline.from_parsed(spec, Path())
-    assert pipeline.source.options["subscribe"] == "other"
+    assert pipeline.sources["source"].options["subscribe"] == "other"
     assert pipeline.sinks[0].options["topic"] == "t"
     assert refused(GOOD, **{"sinks.1.topic": "t"}).code == "DELIVERED_OVERRIDE_VALUE"
     with pytest.raises(UsageError):
@@ -246,7 +246,7 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
     assert (file.name, records) == (FILE, 1000)
     pipeline = Pipeline.from_file(file)
     assert pipeline.checkpoint == str(tmp_path / "example" / "checkpoint")
-    assert pipeline.source.options["path"] == str(tmp_path / "example" / "orders-log")
+    assert pipeline.sources["source"].options["path"] == str(tmp_path / "example" / "orders-log")
     with pytest.raises(UsageError, match="EXAMPLE_EXISTS"):
         write_example(tmp_path / "example")
 

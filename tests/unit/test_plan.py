@@ -57,7 +57,7 @@ PLANS = {
     "kafka_exactly_once": ASKED,
     "kafka_at_least_once": replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE),
     "kafka_at_most_once": replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE),
-    "sqlite_exactly_once": replace(ASKED, source=LOG, sinks=(TO_SQLITE,)),
+    "sqlite_exactly_once": replace(ASKED, sources=(LOG,), sinks=(TO_SQLITE,)),
     "two_that_prepare": replace(ASKED, sinks=(TO_KAFKA, TO_POSTGRES)),
     "three_with_last_resource": replace(ASKED, sinks=(TO_KAFKA, TO_SQLITE, TO_POSTGRES)),
     "several_at_least_once": replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE, sinks=(TO_KAFKA, TO_POSTGRES)),
@@ -82,12 +82,12 @@ PLANS = {
         ASKED,
         transform=TransformFacts("python", "orders:clean", deterministic=False),
         execution=Execution(batch_s_max=90),
-        source=replace(KAFKA, findings=(Finding("RETENTION", "Topic orders keeps records for 1 h.", False),)),
+        sources=(replace(KAFKA, findings=(Finding("RETENTION", "Topic orders keeps records for 1 h.", False),)),),
     ),
 }
 
 REFUSALS = {
-    "refused_not_replayable": replace(ASKED, source=QUEUE),
+    "refused_not_replayable": replace(ASKED, sources=(QUEUE,)),
     "refused_real_time": replace(ASKED, execution=Execution(Trigger.REAL_TIME)),
     "refused_continuous": replace(ASKED, execution=Execution(Trigger.CONTINUOUS)),
     "refused_async_progress": replace(ASKED, execution=Execution(async_progress=True)),
@@ -117,13 +117,14 @@ REFUSALS = {
     "refused_drop": replace(ASKED, on_bad_row=OnBadRow.DROP, validating=("orders-clean",)),
     "refused_name_twice": replace(ASKED, sinks=(TO_KAFKA, TO_POSTGRES, TO_KAFKA)),
     "refused_one_of_two_cannot_commit": replace(ASKED, sinks=(TO_KAFKA, TO_HTTP)),
-    "refused_local_source": replace(ASKED, source=LOG, execution=Execution(cluster=True)),
+    "refused_local_source": replace(ASKED, sources=(LOG,), execution=Execution(cluster=True)),
     "refused_local_sink": replace(ASKED, sinks=(TO_SQLITE,), execution=Execution(cluster=True)),
     "refused_preflight": replace(
         ASKED,
-        source=replace(
-            KAFKA,
-            findings=(Finding("TOPIC_MISSING", "There is no topic 'orders'.", True, "create the topic"),),
+        sources=(
+            replace(
+                KAFKA, findings=(Finding("TOPIC_MISSING", "There is no topic 'orders'.", True, "create the topic"),)
+            ),
         ),
     ),
 }
@@ -197,7 +198,7 @@ def test_json_says_the_same(request_: Request) -> None:
     [
         replace(ASKED, checkpoint=replace(USED, owner=Owner("other", "here", 4711), takeover=True)),
         replace(ASKED, checkpoint=replace(USED, ledger_newest=6)),
-        replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE, source=QUEUE),
+        replace(ASKED, guarantee=Guarantee.AT_MOST_ONCE, sources=(QUEUE,)),
         replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE, sinks=(TIGHT,)),
         replace(ASKED, guarantee=Guarantee.AT_LEAST_ONCE, execution=Execution(async_progress=True)),
         replace(ASKED, execution=Execution(batch_s_max=599.0)),

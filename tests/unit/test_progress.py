@@ -66,4 +66,3 @@ def test_the_rate_falls_to_zero_when_nothing_arrives(monkeypatch: pytest.MonkeyP
 def test_lag_of_what_a_source_writes(newest: Any, end: Any, behind: int | None) -> None:
     assert lag({"latestOffset": newest, "endOffset": end}) == behind
     assert lag({"latestOffset": json.dumps(newest), "endOffset": json.dumps(end)}) == behind
-    assert lag(None) is None

@@ -38,6 +38,7 @@ FULL = PipelineSpec(
     start="1",
     batch=7,
     one_of_each=True,
+    source="orders",
 )
 BY_OTHERS = {"owner": Owner("driver-1"), "run_id": None, "check": None}
 """What the option does not hold."""
@@ -74,7 +75,7 @@ def test_a_question_is_no_write() -> None:
 
 def test_a_source_learns_what_concerns_it() -> None:
     reading, rest = Reading.parse({"path": "in", OPTION: FULL.to_option()})
-    assert (reading, rest) == (Reading("/c", "/tmp/d", direct=True), {"path": "in"})
+    assert (reading, rest) == (Reading("/c", "/tmp/d", direct=True, source="orders"), {"path": "in"})
     assert Reading.parse({"path": "in", "checkpointlocation": "/c"}) == (Reading("/c"), {"path": "in"})
 
 

@@ -14,6 +14,7 @@ from delivered.checkpoint import folder
 from delivered.contract.source import Offsets
 from delivered.model import record_format
 from delivered.model.errors import InvariantBroken
+from delivered.model.offsets import SOURCE, by_source
 
 FILE = "delivered/source-offsets.json"
 
@@ -21,22 +22,23 @@ _SPARKS_OWN = "sources/0/0"
 """Where Spark's Kafka source keeps its first offsets: a zero byte, a line with a version, the offsets as JSON."""
 
 
-def kept(location: str) -> Offsets | None:
+def kept(location: str, source: str = SOURCE) -> Offsets | None:
     """The offsets that an earlier start stored, ours or of Spark's own Kafka source; None: none.
 
     Raises:
         InvariantBroken: the file is damaged.
         Unreachable: the checkpoint cannot be read.
     """
-    text = folder.read(location, FILE)
+    file = folder.sidecar(FILE, source)
+    text = folder.read(location, file)
     if text is None:
-        return _kept_by_spark(location)
+        return _kept_by_spark(location) if source == SOURCE else None
     try:
         found: Offsets = record_format.known(json.loads(text), "a source's first offsets")["offsets"]
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantBroken(
             "SOURCE_OFFSETS_DAMAGED",
-            f"{FILE!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what the first start of the "
+            f"{file!r} of the checkpoint {location!r} contains {text[:80]!r}; it must be what the first start of the "
             "pipeline wrote.",
             next_step="restore the file from the checkpoint's backup",
         ) from error
@@ -54,20 +56,20 @@ def _kept_by_spark(location: str) -> Offsets | None:
     return found if isinstance(found, dict) else None
 
 
-def keep(location: str, initial: Callable[[], Offsets]) -> Offsets | None:
-    """Where batch 0 starts, as stored by the first start; stored now if this is the first.
+def keep(location: str, initial: Callable[[], Offsets], source: str = SOURCE) -> Offsets | None:
+    """Where a source's first batch starts, as stored by the first start; stored now if this is the first.
 
-    Runs on the driver, before Spark logs the first batch. May be called again: the first call wins. None: a checkpoint
-    that has batches but no stored start: the source would start elsewhere today.
+    Runs on the driver, before Spark logs that batch. May be called again: the first call wins. None: a checkpoint that
+    has batches of the source but no stored start: it would start elsewhere today.
 
     Args:
         initial: asks the source.
     """
-    found = kept(location)
-    if found is not None or folder.holds_batches(location):
+    found = kept(location, source)
+    if found is not None or source in by_source(folder.newest_offsets(location)):
         return found
     offsets = initial()
     text = json.dumps(record_format.numbered({"offsets": offsets}), separators=(",", ":"))
-    folder.write(location, FILE, text.encode(), first=True)
+    folder.write(location, folder.sidecar(FILE, source), text.encode(), first=True)
     # Another start may have been first: the file's content counts.
-    return kept(location) or offsets
+    return kept(location, source) or offsets

@@ -17,6 +17,7 @@ from pyarrow import fs
 from delivered.kits.table.durable import put, put_first, sync
 from delivered.model.errors import InvariantBroken, Unreachable
 from delivered.model.limits import OFFSETS_BYTES_MAX
+from delivered.model.offsets import SOURCE
 from delivered.model.work import CheckpointView
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
@@ -62,11 +63,10 @@ def read_view(location: str) -> CheckpointView:
                 f"The checkpoint {location!r} has no file in offsets/, but Spark is about to run a batch.",
                 next_step="check that nothing else writes to or cleans this folder",
             )
-        lines = _read(filesystem, f"{path}/offsets/{batch}").split("\n")
+        offsets = _offsets(filesystem, f"{path}/offsets/{batch}")
         logged = _newest(filesystem, f"{path}/commits")
     except OSError as error:
         raise _unreadable(location, error) from error
-    offsets = "\n".join(lines[_OWN_LINES:]).strip()
     if len(offsets) > OFFSETS_BYTES_MAX:
         raise InvariantBroken(
             "OFFSETS_TOO_LARGE",
@@ -76,15 +76,16 @@ def read_view(location: str) -> CheckpointView:
     return CheckpointView(incarnation, batch, offsets, logged)
 
 
-def holds_batches(location: str) -> bool:
-    """Whether Spark logged the offsets of a batch here.
+def newest_offsets(location: str) -> str:
+    """The sources' offsets of the newest batch that Spark logged, a line per source; empty: none.
 
     Raises:
         Unreachable: the checkpoint cannot be read.
     """
     filesystem, path = open_folder(location)
     try:
-        return _newest(filesystem, f"{path}/offsets") is not None
+        batch = _newest(filesystem, f"{path}/offsets")
+        return "" if batch is None else _offsets(filesystem, f"{path}/offsets/{batch}")
     except OSError as error:
         raise _unreadable(location, error) from error
 
@@ -135,6 +136,12 @@ def unwritable(location: str) -> str | None:
     if not folder.is_dir():
         return f"{folder} is a file"
     return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write in {folder}"
+
+
+def sidecar(file: str, source: str) -> str:
+    """A sidecar file of one source: those of a source without a name keep the file's."""
+    folder, name = file.rsplit("/", 1)
+    return file if source == SOURCE else f"{folder}/{source}.{name}"
 
 
 def read(location: str, file: str) -> bytes | None:
@@ -196,6 +203,10 @@ def _unusable(location: str, error: OSError) -> Unreachable:
         f"The checkpoint {location!r} cannot be used from Python on the driver: {error}.",
         next_step="make the folder readable and writable for the driver's user",
     )
+
+
+def _offsets(filesystem: fs.FileSystem, path: str) -> str:
+    return "\n".join(_read(filesystem, path).split("\n")[_OWN_LINES:]).strip()
 
 
 def _read(filesystem: fs.FileSystem, path: str) -> str:

@@ -17,6 +17,7 @@ from delivered.contract.powers import HasOffsetMetadata
 from delivered.contract.source import Offsets, Slice, Source, SourceDriver
 from delivered.model.errors import InvariantBroken
 from delivered.model.limits import OFFSET_METADATA_MAX
+from delivered.model.offsets import SOURCE
 
 FILE = "delivered/offset-metadata.json"
 
@@ -34,11 +35,19 @@ class OffsetMetadata:
         location: of the checkpoint; None: it is not known, and the metadata lives as long as this object.
         lasting: what belongs to every offset from an entry on. The other keys belong to the entry's own offset.
         writes: False for an audit, which changes nothing.
+        name: of the source.
     """
 
     def __init__(
-        self, location: str | None, keys: frozenset[str], lasting: frozenset[str], *, writes: bool = True
+        self,
+        location: str | None,
+        keys: frozenset[str],
+        lasting: frozenset[str],
+        *,
+        writes: bool = True,
+        name: str = SOURCE,
     ) -> None:
+        self._file = folder.sidecar(FILE, name)
         self._location = location
         self._writes = writes and location is not None
         self._keys = keys
@@ -86,7 +95,7 @@ class OffsetMetadata:
         entries = [*entries, _Entry(plain, metadata)][-OFFSET_METADATA_MAX:]
         if self._writes and self._location is not None:
             said = {"version": 1, "entries": [{"offsets": e.at, "metadata": e.metadata} for e in entries]}
-            folder.write(self._location, FILE, json.dumps(said, separators=(",", ":")).encode(), first=False)
+            folder.write(self._location, self._file, json.dumps(said, separators=(",", ":")).encode(), first=False)
         self._entries = entries
 
     def _of_others(self, entry: _Entry) -> Offsets:
@@ -94,12 +103,12 @@ class OffsetMetadata:
 
     def _loaded(self) -> list[_Entry]:
         if self._entries is None:
-            self._entries = list(_read(self._location)) if self._location is not None else []
+            self._entries = list(_read(self._location, self._file)) if self._location is not None else []
         return self._entries
 
 
-def _read(location: str) -> Iterator[_Entry]:
-    text = folder.read(location, FILE)
+def _read(location: str, file: str) -> Iterator[_Entry]:
+    text = folder.read(location, file)
     if text is None:
         return
     try:
@@ -111,7 +120,7 @@ def _read(location: str) -> Iterator[_Entry]:
     except (ValueError, KeyError, TypeError) as error:
         raise InvariantBroken(
             "OFFSET_METADATA_DAMAGED",
-            f"{FILE!r} of the checkpoint {location!r} holds {text[:80]!r}; it must be what this version of the source "
+            f"{file!r} of the checkpoint {location!r} holds {text[:80]!r}; it must be what this version of the source "
             "wrote.",
             next_step="restore the file from the checkpoint's backup; without it a topic that was recreated "
             "while the query was stopped is not detected",
@@ -171,15 +180,16 @@ class PlainDriver:
         return plain
 
 
-def stream_driver(source: Source, location: str | None, *, writes: bool = True) -> SourceDriver:
+def stream_driver(source: Source, location: str | None, *, writes: bool = True, name: str = SOURCE) -> SourceDriver:
     """The driver of a stream, for Spark's offset log.
 
     Args:
         location: of the checkpoint, as Spark spells it, if it is known.
         writes: whether the sidecar is written to.
+        name: of the source.
     """
     driver = source.driver()
     if not isinstance(source, HasOffsetMetadata):
         return driver
-    metadata = OffsetMetadata(location, source.offset_metadata, source.lasting_metadata, writes=writes)
+    metadata = OffsetMetadata(location, source.offset_metadata, source.lasting_metadata, writes=writes, name=name)
     return PlainDriver(driver, metadata)

@@ -138,11 +138,11 @@ def run(
     pipeline = read(file, set_, guarantee=guarantee, checkpoint=checkpoint, master=master, trigger=trigger)
     if not receivers:
         return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, wait=wait)
-    from delivered.pipeline.receive import receiving
+    from delivered.pipeline.receive import queue_among, receiving
 
     tell_warnings()
     patience_s = OUTAGE_PATIENCE_S if wait else 0.0
-    with receiving(pipeline.source, receivers, patience_s=patience_s) as raise_failure:
+    with receiving(queue_among(pipeline.sources), receivers, patience_s=patience_s) as raise_failure:
         return run_pipeline(pipeline, takeover, stop_timeout, spark_log, output, raise_failure, wait=wait)
 
 

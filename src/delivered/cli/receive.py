@@ -31,14 +31,16 @@ def receive_file(
         wait: for a server that is away.
     """
     from delivered.pipeline.endpoint import Endpoint, as_text
-    from delivered.pipeline.receive import quiet_client, receive
+    from delivered.pipeline.receive import queue_among, quiet_client, receive
     from delivered.testing.crash import install_from_environment
 
     install_from_environment()
     quiet_client(warnings=False)
     tell_warnings()
-    given = load_file(file, overrides).source
-    endpoint = Endpoint(given.format, {k: as_text(k, v) for k, v in (given.model_extra or {}).items()})
+    given = load_file(file, overrides).endpoints
+    endpoint = queue_among(
+        {n: Endpoint(e.format, {k: as_text(k, v) for k, v in (e.model_extra or {}).items()}) for n, e in given.items()}
+    )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 
+from delivered.model.offsets import SOURCE, by_source
+
 _OPTION = re.compile(
     r"""\.option\((?P<q>["'])(?P<name>[\w.]+)(?P=q), (?:(?P<v>["'])(?P<value>.*?)(?P=v)|(?P<any>\.\.\.))\)"""
 )
@@ -25,12 +27,12 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+-][A-Za-z0-9_./+ -]*")
 
 
 def starting_at(offsets: str) -> str:
-    """A hint's options that start the sources at `offsets`, one line of JSON for each.
+    """A hint's options that start the sources at `offsets`, lines of Spark's offset log.
 
     They are meant to be pasted: never shortened, and without spaces, at which a terminal would wrap.
     """
-    lines = [f""".option("startingOffsets", '{_compact(line)}')""" for line in offsets.splitlines()]
-    return " and, for the next source, ".join(lines)
+    options = {n: f""".option("startingOffsets", '{_compact(line)}')""" for n, line in by_source(offsets).items()}
+    return " and ".join(f"{o} for source {n}" if n != SOURCE else o for n, o in options.items())
 
 
 def _compact(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +14,8 @@ from delivered.model.dedup import Dedup
 from delivered.model.errors import UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import checked_name
+from delivered.model.limits import NAME_LENGTH_MAX
+from delivered.model.offsets import NAME, SOURCE
 from delivered.model.options import choice
 from delivered.model.work import Tolerance
 from delivered.pipeline.dedup import dedup as make_dedup
@@ -29,7 +32,15 @@ from delivered.pipeline.file import (
 from delivered.pipeline.output_mode import for_output_mode
 from delivered.pipeline.projection import parse_projection
 from delivered.pipeline.spec import PipelineSpec, SinkSpec
-from delivered.pipeline.transform import NO_TRANSFORM, Transform, arrow, as_transform, load_function, version_of
+from delivered.pipeline.transform import (
+    NO_TRANSFORM,
+    Transform,
+    arrow,
+    as_transform,
+    load_function,
+    reads_all,
+    version_of,
+)
 from delivered.pipeline.transform import transform as declare
 from delivered.planner import Trigger
 
@@ -90,16 +101,18 @@ def parse_trigger(value: str | Mapping[str, Any] | When | None) -> When:
 
 
 class Definition:
-    """A source, a transform, sinks, and the guarantee between them. Making one asks nobody and imports nothing heavy.
+    """Sources, a transform, sinks, and the guarantee between them. Making one asks nobody and imports nothing heavy.
 
     Args:
         name: 1 to 64 letters, digits, '.', '_' or '-'; two pipelines that share a sink need two names.
         guarantee: "at_most_once", "at_least_once" or "exactly_once". There is no default.
         checkpoint: folder or URL where Spark keeps the query's progress.
         source, sinks: from `delivered.kafka`, `delivered.log`, `delivered.sqlite`, `delivered.endpoint`.
+        sources: instead of `source`, by name: {"orders": delivered.kafka(...), "payments": ...}.
         dedup: from `delivered.dedup`: which repeats in the source are dropped, before the transform.
         transform: SQL over the view `source`; or a function DataFrame -> DataFrame; or `delivered.arrow(...)`, the
-            fast way; or `delivered.transform(...)`, to declare what is known of it; None: records go through.
+            fast way; or `delivered.transform(...)`, to declare what is known of it; None: records go through. With
+            `sources`, SQL over their names, or a function with a parameter for each: `def paid(orders, payments)`.
         output_mode: what a batch of a query that keeps state delivers. "append": rows that are final; "update": rows
             that changed: upserts into tables, by `keyColumns` or else the columns of the SQL's GROUP BY, and records to
             Kafka and queues; "complete": all rows, in place of the table's.
@@ -125,7 +138,8 @@ class Definition:
         name: str,
         guarantee: str | Guarantee,
         checkpoint: str | Path,
-        source: Endpoint,
+        source: Endpoint | None = None,
+        sources: Mapping[str, Endpoint] | None = None,
         sinks: Sequence[Endpoint],
         dedup: Dedup | None = None,
         transform: str | Callable[[Any], Any] | Transform | None = None,
@@ -144,19 +158,14 @@ class Definition:
         self.name = checked_name("pipeline", name)
         self.guarantee = Guarantee.parse(guarantee)
         self.checkpoint = _absolute(str(checkpoint))
-        self.source = _endpoint("source", source)
+        self.sources = _sources(source, sources)
         self.transform = as_transform(transform)
+        reads_all(self.transform, tuple(self.sources))
         self.output_mode = choice(("append", "update", "complete")).parse(
             "delivered.Pipeline", "output_mode", output_mode
         )
         self.sinks = tuple(for_output_mode(_endpoint("sinks", s), self.output_mode, self.transform) for s in sinks)
-        self.dedup = _dedup(dedup)
-        if not self.source.projection.is_all:
-            raise UsageError(
-                "SOURCE_SELECT",
-                "The source has select or where; these belong to a sink.",
-                next_step="write them into the transform",
-            )
+        self.dedup = _dedup(dedup, self.sources)
         self.trigger = parse_trigger(trigger)
         self.batch_s_max = batch_s_max
         self.audit_by = dict(audit or {})
@@ -188,7 +197,7 @@ class Definition:
             name=file.pipeline,
             guarantee=file.guarantee,
             checkpoint=_beside(folder, file.checkpoint),
-            source=_endpoint_of(file.source, folder),
+            sources={n: _endpoint_of(s, folder) for n, s in file.endpoints.items()},
             sinks=[_endpoint_of(s, folder) for s in file.sinks],
             dedup=_dedup_of(file.dedup),
             transform=_transform(file.transform, folder.resolve()),
@@ -209,7 +218,7 @@ class Definition:
     def transform_version(self) -> str:
         """A fingerprint of the transform with what the sinks select of it; kept with every batch that is decided."""
         projections = zip(self.sink_names, (s.projection for s in self.sinks), strict=True)
-        return version_of(self.transform, projections, self.on_bad_row)
+        return version_of(self.transform, projections, self.on_bad_row, tuple(self.sources))
 
     @property
     def spec(self) -> PipelineSpec:
@@ -239,8 +248,55 @@ class Definition:
     def __repr__(self) -> str:
         return (
             f"Pipeline(name={self.name!r}, guarantee={self.guarantee.value!r}, checkpoint={self.checkpoint!r}, "
-            f"source={self.source!r}, sinks={list(self.sinks)!r})"
+            f"sources={self.sources!r}, sinks={list(self.sinks)!r})"
         )
+
+
+def _sources(source: object, sources: object) -> dict[str, Endpoint]:
+    """The sources by name, in the user's order."""
+    if (source is None) == (sources is None):
+        raise UsageError(
+            "SOURCES",
+            f"The pipeline has {'neither source nor' if source is None else 'both source and'} sources; it must have "
+            "one of them.",
+            next_step="write one source as source=..., several as sources={'orders': ..., 'payments': ...}",
+        )
+    if sources is None:
+        sources = {SOURCE: source}
+    if not isinstance(sources, Mapping) or not sources:
+        raise UsageError(
+            "SOURCES",
+            f"sources is {sources!r} ({type(sources).__name__}); it must map names to endpoints, at least one.",
+            next_step="write sources={'orders': delivered.kafka(...), 'payments': delivered.kafka(...)}",
+        )
+    found = {_source_name(n): _endpoint(f"source {n!r}", e) for n, e in sources.items()}
+    for name, other in combinations(found, 2):
+        if name.lower() == other.lower():
+            raise UsageError(
+                "SOURCE_NAME",
+                f"The sources {name!r} and {other!r} have one name to SQL, which ignores case.",
+                next_step="give one of them another name",
+            )
+    for name, endpoint in found.items():
+        if not endpoint.projection.is_all:
+            raise UsageError(
+                "SOURCE_SELECT",
+                f"{'The source' if name == SOURCE else f'The source {name!r}'} has select or where; these belong to a "
+                "sink.",
+                next_step="write them into the transform",
+            )
+    return found
+
+
+def _source_name(name: object) -> str:
+    if isinstance(name, str) and NAME.fullmatch(name) and len(name) <= NAME_LENGTH_MAX:
+        return name
+    raise UsageError(
+        "SOURCE_NAME",
+        f"A source's name is {name!r}; it must be 1 to {NAME_LENGTH_MAX} letters, digits or '_', and not start with a "
+        "digit: it is a view's name in SQL.",
+        next_step="give the source another name",
+    )
 
 
 def _sink_spec(endpoint: Endpoint) -> SinkSpec:
@@ -264,7 +320,13 @@ def _endpoint(what: str, given: object) -> Endpoint:
     return given
 
 
-def _dedup(given: object) -> Dedup | None:
+def _dedup(given: object, sources: Mapping[str, Endpoint]) -> Dedup | None:
+    if given is not None and len(sources) > 1:
+        raise UsageError(
+            "DEDUP_SOURCES",
+            f"dedup drops the repeats of one source, and the pipeline has {', '.join(sources)}.",
+            next_step="remove dedup, and drop repeats in a Python transform with dropDuplicatesWithinWatermark",
+        )
     if given is None or isinstance(given, Dedup):
         return given
     raise UsageError(

@@ -20,6 +20,7 @@ from delivered.engine.rules import judge
 from delivered.model.capability import SourceCapability
 from delivered.model.errors import MissingExtra, Refused, UsageError, missing_extra
 from delivered.model.guarantee import Guarantee
+from delivered.model.offsets import SOURCE
 from delivered.model.work import CheckpointView, LedgerState
 from delivered.pipeline.changing import changing_in_sql
 from delivered.pipeline.definition import Definition
@@ -74,11 +75,11 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
         UsageError: bad options.
         Unreachable: the checkpoint or the ledger cannot be read.
     """
-    source = _source(pipeline.source, offline)
+    sources = tuple(_source(n, e, offline) for n, e in pipeline.sources.items())
     made = [(e, e.sink()) for e in pipeline.all_sinks]
     sinks = tuple(_sink(e, s, pipeline.guarantee, offline) for e, s in made)
     checkpoint = CheckpointFacts(pipeline.checkpoint, takeover=takeover)
-    findings = [*source.findings, *(f for s in sinks for f in s.findings)]
+    findings = [*(f for s in sources for f in s.findings), *(f for s in sinks for f in s.findings)]
     blocked = any(f.refuses for f in findings) or len({s.name for s in sinks}) < len(sinks) or not sinks
     if not offline and not blocked:
         checkpoint = _checkpoint(pipeline, session, takeover)
@@ -88,7 +89,7 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
     return Request(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
-        source=source,
+        sources=sources,
         sinks=sinks,
         checkpoint=checkpoint,
         transform=transform,
@@ -112,7 +113,8 @@ def _transform(pipeline: Definition) -> TransformFacts:
     return replace(facts.seen(changing_in_sql(texts)), kind=kind)
 
 
-def _source(endpoint: Endpoint, offline: bool) -> SourceFacts:
+def _source(name: str, endpoint: Endpoint, offline: bool) -> SourceFacts:
+    name = "" if name == SOURCE else name
     if endpoint.is_spark_own:
         known = endpoint.system.lower() in _SPARK_SOURCES_REPLAYABLE
         capability = SourceCapability(
@@ -122,10 +124,10 @@ def _source(endpoint: Endpoint, offline: bool) -> SourceFacts:
             why_not="" if known else "nothing is known of this format",
             assumes=(f"Spark's source {endpoint.system!r} gives the same records for the same offsets",),
         )
-        return SourceFacts(endpoint.label, capability)
+        return SourceFacts(endpoint.label, capability, name=name)
     source = endpoint.source()
     findings = () if offline else _asked(source.preflight)
-    return SourceFacts(endpoint.label, source.capability(), findings)
+    return SourceFacts(endpoint.label, source.capability(), findings, name)
 
 
 def _sink(endpoint: Endpoint, sink: Sink, guarantee: Guarantee, offline: bool) -> SinkFacts:
@@ -253,7 +255,7 @@ def _refused_by_plan(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
     mode = "complete" if facts.capability.write.complete and spec.batch is not None else "append"
     known = CheckpointFacts(checkpoint)
     request = Request(
-        spec.pipeline, spec.guarantee, source, (facts,), known, alternatives=alternatives(), output_mode=mode
+        spec.pipeline, spec.guarantee, (source,), (facts,), known, alternatives=alternatives(), output_mode=mode
     )
     plan = make_plan(request)
     if isinstance(plan, Refusal):

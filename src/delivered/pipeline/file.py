@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from delivered.model.errors import UsageError
+from delivered.model.offsets import SOURCE
 
 Scalar = str | int | float | bool
 
@@ -102,8 +103,12 @@ class TransformEntry(BaseModel):
 
     model_config = _STRICT
 
-    sql: str | None = Field(None, description="A query over the view `source`.")
-    python: str | None = Field(None, description='A function DataFrame -> DataFrame, as "module:function".')
+    sql: str | None = Field(None, description="A query over the view `source`, or over the names of `sources`.")
+    python: str | None = Field(
+        None,
+        description='A function DataFrame -> DataFrame, as "module:function"; with several sources, a parameter for '
+        "each, by name.",
+    )
     arrow: str | None = Field(
         None, description='A function from Arrow record batch to Arrow record batch, row-wise, as "module:function".'
     )
@@ -122,7 +127,11 @@ class TransformEntry(BaseModel):
 class PipelineFile(BaseModel):
     """A delivered pipeline."""
 
-    model_config = ConfigDict(**_STRICT, title="delivered pipeline")
+    model_config = ConfigDict(
+        **_STRICT,
+        title="delivered pipeline",
+        json_schema_extra={"oneOf": [{"required": ["source"]}, {"required": ["sources"]}]},
+    )
 
     pipeline: Name = Field(description="Name; pipelines that share a sink need different names.")
     guarantee: Literal["at_most_once", "at_least_once", "exactly_once"] = Field(
@@ -131,7 +140,12 @@ class PipelineFile(BaseModel):
     checkpoint: str = Field(
         min_length=1, description="Folder or URL where Spark keeps the query's progress; one per pipeline."
     )
-    source: SourceEntry
+    source: SourceEntry | None = Field(None, description="Where records come from, if from one place; or sources.")
+    sources: dict[str, SourceEntry] | None = Field(
+        None,
+        min_length=1,
+        description="Where records come from, by name: orders: {format: ...}. SQL reads each by its name.",
+    )
     dedup: DedupEntry | None = None
     transform: TransformEntry | None = None
     sinks: list[SinkEntry] = Field(min_length=1)
@@ -168,6 +182,17 @@ class PipelineFile(BaseModel):
     spark: dict[str, Scalar] = Field(default_factory=dict, description="Spark configuration.")
     audit: AuditEntry | None = None
 
+    @model_validator(mode="after")
+    def _one(self) -> PipelineFile:
+        if (self.source is None) == (self.sources is None):
+            raise ValueError("a pipeline has one of: source, sources")
+        return self
+
+    @property
+    def endpoints(self) -> dict[str, SourceEntry]:
+        """The sources by name."""
+        return {SOURCE: self.source} if self.source is not None else dict(self.sources or {})
+
 
 ENVIRONMENT = {
     f"DELIVERED_{name.upper()}": name
@@ -188,6 +213,7 @@ _REFERENCE = re.compile(r"\$\{(env:[A-Za-z_][A-Za-z0-9_]*|file:[^}]+)\}")
 _MODELS: dict[str, type[BaseModel]] = {
     "": PipelineFile,
     "source": SourceEntry,
+    "sources": SourceEntry,
     "sinks": SinkEntry,
     "dedup": DedupEntry,
     "transform": TransformEntry,
@@ -321,6 +347,12 @@ def _put(data: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
         if not (number.isdigit() and isinstance(sinks, list) and int(number) < len(sinks) and rest):
             raise UsageError("OVERRIDE_VALUE", f"{origin}: sinks are numbered from 0, as in sinks.0.topic.")
         sinks[int(number)][rest] = value
+    elif rest and head == "sources":
+        name, _, rest = rest.partition(".")
+        sources = data.get("sources")
+        if not (isinstance(sources, dict) and isinstance(sources.get(name), dict) and rest):
+            raise UsageError("OVERRIDE_VALUE", f"{origin}: sources have names, as in sources.orders.subscribe.")
+        sources[name][rest] = value
     elif rest and head in ("source", "dedup", "transform", "audit", "spark"):
         inner = data.setdefault(head, {})
         if not isinstance(inner, dict):

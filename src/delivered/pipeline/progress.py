@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from delivered.engine.context import open_ledger
@@ -26,12 +26,12 @@ class Progress:
         batch: the newest decided batch; None: none yet.
         records: decided since `watch` began, at all sinks; given_up: the same, of at_most_once.
         rate: records per second over the last ten seconds: 0 when nothing arrives.
-        lag: offsets between what the last batch read and the end of its source; None: the source does not count them.
+        lag: offsets between what the last batch read and the end of its sources; None: one does not count them.
     """
 
-    def __init__(self, ledger: Ledger, source: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
+    def __init__(self, ledger: Ledger, sources: Callable[[], Sequence[Mapping[str, Any]]] = tuple) -> None:
         self._ledger = ledger
-        self._source = source
+        self._sources = sources
         self._window: deque[tuple[float, int]] = deque()
         self.lag: int | None = None
         self._first: tuple[int, int, int] | None = None
@@ -54,7 +54,8 @@ class Progress:
             self._window.popleft()
         first_at, first = self._window[0]
         self.rate = (self.records - first) / max(now - first_at, 1.0)
-        self.lag = lag(self._source())
+        behind = [lag(s) for s in self._sources()]
+        self.lag = sum(n for n in behind if n is not None) if behind and None not in behind else None
 
     def _look_at_ledger(self) -> None:
         try:
@@ -118,20 +119,20 @@ def watch(pipeline: Definition, query: Any) -> Iterator[Progress]:
     sink = spec.open()
     ledger = open_ledger(sink, spec.scope(sink, str(query.id)))
     try:
-        progress = Progress(ledger, lambda: _first_source(query))
+        progress = Progress(ledger, lambda: _reported(query))
         progress.refresh()
         yield progress
     finally:
         ledger.close()
 
 
-def _first_source(query: Any) -> Mapping[str, Any] | None:
-    """Spark's status of the source, from its last report: at least every ten seconds."""
+def _reported(query: Any) -> Sequence[Mapping[str, Any]]:
+    """Spark's status of the sources, from its last report: at least every ten seconds."""
     with contextlib.suppress(Exception):  # the query may have ended meanwhile
         said = query.lastProgress
         if said is not None:
-            return dict(json.loads(said.json if hasattr(said, "json") else json.dumps(said))["sources"][0])
-    return None
+            return list(json.loads(said.json if hasattr(said, "json") else json.dumps(said))["sources"])
+    return ()
 
 
 def _plural(count: int, one: str, many: str) -> str:

@@ -20,7 +20,7 @@ from delivered.model.limits import OUTAGE_PATIENCE_S, RECEIVERS_MAX
 from delivered.model.options import resolve_secrets
 from delivered.model.patience import StoppedWaiting, patiently
 from delivered.pipeline.endpoint import Endpoint
-from delivered.pipeline.registry import received
+from delivered.pipeline.registry import connector, received
 from delivered.source.receive import Counts, ReceiveLoop
 from delivered.source.received import QUARANTINE_SUFFIX
 
@@ -102,6 +102,24 @@ def receiving(
     finally:
         stop.set()
         thread.join()
+
+
+def queue_among(sources: Mapping[str, Endpoint]) -> Endpoint:
+    """The source that receivers fill: the only one, or the only queue.
+
+    Raises:
+        UsageError: there are several queues, or no queue among several sources.
+    """
+    queues = {n: e for n, e in sources.items() if not e.is_spark_own and connector(e.system).queues is not None}
+    found = sources if len(sources) == 1 else queues
+    if len(found) != 1:
+        raise UsageError(
+            "RECEIVE_SOURCES",
+            f"Receivers fill the log of one queue, and of the sources {', '.join(sources)} "
+            f"{', '.join(queues) if queues else 'none'} {'are queues' if queues else 'is one'}.",
+            next_step="write a pipeline file for each queue, with that source alone, and run `delivered receive` on it",
+        )
+    return next(iter(found.values()))
 
 
 def _await(source: Endpoint, patience_s: float, stop: Callable[[], bool]) -> bool:

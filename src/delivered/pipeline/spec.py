@@ -22,6 +22,7 @@ from delivered.model.errors import Refused, UsageError
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, checked_name
 from delivered.model.limits import NAME_LENGTH_MAX
+from delivered.model.offsets import SOURCE
 from delivered.model.options import Option, OptionTable, choice
 from delivered.model.work import Owner, Tolerance
 from delivered.pipeline.registry import PREFIX, find_sink
@@ -29,7 +30,7 @@ from delivered.pipeline.registry import PREFIX, find_sink
 OPTION = "delivered.spec.secret"
 """Holds the spec, as JSON. Spark hides the values of options that are named like this: options of sinks are in it."""
 
-VERSION = 1
+VERSION = 2
 """Of the JSON. One end of a session of Spark Connect may have another release than the other."""
 
 GROUP = "sinks"
@@ -125,6 +126,7 @@ class PipelineSpec:
         check: this is no write, but a question.
         batch: this write is that batch of a query with `foreachBatch`; None: it is a stream, or a run.
         one_of_each: a key of an upsert without version comes once in a batch.
+        source: the name of the source that is read, where this is a read.
     """
 
     pipeline: str
@@ -143,6 +145,7 @@ class PipelineSpec:
     check: StartCheck | None = None
     batch: int | None = None
     one_of_each: bool = False
+    source: str = SOURCE
 
     @property
     def is_group(self) -> bool:
@@ -192,6 +195,7 @@ class PipelineSpec:
                 "start": self.start,
                 "batch": self.batch,
                 "one_of_each": self.one_of_each,
+                "source": self.source,
             }
         )
 
@@ -231,11 +235,13 @@ class Reading:
         checkpoint: of its query, as Spark spells it; None: nobody told.
         drain: as in the spec.
         direct: tasks of the sink read the source themselves; Spark carries slices.
+        source: its name in the query.
     """
 
     checkpoint: str | None = None
     drain: str | None = None
     direct: bool = False
+    source: str = SOURCE
 
     @property
     def is_drained(self) -> bool:
@@ -250,7 +256,7 @@ class Reading:
         if "pipeline" not in given:
             return cls(named), rest
         spec = _from_json(given)
-        return cls(spec.checkpoint, spec.drain, spec.direct is not None), rest
+        return cls(spec.checkpoint, spec.drain, spec.direct is not None, spec.source), rest
 
 
 def idiom_option(*, start: str = "", check: StartCheck | None = None) -> str:
@@ -293,6 +299,7 @@ def _from_json(data: Mapping[str, Any]) -> PipelineSpec:
         data["drain"],
         batch=data.get("batch"),
         one_of_each=data.get("one_of_each", False),
+        source=data.get("source", SOURCE),
     )
 
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.errors import UsageError
+from delivered.model.offsets import SOURCE
 from delivered.pipeline.changing import changing_in_python, changing_in_sql, python_keeps_state, sql_keeps_state
 from delivered.pipeline.projection import Projection
 from delivered.planner import TransformFacts
@@ -35,7 +37,7 @@ class Transform:
     """
     Attributes:
         kind: "none", "sql", "python" (DataFrame -> DataFrame) or "arrow" (record batch -> record batch, row-wise).
-        sql: over the view `source`.
+        sql: over the view `source`, or over the names of the sources.
         function: for "python" and, optionally, "arrow".
         select: for "arrow": columns to keep before `function`; empty: all.
         stateful: it keeps state between batches.
@@ -103,6 +105,43 @@ def as_transform(what: Any) -> Transform:
     return what if isinstance(what, Transform) else transform(what)
 
 
+def reads_all(transform: Transform, sources: Sequence[str]) -> None:
+    """Check that a transform can make one stream of these sources.
+
+    Raises:
+        UsageError: it reads one source and there are several, its SQL names none of one, or its function has no
+            parameter for one.
+    """
+    if transform.kind in ("none", "arrow") and len(sources) > 1:
+        raise UsageError(
+            "TRANSFORM_SOURCES",
+            f"The pipeline has the sources {', '.join(sources)}, and no transform makes one stream of them.",
+            next_step="write SQL over their names: a UNION ALL of a SELECT from each, or a join",
+        )
+    if tuple(sources) == (SOURCE,):
+        return
+    if transform.kind == "sql":
+        missing = [n for n in sources if not re.search(rf"(?<!\w){n}(?!\w)", transform.sql, re.IGNORECASE)]
+        if missing:
+            raise UsageError(
+                "TRANSFORM_SOURCES",
+                f"The transform's SQL does not read the source {missing[0]!r}.",
+                next_step=f"name it in the SQL, or remove it from sources; the SQL is {transform.sql.strip()!r}",
+            )
+    if transform.kind == "python" and transform.function is not None and len(sources) > 1:
+        try:
+            inspect.signature(transform.function).bind(**dict.fromkeys(sources))
+        except TypeError as error:
+            raise UsageError(
+                "TRANSFORM_SOURCES",
+                f"The transform is called with a DataFrame for each source, by name, and its parameters do not fit: "
+                f"{error}.",
+                next_step=f"write it as def transform({', '.join(sources)}): ...",
+            ) from None
+        except ValueError:
+            return  # a callable that does not tell its parameters
+
+
 def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
     """The function that "module:function" names; the module may lie in `folder`.
 
@@ -134,14 +173,22 @@ def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
     return found
 
 
-def version_of(transform: Transform, projections: Iterable[tuple[str, Projection]], on_bad_row: OnBadRow) -> str:
+def version_of(
+    transform: Transform,
+    projections: Iterable[tuple[str, Projection]],
+    on_bad_row: OnBadRow,
+    sources: Sequence[str] = (SOURCE,),
+) -> str:
     """16 hex digits for a pipeline's transform with what its sinks select of it.
 
     Args:
         projections: of every sink, by its name. One that passes all rows unchanged does not count.
+        sources: their names; without one they do not count.
     """
     parts = [transform.kind, transform.sql.strip(), *transform.select, *_parts_of(transform.function, set())]
     parts += [f"{name}: {p!r}" for name, p in projections if not p.is_all]
+    if tuple(sources) != (SOURCE,):
+        parts += [f"source {n}" for n in sorted(sources)]
     if on_bad_row is not OnBadRow.FAIL:
         parts.append(on_bad_row.value)
     return hashlib.blake2b("\0".join(parts).encode(errors="replace"), digest_size=8).hexdigest()

@@ -31,7 +31,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         limits=tuple(_limits(request)),
         warnings=(
             *_transform_changed(request),
-            *(f.message for f in [*request.source.findings, *(f for s in request.sinks for f in s.findings)]),
+            *(f.message for f in request.findings),
         ),
         order=group.order(request) if request.is_group else (),
         dedup=repeats.says(request.dedup, request.decider.capability.system) if request.dedup is not None else (),
@@ -78,7 +78,7 @@ def _promises(request: Request) -> list[float]:
 
 
 def _assumptions(request: Request) -> list[str]:
-    found = list(request.source.capability.assumes)
+    found = list(dict.fromkeys(a for s in request.sources for a in s.capability.assumes))
     match request.guarantee:
         case Guarantee.EXACTLY_ONCE:
             found.extend(dict.fromkeys(a for s in request.sinks for a in s.capability.assumes))
@@ -176,9 +176,10 @@ def _limits(request: Request) -> list[str]:
     if request.is_group:
         found.extend(group.limits(request))
     found.extend(_bad_rows(request))
-    if request.source.capability.sent_twice and request.dedup is None:
-        found.append("a record that a producer sent twice is delivered twice: the pipeline has no dedup")
-    if request.source.capability.local:
-        found.append(f"the source {request.source.label} uses files on this machine")
+    for source in request.sources:
+        if source.capability.sent_twice and request.dedup is None:
+            to = f" to {source.name}" if source.name else ""
+            found.append(f"a record that a producer sent twice{to} is delivered twice: the pipeline has no dedup")
+    found.extend(f"the source {s.label} uses files on this machine" for s in request.sources if s.capability.local)
     found.extend(f"the sink {s.label} uses files on this machine" for s in request.sinks if s.capability.local)
     return found

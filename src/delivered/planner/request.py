@@ -26,6 +26,7 @@ class Trigger(StrEnum):
 class SourceFacts:
     """
     Attributes:
+        name: tells this source from others of the pipeline; empty: there is no other.
         label: system and what is read from it, for people: "kafka orders".
         findings: what preflight found at the live source; empty if it did not run.
     """
@@ -33,6 +34,7 @@ class SourceFacts:
     label: str
     capability: SourceCapability
     findings: tuple[Finding, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Request:
 
     pipeline: str
     guarantee: Guarantee
-    source: SourceFacts
+    sources: tuple[SourceFacts, ...]
     sinks: tuple[SinkFacts, ...]
     checkpoint: CheckpointFacts
     transform: TransformFacts = TransformFacts()
@@ -175,6 +177,11 @@ class Request:
     @property
     def ledger(self) -> LedgerPlace:
         return LedgerPlace.among([s.capability for s in self.sinks])
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Of every source and sink."""
+        return (*(f for s in self.sources for f in s.findings), *(f for s in self.sinks for f in s.findings))
 
     @property
     def decider(self) -> SinkFacts:

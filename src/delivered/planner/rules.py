@@ -116,8 +116,8 @@ def offsets_logged_first(request: Request) -> Reason | None:
 
 
 def source_replays(request: Request) -> Reason | None:
-    source = request.source
-    if source.capability.replayable or request.guarantee is Guarantee.AT_MOST_ONCE:
+    source = next((s for s in request.sources if not s.capability.replayable), None)
+    if source is None or request.guarantee is Guarantee.AT_MOST_ONCE:
         return None
     why = source.capability.why_not or "it does not return the same records for the same offsets"
     return Reason(
@@ -129,8 +129,8 @@ def source_replays(request: Request) -> Reason | None:
 
 
 def source_recognises(request: Request) -> Reason | None:
-    source = request.source
-    if not source.capability.repeats or request.guarantee is Guarantee.AT_LEAST_ONCE:
+    source = next((s for s in request.sources if s.capability.repeats), None)
+    if source is None or request.guarantee is Guarantee.AT_LEAST_ONCE:
         return None
     return Reason(
         "SOURCE_REPEATS",
@@ -225,11 +225,12 @@ def sink_sends_once(request: Request) -> Reason | None:
 
 
 def local_source(request: Request) -> Reason | None:
-    if not (request.execution.cluster and request.source.capability.local):
+    source = next((s for s in request.sources if s.capability.local), None)
+    if not request.execution.cluster or source is None:
         return None
     return Reason(
         "SOURCE_LOCAL",
-        f"The source {request.source.label} uses files on one machine, but the executors run on others.",
+        f"The source {source.label} uses files on one machine, but the executors run on others.",
         "put the source on storage that every machine can reach, or run with a local master",
     )
 
@@ -344,9 +345,7 @@ def checkpoint_known(request: Request) -> Reason | None:
 
 
 def preflight_passed(request: Request) -> Reason | None:
-    findings = [*request.source.findings, *(f for s in request.sinks for f in s.findings)]
-    findings += request.transform.findings
-    for finding in sorted(findings, key=lambda f: f.transient):
+    for finding in sorted((*request.findings, *request.transform.findings), key=lambda f: f.transient):
         if finding.refuses and finding.only in (None, request.guarantee):
             way_out = finding.next_step or "fix what the message describes"
             return Reason(finding.code, finding.message, way_out, finding.transient)

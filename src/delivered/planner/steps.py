@@ -9,7 +9,7 @@ from delivered.model.guarantee import Guarantee
 from delivered.model.mechanism import MECHANISMS, RECOVERY, Mechanism, steps_of
 from delivered.model.step import Step, StepId
 from delivered.planner import group
-from delivered.planner.request import Request, SinkFacts
+from delivered.planner.request import Request, SinkFacts, SourceFacts
 
 _AGAIN = "nothing is visible; the batch runs again"
 
@@ -114,8 +114,12 @@ def _begin(request: Request) -> Steps:
 
 
 def _read(request: Request) -> Steps:
-    replay = "replayable by offset" if request.source.capability.replayable else "not replayable"
-    return [Step(StepId.SOURCE_READ, f"{request.source.label}, {replay}", _after_read(request))]
+    return [Step(StepId.SOURCE_READ, _source(s), _after_read(request)) for s in request.sources]
+
+
+def _source(source: SourceFacts) -> str:
+    name = f"{source.name}: " if source.name else ""
+    return f"{name}{source.label}, {'replayable by offset' if source.capability.replayable else 'not replayable'}"
 
 
 def _note(request: Request) -> Steps:

@@ -30,14 +30,12 @@ def spark_metrics(end: str | None, latest: str | None) -> dict[str, str]:
     }
 
 
-def lag(source: Mapping[str, Any] | None) -> int | None:
+def lag(source: Mapping[str, Any]) -> int | None:
     """Offsets behind, over all partitions; None: the source does not count its offsets, or nothing was said yet.
 
     Args:
         source: of a progress report, with `endOffset` and `latestOffset`.
     """
-    if source is None:
-        return None
     newest, end = dict(_numbers(source.get("latestOffset"))), dict(_numbers(source.get("endOffset")))
     if not newest or None in newest.values():
         return None

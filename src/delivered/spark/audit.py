@@ -76,11 +76,18 @@ def audit_sink(
         UsageError: no such sink, several sinks and none named, or one of Spark's own sources.
     """
     chosen = _chosen(pipeline, sink)
-    if pipeline.source.is_spark_own:
+    if len(pipeline.sources) > 1:
+        raise UsageError(
+            "AUDIT_SOURCES",
+            f"The pipeline has the sources {', '.join(pipeline.sources)}; an audit follows one.",
+            next_step="compare the sink with a query of your own",
+        )
+    ((name, endpoint),) = pipeline.sources.items()
+    if endpoint.is_spark_own:
         raise UsageError(
             "AUDIT_SOURCE",
-            f"The source {pipeline.source.format!r} is Spark's own, which an audit cannot read by offset range.",
-            next_step=f"read it with the format {pipeline.source.system!r}",
+            f"The source {endpoint.format!r} is Spark's own, which an audit cannot read by offset range.",
+            next_step=f"read it with the format {endpoint.system!r}",
         )
     if pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
         raise Refused(
@@ -90,7 +97,7 @@ def audit_sink(
             next_step="compare the newest record of each key with a query of your own",
         )
     spark = ready(pipeline, given)
-    source = planned(pipeline.source.source())
+    source = planned(endpoint.source())
     spec = pipeline.spec
     everything = spec.open()
     by = {**pipeline.audit_by, **chosen.audit}
@@ -101,7 +108,7 @@ def audit_sink(
         source=source,
         sink=chosen.sink(),
         sink_name=chosen.name,
-        transform=_all_transforms(pipeline, chosen, spark, source),
+        transform=_all_transforms(pipeline, chosen, spark, name, source),
         dedup=pipeline.dedup,
         id=by.get("id"),
         key=by.get("key"),
@@ -132,10 +139,11 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
 
 
 def _all_transforms(
-    pipeline: Definition, sink: Endpoint, spark: SparkSession, source: Source
+    pipeline: Definition, sink: Endpoint, spark: SparkSession, name: str, source: Source
 ) -> Callable[[DataFrame], DataFrame] | None:
     """The pipeline's transform, followed by the sink's projection."""
-    shared = apply_transform(pipeline.transform, spark, source) if pipeline.transform.kind != "none" else None
+    of_all = apply_transform(pipeline.transform, spark, {name: source})
+    shared = (lambda frame: of_all({name: frame})) if pipeline.transform.kind != "none" else None
     validating = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
     if sink.projection.is_all and not validating:
         return shared

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,12 +18,11 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.spark.jvm import jvm_of
-from delivered.spark.rows import projected
+from delivered.spark.rows import apply_transform, projected
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
-_VIEW = "source"
 _SUGGESTED = re.compile(r"Did you mean one of the following\? \[(.*?)\]", re.DOTALL)
 _PLACE = re.compile(r"\(line (\d+), pos (\d+)\)|line (\d+),? pos(?:ition)? (\d+)")
 _CLASS = re.compile(r"^\[([A-Z_.]+)\]\s*")
@@ -40,11 +40,12 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
 
 def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:
     """Findings about the SQL and the columns of each sink. Reads no records; does not run a Python transform."""
-    if pipeline.source.is_spark_own or pipeline.transform.kind not in ("none", "sql"):
+    own = any(e.is_spark_own for e in pipeline.sources.values())
+    if own or pipeline.transform.kind not in ("none", "sql"):
         return ()
     try:
-        source = planned(pipeline.source.source()).schema()
-        for endpoint, columns in zip(pipeline.sinks, _results(pipeline, spark, source), strict=True):
+        sources = {n: planned(e.source()).schema() for n, e in pipeline.sources.items()}
+        for endpoint, columns in zip(pipeline.sinks, _results(pipeline, spark, sources), strict=True):
             endpoint.sink().check_schema(columns)
     except UsageError as error:
         return (Finding.refusal(error),)
@@ -53,40 +54,40 @@ def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Findin
     return ()
 
 
-def _results(pipeline: Definition, spark: SparkSession, source: pa.Schema) -> list[pa.Schema]:
+def _results(pipeline: Definition, spark: SparkSession, sources: Mapping[str, pa.Schema]) -> list[pa.Schema]:
     """Columns of the rows that reach each sink.
 
     Raises:
         UsageError: the SQL, or a sink's select, does not fit the columns.
     """
-    frame: DataFrame = spark.createDataFrame([], from_arrow_schema(source))
+    read = {n: spark.createDataFrame([], from_arrow_schema(s)) for n, s in sources.items()}
     try:
-        if pipeline.transform.kind == "sql":
-            with _view(spark, frame):
-                frame = spark.sql(pipeline.transform.sql)
+        with ExitStack() as views:
+            for name in read:
+                views.enter_context(_own_view(spark, name))
+            frame = apply_transform(pipeline.transform, spark, dict.fromkeys(sources))(read)
         frames = [projected(frame, s.projection) for s in pipeline.sinks]
         return [to_arrow_schema(f.schema, timezone="UTC") for f in frames]
     except (AnalysisException, ParseException) as error:
-        raise _invalid(error, pipeline.transform.sql, source) from None
+        raise _invalid(error, pipeline.transform.sql, sources) from None
 
 
 @contextlib.contextmanager
-def _view(spark: SparkSession, frame: DataFrame) -> Iterator[None]:
-    """Create the view `source`; restores the user's view of that name afterwards."""
+def _own_view(spark: SparkSession, name: str) -> Iterator[None]:
+    """A view of this name may be made; restores the user's afterwards."""
     before = None
-    if spark.catalog.tableExists(_VIEW) and spark.catalog.getTable(_VIEW).isTemporary:
-        before = spark.table(_VIEW)
-    frame.createOrReplaceTempView(_VIEW)
+    if spark.catalog.tableExists(name) and spark.catalog.getTable(name).isTemporary:
+        before = spark.table(name)
     try:
         yield
     finally:
         if before is not None:
-            before.createOrReplaceTempView(_VIEW)
+            before.createOrReplaceTempView(name)
         else:
-            spark.catalog.dropTempView(_VIEW)
+            spark.catalog.dropTempView(name)
 
 
-def _invalid(error: Any, sql: str, source: pa.Schema) -> UsageError:
+def _invalid(error: Any, sql: str, sources: Mapping[str, pa.Schema]) -> UsageError:
     text = str(error)
     place = _PLACE.search(text)
     first = _CLASS.sub("", text.split("SQLSTATE")[0].split("\n")[0]).strip().rstrip(".;")
@@ -94,9 +95,9 @@ def _invalid(error: Any, sql: str, source: pa.Schema) -> UsageError:
     position = next((g for g in (place.group(2), place.group(4)) if g), None) if place else None
     where = f" (line {line}, position {int(position or 0) + 1} of {sql.strip()!r})" if line else f" ({sql.strip()!r})"
     suggested = _SUGGESTED.search(text)
-    names = suggested.group(1).replace("`", "") if suggested else ", ".join(source.names)
+    views = "; ".join(f"the view `{n}` has the columns {', '.join(s.names)}" for n, s in sources.items())
     return UsageError(
         "SQL_INVALID",
-        f"The transform's SQL does not fit the source: {first}{where}.",
-        next_step=f"{'did you mean' if suggested else 'the view `source` has the columns'} {names}",
+        f"The transform's SQL does not fit the source{'s' * (len(sources) > 1)}: {first}{where}.",
+        next_step="did you mean " + suggested.group(1).replace("`", "") if suggested else views,
     )

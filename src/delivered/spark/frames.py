@@ -105,7 +105,7 @@ def batches_fit_for(spark: SparkSession, *schemas: StructType) -> Iterator[None]
     headers, that walks all rows again: measured 180 us per record with batches of 32,768, and 3 us with these.
     """
     if any(isinstance(f.dataType, ArrayType | MapType | StructType) for schema in schemas for f in schema):
-        with _set(spark, _BATCH_ROWS, str(_NESTED_ROWS_MAX)):
+        with with_setting(spark, _BATCH_ROWS, str(_NESTED_ROWS_MAX)):
             yield
     else:
         yield
@@ -118,7 +118,7 @@ def kept_plain(spark: SparkSession) -> Iterator[None]:
     Choosing a compression per column costs an audit more than it saves: 9.8 s of CPU in the step that persists 336,776
     classified records, 6.0 s without (4.3.0, two cores).
     """
-    with _set(spark, _PACKED, "false"):
+    with with_setting(spark, _PACKED, "false"):
         yield
 
 
@@ -130,12 +130,13 @@ def shuffles_fit_for(spark: SparkSession, rows: int) -> Iterator[None]:
     of the time of a small audit.
     """
     partitions = min(max(1, -(-rows // _SHUFFLE_ROWS)), _SHUFFLE_PARTITIONS_MAX)
-    with _set(spark, _SHUFFLE_PARTITIONS, str(partitions)):
+    with with_setting(spark, _SHUFFLE_PARTITIONS, str(partitions)):
         yield
 
 
 @contextmanager
-def _set(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+def with_setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+    """Configure the session, while the context is open."""
     before = spark.conf.get(name, None)
     spark.conf.set(name, value)
     try:

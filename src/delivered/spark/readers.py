@@ -56,14 +56,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _driver(self) -> SourceDriver:
         arm()
         if self._opened is None:
-            self._opened = stream_driver(self._source, self._reading.checkpoint)
+            self._opened = stream_driver(self._source, self._reading.checkpoint, name=self._reading.source)
         return self._opened
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         driver = self._driver
         # Batch 0 may run again: its start is fixed the first time, whatever "latest" is by then.
         told = self._reading.checkpoint
-        began = first_offsets.keep(told, driver.initial) if told is not None else None
+        began = first_offsets.keep(told, driver.initial, self._reading.source) if told is not None else None
         if began is None:
             initial = driver.initial()
         else:

@@ -31,15 +31,20 @@ _OWN = "__delivered_sink_"
 
 
 def apply_transform(
-    transform: Transform, spark: SparkSession, source: Source | None
-) -> Callable[[DataFrame], DataFrame]:
-    """The transform as a function of DataFrames."""
+    transform: Transform, spark: SparkSession, sources: Mapping[str, Source | None]
+) -> Callable[[Mapping[str, DataFrame]], DataFrame]:
+    """The transform as a function of a DataFrame for each source, by its name.
+
+    Args:
+        sources: None: one of Spark's own.
+    """
     _travel_by_value(transform)
     match transform.kind:
         case "sql":
 
-            def query(frame: DataFrame) -> DataFrame:
-                frame.createOrReplaceTempView("source")
+            def query(frames: Mapping[str, DataFrame]) -> DataFrame:
+                for name, frame in frames.items():
+                    frame.createOrReplaceTempView(name)
                 return spark.sql(transform.sql)
 
             return query
@@ -47,11 +52,13 @@ def apply_transform(
             function = transform.function
             if function is None:
                 raise UsageError("TRANSFORM_MISSING", "The transform is a function, but none was given.")
-            return function
+            call: Callable[..., DataFrame] = function
+            return lambda frames: call(**frames) if len(frames) > 1 else call(*frames.values())
         case "arrow":
+            (source,) = sources.values()
             return _map_in_arrow(arrow_transform(transform), source)
         case _:
-            return lambda frame: frame
+            return _only
 
 
 def arrow_transform(transform: Transform) -> ArrowTransform:
@@ -59,8 +66,14 @@ def arrow_transform(transform: Transform) -> ArrowTransform:
     return ArrowTransform(transform.select, transform.function)
 
 
-def _map_in_arrow(transform: ArrowTransform, source: Source | None) -> Callable[[DataFrame], DataFrame]:
-    def apply(frame: DataFrame) -> DataFrame:
+def _only(frames: Mapping[str, DataFrame]) -> DataFrame:
+    (frame,) = frames.values()
+    return frame
+
+
+def _map_in_arrow(transform: ArrowTransform, source: Source | None) -> Callable[[Mapping[str, DataFrame]], DataFrame]:
+    def apply(frames: Mapping[str, DataFrame]) -> DataFrame:
+        frame = _only(frames)
         rows = source.schema() if source is not None else to_arrow_schema(frame.schema, timezone="UTC")
         made = transform(pa.RecordBatch.from_pylist([], schema=rows)).schema
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.dedup import Dedup
 from delivered.model.errors import DeliveredError, UsageError
 from delivered.model.guarantee import Guarantee
+from delivered.model.offsets import SOURCE
 from delivered.model.translate import translated
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
@@ -37,7 +38,7 @@ from delivered.pipeline.registry import PREFIX
 from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.spark.dedup import without_repeats, without_seen_repeats
 from delivered.spark.foreach import format_of, save_batch
-from delivered.spark.frames import batches_fit_for
+from delivered.spark.frames import batches_fit_for, with_setting
 from delivered.spark.jvm import make_active
 from delivered.spark.rows import COORDINATES, apply_transform, arrow_transform, projected, routed
 from delivered.spark.session import is_registered, register, session
@@ -45,8 +46,11 @@ from delivered.spark.session import is_registered, register, session
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamReader
 
 _POLL_S = 0.05
+_BY_NAME = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
+"""Every source has a name, by which Spark's offset log tells it from others (format 2 of the log)."""
 _IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
 """Spark's status messages when no batch runs. The first one disappears as soon as it asks a source for offsets."""
 
@@ -115,19 +119,22 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
 
 
 def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
+    named = tuple(pipeline.sources) != (SOURCE,)
+    with with_setting(spark, _BY_NAME, str(named).lower()):  # a query keeps the configuration that it started with
+        return _started(pipeline, spark, drain)
+
+
+def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
     spec = replace(pipeline.spec, drain=str(drain), start=uuid.uuid4().hex)
-    source: Endpoint = pipeline.source
-    opened: Source | None = None
-    if source.is_spark_own:
-        reader = spark.readStream.format(source.system).options(**source.options)
-    else:
-        opened = asked = planned(source.source())
-        first_offsets.keep(pipeline.checkpoint, lambda: _initial(asked))
-        if _is_direct(pipeline, spec):
-            spec = replace(spec, direct=_pickled(Direct(opened, arrow_transform(pipeline.transform))))
-        reader = spark.readStream.format(PREFIX + source.system).options(**source.options)
-        reader = reader.option(OPTION, spec.to_option())
-    frame, spec = _rows(pipeline, spark, reader.load(), opened, spec)
+    sources = {n: None if e.is_spark_own else planned(e.source()) for n, e in pipeline.sources.items()}
+    for name, source in sources.items():
+        if source is not None:
+            first_offsets.keep(pipeline.checkpoint, partial(_initial, source), name)
+    only = next(iter(sources.values())) if len(sources) == 1 else None
+    if only is not None and _is_direct(pipeline, spec):
+        spec = replace(spec, direct=_pickled(Direct(only, arrow_transform(pipeline.transform))))
+    read = {n: _read(spark, spec, n, e).load() for n, e in pipeline.sources.items()}
+    frame, spec = _rows(pipeline, spark, read, sources, spec)
     beside = {k: v for e in pipeline.all_sinks for k, v in e.spark_options.items()}
     writer = frame.writeStream.options(**beside).option("checkpointLocation", pipeline.checkpoint)
     if pipeline.output_mode == "append":
@@ -136,13 +143,21 @@ def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQ
         by_key = replace(spec, one_of_each=pipeline.output_mode == "update")
         writer = writer.outputMode(pipeline.output_mode).foreachBatch(partial(save_batch, by_key))
     _keep_dedup(pipeline, spec)
-    with batches_fit_for(spark, frame.schema):  # a query keeps the configuration that it started with
+    with batches_fit_for(spark, frame.schema):
         return writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
 
 
 def _pickled(direct: Direct) -> bytes:
     made: bytes = dumps(direct)  # type: ignore[no-untyped-call]
     return made
+
+
+def _read(spark: SparkSession, spec: PipelineSpec, name: str, source: Endpoint) -> DataStreamReader:
+    reader = spark.readStream if name == SOURCE else spark.readStream.name(name)
+    if source.is_spark_own:
+        return reader.format(source.system).options(**source.options)
+    reader = reader.format(PREFIX + source.system).options(**source.options)
+    return reader.option(OPTION, replace(spec, source=name).to_option())
 
 
 def _initial(source: Source) -> Offsets:
@@ -158,15 +173,19 @@ def _is_direct(pipeline: Definition, spec: PipelineSpec) -> bool:
 
 
 def _rows(
-    pipeline: Definition, spark: SparkSession, frame: DataFrame, source: Source | None, spec: PipelineSpec
+    pipeline: Definition,
+    spark: SparkSession,
+    read: dict[str, DataFrame],
+    sources: Mapping[str, Source | None],
+    spec: PipelineSpec,
 ) -> tuple[DataFrame, PipelineSpec]:
     """The rows for the sinks, and the spec with each sink's route."""
     projections = [s.projection for s in pipeline.sinks]
     routes = [p.route if spec.is_group else None for p in projections]
     if spec.direct is None:
         if pipeline.dedup is not None:
-            frame = _once(spark, frame, pipeline.dedup, spec)
-        frame = apply_transform(pipeline.transform, spark, source)(frame)
+            read = {n: _once(spark, f, pipeline.dedup, spec) for n, f in read.items()}
+        frame = apply_transform(pipeline.transform, spark, sources)(read)
         if not frame.isStreaming:
             raise UsageError(
                 "TRANSFORM_NOT_STREAMING",

@@ -111,7 +111,8 @@ class Loop:
             raise DeliveredError("LOOP_SINKS", "A loop without Spark runs sinks without select and where.")
         self.spec = self.pipeline.spec
         self.sink = self.spec.open()
-        self.source = planned(self.pipeline.source.source())
+        (source,) = self.pipeline.sources.values()
+        self.source = planned(source.source())
         self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
         if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may want it
             sys.meta_path.insert(0, NoPandas())

@@ -1,0 +1,140 @@
+"""Several sources: how they are declared, and how a batch's offsets are told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import delivered
+from delivered.model.dialect import in_file_words, starting_at
+from delivered.model.errors import UsageError
+from delivered.model.offsets import by_source
+
+KAFKA = delivered.kafka("localhost:9092", subscribe="orders", startingOffsets="earliest")
+UNION = "SELECT value FROM orders UNION ALL SELECT value FROM payments"
+TWO = {"orders": KAFKA, "payments": KAFKA}
+
+
+def pipeline(folder: Path, **changes: Any) -> delivered.Pipeline:
+    given = {"sources": TWO, "transform": UNION, "sinks": [delivered.sqlite(str(folder / "o.db"), "o")], **changes}
+    return delivered.Pipeline(name="p", guarantee="exactly_once", checkpoint=folder / "c", **given)
+
+
+def joined(orders: Any, payments: Any) -> Any:
+    return orders.join(payments, "key")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"source": KAFKA}, "SOURCES", "both source and sources"),
+        ({"sources": None}, "SOURCES", "neither source nor sources"),
+        ({"sources": {}}, "SOURCES", "sources is {} (dict)"),
+        ({"sources": [KAFKA]}, "SOURCES", "must map names to endpoints"),
+        ({"sources": {"orders": KAFKA, "Orders": KAFKA}}, "SOURCE_NAME", "'orders' and 'Orders' have one name to SQL"),
+        ({"sources": {"orders": KAFKA, "1st": KAFKA}}, "SOURCE_NAME", "name is '1st'"),
+        ({"sources": {"the orders": KAFKA}}, "SOURCE_NAME", "name is 'the orders'"),
+        ({"sources": {"orders": KAFKA, "payments": "kafka"}}, "ENDPOINT_VALUE", "source 'payments' is 'kafka'"),
+        ({"transform": None}, "TRANSFORM_SOURCES", "the sources orders, payments, and no transform"),
+        ({"transform": "SELECT value FROM orders"}, "TRANSFORM_SOURCES", "does not read the source 'payments'"),
+        ({"transform": lambda orders: orders}, "TRANSFORM_SOURCES", "unexpected keyword argument 'payments'"),
+        ({"transform": lambda orders, payments, refunds: orders}, "TRANSFORM_SOURCES", "'refunds'"),
+        ({"dedup": delivered.dedup("key", within="1 hour")}, "DEDUP_SOURCES", "orders, payments"),
+    ],
+)
+def test_what_cannot_be_a_set_of_sources(tmp_path: Path, changes: Any, code: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        pipeline(tmp_path, **changes)
+    assert caught.value.code == f"DELIVERED_{code}"
+    assert text in str(caught.value)
+
+
+def test_names_count_as_a_part_of_the_transform(tmp_path: Path) -> None:
+    both = pipeline(tmp_path, transform=joined).transform_version
+    assert both != pipeline(tmp_path, transform=lambda **frames: frames, sources=TWO).transform_version
+    one = pipeline(tmp_path, sources=None, source=KAFKA, transform=None)
+    assert list(one.sources) == ["source"]
+    assert one.transform_version == pipeline(tmp_path, sources={"source": KAFKA}, transform=None).transform_version
+    assert one.transform_version != pipeline(tmp_path, sources={"orders": KAFKA}, transform=None).transform_version
+
+
+def test_the_plan_tells_each_source(tmp_path: Path) -> None:
+    plan = pipeline(tmp_path, sources={**TWO, "payments": delivered.log(str(tmp_path / "p"))}).plan(offline=True)
+    text = str(plan)
+    assert "orders: kafka orders, replayable by offset" in text
+    assert "payments: log p, replayable by offset" in text
+    assert "a record that a producer sent twice to orders is delivered twice" in text
+    assert "the source log p uses files on this machine" in text
+
+
+TEXT = """
+pipeline: p
+guarantee: exactly_once
+checkpoint: c
+{sources}
+transform: {{sql: "SELECT value FROM orders UNION ALL SELECT value FROM payments"}}
+sinks:
+  - {{format: sqlite, path: o.db, table: o}}
+"""
+SOURCES = """
+sources:
+  orders: {format: kafka, kafka.bootstrap.servers: "h:1", subscribe: orders}
+  payments: {format: log, path: payments}
+"""
+
+
+def read(folder: Path, sources: str, **overrides: Any) -> delivered.Pipeline:
+    (folder / "p.yaml").write_text(TEXT.format(sources=sources))
+    return delivered.Pipeline.from_file(folder / "p.yaml", {k.replace("__", "."): v for k, v in overrides.items()})
+
+
+def test_a_file_names_sources(tmp_path: Path) -> None:
+    made = read(tmp_path, SOURCES, sources__orders__subscribe="other")
+    assert made.sources["orders"].options["subscribe"] == "other"
+    assert made.sources["payments"].options["path"] == str(tmp_path / "payments")
+
+
+@pytest.mark.parametrize(
+    ("sources", "text"),
+    [
+        ("source: {format: log, path: a}\n" + SOURCES, "a pipeline has one of: source, sources"),
+        ("", "a pipeline has one of: source, sources"),
+        ("sources: {}", "sources is {}"),
+        (SOURCES + "  orders: {format: log, path: a}", "line 9: the key 'sources.orders' is here and in line 7"),
+        (SOURCES.replace("format: log", "formt: log"), "'sources.payments.format' is missing"),
+    ],
+)
+def test_a_file_whose_sources_are_wrong(tmp_path: Path, sources: str, text: str) -> None:
+    with pytest.raises(UsageError, match=r".") as caught:
+        read(tmp_path, sources)
+    assert text in str(caught.value)
+
+
+def test_an_override_of_no_source(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="sources have names"):
+        read(tmp_path, SOURCES, sources__refunds__subscribe="other")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"t":{"0":1}}', {"source": '{"t":{"0":1}}'}),
+        ("12", {"source": "12"}),
+        ('{"t":{"0":1}}\n-\n{"a":{"0":1}}', {"0": '{"t":{"0":1}}', "2": '{"a":{"0":1}}'}),
+        ('orders:{"t":{"0":1}}\npayments:{"version":3}', {"orders": '{"t":{"0":1}}', "payments": '{"version":3}'}),
+        ("orders:-\npayments:12", {"payments": "12"}),
+        ('0:{"t":{"0":1}}', {"source": '{"t":{"0":1}}'}),
+        ('1:{"a":1}\n0:{"b":2}', {"1": '{"a":1}', "0": '{"b":2}'}),
+        ("", {}),
+    ],
+)
+def test_offsets_by_source_in_both_formats_of_sparks_log(text: str, found: dict[str, str]) -> None:
+    assert by_source(text) == found
+
+
+def test_a_hint_starts_each_source_where_it_ended() -> None:
+    orders, payments = in_file_words(starting_at('orders:{"t": {"0": 1}}\npayments:{"version": 3}')).split(" and ")
+    assert orders == """startingOffsets: '{"t":{"0":1}}' for source orders"""
+    assert payments == """startingOffsets: '{"version":3}' for source payments"""
