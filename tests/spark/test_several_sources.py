@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import sys
 from collections import Counter
@@ -14,10 +15,14 @@ import yaml
 from tests.kafka_tools import produce
 from tests.support.sweeps import sweep
 
+import delivered
 from delivered.connectors.log import append
+from delivered.model.errors import DeliveredError
+from delivered.planner import Plan, Refusal
 from delivered.testing import supervisor
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
     from tests.support.servers import Kafka
 
 APP = Path(__file__).parent / "apps" / "run_file.py"
@@ -28,8 +33,11 @@ UNION ALL SELECT CAST(key AS STRING), 'payment' FROM payments
 """
 JOIN = "SELECT CAST(o.key AS STRING) AS id, 'paid' AS kind FROM orders o JOIN payments p ON o.key = p.key"
 PYTHON = """
+from pyspark.sql.functions import expr
+
+
 def both(payments, orders):
-    paid = orders.join(payments.withColumnRenamed("key", "paid"), orders.key == "paid")
+    paid = orders.join(payments.selectExpr("key AS paid"), expr("key = paid"))
     return paid.selectExpr("CAST(key AS STRING) AS id", "'paid' AS kind")
 """
 
@@ -96,3 +104,84 @@ def test_every_record_takes_effect_once(way: str, second: str, kafka: Kafka, tmp
             (f"id-{i}", "payment"): 1 for i in range(PAYMENTS)
         }
     assert rows(tmp_path) == expected
+
+
+class Shop:
+    """A pipeline over logs, whose sources change between its runs."""
+
+    def __init__(self, spark: SparkSession, folder: Path) -> None:
+        self.spark, self.folder, self.count = spark, folder, Counter[str]()
+
+    def add(self, source: str, records: int) -> None:
+        first = self.count[source]
+        self.count[source] += records
+        keys = [f"id-{i}".encode() for i in range(first, first + records)]
+        append(str(self.folder / source), pa.table({"key": keys, "value": keys}))
+
+    def pipeline(self, *names: str, sql: str = "", **more: Any) -> delivered.Pipeline:
+        sql = sql or " UNION ALL ".join(f"SELECT CAST(key AS STRING) AS id, '{n}' AS kind FROM {n}" for n in names)
+        sources = {"sources": {n: delivered.log(str(self.folder / n), maxOffsetsPerTrigger=40) for n in names}}
+        sink = delivered.sqlite(str(self.folder / "out.db"), "shop", ifNotExists=True)
+        return delivered.Pipeline(
+            name="shop", guarantee="exactly_once", checkpoint=self.folder / "checkpoint", transform=sql, sinks=[sink],
+            trigger="available_now", audit={"id": "concat(id, kind)"}, **{**sources, **more},
+        )  # fmt: skip
+
+    def run(self, *names: str, **more: Any) -> tuple[str, ...]:
+        """What the plan warned of."""
+        made = self.pipeline(*names, **more)
+        plan = made.plan(self.spark)
+        assert isinstance(plan, Plan), plan
+        made.start(self.spark).awaitTermination()
+        expected = {(f"id-{i}", n): 1 for n, count in self.count.items() for i in range(count)}
+        assert rows(self.folder) == expected
+        return plan.warnings
+
+    def refused(self, *names: str, **more: Any) -> tuple[str, str]:
+        made = self.pipeline(*names, **more)
+        plan = made.plan(self.spark)
+        assert isinstance(plan, Refusal), plan
+        with pytest.raises(DeliveredError) as caught:
+            made.start(self.spark)
+        assert caught.value.code == f"DELIVERED_{plan.code}"
+        return plan.code, f"{plan.reason} {plan.way_out}"
+
+
+def test_sources_are_added_and_removed_on_purpose(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop(spark, tmp_path)
+    shop.add("orders", 90)
+    shop.add("payments", 50)
+    assert not [w for w in shop.run("orders", "payments") if "source" in w]
+
+    code, said = shop.refused("orders", "payments", sql="SELECT id FROM orders JOIN payments JOIN refunds")
+    assert code == "SQL_INVALID"
+    assert "refunds" in said
+    assert "the view `orders` has the columns key" in said
+    missing = {"orders": delivered.log(str(tmp_path / "orders")), "payments": delivered.log(str(tmp_path / "none"))}
+    assert "none" in shop.refused("orders", "payments", sources=missing)[1]
+
+    shop.add("orders", 10)
+    shop.add("refunds", 70)
+    new, *_ = shop.run("payments", "refunds", "orders")
+    assert new.startswith("the source refunds is new to this checkpoint")
+
+    shop.add("orders", 30)
+    gone, *_ = shop.run("orders", "refunds")
+    assert gone.startswith("the source payments is removed")
+    shop.add("refunds", 50)
+    shop.run("refunds", "orders")
+    code, said = shop.refused("orders", "refunds", "payments")
+    assert code == "SOURCE_RETURNED"
+    ended = re.search(r"startingOffsets\", '(.+?)'\)", said)
+    assert ended is not None
+
+    # Under another name, from there on: nothing twice, nothing lost.
+    shop.add("payments", 20)
+    later = {n: delivered.log(str(tmp_path / n)) for n in ("orders", "refunds")}
+    later["paid"] = delivered.log(str(tmp_path / "payments"), startingOffsets=ended[1])
+    sql = "SELECT CAST(key AS STRING) AS id, '{0}' AS kind FROM {1}"
+    sql = " UNION ALL ".join(sql.format("payments" if n == "paid" else n, n) for n in later)
+    shop.run(sql=sql, sources=later)
+
+    one = {"sources": None, "source": delivered.log(str(tmp_path / "orders")), "sql": "SELECT key AS id FROM source"}
+    assert shop.refused(**one)[0] == "SOURCES_UNNAMED"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.requests import ASKED
 
 import delivered
+from delivered.checkpoint import first_offsets, sources
+from delivered.model.capability import SourceCapability
 from delivered.model.dialect import in_file_words, starting_at
-from delivered.model.errors import UsageError
+from delivered.model.errors import InvariantBroken, UsageError
 from delivered.model.offsets import by_source
+from delivered.planner import Plan, Refusal, SourceFacts, make_plan
 
 KAFKA = delivered.kafka("localhost:9092", subscribe="orders", startingOffsets="earliest")
 UNION = "SELECT value FROM orders UNION ALL SELECT value FROM payments"
@@ -138,3 +143,66 @@ def test_a_hint_starts_each_source_where_it_ended() -> None:
     orders, payments = in_file_words(starting_at('orders:{"t": {"0": 1}}\npayments:{"version": 3}')).split(" and ")
     assert orders == """startingOffsets: '{"t":{"0":1}}' for source orders"""
     assert payments == """startingOffsets: '{"version":3}' for source payments"""
+
+
+def asked(*names: str, logged: str, **checkpoint: Any) -> Plan | Refusal:
+    sources = tuple(SourceFacts(f"log {n}", SourceCapability("log", replayable=True), name=n) for n in names)
+    facts = replace(ASKED.checkpoint, incarnation="i", newest=4, offsets_text=logged, **checkpoint)
+    return make_plan(replace(ASKED, sources=sources, checkpoint=facts))
+
+
+LOGGED = 'orders:{"version":1}\npayments:{"version":2}'
+
+
+@pytest.mark.parametrize(
+    ("names", "logged", "checkpoint", "code", "text"),
+    [
+        (("",), LOGGED, {}, "SOURCES_UNNAMED", "reads source, but the checkpoint"),
+        (("orders",), '{"version":1}', {}, "SOURCES_UNNAMED", "was made with source: Spark"),
+        (("orders",), LOGGED, {"unfinished": True}, "SOURCES_UNFINISHED", "Batch 4 was logged for the sources orders"),
+        (
+            ("orders", "payments", "refunds"),
+            LOGGED,
+            {"removed": {"refunds": '{"version":3}'}},
+            "SOURCE_RETURNED",
+            'where it stood at {"version":3}',
+        ),
+    ],
+)
+def test_sources_that_a_checkpoint_cannot_go_on_with(
+    names: tuple[str, ...], logged: str, checkpoint: Any, code: str, text: str
+) -> None:
+    refused = asked(*names, logged=logged, **checkpoint)
+    assert isinstance(refused, Refusal)
+    assert (refused.code, refused.nearest) == (code, None)
+    assert text in refused.reason
+
+
+def test_the_plan_tells_which_sources_are_new_and_which_are_gone() -> None:
+    plan = asked("orders", "refunds", logged=LOGGED, removed={"returns": "7"})
+    assert isinstance(plan, Plan)
+    new, gone = plan.warnings
+    assert new.startswith("the source refunds is new to this checkpoint")
+    assert gone.startswith('the source payments is removed: it ended at {"version":2}')
+    unchanged = asked("payments", "orders", logged=LOGGED, unfinished=True)
+    assert isinstance(unchanged, Plan)
+    assert not unchanged.warnings
+    by_position = asked("", logged='{"version":1}\n{"version":1}', unfinished=True)
+    assert isinstance(by_position, Plan)
+    assert not by_position.warnings
+
+
+def test_where_a_removed_source_ended_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "offsets").mkdir()
+    (tmp_path / "offsets" / "3").write_text('v2\n{"batchWatermarkMs":0}\n' + LOGGED)
+    sources.keep_removed(str(tmp_path), ["orders", "payments"])
+    assert sources.removed(str(tmp_path)) == {}
+    sources.keep_removed(str(tmp_path), ["orders"])
+    sources.keep_removed(str(tmp_path), ["orders", "refunds"])
+    assert sources.removed(str(tmp_path)) == {"payments": '{"version":2}'}
+    assert first_offsets.keep(str(tmp_path), lambda: {"version": 0}, "orders") is None
+    assert first_offsets.keep(str(tmp_path), lambda: {"version": 9}, "refunds") == {"version": 9}
+    assert first_offsets.keep(str(tmp_path), lambda: {"version": 10}, "refunds") == {"version": 9}
+    (tmp_path / sources.FILE).write_text("{")
+    with pytest.raises(InvariantBroken, match="removed-sources"):
+        sources.removed(str(tmp_path))

@@ -20,15 +20,8 @@ from delivered.model.options import choice
 from delivered.model.work import Tolerance
 from delivered.pipeline.dedup import dedup as make_dedup
 from delivered.pipeline.endpoint import Endpoint, as_text
-from delivered.pipeline.file import (
-    AuditEntry,
-    DedupEntry,
-    PipelineFile,
-    SinkEntry,
-    SourceEntry,
-    TransformEntry,
-    load_file,
-)
+from delivered.pipeline.entries import AuditEntry, DedupEntry, PipelineFile, SinkEntry, SourceEntry, TransformEntry
+from delivered.pipeline.file import load_file
 from delivered.pipeline.output_mode import for_output_mode
 from delivered.pipeline.projection import parse_projection
 from delivered.pipeline.spec import PipelineSpec, SinkSpec

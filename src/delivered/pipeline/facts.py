@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 
 from delivered.checkpoint.dedup import changed
-from delivered.checkpoint.folder import is_done, logged, read_view, unwritable
+from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, unwritable
+from delivered.checkpoint.sources import removed
 from delivered.contract.finding import Finding
 from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import Sink, SinkGroup
@@ -191,6 +192,9 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
         transform_changed=_transform_changed(state, spec.transform),
+        offsets_text=newest_offsets(pipeline.checkpoint),
+        unfinished=newest is not None and not done,
+        removed=removed(pipeline.checkpoint),
         other_dedup=changed(pipeline.checkpoint, pipeline.dedup, scope.sink) if incarnation is not None else None,
     )
 

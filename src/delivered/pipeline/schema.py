@@ -13,7 +13,7 @@ from typing import Any
 
 from delivered.model.options import Option, OptionTable
 from delivered.pipeline.endpoint import SPARK_OWN
-from delivered.pipeline.file import PipelineFile
+from delivered.pipeline.entries import PipelineFile
 from delivered.pipeline.registry import connectors
 
 _OPTION = {"type": ["string", "number", "boolean", "object"]}

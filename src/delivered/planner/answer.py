@@ -17,6 +17,22 @@ _WIDTH = 120
 
 
 @dataclass(frozen=True)
+class Reason:
+    """Why a request is refused.
+
+    Attributes:
+        code: as in an error, without the prefix.
+        way_out: what the user can change to get the guarantee asked for.
+        transient: a server is unreachable, which says nothing about what it supports.
+    """
+
+    code: str
+    text: str
+    way_out: str
+    transient: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a pipeline will do, and what its guarantee depends on.
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.guarantee import Guarantee
-from delivered.planner import group, repeats
-from delivered.planner.answer import Plan, Refusal, seconds
+from delivered.planner import group, repeats, sources
+from delivered.planner.answer import Plan, Reason, Refusal, seconds
 from delivered.planner.request import Request
-from delivered.planner.rules import Reason, reasons
+from delivered.planner.rules import reasons
 from delivered.planner.steps import batch_steps, mechanism, recovery_steps
 
 
@@ -30,6 +30,7 @@ def make_plan(request: Request) -> Plan | Refusal:
         assumptions=tuple(_assumptions(request)),
         limits=tuple(_limits(request)),
         warnings=(
+            *sources.changed(request),
             *_transform_changed(request),
             *(f.message for f in request.findings),
         ),

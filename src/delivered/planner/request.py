@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from delivered.contract.finding import Finding
@@ -10,6 +11,7 @@ from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import LedgerPlace, SinkCapability, SourceCapability
 from delivered.model.dedup import Dedup
 from delivered.model.guarantee import Guarantee
+from delivered.model.offsets import by_source
 from delivered.model.work import Owner
 
 
@@ -118,6 +120,9 @@ class CheckpointFacts:
         unwritable: why Spark could not write it; None: it could, or it is unknown.
         ledger_behind: the ledger lacks batches that it once decided, and the user did not accept that.
         ledger_missing: the checkpoint holds batches, the ledger none of them, and the user did not accept that.
+        offsets_text: the sources' offsets of the newest batch, as Spark logged them; empty: none.
+        unfinished: Spark has not committed that batch.
+        removed: where sources ended that were removed from the query earlier, by name.
         other_dedup: the checkpoint's dedup, for people, if the pipeline's differs; else None.
     """
 
@@ -134,6 +139,14 @@ class CheckpointFacts:
     ledger_missing: bool = False
     ledger_behind: bool = False
     transform_changed: tuple[int, int] | None = None
+    offsets_text: str = ""
+    unfinished: bool = False
+    removed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def offsets(self) -> dict[str, str]:
+        """Of the newest batch, by source."""
+        return by_source(self.offsets_text)
 
 
 @dataclass(frozen=True)

@@ -4,32 +4,15 @@ to the state of the live systems."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import Commit
 from delivered.model.dialect import shown, starting_at
 from delivered.model.guarantee import Guarantee
 from delivered.model.limits import BROKER_TRANSACTION_TIMEOUT_S_DEFAULT
-from delivered.planner.answer import seconds
+from delivered.planner.answer import Reason, seconds
 from delivered.planner.request import Request, Trigger
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a request is refused.
-
-    Attributes:
-        code: as in an error, without the prefix.
-        way_out: what the user can change to get the guarantee asked for.
-        transient: a server is unreachable, which says nothing about what it supports.
-    """
-
-    code: str
-    text: str
-    way_out: str
-    transient: bool = False
-
+from delivered.planner.sources import sources_known
 
 Rule = Callable[[Request], Reason | None]
 
@@ -372,6 +355,7 @@ RULES: tuple[Rule, ...] = (
     promise_outlives_batch,
     owner_gone,
     dedup_unchanged,
+    sources_known,
     checkpoint_writable,
     ledger_not_ahead,
     ledger_there,

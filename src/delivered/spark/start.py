@@ -22,6 +22,7 @@ from pyspark.sql import SparkSession
 
 from delivered.checkpoint import dedup, first_offsets
 from delivered.checkpoint.folder import logged
+from delivered.checkpoint.sources import keep_removed
 from delivered.contract.powers import planned
 from delivered.contract.sink import SinkGroup
 from delivered.contract.source import Offsets, Source
@@ -143,6 +144,7 @@ def _started(pipeline: Definition, spark: SparkSession, drain: Path) -> Streamin
         by_key = replace(spec, one_of_each=pipeline.output_mode == "update")
         writer = writer.outputMode(pipeline.output_mode).foreachBatch(partial(save_batch, by_key))
     _keep_dedup(pipeline, spec)
+    keep_removed(pipeline.checkpoint, pipeline.sources)
     with batches_fit_for(spark, frame.schema):
         return writer.queryName(pipeline.name).trigger(**pipeline.trigger.for_spark()).start()
 

@@ -1,0 +1,72 @@
+"""Sources added and removed between two runs: whether Spark can go on, and what the plan says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from delivered.model.dialect import shown, starting_at
+from delivered.model.offsets import SOURCE
+from delivered.planner.answer import Reason
+from delivered.planner.request import Request
+
+
+def sources_known(request: Request) -> Reason | None:
+    """Spark's offset log tells named sources by name; without names it cannot tell which one was added or removed."""
+    facts = request.checkpoint
+    now, before = _names(request), set(facts.offsets)
+    if not before or (_unnamed(now) and _unnamed(before)):
+        return None
+    if _unnamed(now) or _unnamed(before):
+        is_named, was_named = _listed(now), _listed(before)
+        return Reason(
+            "SOURCES_UNNAMED",
+            f"The pipeline reads {'source' if _unnamed(now) else f'the named sources {is_named}'}, but the checkpoint "
+            f"{facts.location!r} was made with {'source' if _unnamed(before) else f'the named sources {was_named}'}: "
+            "Spark keeps a query's offsets with the names of its sources or without, and cannot change that.",
+            "restore what the checkpoint was made with; or start a new checkpoint where this one ended with "
+            f'{starting_at(facts.offsets_text)} and accept it with .option("newCheckpoint", "accept")',
+        )
+    back = sorted((now - before) & set(facts.removed))
+    if back:
+        ended = facts.removed[back[0]]
+        return Reason(
+            "SOURCE_RETURNED",
+            f"The source {back[0]!r} was removed from this query before, where it stood at {shown(ended)}. Spark has "
+            "forgotten that and would read it from the start again: its records would be delivered twice.",
+            f"give it a name that the query has not had, and {starting_at(ended)}",
+        )
+    if now != before and facts.unfinished:
+        return Reason(
+            "SOURCES_UNFINISHED",
+            f"Batch {facts.newest} was logged for the sources {_listed(before)} and is not finished; the pipeline now "
+            f"has {_listed(now)}. Spark would run the batch again without the records of a source that is gone.",
+            f"start once with {_listed(before)}, let one batch finish, stop, then change the sources",
+        )
+    return None
+
+
+def changed(request: Request) -> Iterator[str]:
+    """Warnings: which sources are new to the checkpoint, and which it has and the pipeline has not."""
+    now, before = _names(request), request.checkpoint.offsets
+    if not before or _unnamed(now):
+        return
+    for name in sorted(now - set(before)):
+        yield f"the source {name} is new to this checkpoint: it begins at its startingOffsets, once"
+    for name in sorted(set(before) - now):
+        yield (
+            f"the source {name} is removed: it ended at {shown(before[name])}. What it delivered stays; should it "
+            "return, it needs another name and startingOffsets"
+        )
+
+
+def _names(request: Request) -> set[str]:
+    return {s.name or SOURCE for s in request.sources}
+
+
+def _unnamed(names: Iterable[str]) -> bool:
+    """Whether Spark's log tells these sources by position."""
+    return all(n == SOURCE or n.isdigit() for n in names)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
