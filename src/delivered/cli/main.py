@@ -262,6 +262,9 @@ def verify(
             "too. Repeatable. Default: each sink's own source."
         ),
     ] = [],  # noqa: B006
+    workload: Annotated[
+        list[str], typer.Option(help="Only this workload (totals, sessions, join, ...: docs/verify.md). Repeatable.")
+    ] = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Results as JSON; an HTML page is written next to it.")] = Path(
         "build/verify.json"
     ),
@@ -274,6 +277,7 @@ def verify(
     from delivered.verify.matrix import Choice
     from delivered.verify.services import SERVICES
     from delivered.verify.systems import SOURCE_KINDS
+    from delivered.verify.workloads import WORKLOADS
 
     for name in source:
         if name not in SOURCE_KINDS:
@@ -282,7 +286,11 @@ def verify(
         raise UsageError("VERIFY_SOURCE", f"--source is {source[0]!r}, but {file} has its own source.")
     if service not in SERVICES:
         raise UsageError("SERVICE_UNKNOWN", f"--service is {service!r}; it must be one of {', '.join(SERVICES)}.")
-    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, tuple(source))
+    for name in workload:
+        if name not in WORKLOADS:
+            raise UsageError("WORKLOAD_UNKNOWN", f"--workload is {name!r}; it must be one of {', '.join(WORKLOADS)}.")
+    sources, workloads = tuple(source), tuple(workload)
+    choice = Choice(tuple(only), seed, quick, audit_too, service, jobs, minutes, faults, per_place, sources, workloads)
     return run_verify(file, choice, out, folder.resolve(), resume, listing, output)
 
 

@@ -67,6 +67,7 @@ def _asked(file: Path | None, choice: Choice) -> str:
     """What makes this run another one than the default, as options."""
     options = [str(file)] if file is not None else []
     options += [f"--only {pattern}" for pattern in choice.only]
+    options += [f"--workload {name}" for name in choice.workloads]
     options += ["--quick"] if choice.quick else []
     options += [f"--faults {choice.faults}"] if choice.faults is not None else []
     options += [f"--source {name}" for name in choice.sources]

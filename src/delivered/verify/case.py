@@ -23,7 +23,7 @@ from delivered.verify.fault import MOUNT, PROXY, TOPICS, Fault
 from delivered.verify.fixture import Fixture, Setting, empty
 from delivered.verify.gather import first_effect_s, gather, plain_restart_s
 from delivered.verify.history import fired
-from delivered.verify.judge import Judgement, Verdict, judge
+from delivered.verify.judge import Judgement, Verdict, differences, judge
 from delivered.verify.proxy import Fired, Proxy, StreamProxy
 from delivered.verify.services import SERVICES, SPARK
 from delivered.verify.systems import KAFKA, SINK_KINDS, SOURCE_KINDS, SYSTEMS
@@ -73,6 +73,7 @@ class Result:
         source: empty: the one that the sink is fed from unless somebody asks for another.
         plain_s: seconds from a plain restart to its first effect: of this case if nothing was killed in it, else the
             one that recovery is compared with.
+        missing, extra, different: keys of an operator's rows, against its oracle.
         recovery_s: the same of each restart after a SIGKILL of the driver; recovery: the verdict on them, apart from
             the case's.
     """
@@ -96,6 +97,9 @@ class Result:
     faults: list[str] = field(default_factory=list)
     stops: list[dict[str, Any]] = field(default_factory=list)
     undelivered: int = 0
+    missing: int = 0
+    extra: int = 0
+    different: int = 0
     sent: int = 0
     delivered: int = 0
     given_up: int | None = None
@@ -206,7 +210,7 @@ def _setting(
     """
     needs, template, kind = case.fault.needs, environment.template, SINK_KINDS[case.sink]
     workload = template.workload if template is not None else WORKLOADS[case.workload]
-    options = {**workload.sink, **environment.sink_options}
+    options = {**workload.sink_options(kind.upserts), **environment.sink_options}
     own = template.source if template is not None else kind.source
     source = SOURCE_KINDS[case.source or (KAFKA if TOPICS in needs or workload.topics > 1 else own)]
 
@@ -287,6 +291,9 @@ def _add_facts(result: Result, fixture: Fixture) -> None:
         return
     if evidence.stays_down:  # nothing was skipped: the records wait behind the stop
         result.lost, result.undelivered = 0, result.lost
+    if evidence.final is not None and not evidence.stays_down:
+        by_key = {what: len(texts) for what, texts in differences(evidence).items()}
+        result.missing, result.extra, result.different = (by_key.get(w, 0) for w in ("missing", "extra", "different"))
     result.faults = fired(fixture.history)
     result.fired = len(result.faults)
     result.final_read = evidence.final is not None

@@ -54,6 +54,9 @@ class Evidence:
     Attributes:
         expected: effect -> copies, from the source as read at the end. A record that is in the source twice is
             expected twice.
+        wanted: of an operator, key -> the effect that its newest row must be; None: rows have no such keys.
+        states: of an operator whose rows replace others, the effects that are there after each batch, from the first
+            one on; None: all rows stay.
         acknowledged: ids of records whose sends were confirmed.
         in_source: ids found in the source.
         offered: ids that were ever sent, whatever became of it.
@@ -74,6 +77,8 @@ class Evidence:
 
     guarantee: Guarantee
     expected: Counter[str] = field(default_factory=Counter)
+    wanted: Mapping[str, str] | None = None
+    states: Sequence[frozenset[str]] | None = None
     acknowledged: frozenset[str] = frozenset()
     in_source: Counter[str] = field(default_factory=Counter)
     offered: frozenset[str] | None = None

@@ -24,7 +24,7 @@ from delivered.verify.services import DRIVER, SERVICES, SPARK, Run, Service, Ver
 from delivered.verify.systems.base import QueueSource, SinkClient, SourceClient
 from delivered.verify.systems.group import sinks_of
 from delivered.verify.template import Template, row_effect
-from delivered.verify.workloads import Record, Workload, records
+from delivered.verify.workloads import TABLE, Record, Workload, records
 
 HIT_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 420.0
@@ -180,8 +180,11 @@ class Fixture:
             "trigger": self.extra.get("trigger", "available_now"),
             "master": self.extra.get("master", "local[2]"),
         }
-        if "spark" in self.extra:
-            data["spark"] = self.extra["spark"]
+        spark = {**s.workload.spark, **self.extra.get("spark", {})}
+        if spark:
+            data["spark"] = spark
+        if s.workload.output_mode != "append":
+            data["output_mode"] = s.workload.output_mode
         path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
         return path
 
@@ -190,7 +193,7 @@ class Fixture:
             return {"sql": self.sql}
         workload = self.setting.workload
         if workload.python:
-            return {"python": workload.python, "stateful": True, "deterministic": True}
+            return {"python": workload.python, "stateful": True, "deterministic": workload.table is None}
         if workload.topics > 1:
             # A table has no topics: there both go into one.
             return (
@@ -207,7 +210,11 @@ class Fixture:
         number = len(self.runs) + 1
         s = self.setting
         command = [*s.service.command(self.pipeline_file(), self.folder, number), *arguments]
-        run = start(DRIVER, number, self.folder, command, crash, s.env)
+        env = s.env
+        if s.workload.table is not None:
+            s.workload.table(self.folder / "table", number)
+            env = {**env, TABLE: str(self.folder / "table")}
+        run = start(DRIVER, number, self.folder, command, crash, env)
         run.started_s, run.after_kill = self.history.now_s, self._killed
         self._killed = False
         self.runs.append(run)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from delivered.verify.evidence import Evidence, Seen
 from delivered.verify.fixture import Fixture
 from delivered.verify.history import End, fired, sends
-from delivered.verify.services import Run
+from delivered.verify.services import Run, VerifierError
 from delivered.verify.systems.base import QueueSource, Row
 from delivered.verify.systems.group import at_sink, names_of
 from delivered.verify.template import row_effect
@@ -42,12 +43,17 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
     fixture.reader.close()
     fixture.reader.check()
     ends = sends(fixture.history)
-    by_record = s.template is None and s.workload.together is None
+    by_record = s.template is None and s.workload.together is None and s.workload.oracle is None
+    results = _results(fixture, source, final)
     return Evidence(
         guarantee=s.guarantee,
         expected=_expected_of_sent(fixture, ends, final)
         if isinstance(s.source, QueueSource)
-        else _expected(fixture, source, final),
+        else _expected(fixture, source, final)
+        if results is None
+        else results.expected,
+        wanted=results.wanted if results is not None else None,
+        states=results.states if results is not None else None,
         acknowledged=frozenset(i for i, end in ends.items() if end is End.OK),
         in_source=Counter(_source_id(fixture, r) for r in source),
         offered=frozenset(ends),
@@ -56,7 +62,7 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
         snapshots=fixture.reader.snapshots,
         batches=_batches(fixture, source) if by_record else None,
         # Which rows of an own transform, or of one with state, make a batch cannot be known from outside.
-        batch_atomic=s.sink.batch_atomic and by_record,
+        batch_atomic=s.sink.batch_atomic and (by_record or (results is not None and results.states is not None)),
         ordered=ordered,
         given_up=_audited(fixture, "counts", "given_up"),
         audit_verdict=fixture.audited["verdict"] if fixture.audited else None,
@@ -101,6 +107,48 @@ def _expected(fixture: Fixture, source: Sequence[Row], final: Sequence[Seen]) ->
     return template.reference
 
 
+@dataclass(frozen=True)
+class _Results:
+    """As in the evidence."""
+
+    expected: Counter[str]
+    wanted: dict[str, str]
+    states: list[frozenset[str]] | None
+
+
+def _results(fixture: Fixture, source: Sequence[Row], final: Sequence[Seen]) -> _Results | None:
+    """What the oracle says, if the workload has one: of all records, and in output mode update of those of every
+    stretch of batches from the first one on.
+
+    Raises:
+        VerifierError: output mode update, and the checkpoint has forgotten batches.
+    """
+    workload = fixture.setting.workload
+    if workload.oracle is None:
+        return None
+
+    def rows(found: Mapping[str, str]) -> dict[str, str]:
+        return {k: workload.effect_of(k, v).id for k, v in found.items()}
+
+    wanted = rows(workload.oracle([r.value for r in source]))
+    if workload.accepts is not None:
+        for s in final:
+            value, prefix = wanted.get(s.key or ""), f"{s.key} = "
+            if value is not None and workload.accepts(value.removeprefix(prefix), s.effect.removeprefix(prefix)):
+                wanted[s.key or ""] = s.effect
+    if workload.output_mode == "append":
+        return _Results(Counter(wanted.values()), wanted, None)
+    batches = _by_batch(fixture, source)
+    if batches is None:
+        raise VerifierError("BATCHES_UNKNOWN", f"The checkpoint of case {fixture.setting.name} has a gap in offsets/.")
+    parts = [[r.value for b in batches[: n + 1] for r in b] for n in range(len(batches))]
+    states = [frozenset(rows(workload.oracle(part)).values()) for part in parts]
+    if fixture.reader.upserted:
+        return _Results(Counter(wanted.values()), wanted, states)
+    changes = [now - before for before, now in itertools.pairwise([frozenset[str](), *states])]
+    return _Results(Counter(c for part in changes for c in part), wanted, None)
+
+
 def _expected_of_sent(fixture: Fixture, ends: dict[str, End], final: Sequence[Seen]) -> Counter[str]:
     """Each id once: that a sender repeats itself is the receiver's to notice."""
     there = {s.effect for s in final}
@@ -143,15 +191,23 @@ def _visible_after(fixture: Fixture, run: Run, next_run: Run | None) -> float | 
 
 def _batches(fixture: Fixture, source: Sequence[Row]) -> dict[int, frozenset[str]] | None:
     """Effects of each batch that the checkpoint still knows; None if it has a gap."""
+    batches = _by_batch(fixture, source)
+    if batches is None:
+        return None
+    return {n: frozenset(e for r in rows for e in _effects(fixture, r.key, r.value)) for n, rows in enumerate(batches)}
+
+
+def _by_batch(fixture: Fixture, source: Sequence[Row]) -> list[list[Row]] | None:
+    """Records of each batch from 0 on; None if the checkpoint has a gap."""
     ends: dict[int, dict[str, int]] = {}
     for number in fixture.batches_planned():
         lines = (fixture.checkpoint / "offsets" / str(number)).read_text(encoding="utf-8").splitlines()
         ends[number] = fixture.setting.source.offsets(json.loads(lines[2]))
     if not ends or list(ends) != list(range(len(ends))):
         return None
-    found: dict[int, set[str]] = {n: set() for n in ends}
+    found: list[list[Row]] = [[] for _ in ends]
     for row in source:
         batch = next((n for n, end in ends.items() if row.position < end.get(row.partition, 0)), None)
         if batch is not None:
-            found[batch] |= set(_effects(fixture, row.key, row.value))
-    return {n: frozenset(effects) for n, effects in found.items()}
+            found[batch].append(row)
+    return found

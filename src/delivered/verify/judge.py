@@ -8,7 +8,7 @@ table knows which of them may stay silent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -95,6 +95,29 @@ def unexpected(evidence: Evidence) -> Finding:
     return _found("unexpected", Counter({e: n for e, n in evidence.found.items() if e not in evidence.expected}))
 
 
+def differences(evidence: Evidence) -> dict[str, list[str]]:
+    """Keys of an operator's rows: missing, extra, and different from what the oracle says."""
+    if evidence.wanted is None:
+        return {}
+    newest = {s.key: s.effect for s in sorted(_final(evidence), key=lambda s: (s.partition, s.position))}
+    return {
+        "missing": [e for k, e in evidence.wanted.items() if k not in newest],
+        "extra": [e for k, e in newest.items() if k not in evidence.wanted],
+        "different": [
+            f"{newest[k]}, and not {e}" for k, e in evidence.wanted.items() if k in newest and newest[k] != e
+        ],
+    }
+
+
+def by_key(evidence: Evidence) -> Finding:
+    """The newest row of each key is another one than recomputed from the source, or there is none, or no such key."""
+    found = differences(evidence)
+    if not found:
+        return Finding("by_key", Verdict.HELD, note="this workload has no keys that tell rows apart")
+    damage = [f"{what}: {text}" for what, texts in found.items() for text in texts]
+    return _found("by_key", damage, ", ".join(f"{len(texts)} {what}" for what, texts in found.items()))
+
+
 def source_kept(evidence: Evidence) -> Finding:
     """Every acknowledged record is in the source, and nothing that nobody sent."""
     missing = [f"acknowledged, not in the source: {r}" for r in evidence.acknowledged if r not in evidence.in_source]
@@ -108,7 +131,12 @@ def unseen(evidence: Evidence) -> Finding:
 
 
 def aborted_read(evidence: Evidence) -> Finding:
-    """G1a: the reader got something that is not there at the end: it read what was rolled back."""
+    """G1a: the reader got something that is not there at the end: it read what was rolled back.
+
+    Of rows that replace others: a state came back that a newer one had replaced.
+    """
+    if evidence.states is not None:
+        return _found("aborted_read", [text for text, known in _strange_states(evidence) if known])
     there = {(s.partition, s.position): s.effect for s in _final(evidence)}
     gone = [s.effect for s in evidence.seen if there.get((s.partition, s.position)) != s.effect]
     return _found("aborted_read", gone)
@@ -117,10 +145,14 @@ def aborted_read(evidence: Evidence) -> Finding:
 def torn_batch(evidence: Evidence) -> Finding:
     """A reader saw a part of a batch, where the sink claims that a batch is visible whole or not at all.
 
-    An effect that several batches have in common does not tell which of them was seen.
+    An effect that several batches have in common does not tell which of them was seen. Of rows that replace others:
+    a state that no batch leaves behind.
     """
     if not evidence.batch_atomic:
         return Finding("torn_batch", Verdict.HELD, note="the sink does not claim it")
+    if evidence.states is not None:
+        torn = [text for text, known in _strange_states(evidence) if not known]
+        return _found("torn_batch", torn, f"{len(evidence.snapshots)} snapshots, {len(evidence.states)} batches")
     if evidence.batches is None:
         return Finding("torn_batch", Verdict.UNKNOWN, note="which records make a batch is not known")
     if not evidence.snapshots:
@@ -134,6 +166,25 @@ def torn_batch(evidence: Evidence) -> Finding:
         if batch & visible and not batch <= visible
     ]
     return _found("torn_batch", torn, f"{len(evidence.snapshots)} snapshots, {len(evidence.batches)} batches")
+
+
+def _strange_states(evidence: Evidence) -> Iterator[tuple[str, bool]]:
+    """Snapshots that are not the state after any batch, and those of a batch before the one that was seen last; and
+    whether they are of a batch."""
+    states, newest = [frozenset[str](), *(evidence.states or ())], 0
+    for at_s, visible in evidence.snapshots:
+        number = next((n for n in range(newest, len(states)) if states[n] == visible), None)
+        if number is not None:
+            newest = number
+        elif visible in states:
+            yield (
+                f"at {at_s:.2f} s: the state after batch {states.index(visible) - 1}, after that of {newest - 1}",
+                True,
+            )
+        else:
+            nearest = min(states, key=lambda s: len(s ^ visible))
+            odd = ", ".join(sorted(visible ^ nearest)[:3])
+            yield f"at {at_s:.2f} s: unlike the state after batch {states.index(nearest) - 1}: {odd}", False
 
 
 def order(evidence: Evidence) -> Finding:
@@ -218,6 +269,7 @@ CHECKERS: dict[str, Checker] = {
     "lost": lost,
     "duplicated": duplicated,
     "unexpected": unexpected,
+    "by_key": by_key,
     "source_kept": source_kept,
     "unseen": unseen,
     "aborted_read": aborted_read,
@@ -237,7 +289,7 @@ _ALWAYS = frozenset({"unexpected", "source_kept", "unseen", "aborted_read", "han
 FORBIDDEN: dict[Guarantee, frozenset[str]] = {
     Guarantee.AT_MOST_ONCE: _ALWAYS | {"duplicated"},
     Guarantee.AT_LEAST_ONCE: _ALWAYS | {"lost"},
-    Guarantee.EXACTLY_ONCE: _ALWAYS | {"lost", "duplicated", "torn_batch", "order"},
+    Guarantee.EXACTLY_ONCE: _ALWAYS | {"lost", "duplicated", "by_key", "torn_batch", "order"},
 }
 """Guarantee -> checkers whose finding breaks it. The others are asked too, and only reported."""
 
@@ -266,7 +318,7 @@ def judge(evidence: Evidence) -> Judgement:
     findings = tuple(run(name, checker, evidence) for name, checker in CHECKERS.items())
     forbidden = set(FORBIDDEN[evidence.guarantee])
     if evidence.stays_down:
-        forbidden -= {"lost"}
+        forbidden -= {"lost", "by_key"}
     verdicts, reasons = [Verdict.HELD], list[str]()
     for f in findings:
         if f.checker in forbidden and f.verdict is not Verdict.HELD:

@@ -81,6 +81,7 @@ class Choice:
             need the fewest starts; None: all.
         sources: feed every sink from each of these, and do what is done to a source and a sink; empty: the one that
             each sink has, and all that is done to a sink.
+        workloads: these and no others; empty: all.
     """
 
     only: tuple[str, ...] = ()
@@ -93,6 +94,7 @@ class Choice:
     faults: int | None = None
     per_place: int | None = None
     sources: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = ()
 
 
 def cases(choice: Choice) -> list[Case]:
@@ -100,7 +102,7 @@ def cases(choice: Choice) -> list[Case]:
     found = _of_sources(choice) if choice.sources else _of_sinks(choice)
     if choice.quick:
         found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
-    possible = [c for c in found if _possible(c)]
+    possible = [c for c in found if _possible(c) and (not choice.workloads or c.workload in choice.workloads)]
     chosen = [c for c in possible if not choice.only or any(_matches(c, p) for p in choice.only)]
     return chosen if choice.per_place is None else _few(chosen, choice.per_place)
 
@@ -131,7 +133,10 @@ def _of_sinks(choice: Choice) -> list[Case]:
 
 def _takes(sink: str, guarantee: Guarantee, workload: Workload) -> bool:
     kind = SINK_KINDS[sink]
-    return not kind.members and (not workload.replaces or (kind.upserts and guarantee is Guarantee.EXACTLY_ONCE))
+    exactly = guarantee is Guarantee.EXACTLY_ONCE
+    if workload.oracle is not None:
+        return exactly and sink in workload.sinks
+    return not kind.members and (not workload.replaces or (kind.upserts and exactly))
 
 
 def _few(found: Sequence[Case], per_place: int) -> list[Case]:

@@ -21,6 +21,7 @@ class Reader:
     Attributes:
         seen: every effect, in the order in which it was found.
         snapshots: moments at which the whole sink was seen at once, as (seconds, effects visible).
+        upserted: an operator's rows replace those with their key.
     """
 
     def __init__(self, name: str, sink: SinkClient, workload: Workload, seed: int, history: History) -> None:
@@ -32,6 +33,7 @@ class Reader:
         self._history = history
         self._visible: set[str] = set()
         self._error: str | None = None
+        self.upserted = workload.output_mode == "update" and sink.options().get("mode") == "upsert"
         self._newest = LatestByKey(workload, records(workload, seed)) if workload.replaces else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"reader {name}", daemon=True)
@@ -76,14 +78,14 @@ class Reader:
             self._history.add("reader", "read", End.OK, {"effects": len(found), "all": len(self.seen)})
 
         try:
-            if self._newest is None:
+            if self._newest is None and not self.upserted:
                 self._sink.follow(note, self._stop)
             else:
-                self._follow_newest(self._newest)
+                self._follow_newest()
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
 
-    def _follow_newest(self, newest: LatestByKey) -> None:
+    def _follow_newest(self) -> None:
         """All of the sink again and again. While it cannot be read, there is nothing to see."""
         before: frozenset[str] = frozenset()
         for last in polling(self._stop, _POLL_S):
@@ -94,8 +96,8 @@ class Reader:
                     raise
                 continue
             now_s = self._history.now_s
-            found = newest.seen_in(rows, now_s)
-            back = newest.went_back(found, now_s)
+            found = self.as_seen(rows)
+            back = self._newest.went_back(found, now_s) if self._newest is not None else []
             visible = frozenset(s.effect for s in found)
             if visible != before:
                 fresh = [s for s in found if s.effect not in before]

@@ -1,0 +1,165 @@
+"""What an operator must leave in the sink, recomputed in plain Python from all that the source holds.
+
+Pipelines (operators.py) use nothing of this but the numbers below. Each oracle takes the values of a source's records,
+in any order, and returns value by key of the rows that are determined, however the records were cut into batches:
+
+- A record is on time (at most `JITTER_S` behind its place in the stream) or late beyond all doubt (`LATE_S`): the
+  watermark is `DELAY_S` behind, and lags behind the records by two batches at most.
+- Behind the records that count come those of the key `TAIL`, whose event time goes on. They move the watermark past
+  everything else, and what is still open of them at the end is nobody's: transforms leave their rows out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+WINDOW_S, SPAN_S, DELAY_S = 20, 100, 40
+JITTER_S, LATE_S = 20, 300
+SESSION_GAP_S = 30
+JOIN_S = 30
+VISIT_GAP_S, MILESTONE = 60, 5
+TAIL, NOBODY = "tail", "nobody"
+
+
+@dataclass(frozen=True)
+class Event:
+    """
+    Attributes:
+        number: its place in the stream, from 0; at: its event time in seconds, which grows by one from place to place.
+        kind, ref: of a join: "order", or "payment" for the order with this id.
+    """
+
+    id: str
+    k: str | None
+    at: int
+    amount: int
+    kind: str = ""
+    ref: str = ""
+
+    @property
+    def number(self) -> int:
+        return int(self.id[1:])
+
+    @property
+    def late(self) -> bool:
+        return self.number - self.at >= LATE_S
+
+
+def _events(values: Sequence[str], tail: bool = False) -> Iterator[Event]:
+    """Those that count, unless the tail is asked for too."""
+    for value in values:
+        event = Event(**json.loads(value))
+        if tail or event.k != TAIL:
+            yield event
+
+
+def _row(*parts: object) -> str:
+    return " ".join(str(p) for p in parts)
+
+
+def totals(values: Sequence[str]) -> dict[str, str]:
+    """Count and sum by key; without a key: nobody's."""
+    counts, sums = Counter[str](), Counter[str]()
+    for e in _events(values, tail=True):
+        counts[e.k or NOBODY] += 1
+        sums[e.k or NOBODY] += e.amount
+    return {k: _row(n, sums[k]) for k, n in counts.items()}
+
+
+def _windows(values: Sequence[str]) -> dict[tuple[str, int], list[int]]:
+    found: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for e in _events(values):
+        if not e.late:
+            found[e.k or NOBODY, e.at // WINDOW_S].append(e.amount)
+    return found
+
+
+def windows(values: Sequence[str]) -> dict[str, str]:
+    """Count and sum by key and window."""
+    return {f"{k}@{n}": _row(len(amounts), sum(amounts)) for (k, n), amounts in _windows(values).items()}
+
+
+def chained(values: Sequence[str]) -> dict[str, str]:
+    """Of each long window: how many short ones of any key ended in it, and the greatest sum of one."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for (_, n), amounts in _windows(values).items():
+        found[n * WINDOW_S // SPAN_S].append(sum(amounts))
+    return {str(n): _row(len(sums), max(sums)) for n, sums in found.items()}
+
+
+def sessions(values: Sequence[str]) -> dict[str, str]:
+    """Records of a key with gaps of at most so long, by the first one's time."""
+    by_key: dict[str, list[Event]] = defaultdict(list)
+    for e in _events(values):
+        if not e.late:
+            by_key[e.k or NOBODY].append(e)
+    found: dict[str, str] = {}
+    for k, events in by_key.items():
+        events.sort(key=lambda e: e.at)
+        first, members = 0, list[Event]()
+        for e in events:
+            if not members or e.at - members[-1].at > SESSION_GAP_S:
+                first, members = e.at, []
+            members.append(e)
+            found[f"{k}@{first}"] = _row(len(members), sum(m.amount for m in members))
+    return found
+
+
+def distinct(values: Sequence[str]) -> dict[str, str]:
+    return {e.id: str(e.amount) for e in _events(values, tail=True)}
+
+
+def distinct_within(values: Sequence[str]) -> dict[str, str]:
+    """A copy soon after the first is dropped; one so late that the first is forgotten comes out again."""
+    found: dict[str, str] = {}
+    kept: dict[str, int] = {}
+    for e in sorted(_events(values), key=lambda e: e.at):
+        if e.id not in kept or e.at - kept[e.id] >= LATE_S:
+            kept[e.id] = e.at
+            found[f"{e.id}@{e.at}"] = str(e.amount)
+    return found
+
+
+def joined(values: Sequence[str]) -> dict[str, str]:
+    """Each payment of an order, at most so long after it."""
+    events = list(_events(values))
+    orders = {e.id: e for e in events if e.kind == "order"}
+    return {
+        f"{e.ref}/{e.id}": _row(orders[e.ref].amount, e.amount)
+        for e in events
+        if e.kind == "payment" and e.ref in orders and 0 <= e.at - orders[e.ref].at <= JOIN_S
+    }
+
+
+def joined_outer(values: Sequence[str]) -> dict[str, str]:
+    """The same, and each order that nobody paid in time."""
+    paid = joined(values)
+    orders = {e.id: e for e in _events(values) if e.kind == "order"}
+    left = orders.keys() - {key.partition("/")[0] for key in paid}
+    return paid | {f"{o}/": str(orders[o].amount) for o in left}
+
+
+def looked_up(values: Sequence[str]) -> dict[str, str]:
+    """Without what the table said of the key: that depends on when the batch ran."""
+    return {e.id: _row(e.amount, e.k or NOBODY) for e in _events(values, tail=True)}
+
+
+def is_version(wanted: str, found: str) -> bool:
+    """Whether a row joined with any version of the table, and with the right line of it, is the wanted one."""
+    return re.fullmatch(re.escape(wanted) + r"/[1-9]\d*", found) is not None
+
+
+def visits(values: Sequence[str]) -> dict[str, str]:
+    """A row at every fifth record of a visit, and one when nothing came any more: how many, and their sum."""
+    found: dict[str, str] = {}
+    amounts: dict[str, list[int]] = defaultdict(list)
+    for e in _events(values):
+        amounts[e.k or NOBODY].append(e.amount)
+    for k, those in amounts.items():
+        found |= {f"{k}#{n}": str(n) for n in range(MILESTONE, len(those) + 1, MILESTONE)}
+        found[k] = _row(len(those), sum(those))
+    return found
