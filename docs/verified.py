@@ -20,9 +20,10 @@ from delivered.verify.systems import SINK_KINDS, SOURCE_KINDS
 from delivered.verify.workloads import WORKLOADS
 
 STORED = Path(__file__).parent / "verified.json"
+_BY_KEY = ("missing", "extra", "different")
 _KEPT = (
     "sink", "guarantee", "workload", "fault", "seed", "verdict", "lost", "duplicated", "fired", "final_read",
-    "service", "source", "place", "plain_s", "recovery_s",
+    "service", "source", "place", "plain_s", "recovery_s", *_BY_KEY,
 )  # fmt: skip
 _KEY = ("sink", "guarantee", "workload", "fault", "seed", "service", "source")
 _PLACES = [p for p in PLACES if p != "none"]
@@ -47,7 +48,8 @@ def store(paths: Sequence[Path]) -> None:
     for path in paths:
         for r in read_results(path)["results"]:
             if r["workload"] != "own":
-                found[key(r)] = {k: r[k] for k in _KEPT if r.get(k, "") != ""}
+                kept = _KEPT if WORKLOADS[r["workload"]].oracle is not None else _KEPT[: -len(_BY_KEY)]
+                found[key(r)] = {k: r[k] for k in kept if r.get(k, "") != ""}
     lines = ",\n".join(json.dumps(found[k]) for k in sorted(found))
     write_file(STORED, f'{{"format": {FORMAT}, "results": [\n{lines}\n]}}\n')
 
@@ -75,6 +77,21 @@ def upserts(results: Sequence[dict[str, Any]]) -> list[str]:
     """Sinks that write by key against failure points."""
     places = [p for p in _PLACES if any(r["place"] == p for r in results)]  # nothing is done to their producer
     return _by_service("sink", [s for s in SINKS if SINK_KINDS[s].upserts], places, "place", results)
+
+
+def operators(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Workloads with an oracle, and the sinks that they ran with, against failure points, and keys that differ."""
+    places = [p for p in _PLACES if any(r["place"] == p for r in results)]
+    lines = ["| workload | sink | undisturbed | " + " | ".join(places) + " | missing, extra, different |"]
+    lines.append("|---" * (4 + len(places)) + "|")
+    for workload in (w for w in WORKLOADS.values() if w.oracle is not None):
+        for sink in SINKS:
+            row = [r for r in results if (r["workload"], r["sink"]) == (workload.name, sink)]
+            if row:
+                cells = [cell([r for r in row if r["place"] == p]) for p in ("none", *places)]
+                sums = ", ".join(str(sum(int(r.get(k, 0)) for r in row)) for k in _BY_KEY)
+                lines.append(f"| {workload.name} | {sink} | " + " | ".join(cells) + f" | {sums} |")
+    return lines if len(lines) > 2 else [UNPROVEN.capitalize() + "."]
 
 
 def _by_service(
@@ -228,6 +245,13 @@ def page() -> str:
             "key, without a version. A key that goes back, or lags behind the others of its batch, breaks a case.",
             "",
             *upserts([r for r in results if WORKLOADS[r["workload"]].replaces]),
+            "",
+            "## Operators",
+            "",
+            "`exactly_once`: queries that keep state ([workloads](verify.md#workloads)). What must be in the",
+            "sink is recomputed in plain Python from what the source holds, and compared by key.",
+            "",
+            *operators([r for r in results if WORKLOADS[r["workload"]].oracle is not None]),
             "",
             "## Recovery time",
             "",

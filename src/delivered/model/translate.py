@@ -19,6 +19,12 @@ _WORKER_DIED = re.compile(
     r"Software caused connection abort"
 )
 """Spark's messages for a Python worker that died: a closed connection, sometimes no cause at all."""
+_STATE_UNREADABLE = re.compile(r"\[(CANNOT_LOAD_STATE_STORE|FAILED_LOAD_STATE|CHECKPOINT_FILE_CHECKSUM)[A-Z_.]*\]")
+_STATE_PLACE = re.compile(
+    r"/state/(?P<operator>\d+)/(?P<partition>\d+)/|operatorId=(?P<operator2>\d+), ?partitionId=(?P<partition2>\d+)|"
+    r"Task (?P<partition3>\d+) in stage"
+)
+_CAUSE = re.compile(r"^Caused by: (.*)$", re.MULTILINE)
 _KNOWN_TYPES = {
     "OUTCOME_UNKNOWN": errors.OutcomeUnknown,
     "DECISION_UNKNOWN": errors.OutcomeUnknown,
@@ -34,7 +40,8 @@ def translated(error: BaseException) -> DeliveredError | None:
     if isinstance(error, DeliveredError):
         return error
     text = _as_spark_says(error)
-    return _ours(text) or missing_extra(text) or _worker_died(text)
+    # A damaged file of state may end too early, as the connection of a worker that died.
+    return _ours(text) or missing_extra(text) or _state_unreadable(text) or _worker_died(text)
 
 
 def from_our_code(text: str) -> DeliveredError | None:
@@ -55,6 +62,27 @@ def _ours(text: str) -> DeliveredError | None:
     by_code = _KNOWN_TYPES.get(code, errors.UsageError if code.startswith(_REFUSED) else DeliveredError)
     kind: type[DeliveredError] = getattr(errors, name or "", by_code)
     return kind(code, message[:_LENGTH_MAX], next_step.strip() if next_step else None)
+
+
+def _state_unreadable(said: str) -> DeliveredError | None:
+    found = _STATE_UNREADABLE.search(said)
+    if found is None:
+        return None
+    places = [p.groupdict() for p in _STATE_PLACE.finditer(said)]
+    numbers = {k: v for p in reversed(places) for k, v in p.items() if v is not None}
+    operator = numbers.get("operator") or numbers.get("operator2") or "*"
+    partition = numbers.get("partition") or numbers.get("partition2") or numbers.get("partition3") or "*"
+    message = said[found.start() :].partition("\n")[0].partition(" SQLSTATE")[0]
+    causes = _CAUSE.findall(said)
+    why = f"{message} ({causes[-1].strip()})" if causes else message
+    return DeliveredError(
+        "STATE_UNREADABLE",
+        f"Spark cannot read the state of operator {operator}, partition {partition}: files in "
+        f"state/{operator}/{partition} of the checkpoint are missing or damaged: {why[:1_000]}. The batch has no "
+        "effect and nothing is lost: sinks and ledger are as the batch before left them.",
+        next_step="put these files back from a copy of the checkpoint of the same batch, and start again; without one, "
+        "start with an empty checkpoint and an empty sink: a query cannot go on without its state",
+    )
 
 
 def _worker_died(said: str) -> DeliveredError | None:

@@ -174,6 +174,10 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
     yield Fault("shards-changed", "F8", text, script, fires, workload="sql", keeps_order=False)
     text = "spark.sql.shuffle.partitions of a query with state changes over two kills"
     yield Fault("shuffle-changed", "F8", text, shards_changed(scripts.by_shuffle), fires, workload="windowed")
+    if guarantee is EXACTLY and sink == SQLITE:
+        text = "the newest state of an aggregate is cut off, and then deleted; it is put back"
+        harms = ("state cut off", "state deleted")
+        yield Fault("state-damaged", "F8", text, scripts.state_damaged, harms, workload="totals")
     text = "the source's minPartitions, and so the number of shards, changes over two kills"
     script = shards_changed(scripts.by_slices)
     yield Fault("slices-changed", "F8", text, script, fires, needs=(TOPICS,), keeps_order=False)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 WINDOW_S, SPAN_S, DELAY_S = 20, 100, 40
-JITTER_S, LATE_S = 20, 300
+START_S, JITTER_S, LATE_S = 1_000, 20, 300
 SESSION_GAP_S = 30
 JOIN_S = 30
 VISIT_GAP_S, MILESTONE = 60, 5
@@ -29,7 +29,7 @@ TAIL, NOBODY = "tail", "nobody"
 class Event:
     """
     Attributes:
-        number: its place in the stream, from 0; at: its event time in seconds, which grows by one from place to place.
+        number: its place in the stream, from 0; at: its event time in seconds, from `START_S`, one more at each place.
         kind, ref: of a join: "order", or "payment" for the order with this id.
     """
 
@@ -46,7 +46,7 @@ class Event:
 
     @property
     def late(self) -> bool:
-        return self.number - self.at >= LATE_S
+        return START_S + self.number - self.at >= LATE_S
 
 
 def _events(values: Sequence[str], tail: bool = False) -> Iterator[Event]:

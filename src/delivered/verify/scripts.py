@@ -337,6 +337,26 @@ def checkpoint_deleted(fixture: Fixture) -> None:
     fixture.drain()
 
 
+def state_damaged(fixture: Fixture) -> None:
+    """The newest state of each partition cannot be read: going on would forget what was summed. It is put back."""
+    fixture.send(0.5)
+    must_go_through(fixture, "the first half")
+    folders = [p for p in (fixture.checkpoint / "state" / "0").iterdir() if p.name.isdigit()]
+    newest = {max(p.glob("*.delta"), key=lambda f: int(f.stem)) for p in folders}
+    kept = {p: p.read_bytes() for p in newest}
+    fixture.send()
+    for how in ("cut off", "deleted"):
+        for path, data in kept.items():
+            path.write_bytes(data[: len(data) // 2])
+            if how == "deleted":
+                path.unlink()
+        fixture.fire(f"state {how}", files=[str(p.relative_to(fixture.checkpoint)) for p in newest])
+        fixture.must_stop("STATE_UNREADABLE", when=f"with its state {how}")
+        for path, data in kept.items():
+            path.write_bytes(data)
+    fixture.drain()
+
+
 def shards_changed(change: Callable[[Fixture, int], None]) -> Script:
     """A batch runs again with another number of shards than it was staged, and decided, with."""
 

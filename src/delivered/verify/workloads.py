@@ -221,7 +221,7 @@ _COUNTING = 0.6
 
 def _event(number: int, key: str | None, at: int, amount: int, copied: str = "", **more: str) -> Record:
     name = copied or f"e{number}"
-    data = {"id": name, "k": key, "at": at, "amount": amount, **more}
+    data = {"id": name, "k": key, "at": oracles.START_S + at, "amount": amount, **more}
     return Record(name, key, number, number % PARTITIONS, raw=json.dumps(data))
 
 
@@ -272,7 +272,7 @@ def _payments(random: random.Random, count: int) -> Iterator[Record]:
             due.setdefault(i + 1, []).extend(waiting[1:])
             yield _event(i, "k", i, amount, kind="payment", ref=waiting[0])
         elif not counts:
-            yield _event(i, oracles.TAIL, i, amount, kind="order", ref="")
+            yield _event(i, oracles.TAIL, i, amount, kind=("order", "payment")[i % 2], ref="")
         else:
             for after in random.choice([(), (5,), (12,), (3, 20), (2 * oracles.JOIN_S,)]):
                 due.setdefault(i + after, []).append(f"e{i}")
