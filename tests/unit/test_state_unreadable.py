@@ -9,8 +9,8 @@ from delivered.model.translate import translated
 DELETED = """[STREAM_FAILED] Query [id = 1] terminated with exception: [FOREACH_BATCH_USER_FUNCTION_ERROR] Reason: ...
 py4j.protocol.Py4JJavaError: An error occurred while calling o717.save.
 : org.apache.spark.SparkException: [CANNOT_LOAD_STATE_STORE.CANNOT_READ_DELTA_FILE_NOT_EXISTS] An error occurred \
-during loading state. Error reading delta file file:/t/ck/state/0/1/3.delta of HDFSStateStoreProvider[storeId=StateStoreId[ \
-operatorId=0, partitionId=1, storeName=default ]]: file:/t/ck/state/0/1/3.delta does not exist.  SQLSTATE: 58030
+during loading state. Error reading delta file file:/t/ck/state/0/1/3.delta of HDFSStateStoreProvider[ \
+storeId=StateStoreId[ operatorId=0, partitionId=1, storeName=default ]]: does not exist.  SQLSTATE: 58030
 \tat org.apache.spark.sql.errors.QueryExecutionErrors$.failedToReadDeltaFileNotExistsError(QueryExecutionErrors.scala:1)
 Caused by: java.io.FileNotFoundException: File file:/t/ck/state/0/1/3.delta does not exist
 """
