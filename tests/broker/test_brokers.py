@@ -112,9 +112,11 @@ def test_passwords_do_not_stay_in_the_state_file(tmp_path: Path, new_kafka: Call
 def test_unknown_kind_and_folder_without_a_server(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"BROKER_UNKNOWN.*'kafak'.*kafka"):
         brokers.start("kafak", tmp_path)
-    with pytest.raises(UsageError, match=r"BROKER_OPTION.*'rocketmq' cannot have tls here; known for: kafka, pulsar\."):
+    with pytest.raises(
+        UsageError, match=r"BROKER_OPTION.*'rocketmq' servers do not support tls here; supported by: kafka, pulsar\."
+    ):
         brokers.start("rocketmq", tmp_path, tls=True)
-    with pytest.raises(UsageError, match=r"BROKER_OPTION.*scram.*known for: kafka\."):
+    with pytest.raises(UsageError, match=r"BROKER_OPTION.*scram.*supported by: kafka\."):
         brokers.start("pulsar", tmp_path, scram={"a": "b"})
     with pytest.raises(UsageError, match="BROKER_FOLDER"):
         brokers.attach(tmp_path)

@@ -85,7 +85,7 @@ def test_the_plan_says_what_it_rests_on() -> None:
     said = " ".join(str(plan("exactly_once")).split())
     assert "retryMaxTimes" in said
     assert "forked" in said
-    assert "one key for each message" in " ".join(str(plan("exactly_once", idFrom="keys")).split())
+    assert "one unique key per message" in " ".join(str(plan("exactly_once", idFrom="keys")).split())
 
 
 def test_exactly_once_into_a_topic_is_refused_with_a_way_out() -> None:
@@ -282,7 +282,7 @@ def test_rows_become_messages_with_ids_that_a_replay_repeats() -> None:
         ("NORMAL", {"value": [""]}, "without a body"),
         ("NORMAL", {"value": pa.array([None], pa.binary())}, "without a body"),
         ("NORMAL", {"value": ["a"], "key": ["a b"]}, "white space"),
-        ("NORMAL", {"value": ["a"], "key": [b"\xff"]}, "no text"),
+        ("NORMAL", {"value": ["a"], "key": [b"\xff"]}, "not text"),
         ("FIFO", {"value": ["a"], "message_group": [""]}, "no message_group"),
         (
             "DELAY",

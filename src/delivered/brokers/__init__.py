@@ -6,8 +6,8 @@
     brokers.status(Path("build/kafka"))
     broker.stop()
 
-A server is known by its process id and its start time, kept in the data folder: a process that merely has the same
-id is never touched.
+A server is identified by process id and start time, kept in the data folder: a process that reuses the id is never
+touched.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ActiveMQ Artemis: one process, one listener that speaks STOMP, AMQP, OpenWire and its own protocol.
 
-Who gives no user may do all; who gives one is asked for the password (`delivered` and `delivered`).
+Anonymous clients may do everything; clients with a user need the password (`delivered` and `delivered`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from delivered.brokers.servers import Server
 VERSION = "2.40.0"
 ARTIFACT = ("org.apache.activemq", "apache-artemis", VERSION)
 STOMP = "STOMP"
-USER = PASSWORD = "delivered"  # noqa: S105 - of a server for development, on the loopback
+USER = PASSWORD = "delivered"  # noqa: S105 - a development server on the loopback
 _ROLE = "dev"
 _PERMISSIONS = (
     *("createAddress", "deleteAddress", "createDurableQueue", "deleteDurableQueue"),
@@ -38,10 +38,10 @@ def fetch(java: Path, say: Say) -> Path:
 def prepare(
     folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], heap_mb: int, say: Say
 ) -> list[str]:
-    """Fetch the server if need be, write its configuration; returns the command to run.
+    """Fetch the server if missing, write its configuration; return the command to run.
 
     Args:
-        properties: as Artemis reads them from its broker.properties, for instance {"journalDatasync": "false"}.
+        properties: for Artemis's broker.properties, for instance {"journalDatasync": "false"}.
 
     Raises:
         DeliveredError: no Java, or the download failed.

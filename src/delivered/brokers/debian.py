@@ -28,20 +28,20 @@ def unpacked(
 
     Args:
         system: its name, for messages.
-        root: where they go.
-        size: of the download, for a person.
-        mend: called with the folder of the fresh files and with `root`, where they will be.
+        root: the folder.
+        size: of the download, for messages.
+        mend: called with the folder of the unpacked files and with `root`, their final place.
 
     Raises:
-        DeliveredError: this is no Debian, or the packages cannot be had.
+        DeliveredError: no Debian system, or the download failed.
     """
     if (root / ".ready").exists():
         return root
     if None in [shutil.which(p) for p in ("apt-get", "dpkg-deb")]:
         raise DeliveredError(
             f"{system.upper()}_MISSING",
-            f"{system} is taken from Debian's packages, and there is no apt-get here.",
-            next_step=f"start a {system} of your own, and give its URL",
+            f"{system} comes from Debian's packages, but there is no apt-get here.",
+            next_step=f"start a {system} yourself, and use its URL",
         )
     root.parent.mkdir(parents=True, exist_ok=True)
     say(f"fetching {system} from Debian's packages, once ({size})")
@@ -54,7 +54,7 @@ def unpacked(
         if mend is not None:
             mend(made, root)
         (made / ".ready").touch()
-        with suppress(OSError):  # another process was faster, and made the same
+        with suppress(OSError):  # another process has fetched the same
             made.rename(root)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -69,10 +69,10 @@ def _run(system: str, command: list[str], folder: Path) -> None:
         )  # fmt: skip
         failed, said = done.returncode != 0, done.stderr.strip()
     except subprocess.TimeoutExpired:
-        failed, said = True, f"no end after {_TIMEOUT_S:.0f} s"
+        failed, said = True, f"not finished after {_TIMEOUT_S:.0f} s"
     if failed:
         raise DeliveredError(
             "DOWNLOAD_FAILED",
-            f"{command[0]} failed while {system} was fetched. It said: {said[-600:]}",
-            next_step="run apt-get update, look at the connection to Debian's servers, and run the command again",
+            f"{command[0]} failed while {system} was being fetched. Output: {said[-600:]}",
+            next_step="run apt-get update, check the connection to Debian's servers, and run the command again",
         )

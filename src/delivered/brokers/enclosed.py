@@ -1,9 +1,9 @@
-"""Runs servers that listen on every address where nobody reaches them: in a network namespace of their own.
+"""Isolates servers that listen on every address, in a network namespace of their own.
 
     python -P enclosed.py plan.json
 
-Its ports on 127.0.0.1 are opened first, outside; a socket stays where it was made. Then this process moves into a fresh
-namespace, starts the servers there, and hands on what arrives. Root is not needed where users may make namespaces.
+Its ports on 127.0.0.1 are opened first, outside; a socket stays in its namespace. Then this process moves into a new
+namespace, starts the servers there, and forwards connections. Needs no root where users may create namespaces.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _POLL_S = 0.05
 _STOP_S = 20.0
 _CHUNK = 1 << 16
 _OURSELVES = [sys.executable, "-P", str(Path(__file__).resolve())]
-"""Not as a module: that would load all servers. -P: this folder has files named as libraries are."""
+"""Not as a module: that would import all servers. -P: this folder has files with the names of libraries."""
 
 
 @dataclass(frozen=True)
 class Enclosed:
     """
     Attributes:
-        commands: servers, in the order of their start.
-        waits: for each the port that has to listen before the next is started; None: nothing to wait for.
+        commands: servers, in start order.
+        waits: for each, the port that must listen before the next is started; None: no wait.
         ports: of 127.0.0.1, the same outside and inside.
-        environment: besides the one that is there.
+        environment: additional variables.
     """
 
     commands: list[list[str]]
@@ -53,7 +53,7 @@ class Enclosed:
     environment: dict[str, str]
 
     def command(self, folder: Path) -> list[str]:
-        """What to run to have them. Raises DeliveredError where no namespace can be made."""
+        """The command that runs them. Raises DeliveredError if no namespace can be created."""
         _check()
         plan = folder / "enclosed.json"
         plan.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -65,18 +65,18 @@ def _check() -> None:
     if tried.returncode != 0:
         raise DeliveredError(
             "NAMESPACE_REFUSED",
-            "This server opens ports on every address of the machine, so it is run in a network namespace of its own; "
-            f"the system refused one: {tried.stderr.strip()[-300:]}",
+            "This server opens ports on every address of the machine, so it runs in a network namespace of its own; "
+            f"the system refused to create one: {tried.stderr.strip()[-300:]}",
             next_step="run it as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu "
             "also kernel.apparmor_restrict_unprivileged_userns=0)",
         )
 
 
 def enclose() -> None:
-    """Move this process, which must have one thread, into a network of its own that has nothing but a loopback.
+    """Move this process, which must have one thread, into a network namespace that has only a loopback.
 
     Raises:
-        OSError: the system does not let it.
+        OSError: not permitted.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.getuid(), os.getgid()
@@ -89,7 +89,7 @@ def enclose() -> None:
             raise OSError(code, f"unshare: {os.strerror(code)}")
         for file, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path(f"/proc/self/{file}").write_text(text, encoding="ascii")
-    if dies.value:  # the kernel forgets it when rights change
+    if dies.value:  # the kernel resets it when credentials change
         libc.prctl(_SET_DEATH_SIGNAL, dies.value)
         if os.getppid() != parent:
             os.kill(os.getpid(), dies.value)
@@ -155,7 +155,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def _end(running: list[subprocess.Popen[bytes]]) -> None:
-    """The one that was started last goes first."""
+    """Stop servers in reverse start order."""
     for process in reversed(running):
         process.terminate()
         try:
@@ -166,7 +166,7 @@ def _end(running: list[subprocess.Popen[bytes]]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a plan until a server ends or SIGTERM comes; without a plan, only see whether a namespace can be made."""
+    """Run a plan until a server ends or on SIGTERM; without a plan, only check that a namespace can be created."""
     if not arguments:
         try:
             enclose()
@@ -180,9 +180,9 @@ def main(arguments: list[str]) -> int:
         try:
             doors[port] = socket.create_server(("127.0.0.1", port))
         except OSError as error:
-            sys.stderr.write(f"port {port}: {error.strerror}\n")  # "Address already in use": another port is tried
+            sys.stderr.write(f"port {port}: {error.strerror}\n")  # if in use, the caller tries another
             return 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # until there is something to end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # until there is something to stop
     enclose()
     running = _start(plan)
     try:

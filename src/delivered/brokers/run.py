@@ -28,11 +28,12 @@ def _silent(_: str) -> None:
 class Status:
     """
     Attributes:
-        running: its process lives; answering: it also answers requests.
-        bootstrap: "127.0.0.1:port", or None if no server was ever started in the folder.
-        url: what clients are given; None as `bootstrap`.
-        pipeline: it as a source or sink of a pipeline file.
-        first_steps: what it is for -> a command to run next.
+        running: its process is running.
+        answering: it also answers requests.
+        bootstrap: "127.0.0.1:port"; None: no server was ever started in the folder.
+        url: for clients; None as `bootstrap`.
+        pipeline: a source or sink of a pipeline file.
+        first_steps: purpose -> command to run next.
     """
 
     kind: str | None
@@ -48,7 +49,7 @@ class Status:
 
 
 class Broker:
-    """A server and its data folder. The object may be made again from the folder, by another process: `attach`."""
+    """A server and its data folder. Another process can get it from the folder: `attach`."""
 
     def __init__(self, folder: Path, state: State, identity: Identity) -> None:
         self.folder = folder
@@ -61,7 +62,7 @@ class Broker:
 
     @property
     def pid(self) -> int:
-        """Id of the process that was started last, alive or not."""
+        """Id of the last started process, running or not."""
         return self._identity.pid
 
     @property
@@ -72,12 +73,12 @@ class Broker:
 
     @property
     def bootstrap(self) -> str:
-        """Of the listener without TLS and passwords. The same after a restart."""
+        """Address of the listener without TLS and passwords. Unchanged by a restart."""
         return self._state.listeners[SERVERS[self.kind].main]
 
     @property
     def url(self) -> str:
-        """What clients are given: for Kafka the same as `bootstrap`, for a database its URL."""
+        """URL for clients; for Kafka the same as `bootstrap`."""
         return SERVERS[self.kind].url(self.bootstrap)
 
     @property
@@ -86,17 +87,16 @@ class Broker:
         return self.folder / "ca.pem"
 
     def kill(self) -> None:
-        """End the server without asking (SIGKILL). Returns when it is gone."""
+        """Kill the server (SIGKILL) and wait until it has ended."""
         end(self._identity, kill=True)
 
     def stop(self) -> None:
-        """Ask the server to end, and see that it does. May be called again."""
+        """Stop the server and wait until it has ended. Idempotent."""
         end(self._identity, ask=SERVERS[self.kind].stop)
 
     def restart(self) -> None:
-        """Start the server again, on the same data and the same ports, after `kill` or `stop`. Returns when it answers.
-
-        A server that still runs is stopped first.
+        """Start the server again with the same data and ports, and wait until it answers. A running server is stopped
+        first.
         """
         self.stop()
         self._state, self._identity = _run(self.folder, self._state, _silent)
@@ -109,18 +109,18 @@ class Broker:
 
 
 def default_folder(kind: str) -> Path:
-    """Where a server keeps its data if nobody said."""
+    """Data folder of a server by default."""
     return cache_folder() / "data" / kind
 
 
 def require_kind(kind: str) -> None:
-    """Raises UsageError if no server of this kind is known."""
+    """Raises UsageError: unknown kind of server."""
     if kind not in KINDS:
         raise UsageError("BROKER_UNKNOWN", f"No server of kind {kind!r} is known; known: {', '.join(KINDS)}.")
 
 
 def prefetch(kinds: Sequence[str], say: Say = _silent) -> None:
-    """Put what servers of these kinds are made of into the cache, beside each other, so that a later start need not.
+    """Download servers of these kinds into the cache, in parallel.
 
     Args:
         kinds: of `KINDS`.
@@ -128,7 +128,7 @@ def prefetch(kinds: Sequence[str], say: Say = _silent) -> None:
 
     Raises:
         UsageError: unknown kind.
-        DeliveredError: no Java, or a download failed; the others went on to their end.
+        DeliveredError: no Java, or a download failed; the others were completed.
     """
     for kind in kinds:
         require_kind(kind)
@@ -152,32 +152,31 @@ def start(
 ) -> Broker:
     """Start a server on 127.0.0.1 and free ports, and wait until it answers.
 
-    A folder that was used before keeps its data, its ports and its options; a server that runs there already is
-    returned as it is.
+    A folder used before keeps its data, ports and options; a server already running there is returned unchanged.
 
     Args:
         kind: one of `KINDS`.
         folder: for data, logs and state; default: `default_folder(kind)`.
         tls: Kafka: also a listener SSL; Pulsar: also PULSAR_SSL and HTTPS. `Broker.certificate` is what clients trust.
-        scram: Kafka alone: user -> password: also a listener SASL_PLAINTEXT (and SASL_SSL with `tls`) with
-            SCRAM-SHA-512. Access rules are checked then: such a user may do nothing until an ACL says so; clients of
-            PLAINTEXT may do all.
+        scram: Kafka only: user -> password: also a listener SASL_PLAINTEXT (and SASL_SSL with `tls`) with
+            SCRAM-SHA-512. ACLs are enforced then: such a user has no permissions without one; PLAINTEXT clients may do
+            everything.
         properties: more lines of the server's configuration, for instance {"transaction.max.timeout.ms": "900000"}.
-        heap_mb: of the Java heap, where there is one.
-        port: of its main listener; a server of this folder that is stopped moves there. None: a free one.
+        heap_mb: Java heap, if it has one.
+        port: of its main listener; a stopped server of this folder moves there. None: a free one.
         dies_with_parent: the server ends with the process that started it, even if that is killed (Linux).
-        say: called with a line of text when something takes long.
+        say: called with progress messages.
 
     Raises:
-        UsageError: unknown kind, it has no `tls` or `scram` here, or it runs on another port.
-        DeliveredError: no Java or no such server here, download failed, or the server did not come up; the message
-            ends with its last words.
+        UsageError: unknown kind, it does not support `tls` or `scram` here, or it runs on another port.
+        DeliveredError: no Java, server not available here, download failed, or it did not start; the message ends with
+            its last output.
     """
     require_kind(kind)
     for name, wanted in (("tls", tls), ("scram", bool(scram))):
         if wanted and name not in SERVERS[kind].takes:
             able = ", ".join(k for k, server in SERVERS.items() if name in server.takes)
-            raise UsageError("BROKER_OPTION", f"A server of kind {kind!r} cannot have {name} here; known for: {able}.")
+            raise UsageError("BROKER_OPTION", f"{kind!r} servers do not support {name} here; supported by: {able}.")
     place = (Path(folder) if folder is not None else default_folder(kind)).resolve()
     place.mkdir(parents=True, exist_ok=True)
     state = State.load(place)
@@ -208,7 +207,7 @@ def start(
         try:
             return Broker(place, *_run(place, _at(State(kind, listeners, settings), port), say))
         except DeliveredError as error:
-            # Between the look and the bind another program can take a port; the one that was asked for stays taken.
+            # Another program can take a free port before the bind. A requested port would stay taken.
             taken = "address already in use" in error.message.lower()
             if not taken or port is not None or attempt == _TRIES - 1:
                 raise
@@ -223,7 +222,7 @@ def _at(state: State, port: int | None) -> State:
 
 
 def attach(folder: Path | str) -> Broker:
-    """The server whose data is in `folder`, running or not.
+    """The server of a data folder, running or not.
 
     Raises:
         UsageError: no server was ever started there.
@@ -249,7 +248,7 @@ def stop(folder: Path | str) -> bool:
 
 
 def status(folder: Path | str) -> Status:
-    """What the server of `folder` does now. Never raises for a server that is down."""
+    """Status of the server of `folder`. Does not raise if it is down."""
     place = Path(folder).resolve()
     state = State.load(place)
     if state is None:
@@ -278,7 +277,7 @@ def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
     log = folder / "server.log"
     seen = log.stat().st_size if log.exists() else 0
     identity = launch(command, log, {}, settings["dies_with_parent"])
-    # Passwords are in the formatted storage now; the state needs only to know that there were any.
+    # Passwords are in the formatted storage now; the state only records that there are any.
     kept = {**settings, "scram": dict.fromkeys(settings["scram"], "")}
     started = replace(state, settings=kept, identity=identity)
     started.save(folder)
@@ -291,7 +290,7 @@ def _run(folder: Path, state: State, say: Say) -> tuple[State, Identity]:
             raise DeliveredError(
                 "BROKER_START",
                 f"{state.kind} {'ended' if dead else f'did not answer within {START_TIMEOUT_S:.0f} s'} while "
-                f"starting in {folder}. Its last words: {_last_words(log, seen)}",
+                f"starting in {folder}. Its last output: {_last_words(log, seen)}",
                 next_step=f"look at {log}",
             )
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""What `run` needs to know of each kind of server."""
+"""What `run` needs of each kind of server."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Server:
     Attributes:
         listeners: settings -> names of its listeners, one port each.
         main: the listener without TLS and passwords.
-        fetch: puts what it is made of into the cache; None: it comes with the package or the system.
+        fetch: downloads it into the cache; None: part of the package or the system.
         hidden: listeners that are not for clients.
-        prepare: writes configuration and storage, unless they are there; returns the command to run.
-        answers: whether the server takes requests.
-        url: address -> what clients are given.
-        takes: which of tls and scram it can have.
+        prepare: writes configuration and storage if missing; returns the command to run.
+        answers: whether the server accepts requests.
+        url: address -> URL for clients.
+        takes: which of tls and scram it supports.
         stop: signal that stops it, even with open connections.
-        pipeline: as a source or sink of a pipeline file: `{url}` for the address, `{HTTP}` for that of a listener.
-        first_steps: what somebody who has just started it runs next, `{url}` likewise.
+        pipeline: a source or sink of a pipeline file, with `{url}` for the address and `{HTTP}` for a listener's.
+        first_steps: commands to run after the start, `{url}` likewise.
     """
 
     listeners: Callable[[Mapping[str, Any]], list[str]]
@@ -50,4 +50,4 @@ def _found() -> dict[str, Server]:
 
 
 SERVERS: Mapping[str, Server] = _found()
-"""By kind: of every module of this folder that has one."""
+"""By kind; collected from this folder's modules."""

@@ -1,4 +1,4 @@
-"""Certificates for a server's TLS listener, made with the keytool that every Java runtime carries."""
+"""Certificates for a server's TLS listener, created with Java's keytool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from delivered.model.errors import DeliveredError
 
 
 def make_certificate(java_home: Path, folder: Path) -> tuple[Path, str]:
-    """A self-signed certificate for 127.0.0.1 and localhost, valid for ten years; made once per folder.
+    """A self-signed certificate for 127.0.0.1 and localhost, valid for ten years; created once per folder.
 
     Clients trust the PEM file ca.pem in the folder.
 
@@ -39,4 +39,4 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         said = (done.stdout + done.stderr).strip()[-300:]
-        raise DeliveredError("CERTIFICATE_FAILED", f"keytool could not make a certificate: {said}")
+        raise DeliveredError("CERTIFICATE_FAILED", f"keytool could not create a certificate: {said}")

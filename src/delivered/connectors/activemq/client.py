@@ -1,4 +1,4 @@
-"""One connection, with the broker's messages as our errors."""
+"""One connection, and translation of the broker's errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLOSE_S = 3.0
 
 
 def stomp() -> Any:
-    """The client library, imported where it is used. Raises MissingExtra."""
+    """The client library, imported on use. Raises MissingExtra."""
     os.environ.setdefault("STOMP_SKIP_HOSTNAME_SCAN", "1")  # otherwise importing it queries DNS
     try:
         import stomp
@@ -34,11 +34,11 @@ def stomp() -> Any:
 
 
 class Session:
-    """A connection whose frames arrive in the client's thread. Used by one other thread.
+    """A connection whose frames arrive in the client's thread; used by one other thread.
 
     Attributes:
         changed: guards all state that the client's thread writes.
-        arrived: messages that were not taken yet.
+        arrived: messages not yet returned.
         unconfirmed: requested receipts that have not arrived, oldest first.
         failed: why the connection is unusable.
     """
@@ -112,7 +112,7 @@ class Session:
         self.wait(lambda: not self.unconfirmed, REQUEST_TIMEOUT_S, what)
 
     def close(self) -> None:
-        """Disconnect, so that the broker requeues unacknowledged messages at once. May be called again."""
+        """Disconnect, so that the broker requeues unacknowledged messages at once. Idempotent."""
         if self._closing:
             return
         self._closing = True

@@ -66,7 +66,7 @@ class ActivemqSinkOptions(Place, owner="delivered_activemq sink"):
     queue: str = option("queue", "Queue to send to: anycast.", example="orders")
     id_header: str = option(
         "idHeader",
-        "Header for the message id, which is the same when a batch runs again.",
+        "Header for the message id, which a replayed batch repeats.",
         OptionType(lambda text: text or DUPLICATE_ID),
         default=DUPLICATE_ID,
     )

@@ -45,14 +45,14 @@ class Publisher:
             raise self._unknown(error) from error
 
     def flush(self) -> None:
-        """Wait until every message is confirmed. Raises if one was rejected, or if that is unknown."""
+        """Wait until every message is confirmed. Raises if one was rejected, or its outcome is unknown."""
         try:
             self._wait(0)
         except Unreachable as error:
             raise self._unknown(error) from error
 
     def close(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         self._session.close()
 
     def _wait(self, left: int) -> None:

@@ -40,7 +40,7 @@ class ActivemqSink(SendingSink):
             send=f"activemq {options.queue}: persistent, with a receipt for each message",
             assumes=(f"the ledger {options.ledger} is kept with the checkpoint",),
             limits=(
-                f"the header {options.id_header} is the same when a batch runs again (unless a column message_id "
+                f"the header {options.id_header} is the same in a replayed batch (unless a column message_id "
                 "overrides it), so consumers can detect duplicates",
                 *((_DROPS,) if drops else ()),
             ),

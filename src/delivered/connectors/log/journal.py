@@ -1,8 +1,8 @@
-"""The log as a receiver's journal: a handle that stays open, and appends that know what the log holds already.
+"""The log as a receiver's journal: an open handle, and appends that skip messages that are already in the log.
 
-The commit decides what is new. It is tried against the version of the table whose ids the window holds; if another
-process was faster, the commit fails, the window reads what that one wrote, and what is left is tried again. So two
-processes that append one message leave it in the log once, also when one of them was paused for long in between.
+Deduplication rests on optimistic commits: each is made against the table version that the window of ids reflects. If
+another process committed first, the commit fails, the window reads the new ids, and the remaining messages are tried
+again. So two processes that append the same message store it once, even if one was paused in between.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from delivered.source.columns import HEADER, HEADERS
 from delivered.source.window import Window
 
 ID_HEADER = "delivered.id"
-"""Header under which a record carries the id that its sender gave it; always the first one."""
+"""Header with the sender's id of a record; always the first one."""
 _LOCK = "_receivers.lock"
 _CHECKPOINT_VERSIONS = 8
-"""An append costs 0.7 ms more for every version since the last checkpoint, and a checkpoint 20 ms (deltalake 1.6): one
-every 25, 12, 8, 5 versions made 200 appends of one message 20.7, 17.2, 16.4, 18.4 ms each."""
+"""An append costs 0.7 ms more per version since the last checkpoint, and a checkpoint 20 ms (deltalake 1.6): with one
+every 25, 12, 8, 5 versions, 200 appends of one message took 20.7, 17.2, 16.4, 18.4 ms each."""
 _RELOADS_MAX = 5
 _VERSIONS_SYNCED_AT_START = 100
 _COMPACTED_BYTES = 128 << 20
@@ -44,11 +44,11 @@ _COMPACTED_BYTES = 128 << 20
 class LogJournal:
     """
     Args:
-        path: as `absolute` gives it.
-        window_size: ids remembered of each partition.
-        partitions: messages are spread over so many by a hash of their key; 1: their order stays.
-        readers: what all of these have behind them may go, once it is `keep_s` old; empty: nothing goes.
-        upkeep: whether `maintain` does anything; of many processes, one should.
+        path: from `absolute`.
+        window_size: ids remembered per partition.
+        partitions: messages are distributed over them by a hash of their key; 1 keeps their order.
+        readers: records that all of them have processed are deleted after `keep_s`; empty: none are.
+        upkeep: whether `maintain` does anything; one process should.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LogJournal:
             return 0
         deltalake = layout.delta()
         retired = 0
-        with contextlib.suppress(deltalake.exceptions.CommitFailedError), self._lock():  # the next time will do
+        with contextlib.suppress(deltalake.exceptions.CommitFailedError), self._lock():  # retried the next time
             self._refresh()
             retired = self._retire(layout.snapshot(self._table, self._path, self._storage), exact)
             now = layout.snapshot(self._table, self._path, self._storage)
@@ -117,11 +117,11 @@ class LogJournal:
         return retired
 
     def close(self) -> None:
-        """Nothing stays open but what the client library keeps."""
+        """Nothing to close: the client library keeps its own handles."""
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Processes of one machine take turns. Saves failed commits, guarantees nothing."""
+        """Processes of one machine take turns. Avoids failed commits; guarantees nothing."""
         if not layout.is_local(self._path):
             yield
             return
@@ -136,10 +136,10 @@ class LogJournal:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Tell the window what the log holds and it does not: after a start its tail, later what others appended."""
+        """Add missing ids to the window: after a start those of the log's tail, later those that others appended."""
         for _ in range(_RELOADS_MAX):
             now = layout.snapshot(self._table, self._path, self._storage)
-            # What is known is acknowledged, and who committed it may have died before it was durable.
+            # Known messages are acknowledged, so make them durable: their writer may have died before it did.
             first = now.version - _VERSIONS_SYNCED_AT_START if self._synced < 0 else self._synced + 1
             layout.sync_versions(self._path, first, now.version)
             self._synced = now.version
@@ -147,7 +147,7 @@ class LogJournal:
                 earliest = now.earliest()
                 for partition, end in now.ends().items():
                     self._tell(partition, self.window.start(partition, earliest[partition], end), end, now)
-            except FileNotFoundError:  # rewritten meanwhile: the records are in other files
+            except FileNotFoundError:  # rewritten meanwhile into other files
                 self._table = layout.open_table(self._path, self._storage)
                 continue
             return
@@ -164,7 +164,7 @@ class LogJournal:
             at += batch.num_rows
 
     def _write(self, batch: MessageBatch, fresh: Sequence[int]) -> tuple[list[Any], dict[int, list[str | None]]]:
-        """Data files for these messages, and which ids they hold, in order."""
+        """Data files for these messages, and their ids in order."""
         chosen = batch if len(fresh) == len(batch) else batch.pick(fresh)
         rows = rows_of(chosen)
         given = list(produce.rows_by_partition(rows, self._partitions if self._partitions > 1 else None))
@@ -179,7 +179,7 @@ class LogJournal:
     def _committed(self, files: Sequence[Any], told: Mapping[int, list[str | None]]) -> None:
         self._table.update_incremental()
         version = self._table.version()
-        # Between ours and the one before there may be another's: a compaction, which conflicts with nobody.
+        # Another process's compaction, which conflicts with nothing, may lie between this commit and the last.
         layout.sync_versions(self._path, self._synced + 1, version)
         self._synced = version
         for file in files:
@@ -189,7 +189,7 @@ class LogJournal:
             self._table = layout.open_table(self._path, self._storage)
 
     def _is_in(self, files: Sequence[Any]) -> bool:
-        """Whether a commit is in whose answer said otherwise; leaves the newest version open."""
+        """Whether a commit that reported an error succeeded; leaves the newest version open."""
         self._table = layout.open_table(self._path, self._storage)
         now = layout.snapshot(self._table, self._path, self._storage)
         return {f.path for f in files} <= {f.path for f in now.files}
@@ -200,15 +200,15 @@ class LogJournal:
         except Exception as second:
             return Unknown(f"{str(error)[:300]}; then {str(second)[:300]}")
         if there:
-            return Unknown(str(error)[:300])  # in, and perhaps not durable: it comes again, and is recognised
+            return Unknown(str(error)[:300])  # committed, but perhaps not durable: it is redelivered and recognised
         produce.remove(self._path, self._storage, files)
         return Failed(str(error)[:500])
 
     def _retire(self, now: layout.Snapshot, exact: bool) -> int:
-        """Take away what every reader has behind it; never the window's ids, nor a partition's end.
+        """Delete records that every reader has processed, but not the window's ids or a partition's end.
 
         Args:
-            exact: to the record, which writes a file anew; else by whole files.
+            exact: to the record, which rewrites a file; else by whole files.
         """
         if not self._readers:
             return 0
@@ -247,12 +247,12 @@ class LogJournal:
         return found.mtime_ns is not None and found.mtime_ns / 1e9 < time.time() - self._keep_s
 
     def _compact(self, now: layout.Snapshot) -> None:
-        """Small files into large ones. The old ones stay on disk, so that a reader under way still finds them."""
+        """Compact small files. The old ones stay on disk for active readers."""
         self._table.optimize.compact(target_size=_COMPACTED_BYTES)
         self._sync_rewritten(now)
 
     def _sync_rewritten(self, before: layout.Snapshot) -> None:
-        """Make durable what the client wrote since a snapshot: files, then the commits that name them."""
+        """Make durable what the client wrote since a snapshot: files, then the commits that refer to them."""
         known = {f.path for f in before.files}
         if layout.is_local(self._path):
             now = layout.snapshot(self._table, self._path, self._storage)
@@ -262,7 +262,7 @@ class LogJournal:
 
 
 def rows_of(batch: MessageBatch) -> pa.RecordBatch:
-    """The messages as a log takes them; the sender's id becomes the first header."""
+    """Messages as rows of the log; the sender's id becomes the first header."""
     now_us = time.time_ns() // 1000
     plain = not any(batch.headers) and None not in batch.ids
     names, values, ends = _ids_alone(batch.ids) if plain else _entries(batch)
@@ -277,13 +277,13 @@ def rows_of(batch: MessageBatch) -> pa.RecordBatch:
 
 
 def _ids_alone(ids: Sequence[str | None]) -> tuple[pa.Array, pa.Array, Any]:
-    """As `_entries`, for messages that have an id each and nothing else: what most are."""
+    """As `_entries`, for the common case: every message has an id and no other headers."""
     names = pa.repeat(pa.scalar(ID_HEADER, pa.string()), len(ids))
     return names, pa.array(ids, pa.string()).cast(pa.binary()), np.arange(len(ids) + 1, dtype=np.int32)
 
 
 def _entries(batch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
-    """Names and values of all headers, and where among them those of each message begin and the last ones end."""
+    """Names and values of all headers, and the offsets of each message's headers among them."""
     names: list[str] = []
     values: list[bytes | None] = []
     ends = np.zeros(len(batch) + 1, dtype=np.int32)
@@ -299,7 +299,7 @@ def _entries(batch: MessageBatch) -> tuple[pa.Array, pa.Array, Any]:
 
 
 def ids_of(headers: pa.Array) -> list[str | None]:
-    """The ids that `rows_of` put in front; None where a record has none."""
+    """The ids stored by `rows_of`; None for a record without one."""
     found: list[str | None] = [None] * len(headers)
     parents = pc.list_parent_indices(headers)
     entries = pc.list_flatten(headers)

@@ -12,7 +12,7 @@ from delivered.model.options import Options, OptionType, Unfit, option, prefixed
 EARLIEST = "earliest"
 LATEST = "latest"
 Position = str | Mapping[int, int]
-"""`earliest`, `latest`, or a partition's next offset; -2 stands for its earliest, -1 for its latest."""
+"""`earliest`, `latest`, or a partition's next offset; -2 is its earliest, -1 its latest."""
 
 
 def _position(text: str) -> Position:
@@ -20,7 +20,7 @@ def _position(text: str) -> Position:
         return text.strip().lower()
     try:
         raw = json.loads(text)
-        # What the driver's `initial` returned is understood too: it is kept as text beside a checkpoint.
+        # Also accepts the result of the driver's `initial`, which is stored beside a checkpoint.
         raw = raw["offsets"] if set(raw) == {"version", "offsets"} else raw
         position = {int(partition): int(offset) for partition, offset in raw.items()}
     except (ValueError, AttributeError, TypeError):
@@ -80,5 +80,5 @@ class LogOptions(Options, owner="delivered_log source"):
         return self.path.rstrip("/").rsplit("/", 1)[-1]
 
     def storage_resolved(self) -> dict[str, str]:
-        """Options for the object store's client, secrets filled in; use at once, do not keep."""
+        """Options for the object store's client, including secrets; do not keep."""
         return resolve_secrets("storage.", self.storage)

@@ -1,4 +1,4 @@
-"""Append records to a log: offsets assigned, one atomic commit, durable when it returns."""
+"""Appends records to a log: assigns offsets, commits atomically, and is durable on return."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from delivered.model.record_format import FORMAT, LOG_PROPERTY
 PARTITIONS_MAX = 1_000
 """Each partition of an append is an open file."""
 ATTEMPTS_MAX = 30
-"""Tries of one append against other producers, before it gives up with an error."""
+"""Attempts of one append against other producers."""
 CHECKPOINT_VERSIONS = 100
 _GROUP_ROWS = 65_536
 _GROUP_BYTES = 16 << 20
@@ -37,8 +37,8 @@ class Appended:
     """
     Attributes:
         version: of the table, with these records in it.
-        offsets: partition -> (first, last) offset given; empty when there was nothing to append.
-        repeated: the application transaction was in already; nothing was written now.
+        offsets: partition -> (first, last) assigned offset; empty: nothing to append.
+        repeated: the application transaction was already committed; nothing was written.
     """
 
     version: int
@@ -55,21 +55,21 @@ def append(
 ) -> Appended:
     """Append records to the log at `path`, all or none; create the log if missing.
 
-    When it returns, the records are durable: on a local disk the data files and their folders are fsynced before
-    the commit, the commit file and its folder after it. A crash before the return leaves all of the records or none.
+    On return the records are durable: on a local disk the data files and their folders are fsynced before the commit,
+    the commit file and its folder after it. A crash before the return leaves all of the records or none.
 
     Args:
         table_or_batches: columns `value` (binary or string); optional `key`, `headers` (list of struct key, value),
             `partition` (int), `timestamp`. A stream of batches is not collected.
         partition_by: None: the column `partition`, or partition 0 without one. n: a hash of `key` modulo n.
-        idempotence: (application id, version), version growing by use: an append whose version is not above the one
-            the log knows for that id is a no-op. Without it, an append repeated after a crash may be in twice.
+        idempotence: (application id, version), with a growing version: an append whose version is not above the log's
+            for that id is a no-op. Without it, an append retried after a crash may be duplicated.
         storage: options of the object store's client.
 
     Raises:
         UsageError: bad columns, or too many partitions.
-        DeliveredError: other producers were faster ATTEMPTS_MAX times. Nothing was appended.
-        OutcomeUnknown: the storage did not say whether the commit is in. With `idempotence`, call again.
+        DeliveredError: ATTEMPTS_MAX conflicts with other producers. Nothing was appended.
+        OutcomeUnknown: the storage did not report whether the commit succeeded. With `idempotence`, call again.
     """
     deltalake = layout.delta()
     path = absolute(path)
@@ -89,8 +89,8 @@ def append(
             try:
                 commit(table, files, idempotence)
             except deltalake.exceptions.CommitFailedError:
-                # Somebody else was first: read again, move our offsets behind their records. If it was another error,
-                # and our commit is in after all, our files are there: their names nobody else has.
+                # Conflict: read again and renumber after the other producer's records. After another error, the commit
+                # succeeded if the table has our files, whose names are unique.
                 time.sleep(layout.jitter_s(attempt))
                 table = layout.open_table(path, options)
                 now = layout.snapshot(table, path, options)
@@ -135,7 +135,7 @@ class _File:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits as one row group, numbered from where the last one ended."""
+        """Write pending rows as one row group, numbered from the end of the last one."""
         if not self.pending_rows:
             return
         rows = pa.Table.from_batches(self.pending)
@@ -253,7 +253,7 @@ def _stored(batch: pa.RecordBatch) -> pa.RecordBatch:
 def open_or_create(path: str, options: Mapping[str, str]) -> Any:
     deltalake = layout.delta()
     if not deltalake.DeltaTable.is_deltatable(path, dict(options) or None):
-        # "ignore": a producer that creates the log at the same moment is welcome.
+        # "ignore": another producer may create the log at the same moment.
         with contextlib.suppress(deltalake.exceptions.CommitFailedError):
             deltalake.DeltaTable.create(
                 path, layout.TABLE, mode="ignore", partition_by=[layout.PARTITION_COLUMN],
@@ -306,7 +306,7 @@ def commit(table: Any, files: list[_File], idempotence: tuple[str, int] | None) 
         layout.TABLE,
         [layout.PARTITION_COLUMN],
         commit_properties=CommitProperties(app_transactions=transactions),
-        # Checkpoints are written by `_finish`, where they are made durable.
+        # `_finish` writes checkpoints and makes them durable.
         post_commithook_properties=PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False),
     )
 
@@ -327,14 +327,14 @@ def _finish(path: str, options: Mapping[str, str], files: list[_File]) -> Append
 
 
 def checkpoint(table: Any, path: str) -> None:
-    """Fold the table's log up to the open version into one file, durable."""
+    """Write a durable checkpoint of the table at the open version."""
     table.create_checkpoint()
     if layout.is_local(path):
         sync_checkpoint(Path(path), table.version())
 
 
 def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exception) -> Appended:
-    """The commit ended in an error that says neither yes nor no: look for our files, whose names nobody else has."""
+    """After a commit of unknown outcome: look for our files, whose names are unique."""
     try:
         there = {f.path for f in layout.snapshot(layout.open_table(path, options), path, options).files}
     except (DeliveredError, OSError) as second:
@@ -354,7 +354,7 @@ def _look(path: str, options: Mapping[str, str], files: list[_File], error: Exce
 
 
 def _shifted(path: str, options: Mapping[str, str], files: list[_File], ends: Mapping[int, int]) -> list[_File]:
-    """Write files again whose offsets others took meanwhile; keep those that still fit."""
+    """Rewrite files whose offsets other producers have taken; keep the others."""
     fs = layout.filesystem(path, options)
     kept = [f for f in files if ends.get(f.partition, 0) == f.first]
     stale = [f for f in files if ends.get(f.partition, 0) != f.first]
@@ -371,7 +371,7 @@ def _shifted(path: str, options: Mapping[str, str], files: list[_File], ends: Ma
 
 
 def remove(path: str, options: Mapping[str, str], files: Sequence[_File]) -> None:
-    """Best effort: a file that no version names is invisible, and vacuum takes it away later."""
+    """Best effort: a file in no version is invisible, and vacuum deletes it later."""
     fs = layout.filesystem(path, options)
     for file in files:
         with contextlib.suppress(OSError):

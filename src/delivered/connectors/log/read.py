@@ -1,8 +1,7 @@
-"""A range of offsets of one partition as record batches.
+"""Reads a range of offsets of one partition as record batches.
 
-Records are found by offset. Files and row groups are chosen by their statistics; that they are in order, without gaps
-and without doubles, is checked batch by batch. A table that was compacted or sorted otherwise holds the offsets of a
-range in another order: then that part alone is loaded, bounded by the slice's share of the row groups involved, and
+Files and row groups are chosen by their statistics; every batch is checked for order, gaps and duplicates. Compaction
+may have reordered offsets: then only that part is loaded, bounded by the slice's share of the row groups involved, and
 sorted.
 """
 
@@ -20,14 +19,14 @@ import pyarrow.parquet as pq
 from delivered.connectors.log.table import STORED, LogFile, damaged
 
 BATCH_ROWS = 16_384
-"""Rows in one batch given out, at most."""
+"""Maximum rows per batch."""
 BATCH_BYTES = 8 << 20
-"""Bytes in one batch given out, about; fewer rows then."""
+"""Approximate maximum bytes per batch."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A row group and the offsets its footer claims."""
+    """A row group and the offset range in its footer."""
 
     file: Any
     index: int
@@ -35,7 +34,7 @@ class _Group:
     high: int
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Its rows as they are stored, a bounded number at a time."""
+        """Its rows in stored order, a bounded number at a time."""
         metadata = self.file.metadata.row_group(self.index)
         row_bytes = max(1, metadata.total_byte_size // max(1, metadata.num_rows))
         rows = max(64, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
@@ -43,7 +42,7 @@ class _Group:
 
 
 class RangeReader:
-    """Reads [start, end) once. `position` is the next offset to give, for going on after a file vanished."""
+    """Reads [start, end) once. `position` is the next offset, to continue after a file was deleted."""
 
     def __init__(self, name: str, partition: int, start: int, end: int, columns: Sequence[str]) -> None:
         self._name = name
@@ -57,7 +56,7 @@ class RangeReader:
 
         Raises:
             FileNotFoundError: a file was deleted; call again with those of a newer version.
-            InvariantBroken: an offset is missing, or there twice.
+            InvariantBroken: an offset is missing or duplicated.
         """
         wanted = sorted((f for f in files if f.low < self._end and f.high >= self.position), key=lambda f: f.low)
         for cluster in _clusters(wanted):
@@ -76,7 +75,7 @@ class RangeReader:
             raise damaged(self._name, self._partition, self.position, "the end of the log")
 
     def _cluster(self, groups: Sequence[_Group]) -> Iterator[pa.RecordBatch]:
-        """Row groups whose ranges overlap: stream a single one while it is in order, else load and sort."""
+        """Row groups with overlapping ranges: stream a single one while it is in order, else load and sort."""
         if len(groups) == 1:
             group = groups[0]
             for raw in group.batches(self._columns):
@@ -138,7 +137,7 @@ def _groups(file: Any, start: int, end: int) -> list[_Group]:
 
 
 def _clusters(items: Sequence[Any]) -> Iterator[list[Any]]:
-    """Split what is sorted by `low` into runs whose ranges overlap."""
+    """Split items sorted by `low` into runs of overlapping ranges."""
     run: list[Any] = []
     high = -1
     for item in items:

@@ -58,7 +58,7 @@ class LogSource:
         return LogDriver(self.options)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
-        """The slice's records, in the order of offsets, at most 16,384 in a batch."""
+        """The slice's records in offset order, at most 16,384 per batch."""
         options, data = self.options, piece.data
         storage = options.storage_resolved()
         partition, start, end = data["partition"], data["start"], data["end"]
@@ -73,7 +73,7 @@ class LogSource:
                     yield self._columns(batch, partition, schema)
                 return
             except FileNotFoundError:
-                # Compacted and vacuumed since the slice was cut: the records are in other files now.
+                # Compacted and vacuumed since the slice was planned: the records are in other files now.
                 table = layout.open_table(options.path, storage)
                 files = layout.snapshot(table, options.path, storage).overlapping(partition, reader.position, end)
         raise InvariantBroken(
@@ -96,8 +96,8 @@ class LogSource:
 
 
 class LogDriver:
-    """Offsets are `{"version": v, "offsets": {"0": 12}}`: the next offset of each partition, and the version of the
-    table in which the batch's end was seen, so that a replay finds the same files in one step."""
+    """Offsets are `{"version": v, "offsets": {"0": 12}}`: the next offset of each partition, and the table version that
+    the batch's end was read from, so that a replay opens the same files directly."""
 
     def __init__(self, options: LogOptions) -> None:
         self._options = options
@@ -118,7 +118,7 @@ class LogDriver:
         target = {p: max(ends.get(p, at), at) for p, at in begin.items()}
         if rows_max is not None:
             target = admit(begin, target, rows_max)
-        # A new version without new records (a compaction) is no reason for a batch.
+        # A new version without new records (a compaction) starts no batch.
         return start if target == _read(start) else _offsets(now.version, target)
 
     def newest(self) -> Offsets | None:
@@ -160,7 +160,7 @@ class LogDriver:
         return _offsets(now.version, begin), _offsets(now.version, end)
 
     def acknowledge(self, end: Offsets) -> None:
-        """A log needs no telling; but its upkeep may want to know what is behind every reader."""
+        """A log needs no acknowledgement; the position is stored for deletion behind all readers."""
         if self._options.reader is not None:
             write_progress(self._options.path, self._storage, self._options.reader, _read(end))
 
@@ -186,7 +186,7 @@ class LogDriver:
         return self._snapshot
 
     def _at(self, version: int) -> layout.Snapshot:
-        """The table as it was when a batch's end was seen; the newest one if that version is forgotten."""
+        """The table at the version of a batch's end; the newest one if that version no longer exists."""
         if self._snapshot is not None and self._snapshot.version == version:
             return self._snapshot
         path = self._options.path
@@ -198,14 +198,14 @@ class LogDriver:
         return self._refresh()
 
     def _begin(self, start: Offsets, now: layout.Snapshot) -> dict[int, int]:
-        """Where every partition stands; one that is new since the checkpoint starts at its first record."""
+        """Position of every partition; one added since the checkpoint starts at its first record."""
         begin, ends = _read(start), now.ends()
         for partition, at in begin.items():
             if at > ends.get(partition, at):
                 raise InvariantBroken(
                     "LOG_BEHIND",
                     f"The checkpoint is at offset {at} of partition {partition}, but the log {self._options.path!r} "
-                    f"ends at {ends[partition]}: the log was restored from an older copy, or is another one.",
+                    f"ends at {ends[partition]}: the log was restored from an older copy, or is a different one.",
                     next_step="restore the log, or start a new checkpoint",
                 )
         return {**now.earliest(), **begin}
@@ -224,14 +224,14 @@ class LogDriver:
 
 
 def admit(begin: Mapping[int, int], target: Mapping[int, int], rows_max: int) -> dict[int, int]:
-    """Cut a batch to at most `rows_max` records, every partition in proportion to what waits there, at least one."""
+    """Cut a batch to at most `rows_max` records, every partition in proportion to its pending records, at least one."""
     waiting = {p: target[p] - begin[p] for p in sorted(target)}
     total = sum(waiting.values())
     if total <= rows_max:
         return dict(target)
     share = {p: n * rows_max // total for p, n in waiting.items()}
     left = rows_max - sum(share.values())
-    # What rounding left goes to the partitions that got least of their own.
+    # The rounding remainder goes to the partitions with the smallest share.
     for p in sorted(waiting, key=lambda p: (share[p], p)):
         if left and share[p] < waiting[p]:
             share[p] += 1

@@ -1,7 +1,7 @@
-"""The log's layout: a Delta table by `partition`, whose files tell in their statistics which offsets they hold.
+"""The log's layout: a Delta table by `partition`, whose file statistics have the offsets.
 
-A Delta partition is never merged with another one, so every file, also a compacted one, belongs to one partition,
-and the smallest and largest offset of a file say all about where a record can be.
+Delta partitions are never merged, so every file, even a compacted one, belongs to one partition, and its smallest and
+largest offset bound the records in it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ STORED = pa.schema(
         pa.field("timestamp", TIMESTAMP),
     ]
 )
-"""Columns inside a Parquet file; `partition` stands in the file's path and in the table's log."""
+"""Columns inside a Parquet file; `partition` is in the file's path and the table's log."""
 
 TABLE = pa.schema([*STORED, pa.field("partition", pa.int32())])
 PARTITION_COLUMN = "partition"
 CONFLICT_ID = "delivered_log"
-"""Every append carries this application transaction id: Delta lets blind appends pass each other, and two of them
-would give the same offsets twice; two commits that name one id conflict."""
+"""Application transaction id of every append: Delta lets concurrent blind appends succeed, which would assign offsets
+twice, but commits with the same id conflict."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,27 @@ class LogFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the log holds at one version of the table. Files are ordered by partition, then offset."""
+    """The log at one version of the table. Files are ordered by partition, then offset."""
 
     version: int
     files: tuple[LogFile, ...]
 
     def earliest(self) -> dict[int, int]:
-        """Partition -> first offset that is there."""
+        """Partition -> first existing offset."""
         first: dict[int, int] = {}
         for file in self.files:
             first[file.partition] = min(file.low, first.get(file.partition, file.low))
         return first
 
     def ends(self) -> dict[int, int]:
-        """Partition -> offset that the next record will get."""
+        """Partition -> offset of the next record."""
         ends: dict[int, int] = {}
         for file in self.files:
             ends[file.partition] = max(file.high + 1, ends.get(file.partition, 0))
         return ends
 
     def overlapping(self, partition: int, start: int, end: int) -> list[LogFile]:
-        """Files that may hold offsets of [start, end)."""
+        """Files that may contain offsets of [start, end)."""
         return [f for f in self.files if f.partition == partition and f.low < end and f.high >= start]
 
 
@@ -85,7 +85,7 @@ def is_local(path: str) -> bool:
 
 
 def delta() -> Any:
-    """The client library, imported where it is used.
+    """The client library, imported on use.
 
     Raises:
         MissingExtra: it is not installed.
@@ -102,7 +102,7 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
 
     Raises:
         UsageError: there is no log at `path`.
-        Unreachable: the storage did not answer, or turned the credentials away.
+        Unreachable: the storage did not answer, or rejected the credentials.
     """
     deltalake = delta()
     try:
@@ -125,7 +125,7 @@ def open_table(path: str, storage: Mapping[str, str], version: int | None = None
 
 
 def snapshot(table: Any, path: str, storage: Mapping[str, str]) -> Snapshot:
-    """List the files of an open table with the offsets they hold."""
+    """List the files of an open table with their offsets."""
     actions = pa.table(table.get_add_actions(flatten=True))
     names = set(actions.column_names)
     if f"partition.{PARTITION_COLUMN}" not in names and actions.num_rows:
@@ -157,7 +157,7 @@ def filesystem(path: str, storage: Mapping[str, str]) -> Any:
 
 
 def _footer_range(path: str, storage: Mapping[str, str], file: str) -> tuple[int | None, int | None]:
-    """For a file whose statistics another writer left out of the table's log."""
+    """Offsets of a file whose statistics another writer left out of the table's log."""
     import pyarrow.parquet as pq
 
     with filesystem(path, storage).open_input_file(file) as source:
@@ -171,22 +171,22 @@ def _footer_range(path: str, storage: Mapping[str, str], file: str) -> tuple[int
 def sync_versions(path: str, first: int, last: int) -> None:
     """Make the commits first..last of a local table durable.
 
-    Producers do so before they acknowledge; a reader does it again before it reports offsets, because it may see a
-    commit whose producer died in between.
+    Producers do so before they return; a reader repeats it before it reports offsets, as a commit's producer may have
+    died in between.
     """
     if is_local(path):
-        # A reader without rights to open the folder for syncing still may read.
+        # A reader without the permission to sync the folder may still read.
         with contextlib.suppress(PermissionError):
             durable.sync_versions(Path(path), first, last)
 
 
 def jitter_s(attempt: int) -> float:
-    """Wait before the next try after a conflict: 5 ms to 0.5 s, growing."""
-    return random.uniform(0.005, min(0.5, 0.01 * 2**attempt))  # noqa: S311 - spreads load, hides nothing
+    """Wait before the retry after a conflict: 5 ms to 0.5 s, growing."""
+    return random.uniform(0.005, min(0.5, 0.01 * 2**attempt))  # noqa: S311 - jitter, not a secret
 
 
 def damaged(path: str, partition: int, expected: int, found: str) -> InvariantBroken:
-    """The error for offsets that should be there and are not, or are there twice."""
+    """The error for missing or duplicate offsets."""
     return InvariantBroken(
         "LOG_RECORDS_MISSING",
         f"Log {path!r}, partition {partition}: expected offset {expected}, found {found}. Records were deleted "
@@ -203,9 +203,9 @@ def write_progress(path: str, storage: Mapping[str, str], reader: str, offsets: 
     """Store a reader's position next to the log, for deletion behind all readers. It may lag, but is never ahead."""
     fs, target = filesystem(path, storage), f"{PROGRESS}/{reader}.json"
     local = is_local(path)
-    draft = f"{PROGRESS}/.{reader}.draft" if local else target  # an object store shows an object whole or not at all
+    draft = f"{PROGRESS}/.{reader}.draft" if local else target  # objects appear atomically
     fs.create_dir(PROGRESS, recursive=True)
-    # Buffered: the object store's handler takes bytes, and not what pyarrow would hand on as it is.
+    # Buffered: the object store's handler needs bytes, and pyarrow would pass the argument unchanged.
     with fs.open_output_stream(draft, buffer_size=65_536) as file:
         file.write(json.dumps(record_format.numbered({"offsets": {str(p): o for p, o in offsets.items()}})).encode())
     if local:

@@ -1,4 +1,4 @@
-"""Connections, and what the client said as errors of ours."""
+"""Connections, and translation of the client's errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from delivered.model.options import resolve_secret
 HEARTBEAT_S = 30
 BLOCKED_S = 60
 _PASSING = (311, 506, 541)
-"""Reply codes of a server that is short of something or looks for a leader: the same later may work."""
+"""Retriable reply codes: the server lacks a resource, or is electing a leader."""
 
 _STARTING = ("down or inaccessible", "does not have a replica on the local node")
-"""What a server says of a queue or stream that is there, before it has found it again after its start. The second one
-also of a stream of another node."""
+"""Reported of an existing queue or stream that is not yet available after a restart; the second also of a stream on
+another node."""
 
 
 def pika() -> Any:
-    """The client library, imported where it is used. Raises MissingExtra."""
+    """The client library, imported on use. Raises MissingExtra."""
     try:
         import pika
     except ImportError:
@@ -31,9 +31,9 @@ def pika() -> Any:
 
 
 def parameters(options: Place) -> Any:
-    """How to connect, with the password filled in; use at once, do not keep."""
+    """Connection parameters, including the password; do not keep."""
     client = pika()
-    # The client takes no user without a password from a url: it gets the url without either.
+    # The client accepts no user without a password in a url, so it gets the url without either.
     parts = urlsplit(options.url)
     made = client.URLParameters(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
     password = unquote(parts.password or "")
@@ -87,4 +87,4 @@ def explained(error: Exception, options: Place) -> DeliveredError:
             f"RabbitMQ at {options.place} did not answer, or the connection was lost: {said}",
             next_step="check the url, and that the server is running",
         )
-    return DeliveredError("RABBITMQ_CLIENT", f"RabbitMQ at {options.place} said: {said}")
+    return DeliveredError("RABBITMQ_CLIENT", f"RabbitMQ at {options.place} returned an error: {said}")

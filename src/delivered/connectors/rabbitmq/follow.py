@@ -1,7 +1,7 @@
-"""One consumer of one stream, from an offset on; where a stream begins and ends.
+"""Consumes a stream from an offset, and finds a stream's first and last offset.
 
-AMQP 0-9-1 tells neither. A consumer at `first` is given the oldest message; one at `last` all of the last chunk: after
-its first message, the answer to any request on the same channel comes behind the rest of it.
+AMQP 0-9-1 reports neither. A consumer at `first` receives the oldest message, one at `last` the whole last chunk: after
+its first message, the answer to any request on the channel arrives behind the rest of the chunk.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from delivered.model.limits import SOURCE_PATIENCE_S
 FIRST, LAST = "first", "last"
 _OFFSET = "x-stream-offset"
 _LOOK_PREFETCH = 65_535
-"""More than a chunk holds: all of the last one comes."""
+"""More than a chunk holds, so that the whole last one arrives."""
 _SILENCE_S = 1.0
-"""So long nothing comes of a stream that was never seen to hold a message: it is taken for empty."""
+"""A stream never seen to hold a message counts as empty after this time."""
 _PAUSE_S = 0.3
 
 
@@ -35,7 +35,7 @@ class Message:
 
 
 class Follower:
-    """Used by one thread. Raises Unreachable when the connection is gone."""
+    """Not thread-safe. Raises Unreachable if the connection is lost."""
 
     def __init__(self, place: Place, stream: str, at: int | str, prefetch: int) -> None:
         self._place = place
@@ -52,7 +52,7 @@ class Follower:
             raise explained(error, place) from error
 
     def take(self, wait_s: float) -> list[Message]:
-        """What came, in the order of offsets; waits for the first message."""
+        """Received messages in offset order; waits for the first one."""
         try:
             if not self._arrived:
                 self._connection.process_data_events(wait_s)
@@ -61,28 +61,28 @@ class Follower:
                 raise Unreachable("RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._place.place} said: {reason}")
             found = list(self._arrived)
             self._arrived.clear()
-            if found:  # nothing moves by it; the server sends on
+            if found:  # has no effect but credit: the server sends more
                 self._channel.basic_ack(found[-1].method.delivery_tag, multiple=True)
         except self._errors as error:
             raise explained(error, self._place) from error
         return found
 
     def settle(self) -> None:
-        """All that the server was about to send of a chunk is here when this returns."""
+        """Wait until the rest of a chunk has arrived."""
         try:
             self._channel.queue_declare(self._stream, passive=True)
         except self._errors as error:
             raise explained(error, self._place) from error
 
     def counted(self) -> int:
-        """Messages in the stream as the server counted them some seconds ago."""
+        """The server's message count, some seconds old."""
         try:
             return int(self._channel.queue_declare(self._stream, passive=True).method.message_count)
         except self._errors as error:
             raise explained(error, self._place) from error
 
     def close(self) -> None:
-        """The client hands back what it did not hand out, which a stream refuses: the connection ends with an error."""
+        """The client requeues undelivered messages, which a stream rejects by closing the connection with an error."""
         with contextlib.suppress(*self._errors):
             if self._connection.is_open:
                 self._connection.close()
@@ -90,7 +90,7 @@ class Follower:
     def _on_message(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
         del channel
         offset = (properties.headers or {}).get(_OFFSET)
-        if offset is None:  # not acknowledged: it stays where it is
+        if offset is None:  # not acknowledged, so it stays
             raise UsageError(
                 "QUEUE_NOT_STREAM",
                 f"{self._stream!r} at {self._place.place} is not a stream: its messages have no offsets.",
@@ -106,17 +106,17 @@ def first_offset(place: Place, stream: str, known: bool = False) -> int | None:
 
 
 def end_offset(place: Place, stream: str, known: bool = False) -> int:
-    """Behind the newest message there was when this was called; 0: there is none.
+    """Offset after the newest message at the time of the call; 0: the stream is empty.
 
     Args:
-        known: it held messages once.
+        known: it held messages before.
     """
     found = _look(place, stream, LAST, _LOOK_PREFETCH, known)
     return found[-1].offset + 1 if found else 0
 
 
 def patiently(what: Any) -> Any:
-    """Call it until the server answers, for as long as a restart may take."""
+    """Retry until the server answers, across a restart."""
     deadline = time.monotonic() + SOURCE_PATIENCE_S
     while True:
         try:
@@ -132,7 +132,7 @@ def _look(place: Place, stream: str, at: str, prefetch: int, known: bool) -> lis
     try:
         began = time.monotonic()
         while not (found := follower.take(_SILENCE_S)):
-            # The server's count lags behind, and is 0 for a while after its start.
+            # The server's count lags, and is 0 for a while after a restart.
             patience = SOURCE_PATIENCE_S / 4 if known or follower.counted() else _SILENCE_S
             if time.monotonic() - began > patience:
                 return []

@@ -1,6 +1,7 @@
-"""What kind a queue is. AMQP does not tell; but RabbitMQ names the first difference when a queue is declared again.
+"""Finds the type of a queue.
 
-Nothing is changed by that: a queue that is there is compared, and declared as it is.
+AMQP does not report it; but when an existing queue is declared again, RabbitMQ names the first differing property. That
+changes nothing.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class Kind(StrEnum):
     CLASSIC = "classic"
     STREAM = "stream"
     TRANSIENT = "transient"
-    """Not durable, whatever else it is."""
+    """Not durable, of any type."""
     OTHER = "other"
 
 
 def kind(options: Place, queue: str) -> Kind:
     """
     Raises:
-        UsageError: there is no such queue.
-        DeliveredError: the server does not answer, or does not permit the question.
+        UsageError: the queue does not exist.
+        DeliveredError: the server did not answer, or denied access.
     """
     connection = connect(options)
     kinds = pika().exceptions
@@ -56,7 +57,7 @@ def kind(options: Place, queue: str) -> Kind:
                     return _named(None if differs["none"] else value)
                 if name in ("auto_delete", "exclusive"):
                     flags[name] = value == "true"
-                else:  # as it is: the next difference is told then
+                else:  # as it is, to learn the next difference
                     arguments[name] = int(value) if differs["type"] in _WHOLE else value
             else:
                 return Kind.QUORUM
@@ -70,7 +71,7 @@ def kind(options: Place, queue: str) -> Kind:
 
 
 def _named(value: str | None) -> Kind:
-    """A queue that was declared without a kind is classic."""
+    """A queue declared without a type is classic."""
     if value is None:
         return Kind.CLASSIC
     return Kind(value) if value in list(Kind) else Kind.OTHER

@@ -11,7 +11,7 @@ from delivered.source.received import ReceiveOptions
 
 PREFETCH = 20_000
 PREFETCH_MAX = 65_535
-"""AMQP's field for it has 16 bits."""
+"""AMQP's field has 16 bits."""
 EXAMPLE = "amqp://user@host:5672/vhost"
 
 
@@ -21,7 +21,7 @@ class Place(BrokerOptions):
     url: str = option(
         "url",
         f"{EXAMPLE}, or amqps://, without a password.",
-        # RabbitMQ's default password is for localhost alone.
+        # RabbitMQ's default password only works from localhost.
         broker_url(tuple(PORTS), EXAMPLE, known_password="guest"),  # noqa: S106
         example=EXAMPLE,
     )
@@ -46,7 +46,7 @@ class RabbitmqOptions(Place, owner="delivered_rabbitmq source", beside=(ReceiveO
 class RabbitmqSinkOptions(Place, owner="delivered_rabbitmq sink"):
     """
     Attributes:
-        routing_key: None: the column key holds it.
+        routing_key: None: taken from the column key.
         ledger: path of a SQLite file.
     """
 
@@ -62,7 +62,7 @@ class RabbitmqSinkOptions(Place, owner="delivered_rabbitmq sink"):
 
     @property
     def label(self) -> str:
-        """Exchange and routing key, for messages."""
+        """Describes exchange and routing key, for messages."""
         return " ".join(x for x in (self.exchange, self.routing_key) if x) or "the queues that rows name"
 
     @property

@@ -1,6 +1,6 @@
-"""Publishing with confirms, many in flight: a connection in a thread of its own, driven by callbacks.
+"""Publishes with confirms, many in flight, on a connection in its own thread, driven by callbacks.
 
-The blocking client waits for each confirm before the next message; this one bounds what is unconfirmed instead.
+The blocking client waits for each confirm; this one bounds the number of unconfirmed messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from delivered.model.errors import BadRecord, DeliveredError, OutcomeUnknown, Un
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 
 IN_FLIGHT_MAX = 2_000
-"""Messages sent and not confirmed, of one task."""
+"""Unconfirmed messages per task."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Message:
 
 
 class Publisher:
-    """One connection. Every message is mandatory: one that no queue takes is an error, not a loss in silence."""
+    """One connection. Every message is mandatory: an unroutable one is an error, not a silent loss."""
 
     def __init__(self, options: RabbitmqSinkOptions) -> None:
         self._options = options
@@ -53,11 +53,11 @@ class Publisher:
 
     @property
     def unconfirmed(self) -> int:
-        """Messages sent whose fate nobody told."""
+        """Messages neither confirmed nor rejected."""
         return len(self._open_tags)
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Hand messages to the connection; waits while too many are in flight. Raises when one was refused."""
+        """Send messages; blocks while too many are in flight. Raises if one was rejected."""
         for at in range(0, len(messages), IN_FLIGHT_MAX // 2):
             part = messages[at : at + IN_FLIGHT_MAX // 2]
             self._wait(lambda: len(self._open_tags) <= IN_FLIGHT_MAX // 2, REQUEST_TIMEOUT_S, "confirm messages")
@@ -68,12 +68,12 @@ class Publisher:
             self._connection.ioloop.add_callback_threadsafe(partial(self._publish, part))
 
     def flush(self) -> None:
-        """Wait until every message is confirmed. Raises if one was rejected, or if that is unknown."""
+        """Wait until every message is confirmed. Raises if one was rejected, or its outcome is unknown."""
         self._wait(lambda: not self._open_tags, REQUEST_TIMEOUT_S, "confirm the last messages")
         self._check()
 
     def close(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -128,7 +128,7 @@ class Publisher:
             self._returned += 1
 
     def _on_lost(self, _: Any, error: Any) -> None:
-        """The connection or the channel is gone, or was never there."""
+        """The connection or channel was lost, or could not be opened."""
         with self._changed:
             if not self._closing and self._failed is None:
                 found = explained(error, self._options)

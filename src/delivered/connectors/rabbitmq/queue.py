@@ -1,4 +1,4 @@
-"""A queue as the contract sees it, and whether it can be received from."""
+"""A queue of the contract, with its preflight check."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RabbitmqQueue:
 
     def assumes(self) -> tuple[str, ...]:
         return (
-            "senders wait for publisher confirms, and send a message again under the same message_id",
-            f"the queue {self.options.queue} drops nothing by itself: no TTL, length or delivery limit without a "
+            "senders wait for publisher confirms, and resend a message with the same message_id",
+            f"the queue {self.options.queue} drops no messages: no TTL, length or delivery limit without a "
             "dead-letter exchange",
         )
 

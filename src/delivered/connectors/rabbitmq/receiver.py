@@ -1,4 +1,4 @@
-"""Messages in, acknowledgements out: one connection, one channel, manual acknowledgement, a bounded prefetch."""
+"""Receives messages: one connection, one channel, manual acknowledgements, a bounded prefetch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.source.columns import micros
 
 _PROPERTIES = tuple((n, f"amqp.{n}") for n in ("content_type", "correlation_id", "type", "reply_to", "app_id"))
-"""AMQP's own properties that become headers where a message has them."""
+"""AMQP properties that become headers."""
 _own = attrgetter(*(name for name, _ in _PROPERTIES))
 _NO_OWN = (None,) * len(_PROPERTIES)
 
 
 class RabbitmqReceiver:
-    """Handles are delivery tags; they mean something on this connection alone."""
+    """Handles are delivery tags, valid only on this connection."""
 
     def __init__(self, options: RabbitmqOptions) -> None:
         self._options = options
@@ -42,7 +42,7 @@ class RabbitmqReceiver:
 
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
         arrived = self._arrived
-        if not self._connection.is_open:  # an acknowledgement found out; the client's own error would say nothing
+        if not self._connection.is_open:  # noticed by an acknowledgement; the client's own error has no details
             raise Unreachable("RABBITMQ_UNREACHABLE", f"The connection to RabbitMQ at {self._options.place} was lost.")
         try:
             self._connection.process_data_events(0 if len(arrived) and count_max else wait_s)
@@ -58,7 +58,7 @@ class RabbitmqReceiver:
                 "deleted, or its leader is unavailable.",
                 next_step="declare the queue again, and restart `delivered receive`",
             )
-        if not self._channel.is_open:  # the client does not raise for a channel that the server closed
+        if not self._channel.is_open:  # the client does not raise if the server closed the channel
             reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
             raise Unreachable(
                 "RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._options.place} closed the channel: {reason}"
@@ -67,12 +67,12 @@ class RabbitmqReceiver:
         return taken
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
-        """RabbitMQ does not answer an acknowledgement. Ok: it was sent; if it is lost, the messages come again."""
+        """RabbitMQ does not confirm acknowledgements. Ok: it was sent; if it is lost, the messages are redelivered."""
         first, last = handles[0], handles[-1]
         try:
             if first == self._acknowledged + 1 and last - first + 1 == len(handles):
                 self._channel.basic_ack(last, multiple=True)
-                self._acknowledged = last  # all up to here: only then "and all before" may be said of what follows
+                self._acknowledged = last  # all up to here; only then may later ones use multiple=True
             else:
                 for handle in handles:
                     self._channel.basic_ack(handle)
@@ -91,7 +91,7 @@ class RabbitmqReceiver:
                 self._connection.close()
 
     def _on_message(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
-        """Column by column, and nothing of the client's own is kept: this is what a receiver's own time goes to."""
+        """Column by column, keeping none of the client's objects: this dominates a receiver's CPU time."""
         del channel
         key, named, sent = method.routing_key.encode(), headers(properties), properties.timestamp
         arrived = self._arrived
@@ -108,7 +108,7 @@ class RabbitmqReceiver:
 
 
 def headers(properties: Any) -> Sequence[tuple[str, bytes | None]]:
-    """Those of a message, and AMQP's own."""
+    """A message's headers, and AMQP's properties."""
     given, own = properties.headers, _own(properties)
     if not given and own == _NO_OWN:
         return ()

@@ -1,4 +1,5 @@
-"""The sink: at_least_once and at_most_once. Its ledger lies elsewhere: RabbitMQ has no place that one driver owns."""
+"""The sink, for at_least_once and at_most_once. Its ledger is external: RabbitMQ has no storage that one driver can
+own."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class RabbitmqSink(SendingSink):
                 "queues behind the exchange are durable",
             ),
             limits=(
-                "message_id is the same when a batch runs again (unless a column message_id gives another): who "
-                "receives can tell a repeat",
+                "a replayed batch has the same message_id (unless a column message_id sets it), so that consumers "
+                "can detect duplicates",
             ),
         )
 

@@ -1,7 +1,7 @@
-"""RabbitMQ streams as a source: they keep their messages under offsets, so that no receiver is needed.
+"""RabbitMQ streams as a source: messages are retained under offsets, so no receiver is needed.
 
-A stream is one partition. Offsets have gaps: RabbitMQ takes some for itself, one for every segment at least. Messages
-are only ever taken away from its start, so nothing is missing behind an offset while an older one is there.
+A stream is one partition. Offsets have gaps: RabbitMQ uses some itself, at least one per segment. Messages are only
+deleted from the start, so nothing after an existing offset is missing.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class RabbitmqStreamSource:
         what = ", ".join(self.options.streams)
         assumes = [
             f"RabbitMQ keeps the messages of {what} until their batch is logged (x-max-age, x-max-length-bytes)",
-            "nothing was sent in compressed batches of the stream protocol, which RabbitMQ does not show to AMQP 0-9-1",
+            "no compressed batches of the stream protocol, which RabbitMQ does not deliver over AMQP 0-9-1",
         ]
         if not self.options.fail_on_data_loss:
-            assumes.append("failOnDataLoss is false: messages that are gone before they are read are lost")
+            assumes.append("failOnDataLoss is false: messages deleted before they are read are lost")
         return SourceCapability(system="rabbitmq_stream", replayable=True, sent_twice=True, assumes=tuple(assumes))
 
     def preflight(self) -> Sequence[Finding]:
@@ -104,16 +104,16 @@ class StreamDriver:
         return self._resolve("startingOffsets", self._options.starting or LATEST)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
-        """A stream that `start` does not name is noted at its first message, and read by the next batch: what is read
-        lies between two offsets that were logged."""
+        """A stream missing in `start` is added at its first message and read from the next batch on, so that every
+        batch lies between two logged offsets."""
         ends = self._frozen or self._ends(start)
         at: dict[str, int] = {s: int(start[s]) for s in ends if s in start}
         for stream, position in at.items():
             if position > ends[stream]:
-                self._lost(f"{stream} ends at {ends[stream]}, before {position}, where this stream stands")
+                self._lost(f"{stream} ends at {ends[stream]}, before {position}, the position of this query")
                 at[stream] = ends[stream]
         for stream in start.keys() - ends.keys():
-            self._lost(f"{stream} is not read any more")
+            self._lost(f"{stream} is no longer read")
         shares = admit({s: ends[s] - at[s] for s in at}, rows_max)
         return {s: at[s] + shares[s] if s in at else self._first(s) for s in ends}
 
@@ -148,7 +148,7 @@ class StreamDriver:
         return start, end
 
     def acknowledge(self, end: Offsets) -> None:
-        """A stream needs no telling."""
+        """Streams need no acknowledgement."""
 
     def close(self) -> None:
         """Nothing is open."""

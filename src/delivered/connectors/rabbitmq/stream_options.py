@@ -65,12 +65,12 @@ class StreamOptions(Place, owner=OWNER, ignored=("path",)):
     rows_max: int | None = rows_max_option("messages")
     prefetch: int = option(
         "prefetch",
-        "Number of messages that RabbitMQ sends ahead to a task.",
+        "Number of unacknowledged messages that RabbitMQ sends to a task.",
         whole(1, PREFETCH_MAX),
         default=PREFETCH,
     )
     fail_on_data_loss: bool = data_loss_option("messages")
-    headers: bool = headers_option("Add the column headers: those of a message, and AMQP's own as amqp.*.")
+    headers: bool = headers_option("Add the column headers: a message's headers, and AMQP properties as amqp.*.")
 
     @property
     def target(self) -> str:

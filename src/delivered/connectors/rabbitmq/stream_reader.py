@@ -21,19 +21,19 @@ log = logging.getLogger("delivered.rabbitmq")
 
 _WAIT_S = 0.5
 _SILENCE_S = 5.0
-"""So long nothing comes: is there still something to wait for?"""
+"""After this time without messages, check that the rest of the slice exists."""
 _BATCH_BYTES = 16 << 20
 
 
 def read_slice(
     options: StreamOptions, schema: pa.Schema, stream: str, start: int, stop: int
 ) -> Iterator[pa.RecordBatch]:
-    """Messages from `start` on, before `stop`, in their order. Bounded memory: what is sent ahead, and one batch.
+    """Messages from `start` on, before `stop`, in order. Memory is bounded by the prefetch and one batch.
 
     Raises:
-        InvariantBroken: messages of the range are gone, and `failOnDataLoss` is true.
-        Unreachable: nothing came for two minutes.
-        UsageError: the stream is gone, or reading is not permitted.
+        InvariantBroken: messages of the range were deleted, and `failOnDataLoss` is true.
+        Unreachable: no messages for two minutes.
+        UsageError: the stream does not exist, or reading is not permitted.
     """
     rows = list[Message]()
     size = 0
@@ -52,14 +52,14 @@ def read_slice(
     if rows:
         yield _batch(rows, stream, schema)
     if gap is not None:
-        # Offsets that RabbitMQ took for itself, or messages that are gone: what is gone is gone from the start on.
+        # Offsets used by RabbitMQ itself, or deleted messages: those are deleted from the start on.
         first = patiently(partial(first_offset, options, stream, known=True))
         if first is None or first > gap:
-            lost(options, f"{stream} begins at {first}; what came from {gap} on was deleted before it was read")
+            lost(options, f"{stream} begins at {first}; messages from {gap} on were deleted before they were read")
 
 
 def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Iterator[Message]:
-    """Messages from `start` on, up to the first one that shows that all before `stop` came."""
+    """Messages from `start` on, up to the first one at or after the slice's end."""
     at, heard = start, time.monotonic()
     follower: Follower | None = None
     try:
@@ -85,8 +85,8 @@ def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Ite
             if time.monotonic() - heard > SOURCE_PATIENCE_S:
                 raise Unreachable(
                     "RABBITMQ_STALLED",
-                    f"{OWNER}: nothing came from {stream} at {options.place} for {SOURCE_PATIENCE_S:.0f} s; the slice "
-                    f"waits for offset {at}, and ends before {stop}.",
+                    f"{OWNER}: no messages received from {stream} at {options.place} for {SOURCE_PATIENCE_S:.0f} "
+                    f"s; the slice waits for offset {at} and ends before {stop}.",
                     next_step="check the server; the batch will be read again",
                 )
     finally:
@@ -95,7 +95,7 @@ def _messages(options: StreamOptions, stream: str, start: int, stop: int) -> Ite
 
 
 def _over(options: StreamOptions, stream: str, at: int, stop: int) -> bool:
-    """Whether waiting is in vain, because the stream ends before the slice does. Raises then, unless told to go on."""
+    """Whether the stream ends before the slice. Raises then if `failOnDataLoss`."""
     end = patiently(partial(end_offset, options, stream, known=True))
     if end >= stop:
         return False
@@ -128,11 +128,11 @@ def _headers(properties: Any) -> list[tuple[str, bytes | None]]:
 
 
 def lost(options: StreamOptions, what: str) -> None:
-    """Messages are gone. Raises, unless the user wants to go on."""
+    """Report lost messages. Raises if `failOnDataLoss`."""
     if options.fail_on_data_loss:
         raise InvariantBroken(
             "DATA_LOST",
             f"{OWNER}: {what}; messages may be lost.",
-            next_step='find out why; to go on all the same, restart with .option("failOnDataLoss", "false")',
+            next_step='find out why; to continue regardless, restart with .option("failOnDataLoss", "false")',
         )
     log.warning("%s; messages may be lost, and failOnDataLoss is false", what)

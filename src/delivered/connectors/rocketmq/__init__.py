@@ -1,6 +1,6 @@
 """Apache RocketMQ 5 over gRPC: a source through the write-ahead receiver, and a sink.
 
-With messageType=transaction, which exactly_once needs, brokers are spoken to themselves, by `remoting.py`.
+With messageType=transaction, which exactly_once needs, the sink connects to the brokers directly (`remoting.py`).
 """
 
 from __future__ import annotations

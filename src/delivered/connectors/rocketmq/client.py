@@ -1,7 +1,7 @@
-"""A session with RocketMQ's proxies, and what they said as errors of ours.
+"""A session with RocketMQ's proxies, and translation of their errors.
 
-The client library gives channels, signatures and the protocol's messages. Its consumer and its producer are left out:
-one drops a batch of which it cannot read one message, the other sends again by itself what may have arrived.
+The client library provides channels, signatures and the protocol's messages. Its consumer and producer are not used:
+one drops a batch with one unreadable message, the other retries sends of unknown outcome.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _DISTRUST = ("CERTIFICATE_VERIFY_FAILED", "not in peer certificate", "Hostname V
 
 
 class Channels:
-    """gRPC channels of a session, one per proxy, used in the client's thread. The client library's own channels cannot
-    be given trusted certificates."""
+    """gRPC channels of a session, one per proxy, used in the client's thread.
+
+    The client library's own channels have no option for trusted certificates."""
 
     def __init__(self, library: SimpleNamespace, options: Place) -> None:
-        """Raises UsageError: the file of trusted certificates cannot be used."""
+        """Raises UsageError: the file of trusted certificates is invalid."""
         self._library = library
         self._tls = options.tls
         self._trusted = None if options.trusted is None else _certificates(options.trusted)
@@ -50,7 +51,7 @@ class Channels:
         if proxy not in self._made:
             grpc = self._library.grpc
             if self._tls:
-                # gRPC always verifies certificate and host name.
+                # gRPC always verifies certificates and host names.
                 credentials = grpc.ssl_channel_credentials(self._trusted)
                 channel = grpc.aio.secure_channel(proxy.facade, credentials, _OPTIONS)
             else:
@@ -79,7 +80,7 @@ def untrusted(options: Place, said: str) -> UsageError | None:
 
 
 def _certificates(path: str) -> bytes:
-    """Check the file first: without a certificate in it, gRPC fails every connection without a reason."""
+    """Check the file first: if it has no certificate, gRPC fails every connection without a reason."""
     trust("tlsTrustCertsFile", path)
     return Path(path).read_bytes()
 
@@ -90,9 +91,9 @@ _SAID_MAX = 300
 
 @lru_cache(maxsize=1)
 def library() -> SimpleNamespace:
-    """What is used of the client library, imported where it is used. Raises MissingExtra.
+    """The parts of the client library in use, imported on use. Raises MissingExtra.
 
-    Its own log module makes files below the user's home when it is imported; one that makes none stands in for it.
+    Its log module creates files in the user's home on import, so it is replaced by one that does not.
     """
     if _LOG_MODULE not in sys.modules:
         stand_in = ModuleType(_LOG_MODULE)
@@ -124,17 +125,17 @@ def library() -> SimpleNamespace:
 
 
 class Session:
-    """One client as RocketMQ sees it: an id, and a stream to each proxy on which it says what it is.
+    """One client in RocketMQ's sense: an id, and a settings stream to each proxy.
 
     Args:
-        describe: fills in the Settings of this client.
+        describe: fills in this client's Settings.
     """
 
     def __init__(self, options: Place, describe: Callable[[Any], None]) -> None:
         self.library = made = library()
         self.options = options
         self.failed: DeliveredError | None = None
-        self.granted: Any = None  # the Settings that a proxy answered with
+        self.granted: Any = None  # the Settings that a proxy returned
         self.changed = threading.Condition()
         self._describe = describe
         secret = None if options.secret_key is None else resolve_secret("secretKey", options.secret_key)
@@ -156,11 +157,11 @@ class Session:
             raise
 
     def resource(self, name: str) -> Any:
-        """A name in the namespace of this session."""
+        """A resource name in this session's namespace."""
         return self.library.of.Resource(name=name, resource_namespace=self.options.namespace)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Have the client's own thread do this; its loop is one for the process."""
+        """Run in the client's thread, whose event loop the process shares."""
         return asyncio.run_coroutine_threadsafe(work, self.library.RpcClient.get_channel_io_loop())
 
     def wait(self, future: Future[Any], timeout_s: float) -> Any:
@@ -174,11 +175,11 @@ class Session:
             raise self.explained(error) from error
         except (DeliveredError, asyncio.CancelledError):
             raise
-        except Exception as error:  # of the library, which has no type for a session that has ended
+        except Exception as error:  # the library has no type for an ended session
             raise self._unreachable(f"{type(error).__name__}: {error}") from error
 
     async def call(self, proxy: Any, name: str, request: Any, timeout_s: float) -> Any:
-        """One request and its answer, whose status nobody looked at."""
+        """One request and its answer, with unchecked status."""
         stub = self._channels.stub(proxy)
         return await getattr(stub, name)(request, metadata=self._sign(), timeout=timeout_s)
 
@@ -188,16 +189,16 @@ class Session:
         return getattr(stub, name)(request, metadata=self._sign(), timeout=timeout_s)
 
     def fail(self, error: DeliveredError) -> None:
-        """The first error stays: what it left behind says less."""
+        """Keep the first error: later ones are its consequences."""
         with self.changed:
             self.failed = self.failed or error
             self.changed.notify_all()
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """May be called again.
+        """Idempotent.
 
         Args:
-            last: what to do before the streams end.
+            last: run before the streams end.
         """
         if self.closed:
             return
@@ -218,7 +219,9 @@ class Session:
         if "group not found" in said:
             return self._group_missing(said)
         if code is codes.INVALID_ARGUMENT:
-            return UsageError("ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} said: {said[:_SAID_MAX]}")
+            return UsageError(
+                "ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} returned an error: {said[:_SAID_MAX]}"
+            )
         return untrusted(self.options, said) or self._unreachable(said)
 
     def said(self, status: Any) -> DeliveredError:
@@ -250,7 +253,7 @@ class Session:
         if code == codes.ILLEGAL_INVISIBLE_TIME:
             return UsageError(
                 "INVISIBLE_TIME",
-                f"RocketMQ at {self.options.endpoints} refused invisibleSeconds: {text}",
+                f"RocketMQ at {self.options.endpoints} rejected invisibleSeconds: {text}",
                 next_step="raise invisibleSeconds, or lower minInvisibleTimeMillsForRecv of the proxies",
             )
         if 40_000 <= code < 50_000 and code not in (codes.TOO_MANY_REQUESTS, codes.UNRECOGNIZED_CLIENT_TYPE):
@@ -295,7 +298,7 @@ class Session:
         asyncio.get_running_loop().create_task(self._listen(stream)).add_done_callback(_forget)
 
     async def _listen(self, stream: Any) -> None:
-        """Until the proxy ends the stream: then it has forgotten what this client is."""
+        """Read until the proxy ends the stream, which drops this client's settings."""
         try:
             while await stream.read() is not self.library.grpc.aio.EOF:
                 pass
@@ -349,6 +352,6 @@ def unknown(error: DeliveredError, count: int) -> NoReturn:
 
 
 def _forget(task: asyncio.Task[Any]) -> None:
-    """A task that was cancelled with its stream is no error."""
+    """Ignore a task that was cancelled with its stream."""
     if not task.cancelled():
         task.exception()

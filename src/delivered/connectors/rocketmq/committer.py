@@ -1,8 +1,8 @@
 """Commits and aborts the half messages that tasks sent.
 
-A broker forgets that it was asked: told twice to commit, it shows a message twice. So there is one who tells at a time
-(end_journal.py), and what a former one may have told is looked up in the topic, where each message names its half
-message.
+EndTransaction is not idempotent: a half message committed twice appears twice. So one process at a time ends half
+messages (end_journal.py), and after a crash the topic, where each message names its half message, shows which were
+committed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 SETTLE_S = 4.0
-"""What somebody told a broker before, it has done after this: it drops what waited in it for 3 s
-(waitTimeMillsInTransactionQueue), and what was not sent by then is lost with its connection."""
+"""After this no earlier EndTransaction can take effect: a broker drops requests queued for 3 s
+(waitTimeMillsInTransactionQueue), and unsent ones are lost with their connection."""
 
 
 class RocketmqCommitter:
@@ -35,7 +35,7 @@ class RocketmqCommitter:
         self._journal = EndJournal(options.ledger, scope)
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
-        """End every half message once."""
+        """Commit every half message exactly once."""
         handle = HalfMessages.of(prepared)
         try:
             with self._journal.held():
@@ -45,18 +45,18 @@ class RocketmqCommitter:
             return Unknown(str(error))
 
     def was_committed(self, work: Work) -> bool:
-        """Whether it was written down that each of its messages had been seen in the topic, or confirmed."""
+        """Whether the journal records that all its messages were confirmed or found in the topic."""
         return self._journal.is_visible(work)
 
     def abort(self, prepared: Prepared) -> Outcome[None]:
-        """Spare the broker its questions. Runs in tasks too, where there is no ledger."""
+        """Roll back, which ends the broker's transaction checks. Also runs in tasks, without a ledger."""
         if not prepared.handle:
             return Ok(None)
         handle = HalfMessages.of(prepared)
         return self._roll_back(handle.name, handle.by_broker)
 
     def abort_orphans(self, keep: Sequence[Prepared]) -> Outcome[int]:
-        """Void half messages of this sink that `keep` does not name, and that nobody began to end."""
+        """Void half messages of this sink that are not in `keep` and that no process began to end."""
         kept = {HalfMessages.of(p).name for p in keep if p.handle}
         try:
             found: dict[str, dict[str, list[HalfMessage]]] = defaultdict(lambda: defaultdict(list))
@@ -102,7 +102,8 @@ class RocketmqCommitter:
         return Ok(None)
 
     def _not_shown(self, handle: HalfMessages) -> dict[str, list[HalfMessage]]:
-        """Which of them are not in the topic, when nobody can be telling of them any more. Raises Unreachable."""
+        """Half messages that are not in the topic, once no earlier EndTransaction can take effect. Raises
+        Unreachable."""
         self._cluster.close()
         time.sleep(SETTLE_S)
         left: dict[str, list[HalfMessage]] = {}
@@ -117,7 +118,8 @@ class RocketmqCommitter:
                 raise InvariantBroken(
                     "SHOWN_TWICE",
                     f"{len(twice)} messages of {handle.name} are in the topic {self._cluster.topic!r} twice, the first "
-                    f"by its half message at {min(twice)} of the log of {broker!r}: another producer ended them too.",
+                    f"from the half message at {min(twice)} of the log of {broker!r}: another producer committed them "
+                    "too.",
                     next_step="stop other RocketMQ producers of that group",
                 )
             left[broker] = [h for h in half_messages if h.place not in shown]

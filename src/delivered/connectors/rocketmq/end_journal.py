@@ -1,11 +1,10 @@
-"""What the driver knows of the ends of its half messages: a table in the ledger's file, and a lock beside it.
+"""The journal of ended half messages: a table in the ledger's file, and a lock file beside it.
 
-A broker makes a half message visible as often as it is told to, so somebody must know who was told. Before the first of
-a shard's half messages is ended, that is written down; when all of them are, that too. What stands between the two was
-told by somebody whose telling was not finished, and is looked up in the topic.
+EndTransaction is not idempotent, so each shard is recorded before its first half message is ended, and again when all
+are. A shard recorded only once was interrupted: the topic shows which messages were committed.
 
-The lock is held for as long as a process tells, and the system gives it back when that process dies: a driver that was
-paused holds up its successor, and is never overtaken by it.
+A process holds the lock while it ends half messages, and the system releases it when the process dies. A paused driver
+thus blocks its successor, which never overtakes it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from delivered.model.limits import CONNECT_TIMEOUT_S
 
 VOID_KEPT = 10_000
 INCARNATIONS_KEPT = 1_000
-"""Checkpoints whose two newest batches are remembered. An older batch is looked up in the topic."""
+"""Checkpoints whose two newest batches are kept. Older batches are looked up in the topic."""
 LOCK_WAIT_S = 20.0
 _POLL_S = 0.05
 
@@ -43,16 +42,16 @@ _TOP = """CREATE TABLE IF NOT EXISTS _delivered_rocketmq_top (
 
 class State(StrEnum):
     NEW = "new"
-    """Nobody has told a broker of it."""
+    """No half message was ended."""
     BEGUN = "begun"
-    """Somebody has, or may have."""
+    """Some may have been ended."""
     ENDED = "ended"
     VOID = "void"
-    """Rolled back: nobody may end it any more."""
+    """Rolled back: must not be committed."""
 
 
 class EndJournal:
-    """Of one sink. One file may serve several."""
+    """One sink's journal. Several sinks may share a file."""
 
     def __init__(self, path: str, scope: Scope) -> None:
         self._path = path
@@ -61,7 +60,7 @@ class EndJournal:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the one who tells brokers. Raises Unreachable if another process still does after 20 s."""
+        """Hold the lock for ending half messages. Raises Unreachable if another process still holds it after 20 s."""
         deadline = time.monotonic() + LOCK_WAIT_S
         with self._mine, self._opened() as file:
             while True:
@@ -85,7 +84,7 @@ class EndJournal:
             raise self._unusable(error) from None
 
     def begin(self, work: Work, name: str) -> State:
-        """What is known of a shard's half messages; a new one is begun from here on, durably."""
+        """State of a shard's half messages; a new shard is durably recorded as begun."""
         with self._writing() as connection:
             found = connection.execute("SELECT state FROM _delivered_rocketmq_end WHERE name = ?", (name,)).fetchone()
             if found is not None:
@@ -94,17 +93,17 @@ class EndJournal:
                 "SELECT max(batch) FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ?",
                 self._key(work.scope),
             ).fetchone()[0]
-            # An older batch was told of and forgotten since; and of a later one without a batch before it somebody
-            # may have told by another file.
+            # An older batch was ended and its record deleted. A later batch without a predecessor may have been begun
+            # in another file.
             known = newest <= work.batch if newest is not None else work.batch == 0
             self._put(connection, name, self._key(work.scope), work.batch, work.shard, State.BEGUN)
             return State.NEW if known else State.BEGUN
 
     def end(self, work: Work, name: str, tops: Iterable[tuple[str, int]]) -> None:
-        """Every half message of this name is visible.
+        """Record that every half message of this name is visible.
 
         Args:
-            tops: for each broker the last of their offsets among its half messages.
+            tops: for each broker, the last of their offsets in its half queue.
         """
         with self._writing() as connection:
             connection.execute("UPDATE _delivered_rocketmq_end SET state = ? WHERE name = ?", (State.ENDED.value, name))
@@ -119,7 +118,7 @@ class EndJournal:
             )
 
     def void(self, names: Iterable[str]) -> int:
-        """Nobody may end these any more, unless somebody began to. Returns how many were not known before."""
+        """Forbid committing these, unless a process began to. Returns the number of new names."""
         with self._writing() as connection:
             known = {row[0] for row in connection.execute("SELECT name FROM _delivered_rocketmq_end")}
             new = [n for n in dict.fromkeys(names) if n not in known]
@@ -129,7 +128,7 @@ class EndJournal:
             return len(new)
 
     def is_visible(self, work: Work) -> bool:
-        """A later batch is begun only when all of this one is."""
+        """Whether all its messages are visible; also true if a later batch was begun."""
         with self._writing() as connection:
             found = connection.execute(
                 "SELECT 1 FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ? "
@@ -139,7 +138,7 @@ class EndJournal:
         return found is not None
 
     def tops(self) -> dict[str, int]:
-        """By broker, the last offset among its half messages of one of ours that was ended."""
+        """By broker, the last offset in its half queue of this sink's ended half messages."""
         with self._writing() as connection:
             rows = connection.execute(
                 "SELECT broker, top FROM _delivered_rocketmq_top WHERE pipeline = ? AND sink = ?",
@@ -177,7 +176,7 @@ class EndJournal:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, on the disk when this ends. Raises Unreachable."""
+        """One transaction, durable on exit. Raises Unreachable."""
         try:
             with closing(
                 sqlite3.connect(f"file:{quote(self._path)}", uri=True, timeout=CONNECT_TIMEOUT_S, isolation_level=None)

@@ -1,7 +1,7 @@
-"""Half messages: stored by a broker, shown to nobody, until they are ended by their place in its log.
+"""Half messages: stored by a broker, invisible until committed by their place in its log.
 
-The broker asks about half messages that nobody ended, and asks a client that is connected under the name they were sent
-by. Nobody ever connects under ours, so nobody else ends them.
+For open half messages the broker runs transaction checks against a connected client of their producer group. No client
+ever connects with this sink's groups, so nobody else ends them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _GONE = "Find prepared transaction message failed"
 class HalfMessage:
     """
     Attributes:
-        place: in the broker's log; offset: in the broker's queue of half messages.
+        place: in the broker's log.
+        offset: in the broker's half queue.
     """
 
     place: int
@@ -55,12 +56,12 @@ class HalfMessage:
 
 @dataclass(frozen=True)
 class HalfMessages(Handle):
-    """Those of one writer.
+    """Half messages of one writer.
 
     Attributes:
-        name: under which they were sent: begins with that of the sink, and is new for each writer.
-        halves: by broker, packed, in the order in which they are stored.
-        since: by broker and queue (its number as text), where the topic ended before any of them was ended.
+        name: their producer group: the sink's prefix and a part unique to the writer.
+        halves: by broker, packed, in stored order.
+        since: by broker and queue (its number as text), the topic's end before any of them was committed.
     """
 
     name: str
@@ -73,12 +74,12 @@ class HalfMessages(Handle):
 
 
 def packed(half_messages: Iterable[HalfMessage]) -> str:
-    """A few bytes for each: steps from one to the next."""
+    """Delta encoding, a few bytes for each."""
     numbers = bytearray()
     place = offset = 0
     for half in half_messages:
         for step in (half.place - place, half.offset - offset):
-            left = (step << 1) ^ (step >> 63)  # small for small steps back, too
+            left = (step << 1) ^ (step >> 63)  # zigzag: small for negative steps too
             while left > 127:
                 numbers.append(left & 127 | 128)
                 left >>= 7
@@ -105,19 +106,19 @@ def unpacked(text: str) -> list[HalfMessage]:
 
 
 def group_of(scope: Scope) -> str:
-    """With what the names of a sink's writers begin. The same for every incarnation."""
+    """Prefix of the producer groups of a sink's writers, the same for every incarnation."""
     both = f"{scope.pipeline}/{scope.sink}"
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", both)[:80]
     return f"delivered_{plain}_{hashlib.sha256(both.encode()).hexdigest()[:8]}"
 
 
 def new_name(scope: Scope) -> str:
-    """Of one writer."""
+    """Producer group of one writer."""
     return f"{group_of(scope)}.{uuid.uuid4().hex}"
 
 
 class HalfSender:
-    """Sends one shard's half messages, many in flight. A repeated one is only one more that nobody ends."""
+    """Sends one shard's half messages, many in flight. A duplicate is just never committed."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self._cluster = cluster
@@ -130,7 +131,7 @@ class HalfSender:
         self._sent = 0
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Waits while too many are in flight. Raises when one was refused, or a broker does not answer."""
+        """Blocks while too many are in flight. Raises if one was rejected, or a broker does not answer."""
         places = self._cluster.places()
         if not self._since:
             self._since = ends(self._cluster, places)
@@ -147,7 +148,7 @@ class HalfSender:
                 raise self._error
 
     def flush(self) -> dict[str, list[HalfMessage]]:
-        """All of them by broker, in the order in which they are stored, when all are. Raises as `send`."""
+        """Wait until all are stored; return them by broker, in stored order. Raises as `send`."""
         for window in self._windows.values():
             window.flush()
         if self._error is not None:
@@ -155,7 +156,7 @@ class HalfSender:
         return {broker: sorted(found) for broker, found in self._half_messages.items()}
 
     def handle(self) -> HalfMessages:
-        """Of them, once they are flushed."""
+        """Flush, and describe them for the driver."""
         halves = {broker: packed(found) for broker, found in self.flush().items()}
         since = {broker: {str(queue): top for queue, top in self._since[broker].items()} for broker in halves}
         return HalfMessages(self._name, halves, since)
@@ -169,7 +170,7 @@ class HalfSender:
             **({"KEYS": " ".join(message.keys)} if message.keys else {}),
             **({"TAGS": message.tag} if message.tag else {}),
         }
-        # Letters for names, as this request has them: group, topic, its default, queue, flags, time, properties.
+        # This request abbreviates its names: group, topic, its default, queue, flags, time, properties.
         fields = {
             "a": self._name,
             "b": self._cluster.topic,
@@ -200,13 +201,13 @@ class HalfSender:
 
 
 class HalfPublisher:
-    """Half messages as `kits.queue.writer` sends. Where nothing is held back, they are ended as soon as all are stored.
+    """Publishes half messages for `kits.queue.writer`. Unless held, they are committed once all are stored.
 
     Args:
-        holds: leave them for the driver to end.
+        holds: leave them for the driver to commit.
 
     Attributes:
-        handle: of what was left; None: nothing, or not yet.
+        handle: of the held half messages; None: none, or not flushed.
     """
 
     def __init__(self, cluster: Cluster, name: str, *, holds: bool) -> None:
@@ -243,7 +244,9 @@ class HalfPublisher:
             finally:
                 self._ended += ending.ended
             if ending.gone or ending.refused:
-                raise Unreachable("ROCKETMQ_UNREACHABLE", ending.refused or "half messages were gone at once")
+                raise Unreachable(
+                    "ROCKETMQ_UNREACHABLE", ending.refused or "half messages disappeared before they were committed"
+                )
 
     def _telling(self, work: Callable[[], None]) -> None:
         try:
@@ -256,9 +259,9 @@ class Ending:
     """Ends half messages of one broker, each once.
 
     Attributes:
-        ended: so many the broker confirmed.
-        gone: those that it does not have any more.
-        refused: what it said of others; None: nothing.
+        ended: number confirmed by the broker.
+        gone: those no longer in its log.
+        refused: the first error of another one; None: no error.
     """
 
     def __init__(self, cluster: Cluster, broker: str, name: str) -> None:
@@ -271,7 +274,7 @@ class Ending:
         self.refused: str | None = None
 
     def end(self, half_messages: Sequence[HalfMessage], how: int) -> None:
-        """Raises Unreachable when a broker does not answer: nobody knows of how many more it was told."""
+        """Raises Unreachable if a broker does not answer: more than `ended` may have been ended."""
         window = Window(self._cluster.broker(self._broker), END, partial(self._request, how), self._answered)
         for half in half_messages:
             window.post(half)
@@ -292,7 +295,7 @@ class Ending:
         return fields, b""
 
     def _answered(self, half: HalfMessage, answer: Answer) -> bool:
-        if answer.code == BUSY:  # it was taken out of the queue before its turn
+        if answer.code == BUSY:  # dropped from the broker's queue, not processed
             return False
         with self._lock:
             if answer.code == OK:

@@ -1,4 +1,4 @@
-"""What a message of RocketMQ is in the log."""
+"""Converts RocketMQ messages to rows of the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delivered.connectors.rocketmq.client import library
 from delivered.model.limits import RECEIVE_BYTES_MAX
 
 _GROUP_PROPERTY = "__SHARDINGKEY"
-"""Holds the message group once more."""
+"""Also holds the message group."""
 _ZLIB_OR_GZIP = 47
 
 
@@ -20,8 +20,8 @@ _ZLIB_OR_GZIP = 47
 class Content:
     """
     Attributes:
-        id: None: it has none that it can be recognised by.
-        key: the message group, else the sender's keys with spaces between them; None: neither.
+        id: None: no usable id.
+        key: the message group, else the sender's keys separated by spaces; None: neither.
     """
 
     id: str | None
@@ -32,7 +32,7 @@ class Content:
 
 
 def content(message: Any, by_key: bool) -> Content:
-    """Raises ValueError for a body that is not what was sent, or cannot be unpacked."""
+    """Raises ValueError for a corrupt body, or one that cannot be decompressed."""
     system = message.system_properties
     keys = [k for k in system.keys if k != system.message_id]
     named = list(system.keys)

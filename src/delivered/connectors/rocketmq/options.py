@@ -32,7 +32,7 @@ def _addresses(text: str) -> tuple[str, ...]:
 class Place(Options):
     """
     Attributes:
-        access_key: None: nobody is asked for.
+        access_key: None: no authentication.
         secret_key: may be a reference.
         trusted: PEM file of certificates; None: gRPC's own.
     """
@@ -79,7 +79,7 @@ class Place(Options):
 class RocketmqOptions(Place, owner="delivered_rocketmq source", beside=(ReceiveOptions,)):
     """
     Attributes:
-        by_key: the sender's key is the id of a message, not the id that its client made.
+        by_key: messages are identified by the sender's key instead of the client's message id.
     """
 
     group: str = option("group", "Consumer group; must be ordered if the topic is FIFO.", example="delivered")
@@ -101,8 +101,7 @@ class RocketmqOptions(Place, owner="delivered_rocketmq source", beside=(ReceiveO
     )
     invisible_s: int = option(
         "invisibleSeconds",
-        "Seconds that a message stays invisible after its receiver died; while a receiver holds it, the time "
-        "is renewed.",
+        "Seconds until a message is redelivered after its receiver died; renewed while a receiver holds it.",
         whole(1, INVISIBLE_S_MAX),
         default=INVISIBLE_S,
     )

@@ -1,7 +1,7 @@
-"""Sending with a receipt for each message, many in flight, each sent once.
+"""Sends messages once each, many in flight, with a receipt for each.
 
-NORMAL messages go together, up to `BATCH_MAX` in one request. Of a FIFO topic each goes alone, because a proxy puts a
-request with several into any queue (5.5.0), and the next of a message group waits for the answer to the one before.
+NORMAL messages are batched, up to `BATCH_MAX` in a request. FIFO messages are sent one by one, because a proxy puts a
+batch into any queue (5.5.0), and the next of a message group waits for the previous answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from delivered.model.errors import DeliveredError, OutcomeUnknown, Unreachable
 from delivered.model.limits import REQUEST_TIMEOUT_S
 
 IN_FLIGHT_MAX = 2_000
-"""Messages sent and not confirmed, of one task."""
+"""Unconfirmed messages per task."""
 BATCH_MAX = 100
 BATCH_BYTES_MAX = 256 << 10
 _OVERHEAD_BYTES = 500
@@ -30,8 +30,8 @@ _GRACE_S = 5.0
 class Message:
     """
     Attributes:
-        group: of a FIFO topic; "": none.
-        deliver_ms: Unix time of a DELAY topic; None: none.
+        group: for a FIFO topic; "": none.
+        deliver_ms: Unix time, for a DELAY topic; None: none.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Message:
 
 
 class Publisher:
-    """One session. What is refused ends it; what nobody answered stays unconfirmed, and is not sent again."""
+    """One session, ended by a rejected message. Unanswered messages stay unconfirmed and are not retried."""
 
     def __init__(self, options: RocketmqSinkOptions) -> None:
         self._options = options
@@ -56,20 +56,20 @@ class Publisher:
         self._in_flight = 0
         self._lost = 0
         self._error: DeliveredError | None = None
-        self._waiting: dict[str, deque[list[Message]]] = {}  # by message group, while one request of it is out
+        self._waiting: dict[str, deque[list[Message]]] = {}  # by message group with a request in flight
 
     @property
     def unconfirmed(self) -> int:
-        """Messages sent whose fate nobody told."""
+        """Messages of unknown outcome."""
         return self._in_flight + self._lost
 
     def takes(self) -> list[str]:
-        """Types of messages that the topic takes."""
+        """Message types that the topic accepts."""
         of = self._session.library.of
         return sorted({of.MessageType.Name(k) for q in self._session.queues for k in q.accept_message_types})
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Send messages; blocks while too many are in flight. Raises if one was rejected, or if that is unknown."""
+        """Send messages; blocks while too many are in flight. Raises if one was rejected, or its outcome is unknown."""
         for batch in batches(messages, alone=self._options.kind != "NORMAL"):
             self._wait(IN_FLIGHT_MAX - len(batch))
             with self._lock:
@@ -83,11 +83,11 @@ class Publisher:
             self._session.run(self._send(batch))
 
     def flush(self) -> None:
-        """Wait until every message was confirmed. Raises as `send`."""
+        """Wait until every message is confirmed. Raises as `send`."""
         self._wait(0)
 
     def close(self) -> None:
-        """May be called again."""
+        """Idempotent."""
         self._session.close()
 
     def _describe(self, settings: Any) -> None:
@@ -96,7 +96,7 @@ class Publisher:
         topic.name, topic.resource_namespace = self._options.topic, self._options.namespace
 
     async def _send(self, batch: list[Message]) -> None:
-        """Runs in the client's thread; then what waited in the same group."""
+        """Send a batch, then those waiting in its group. Runs in the client's thread."""
         session, group = self._session, batch[0].group
         while True:
             try:
@@ -116,7 +116,7 @@ class Publisher:
                 if rest and self._error is None:
                     batch = rest.popleft()
                 else:
-                    # Behind one that may be missing nothing of its group is sent.
+                    # After a message that may be lost, nothing of its group is sent.
                     behind = sum(map(len, rest or ()))
                     self._in_flight, self._lost = self._in_flight - behind, self._lost + behind
                     self._waiting.pop(group, None)
@@ -154,7 +154,7 @@ class Publisher:
             )
             error, late = self._error, self._in_flight > left
         if error is not None:
-            # The fate of what is on its way is not told yet; whoever gives up counts it.
+            # Messages in flight have an unknown outcome; a caller that gives up counts them.
             if isinstance(error, Unreachable | OutcomeUnknown):
                 unknown(error, self.unconfirmed)
             raise error
@@ -163,10 +163,10 @@ class Publisher:
 
 
 def batches(messages: Sequence[Message], alone: bool = False) -> Iterator[list[Message]]:
-    """What goes into one request.
+    """Split messages into requests.
 
     Args:
-        alone: each by itself.
+        alone: one message per request.
     """
     batch: list[Message] = []
     size = 0

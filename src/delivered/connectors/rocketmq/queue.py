@@ -1,4 +1,4 @@
-"""Topic and group as the contract sees them, and whether they can be received from."""
+"""Topic and group as a queue of the contract, with their preflight check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from delivered.model.errors import DeliveredError, Unreachable, UsageError
 class RocketmqQueue:
     """
     Attributes:
-        seen: not empty once topic and group were found: servers that start again know neither for a while.
+        seen: not empty once topic and group were found: for a while after a restart, servers know neither.
     """
 
     options: RocketmqOptions
@@ -29,15 +29,15 @@ class RocketmqQueue:
     def assumes(self) -> tuple[str, ...]:
         options = self.options
         ids = (
-            "senders set one key for each message, no two the same, and the same when they send it again"
+            "senders set one unique key per message, and the same one when they resend it"
             if options.by_key
-            else "message ids are unique, and a message that its sender sends anew, with another id, is a new one (a "
-            "process that was forked after its client had started gives the ids of its parent: set idFrom=keys)"
+            else "message ids are unique, and a message resent with another id is a new one (a process forked after "
+            "its client had started repeats its parent's ids: set idFrom=keys)"
         )
         return (
             ids,
-            f"the group {options.group} lets a message be handed out often enough (retryMaxTimes, 16 unless set): "
-            "above, RocketMQ puts it into the group's dead letters (%DLQ%), and not into the log",
+            f"the group {options.group} redelivers often enough (retryMaxTimes, 16 unless set): after that, "
+            "RocketMQ moves a message to the group's dead letters (%DLQ%), and it does not reach the log",
             "brokers run with popConsumerKVServiceEnable=true: else they can forget messages that arrive within five "
             "seconds after a receiver ended (seen with 5.5.0; `delivered receive` warns)",
             f"the topic {options.topic} keeps messages for longer than receivers may be down (fileReservedTime)",

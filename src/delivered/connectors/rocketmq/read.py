@@ -33,7 +33,7 @@ class RocketmqScan:
         return _SCHEMA
 
     def slices(self, since: Offsets | None = None) -> Sequence[Slice]:
-        del since  # what a topic does not keep any more is not read
+        del since  # skips messages that the topic no longer has
         with closing(Cluster(self.options)) as cluster:
             found = ends(cluster, cluster.places())
         return [

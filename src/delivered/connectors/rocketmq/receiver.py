@@ -1,7 +1,7 @@
-"""Messages in, acknowledgements out: long polls, a bounded number held, their invisible time renewed while they are.
+"""Receives by long polls, holds a bounded number of messages, and renews their invisible time until acknowledged.
 
-RocketMQ hides a message that it handed out for a time; when that is over, anybody gets it. A receiver that is slow asks
-for more time before, so nothing it holds comes to another; one that is dead asks for nothing.
+RocketMQ redelivers a message when its invisible time expires. A slow receiver renews it in time, so its messages go to
+no other receiver; those of a dead one are redelivered.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from delivered.model.outcome import Ok, Outcome, Unknown
 
 _LOG = logging.getLogger(__name__)
 _POLLS = 4
-"""Requests for messages that wait at one broker at the same time."""
+"""Concurrent long polls per broker."""
 _PER_POLL = 32
-"""RocketMQ hands out no more at once."""
+"""RocketMQ's maximum per request."""
 _POLL_S = 5.0
-"""A proxy takes no shorter one."""
+"""A proxy accepts no shorter one."""
 _HEARTBEAT_S = 10.0
 _ACKNOWLEDGED_AT_ONCE = 500
 _CHANGED_AT_ONCE = 100
 _RENEWED_BEFORE = 0.5
-"""Of the invisible time: this is left when it is renewed."""
+"""Fraction of the invisible time left when it is renewed."""
 _GIVE_BACK_S = 10.0
 _ORDERED_QUEUE = 999
-"""Of receipts of ordered groups, however the broker notes what it hands out."""
+"""In receipts of ordered groups, whichever way the broker tracks deliveries."""
 MISSING = ("DELIVERED_TOPIC_MISSING", "DELIVERED_GROUP_MISSING")
-"""Of what was there before, servers that start again say this too."""
+"""Restarting servers also report this of existing topics and groups."""
 
 _FORGETFUL = (
     "RocketMQ at %s can forget messages for good that arrive within five seconds after a receiver ended or was killed "
@@ -53,12 +53,12 @@ _FORGETFUL = (
 
 @dataclass(eq=False)
 class Held:
-    """A message that RocketMQ hides for us.
+    """A received message, invisible to other receivers.
 
     Attributes:
-        receipt: what acknowledges it; another one after each renewal.
-        until: when it is hidden no more (monotonic), counted from before it was asked for.
-        renewal: under way.
+        receipt: acknowledges it; changes with each renewal.
+        until: when it becomes visible (monotonic), counted from before the request.
+        renewal: in progress.
     """
 
     proxy: Any
@@ -76,7 +76,7 @@ class RocketmqReceiver:
         self._session = session = Session(options, self._describe)
         of = session.library.of
         readable = [q for q in session.queues if q.permission in (of.READ, of.READ_WRITE)]
-        # One queue of each broker stands for all of that broker's.
+        # One queue per broker represents all of its queues.
         self._sources = [(session.library.RpcEndpoints(q.broker.endpoints), q) for q in _one_each(readable)]
         self.ordered = bool(session.granted.subscription.fifo)
         self.takes_fifo = any(of.FIFO in q.accept_message_types for q in session.queues)
@@ -95,7 +95,7 @@ class RocketmqReceiver:
             session.changed.wait_for(lambda: session.failed is not None or bool(count_max and self._arrived), wait_s)
             failed = session.failed
             taken = [self._arrived.popleft() for _ in range(min(count_max, len(self._arrived)))]
-        if failed is not None:  # what arrived comes again
+        if failed is not None:  # messages that arrived are redelivered
             if isinstance(failed, UsageError | Unreachable) and failed.code not in MISSING:
                 raise failed
             raise Unreachable("ROCKETMQ_UNREACHABLE", failed.message, failed.next_step)
@@ -111,7 +111,7 @@ class RocketmqReceiver:
         )
 
     def acknowledge(self, handles: Sequence[Any]) -> Outcome[int]:
-        """Ok: the broker took every one of them."""
+        """Ok: the broker accepted every acknowledgement."""
         if self._session.closed:
             return Unknown("the connection was closed, which requeued them")
         mine = [h for h in handles if h in self._held]
@@ -130,7 +130,7 @@ class RocketmqReceiver:
         return Ok(taken)
 
     def give_back(self, handles: Sequence[Any]) -> None:
-        """Of an ordered group all that is held: what follows a message must not come before it."""
+        """Requeue messages. Of an ordered group all held messages, so that none overtakes an earlier one."""
         if self.ordered and any(h in self._held for h in handles):
             with self._session.changed:
                 self._arrived.clear()
@@ -152,7 +152,7 @@ class RocketmqReceiver:
         subscription.long_polling_timeout.seconds = int(_POLL_S)
 
     def _poll(self) -> None:
-        """Ask for as many as may be held besides; what was asked for counts as held."""
+        """Request as many as may still be held; requested ones count as held."""
         session = self._session
         with session.changed:
             room = self._options.prefetch - len(self._held) - self._polling * _PER_POLL
@@ -181,7 +181,7 @@ class RocketmqReceiver:
         try:
             async for part in session.stream(proxy, "ReceiveMessage", request, _POLL_S + REQUEST_TIMEOUT_S):
                 if part.HasField("message"):
-                    # Not hidden before the request was sent; but a long poll may have waited.
+                    # Invisible at the earliest since the request; but a long poll may have waited.
                     self._read(taken, proxy, part.message, max(asked, time.monotonic() - 1.0))
                 elif part.HasField("status"):
                     await self._look(part.status)
@@ -204,7 +204,7 @@ class RocketmqReceiver:
             found = content(message, self._options.by_key)
         except ValueError as error:
             _LOG.warning(
-                "message %s was not taken, attempt %d: %s; it comes again, until the group's limit of attempts",
+                "message %s is unreadable, attempt %d: %s; it is redelivered up to the group's limit of attempts",
                 system.message_id, system.delivery_attempt, error,
             )  # fmt: skip
             return
@@ -241,7 +241,7 @@ class RocketmqReceiver:
             session.run(beaten(proxy))
 
     def _renew(self) -> None:
-        """Ask for more time for what is held longer than expected."""
+        """Renew the invisible time of messages that are about to expire."""
         soon = time.monotonic() + self._options.invisible_s * _RENEWED_BEFORE
         with self._session.changed:
             due = [h for h in self._held if h.until <= soon and h.renewal is None]
@@ -258,7 +258,7 @@ class RocketmqReceiver:
         if answer.status.code == self._session.library.code.OK:
             held.receipt, held.until = renewed(answer.receipt_handle) or held.receipt, asked + self._options.invisible_s
             held.renewal = None
-        else:  # too late: it is somebody else's, and cannot be acknowledged; `renewal` stays, so nobody asks again
+        else:  # too late: it was redelivered and cannot be acknowledged; `renewal` stays set, so there is no retry
             _LOG.warning("message %s was held too long: %s", held.message_id, answer.status.message[:200])
 
     async def _change(self, held: Held, seconds: int) -> Any:
@@ -273,7 +273,7 @@ class RocketmqReceiver:
         return await session.call(held.proxy, "ChangeInvisibleDuration", request, REQUEST_TIMEOUT_S)
 
     def _acknowledged(self, mine: Sequence[Held]) -> tuple[int, str]:
-        """How many the brokers took, and why not the first that they did not."""
+        """Number accepted by the brokers, and why the first other one was rejected."""
         session, ok = self._session, self._session.library.code.OK
         running = []
         for proxy in dict.fromkeys(h.proxy for h in mine):
@@ -291,7 +291,7 @@ class RocketmqReceiver:
         return sum(s.code == ok for s in statuses), refused[0].message[:200] if refused else ""
 
     def _show(self, given: Sequence[Held]) -> None:
-        """Hide these no more. Best effort: when their time is over they are seen anyway."""
+        """Make these visible again. Best effort: otherwise they become visible when their time expires."""
         if not given:
             return
         for held in given:
@@ -330,21 +330,21 @@ class RocketmqReceiver:
 
 
 def forgetful(receipt: str) -> bool:
-    """Whether the broker that gave it may forget messages which arrive in the seconds after a receiver ended.
+    """Whether the receipt's broker may lose messages that arrive in the seconds after a receiver ended.
 
-    A broker (5.5.0) notes what it hands out in one of two ways (decision 029); the fourth word tells: where
-    popConsumerKVServiceEnable is off it goes round several queues.
+    A broker (5.5.0) tracks deliveries in one of two ways (decision 029). The fourth word shows which: with
+    popConsumerKVServiceEnable off it cycles through several queues.
     """
     words = receipt.split(" ")
     return len(words) >= 8 and words[3].isdecimal() and 0 < int(words[3]) < _ORDERED_QUEUE
 
 
 def renewed(receipt: str) -> str:
-    """The receipt of a renewal, as it should be.
+    """Correct the receipt of a renewal.
 
-    What the broker writes down for a renewed message begins at that message's own offset (eighth word). A proxy that
-    runs in one process with its broker (5.5.0) still names the offset at which the first hand-out began, and what is
-    done by such a receipt, an acknowledgement too, is answered with OK and undone: the message comes again.
+    The broker's record of a renewed message begins at the message's own offset (eighth word). A proxy in the broker's
+    process (5.5.0) still returns the first delivery's offset; a request with such a receipt, even an acknowledgement,
+    gets OK but has no effect, and the message is redelivered.
     """
     words = receipt.split(" ")
     if len(words) < 8 or not words[0].isdecimal() or not words[7].isdecimal():

@@ -1,10 +1,10 @@
-"""RocketMQ's own protocol, as its brokers and name servers speak it: what the proxies' gRPC does not offer.
+"""RocketMQ's remoting protocol, for what the proxies' gRPC lacks: brokers and name servers speak it.
 
-Half messages are ended by their place in a broker's log, from any process and for as long as that log is kept; and a
-queue can be read from an offset. A frame is a length, a header in JSON, and a body.
+It ends half messages by their place in a broker's log, from any process and while that log is kept, and reads a queue
+from an offset. A frame is a length, a JSON header, and a body.
 
-A connection that is closed, or whose process dies, is reset: what this side had not sent by then is dropped by the
-system and not delivered later.
+Closing a connection, or the death of its process, resets it: the system drops unsent data instead of delivering it
+later.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PULL, QUERY_OFFSET, MAX_OFFSET, MIN_OFFSET, END, ROUTE, SEND = 11, 14, 30, 31, 3
 OK, SYSTEM_ERROR, BUSY, ILLEGAL, NO_PERMISSION, NO_TOPIC = 0, 1, 2, 13, 16, 17
 NOT_FOUND, RETRY_AT_ONCE, OFFSET_MOVED = 19, 20, 21
 _VERSION = 399
-"""The protocol's version number that a client of 4.9 names."""
+"""Protocol version of client 4.9."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _SAID_MAX = 300
 IN_FLIGHT_MAX = 500
-"""Requests to one broker without an answer. A broker turns away what waits in it for 0.2 s."""
+"""Unanswered requests per broker. A broker rejects requests queued for 0.2 s."""
 _BUSY_S = 0.05
 
 
@@ -51,11 +51,11 @@ class Answer:
 
 
 Done = Callable[[Answer | None], None]
-"""Called by the reading thread, once; None: no answer will come."""
+"""Called once, by the reading thread; None: the connection was lost."""
 
 
 class Peer:
-    """One connection. `lost` says why there will be no more answers."""
+    """One connection. `lost`: why it was lost."""
 
     def __init__(self, address: str, options: RocketmqSinkOptions) -> None:
         self.address = address
@@ -78,7 +78,7 @@ class Peer:
         self._reader.start()
 
     def post(self, code: int, fields: Mapping[str, Any], body: bytes, done: Done) -> None:
-        """Send a request; `done` gets its answer. Never raises: a connection that is lost gives no answer."""
+        """Send a request; `done` receives its answer. Never raises: a lost connection gives None."""
         given = {k: _text(v) for k, v in fields.items() if v is not None}
         if self._options.access_key is not None and self._secret is not None:
             given["AccessKey"] = self._options.access_key
@@ -106,7 +106,7 @@ class Peer:
             self._end(str(error))
 
     def ask(self, code: int, fields: Mapping[str, Any]) -> Answer:
-        """One request and its answer, whose code nobody looked at. Raises Unreachable."""
+        """One request and its answer, with unchecked code. Raises Unreachable."""
         future: Future[Answer | None] = Future()
         self.post(code, fields, b"", future.set_result)
         try:
@@ -118,10 +118,10 @@ class Peer:
         return found
 
     def close(self) -> None:
-        """Reset the connection: what was not sent by now will not be. May be called again."""
+        """Reset the connection, which drops unsent data. Idempotent."""
         self._end("the connection was closed")
         if threading.current_thread() is not self._reader:
-            self._reader.join(CONNECT_TIMEOUT_S)  # it holds the connection too
+            self._reader.join(CONNECT_TIMEOUT_S)  # it shares the connection
 
     def unreachable(self, said: str) -> Unreachable:
         return Unreachable(
@@ -138,7 +138,7 @@ class Peer:
             return UsageError(
                 "TOPIC_MISSING",
                 f"The topic {self._options.topic!r} does not exist at {self.address}.",
-                next_step=f"make it (mqadmin updateTopic -t {self._options.topic} -a +message.type=TRANSACTION), or "
+                next_step=f"create it (mqadmin updateTopic -t {self._options.topic} -a +message.type=TRANSACTION), or "
                 "correct the option topic",
             )
         if answer.code == NO_PERMISSION or "AclException" in answer.remark or "Authenti" in answer.remark:
@@ -168,7 +168,7 @@ class Peer:
     def _take(self, said: bytes, head_size: int) -> None:
         head = json.loads(said[:head_size])
         if not head["flag"] & 1:
-            return  # a request of the broker's; nobody here answers one
+            return  # a request of the broker's, left unanswered
         with self._lock:
             done = self._waiting.pop(head["opaque"], None)
         if done is not None:
@@ -188,10 +188,10 @@ class Peer:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A queue of the topic that takes messages.
+    """A writable queue of the topic.
 
     Attributes:
-        broker: its name, which it keeps when its address changes.
+        broker: its name, which does not change with its address.
     """
 
     broker: str
@@ -199,7 +199,7 @@ class Place:
 
 
 class Cluster:
-    """Where a topic's queues are, and a connection to each broker. Used by one thread at a time."""
+    """A topic's queues, and a connection to each broker. Not thread-safe."""
 
     def __init__(self, options: RocketmqSinkOptions) -> None:
         self.options = options
@@ -215,11 +215,11 @@ class Cluster:
         return self._places
 
     def broker(self, name: str) -> Peer:
-        """A connection to a broker; a new one, if the last was lost. Raises as `places`."""
+        """A connection to a broker, reopened if it was lost. Raises as `places`."""
         peer = self._peers.get(name)
         if peer is None or peer.lost is not None:
             if peer is not None:
-                self._addresses.pop(name, None)  # it may have moved
+                self._addresses.pop(name, None)  # its address may have changed
             if name not in self._addresses:
                 self._route()
             if name not in self._addresses:
@@ -232,7 +232,7 @@ class Cluster:
         return peer
 
     def close(self) -> None:
-        """Reset every connection. May be called again."""
+        """Reset every connection. Idempotent."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -272,12 +272,12 @@ class Cluster:
 
 
 class Window:
-    """Requests of one kind to one broker, many in flight. Used by one thread.
+    """Requests of one kind to one broker, many in flight. Not thread-safe.
 
     Args:
-        request: fields and body of what is posted.
-        answered: called with what was posted and its answer, by the reading thread; True: done with it. Else it is
-            posted again after a short time: only for what the broker said it had not begun.
+        request: makes fields and body of an item.
+        answered: called with an item and its answer, by the reading thread. False: retry shortly, which is only safe if
+            the broker reported that it had not begun.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class Window:
         self._lost = False
 
     def post(self, what: Any) -> None:
-        """Waits while too many are in flight. Raises Unreachable when the connection is lost, or nobody answers."""
+        """Blocks while too many are in flight. Raises Unreachable if the connection is lost, or on a time-out."""
         while self._again:
             self._repeat()
         self._go(what)

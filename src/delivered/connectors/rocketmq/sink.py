@@ -1,4 +1,4 @@
-"""The sink. Its ledger lies elsewhere: RocketMQ has no place that one driver owns."""
+"""The sink. Its ledger is external: RocketMQ has no storage that a single driver can own."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class RocketmqSink(SendingSink):
         options = self.options
         if options.kind == TRANSACTION:
             return self._holds_back()
-        order = ("the order within a message group holds within a shard",) if options.kind == "FIFO" else ()
+        order = ("messages of a group are ordered only within a shard",) if options.kind == "FIFO" else ()
         return sends(
             "rocketmq",
             mechanism="receipts",
             send=f"rocketmq {options.topic}: {options.kind}, with a receipt for each message, each sent once",
             assumes=(
                 f"the ledger {options.ledger} is kept as long as the checkpoint",
-                "brokers keep what they confirmed (flushDiskType, replicas)",
+                "brokers do not lose confirmed messages (flushDiskType, replicas)",
             ),
             limits=(
-                "message_id, which is among the keys too, is the same when a batch runs again (unless a column "
-                "message_id gives another): who receives can tell a repeat",
+                "a replayed batch has the same message_id, also among the keys (unless a column message_id sets it), "
+                "so that receivers can detect duplicates",
                 *order,
             ),
         )
@@ -60,29 +60,28 @@ class RocketmqSink(SendingSink):
             system="rocketmq",
             commit=Commit.TWO_PHASE,
             mechanism="two-phase commit",
-            stage=f"rocketmq {options.topic}: half messages, which brokers store and show to nobody",
-            prepare="each confirmed by its broker; its place in the broker's log is its name",
+            stage=f"rocketmq {options.topic}: half messages, which brokers store and keep invisible",
+            prepare="each confirmed by its broker; identified by its place in the broker's log",
             decide="one row in the ledger, by the one driver that owns it",
-            apply="each half message is told to be shown once, by one process at a time",
-            send=f"rocketmq {options.topic}: half messages, shown when all of a shard are stored, each sent once",
+            apply="each half message is committed once, by one process at a time",
+            send=f"rocketmq {options.topic}: half messages, committed when all of a shard are stored, each sent once",
             batch_atomic=False,
             prepared_timeout_s=HALF_MESSAGES_KEPT_S,
             assumes=(
                 f"the ledger {options.ledger} is one file for every driver of this pipeline, and kept as long as the "
                 "checkpoint",
-                "brokers keep what they confirmed (flushDiskType, replicas), half messages and the topic's for "
-                "fileReservedTime (72 h unless set)",
-                "no producer of others connects under a group whose name begins with delivered_: brokers would let it "
-                "end half messages of ours",
+                "brokers do not lose confirmed messages (flushDiskType, replicas), and keep half messages and the "
+                "topic's for fileReservedTime (72 h unless set)",
+                "no other producer connects with a group that starts with delivered_: brokers would let it end this "
+                "sink's half messages",
             ),
             limits=(
-                "every reader finds each record in the topic once; what a group does not acknowledge in time it is "
-                "handed again, as always, under the same message_id, which is among the keys",
-                "brokers ask about half messages that nobody ended, at most transactionCheckMax times (15), and get no "
-                "answer: the driver ends them, or the next one from the decision, also after the last question "
-                "(measured with 5.5.0)",
-                f"a start after a crash in mid-apply looks the batch up in the topic, {SETTLE_S:.0f} s later",
-                "a reader may see some rows of a shard before the others, in any order",
+                "each record is in the topic once; as always, messages that a group does not acknowledge in time are "
+                "redelivered to it, with the same message_id, which is also among the keys",
+                "transaction checks of brokers, at most transactionCheckMax (15), get no answer: the driver ends half "
+                "messages, or the next driver by the decision, also after the last check (measured with 5.5.0)",
+                f"a start after a crash during apply waits {SETTLE_S:.0f} s, then looks the batch up in the topic",
+                "readers may see some rows of a shard before others, in any order",
             ),
         )
 
@@ -147,7 +146,7 @@ class RocketmqSink(SendingSink):
 
 
 class _OtherType(Nothing):
-    """What is sent is visible; but an earlier start of the pipeline may have decided half messages."""
+    """Sent messages are visible; but an earlier run of the pipeline may have decided half messages."""
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
         del prepared

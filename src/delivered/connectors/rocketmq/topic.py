@@ -1,4 +1,4 @@
-"""What lies in a queue, read by offset at its broker."""
+"""Reads queues by offset at their brokers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stored:
     Attributes:
         offset: in its queue.
         place: in the broker's log.
-        half: for a committed message, the place of its half message; else 0.
+        half: of a committed message, the place of its half message; else 0.
     """
 
     offset: int
@@ -81,16 +81,16 @@ def joined(properties: dict[str, str]) -> str:
 
 
 HALF_MESSAGES, _CHECKER = "RMQ_SYS_TRANS_HALF_TOPIC", "CID_RMQ_SYS_TRANS"
-"""Where a broker stores half messages, in queue 0, and the name under which it goes through them itself."""
+"""A broker's half queue is queue 0 of this topic; this is the group of its own transaction checks."""
 _READER = "TOOLS_CONSUMER"
-"""A group that every broker has, for tools that read and keep no place."""
+"""A group of every broker, for tools without consumer offsets."""
 _SUBSCRIBES = 4
 _TOGETHER = 32
 _SHOWN_SOON_S = 0.02
 
 
 def ends(cluster: Cluster, places: Sequence[Place]) -> dict[str, dict[int, int]]:
-    """Where queues of the topic end now for their readers, by broker."""
+    """Present end of the topic's queues for readers, by broker."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for place in places:
         found[place.broker][place.queue] = _end(cluster.broker(place.broker), cluster.topic, place.queue, shown=True)
@@ -98,10 +98,10 @@ def ends(cluster: Cluster, places: Sequence[Place]) -> dict[str, dict[int, int]]
 
 
 def added(cluster: Cluster, place: Place, since: int) -> Iterator[Stored]:
-    """Messages of a queue from this offset to all that is stored now, shown to readers or about to be.
+    """Messages of a queue from this offset to the last one stored now, including those about to become visible.
 
     Raises:
-        PromiseBroken: the first of them are not kept any more.
+        PromiseBroken: the first of them no longer exist.
         Unreachable, Refused: a broker did not answer.
     """
     peer = cluster.broker(place.broker)
@@ -119,14 +119,14 @@ def added(cluster: Cluster, place: Place, since: int) -> Iterator[Stored]:
 
 
 def kept(cluster: Cluster, place: Place, until: int) -> Iterator[Stored]:
-    """Messages of a queue that are kept, before this offset. Raises Unreachable, Refused."""
+    """The queue's retained messages before this offset. Raises Unreachable, Refused."""
     for here, message in _read(cluster.broker(place.broker), cluster.topic, place.queue, 0, until):
         if here >= 0:
             yield message
 
 
 def open_half_messages(cluster: Cluster, broker: str, since: int) -> Iterator[Stored]:
-    """Half messages which that broker has not gone past yet, ended or not, from this offset at the earliest."""
+    """Half messages from this offset on that the broker's transaction check has not passed yet, ended or not."""
     peer = cluster.broker(broker)
     answer = peer.ask(QUERY_OFFSET, {"consumerGroup": _CHECKER, "topic": HALF_MESSAGES, "queueId": 0})
     at = int(answer.fields["offset"]) if answer.code == OK else 0
@@ -137,7 +137,7 @@ def open_half_messages(cluster: Cluster, broker: str, since: int) -> Iterator[St
 
 
 def _read(peer: Peer, topic: str, queue: int, at: int, until: int) -> Iterator[tuple[int, Stored]]:
-    """Messages and their offsets; (-1, the next that is there) where some are not kept any more."""
+    """Messages and their offsets; (-1, next existing offset) where some no longer exist."""
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
     while at < until:
         asked = {
@@ -154,9 +154,9 @@ def _read(peer: Peer, topic: str, queue: int, at: int, until: int) -> Iterator[t
             "expressionType": "TAG",
         }
         answer = peer.ask(PULL, asked)
-        if answer.code in (NOT_FOUND, RETRY_AT_ONCE):  # it is stored, and not shown yet
+        if answer.code in (NOT_FOUND, RETRY_AT_ONCE):  # stored, but not visible yet
             if time.monotonic() > deadline:
-                raise peer.unreachable(f"queue {queue} of {topic} ends at {until}, and shows nothing from {at} on")
+                raise peer.unreachable(f"queue {queue} of {topic} ends at {until}, but returns nothing from {at} on")
             time.sleep(_SHOWN_SOON_S)
             continue
         if answer.code == OFFSET_MOVED:
@@ -176,7 +176,7 @@ def _read(peer: Peer, topic: str, queue: int, at: int, until: int) -> Iterator[t
 
 
 def _end(peer: Peer, topic: str, queue: int, *, shown: bool) -> int:
-    """Where a queue ends for readers; not `shown`: also what is stored and will be shown in a moment."""
+    """End of a queue for readers; not `shown`: including stored messages that are about to become visible."""
     answer = peer.ask(MAX_OFFSET, {"topic": topic, "queueId": queue, "committed": shown})
     if answer.code != OK:
         raise peer.said(answer)

@@ -1,4 +1,4 @@
-"""Executor side: rows to messages. Ids do not change between reruns of a batch, so receivers detect duplicates."""
+"""Executor side: rows to messages. A replayed batch has the same ids, so that receivers can detect duplicates."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class RocketmqWriter(SendingWriter[Message]):
         for value, given, key, tag, group, at in zip(*columns, times, strict=True):
             own = self._next_id()
             message_id = own if given is None else given
-            # RocketMQ puts keys one after another, with spaces between them.
+            # RocketMQ joins keys with spaces.
             keys = (message_id,) if len(message_id.split()) == 1 else ()
             keys = keys if key is None else (*keys, _text("key", key))
             content = body(value)
             if not content:
-                raise BadRecord("MESSAGE_EMPTY", f"Row {own} has no value; RocketMQ takes no message without a body.")
+                raise BadRecord("MESSAGE_EMPTY", f"Row {own} has no value; RocketMQ rejects messages without a body.")
             if self._options.kind == "FIFO" and not group:
                 raise BadRecord("MESSAGE_GROUP", f"Row {own} has no message_group, which a FIFO topic needs.")
             if self._options.kind == "DELAY" and at is None:
@@ -49,15 +49,15 @@ class RocketmqWriter(SendingWriter[Message]):
             if self._options.kind == TRANSACTION and any(c in "\x01\x02" for c in f"{message_id}{tag or ''}"):
                 raise BadRecord(
                     "MESSAGE_ID",
-                    f"Row {own} has the id {message_id!r} and the tag {tag!r}; RocketMQ's own "
-                    "protocol has no way to write these signs.",
+                    f"Row {own} has the id {message_id!r} and the tag {tag!r}; RocketMQ's remoting "
+                    "protocol cannot encode the characters \\x01 and \\x02.",
                 )
             messages.append(Message(message_id, content, keys, tag or "", group or "", at))
         return messages
 
 
 class HalfWriter(RocketmqWriter):
-    """Half messages, which the driver ends when their batch was decided."""
+    """Writes half messages, which the driver commits once their batch is decided."""
 
     def __init__(self, options: RocketmqSinkOptions, work: Work) -> None:
         super().__init__(options, work, gives_up=False)
@@ -76,16 +76,18 @@ class HalfWriter(RocketmqWriter):
 def _milliseconds(rows: pa.RecordBatch) -> list[int | None]:
     if "delivery_timestamp" not in rows.schema.names:
         return [None] * rows.num_rows
-    times = rows.column("delivery_timestamp").cast(pa.timestamp("ms", "UTC"), safe=False)  # cuts off what is finer
+    times = rows.column("delivery_timestamp").cast(pa.timestamp("ms", "UTC"), safe=False)  # truncates
     return times.cast(pa.int64()).to_pylist()  # type: ignore[no-any-return]
 
 
 def _text(name: str, value: str | bytes) -> str:
-    """RocketMQ puts keys one after another with spaces between them, as text."""
+    """RocketMQ joins keys with spaces, as text."""
     try:
         text = value if isinstance(value, str) else value.decode()
     except UnicodeDecodeError:
-        raise BadRecord("MESSAGE_KEY", f"The {name} {value!r} is no text; RocketMQ's keys are.") from None
+        raise BadRecord("MESSAGE_KEY", f"The {name} {value!r} is not text; RocketMQ's keys must be.") from None
     if not text or any(c.isspace() or ord(c) < 32 for c in text):
-        raise BadRecord("MESSAGE_KEY", f"The {name} {text!r} is blank or holds white space; RocketMQ's keys may not.")
+        raise BadRecord(
+            "MESSAGE_KEY", f"The {name} {text!r} is blank or contains white space; RocketMQ's keys must not."
+        )
     return text
