@@ -1,7 +1,7 @@
 """`python -m examples.totals`: revenue by carrier and day of 336,776 flights, as running totals, killed ten times.
 
 Compares the table in SQLite with sums in plain Python, to the cent, for output modes update and complete; writes
-build/totals.json. Exit code 1 if anything differs.
+build/totals.json, with what `delivered verify` found of operators (build/verify.json). Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import yaml
@@ -23,6 +24,8 @@ from examples.demo.flights import COUNT, flights
 from examples.demo.killing import JVM, live_and_die
 
 from delivered.connectors.log import append
+from delivered.verify.matrix import read_results
+from delivered.verify.workloads import WORKLOADS
 
 SQL = """
 SELECT get_json_object(text, '$.carrier') AS carrier, substr(get_json_object(text, '$.event'), 1, 10) AS day,
@@ -132,6 +135,27 @@ def run(mode: str, table: pa.Table, crashes: Sequence[str], folder: Path, show: 
     )
 
 
+def of_operators(file: Path) -> list[Result]:
+    """One of each workload and sink of the verifier's operators that ran, over all of its cases."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for case in read_results(file)["results"] if file.exists() else ():
+        workload = WORKLOADS.get(case["workload"])
+        if workload is not None and workload.oracle is not None and case["verdict"] in ("held", "broken"):
+            found.setdefault((case["workload"], case["sink"]), []).append(case)
+    return [
+        Result(
+            workload=name,
+            sink=sink,
+            events=WORKLOADS[name].records,
+            kills=sum(f.startswith("kill") for c in cases for f in c["faults"]),
+            rows=max(int(c["delivered"]) for c in cases),
+            recomputed_equal=all(c["verdict"] == "held" for c in cases),
+            **{what: sum(int(c[what]) for c in cases) for what in ("missing", "extra", "different")},
+        )
+        for (name, sink), cases in found.items()
+    ]
+
+
 def main() -> int:
     given = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     given.add_argument("--events", type=int, default=COUNT, help="how many; more than a year holds repeat it")
@@ -145,6 +169,7 @@ def main() -> int:
         print(f"{mode}: {table.num_rows:,} events", flush=True)
         results.append(run(mode, table, CRASHES, folder, lambda text: print(f"  {text}", flush=True)))
         print(f"  {results[-1]}", flush=True)
+    results += of_operators(arguments.out / "verify.json")
     file = arguments.out / "totals.json"
     file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n", encoding="utf-8")
     print(file)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
+from examples.totals import of_operators
 
 from delivered.model.guarantee import Guarantee
+from delivered.verify.case import Result as CaseResult
 from delivered.verify.evidence import Evidence, Seen
 from delivered.verify.judge import Verdict, differences, judge
+from delivered.verify.matrix import Store
 from delivered.verify.oracles import LATE_S, NOBODY, START_S, TAIL
 from delivered.verify.workloads import WORKLOADS, Record, records, source_id
 
@@ -121,3 +125,19 @@ def test_a_row_of_a_static_table_may_say_any_version_of_its_own_key() -> None:
     assert accepts is not None
     assert accepts("7 k3", "7 k3/12")
     assert not any(accepts("7 k3", found) for found in ("7 k4/1", "8 k3/1", "7 k3", "7 k3/", "7 k3/0"))
+
+
+def test_results_of_operators_are_told_by_workload_and_sink(tmp_path: Path) -> None:
+    """build/totals.json has them next to those of `make totals`."""
+    store = Store(tmp_path / "verify.json")
+    for workload, fault, verdict, different in (
+        ("totals", "killed-twice", "held", 0), ("totals", "killed-after", "broken", 2), ("join", "none", "held", 0),
+        ("join", "killed-after", "unknown", 0), ("keyed", "none", "held", 0),
+    ):  # fmt: skip
+        faults = [] if fault == "none" else ["kill@log:before", "kill@log:after"]
+        result = CaseResult("sqlite", "exactly_once", workload, fault, 1, verdict, 0, 0, len(faults), True)
+        result.faults, result.delivered, result.different = faults, 18, different
+        store.add(result)
+    found = {r.workload: (r.kills, r.rows, r.different, r.recomputed_equal) for r in of_operators(store.path)}
+    assert found == {"totals": (4, 18, 2, False), "join": (0, 18, 0, True)}
+    assert of_operators(tmp_path / "none.json") == []
