@@ -144,7 +144,7 @@ def joined_outer(values: Sequence[str]) -> dict[str, str]:
 
 
 def looked_up(values: Sequence[str]) -> dict[str, str]:
-    """Without what the table said of the key: that depends on when the batch ran."""
+    """Without the table's line for the key: that depends on when the batch ran."""
     return {e.id: _row(e.amount, e.k or NOBODY) for e in _events(values, tail=True)}
 
 
