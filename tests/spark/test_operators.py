@@ -11,7 +11,8 @@ import pytest
 import delivered
 from delivered.pipeline.transform import load_function
 from delivered.verify.systems.log import Log
-from delivered.verify.workloads import TABLE, WORKLOADS, records
+from delivered.verify.workload import TABLE
+from delivered.verify.workloads import WORKLOADS, records
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

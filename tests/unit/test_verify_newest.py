@@ -11,7 +11,8 @@ from delivered.verify.evidence import Evidence
 from delivered.verify.judge import Judgement, Verdict, judge
 from delivered.verify.reader import LatestByKey
 from delivered.verify.systems.base import Row
-from delivered.verify.workloads import WORKLOADS, Record, records
+from delivered.verify.workload import Record
+from delivered.verify.workloads import WORKLOADS, records
 
 CHANGES = WORKLOADS["changes"]
 SENT = records(CHANGES, 1, 200)

@@ -15,7 +15,8 @@ from delivered.verify.evidence import Evidence, Seen
 from delivered.verify.judge import Verdict, differences, judge
 from delivered.verify.matrix import Store
 from delivered.verify.oracles import LATE_S, NOBODY, START_S, TAIL
-from delivered.verify.workloads import WORKLOADS, Record, records, source_id
+from delivered.verify.workload import Record, source_id
+from delivered.verify.workloads import WORKLOADS, records
 
 Rows = Mapping[str, str]
 OPERATORS = [n for n, w in WORKLOADS.items() if w.oracle is not None]

@@ -15,7 +15,8 @@ from delivered.pipeline.transform import load_function
 from delivered.verify.evidence import Evidence, Seen
 from delivered.verify.judge import Verdict, judge
 from delivered.verify.transforms import POISON, WINDOW_S, WINDOWS, drops_poison
-from delivered.verify.workloads import PARTITIONS, WORKLOADS, Record, Workload, records, source_id
+from delivered.verify.workload import PARTITIONS, Record, Workload, source_id
+from delivered.verify.workloads import WORKLOADS, records
 
 EXACTLY = Guarantee.EXACTLY_ONCE
 Row = tuple[str | None, str]

@@ -24,7 +24,8 @@ from delivered.verify.services import DRIVER, SERVICES, SPARK, Run, Service, Ver
 from delivered.verify.systems.base import QueueSource, SinkClient, SourceClient
 from delivered.verify.systems.group import sinks_of
 from delivered.verify.template import Template, row_effect
-from delivered.verify.workloads import TABLE, Record, Workload, records
+from delivered.verify.workload import TABLE, Record, Workload
+from delivered.verify.workloads import records
 
 HIT_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 420.0

@@ -21,7 +21,7 @@ from delivered.verify.services import Run, VerifierError
 from delivered.verify.systems.base import QueueSource, Row
 from delivered.verify.systems.group import at_sink, names_of
 from delivered.verify.template import row_effect
-from delivered.verify.workloads import source_id
+from delivered.verify.workload import source_id
 
 _SETTLE_S = 15.0
 

@@ -25,7 +25,8 @@ from delivered.verify.judge import Verdict, compared
 from delivered.verify.services import ENGINE, SERVICES, SPARK
 from delivered.verify.systems import KAFKA, SINK_KINDS
 from delivered.verify.template import Template
-from delivered.verify.workloads import WORKLOADS, Workload
+from delivered.verify.workload import Workload
+from delivered.verify.workloads import WORKLOADS
 
 FORMAT = 1
 """Of stored results. 1: {"format": 1, "results": ...}; 0, until 0.1: a bare list of results, or a run."""

@@ -25,7 +25,7 @@ from delivered.verify.oracles import (
     VISIT_GAP_S,
     WINDOW_S,
 )
-from delivered.verify.workloads import TABLE
+from delivered.verify.workload import TABLE
 
 _EVENT = "id string, k string, at bigint, amount bigint, kind string, ref string"
 _ROWS = "key string, value string"

@@ -26,7 +26,7 @@ from delivered.verify.history import End, History
 from delivered.verify.services import VerifierError
 from delivered.verify.systems import from_address
 from delivered.verify.systems.base import SourceClient, address
-from delivered.verify.workloads import Record
+from delivered.verify.workload import Record
 
 
 class Producer:

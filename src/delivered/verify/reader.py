@@ -10,7 +10,8 @@ from delivered.verify.history import End, History
 from delivered.verify.services import VerifierError
 from delivered.verify.systems.base import Poll, Row, SinkClient, polling
 from delivered.verify.systems.group import at_sink
-from delivered.verify.workloads import Record, Workload, records
+from delivered.verify.workload import Record, Workload
+from delivered.verify.workloads import records
 
 _JOIN_S = 60.0
 _POLL_S = 0.1

@@ -20,7 +20,7 @@ import psutil
 from delivered.model.errors import DeliveredError
 from delivered.testing.crash import CRASH, CRASH_DIR, Hit, hits, release
 from delivered.testing.supervisor import kill_tree
-from delivered.verify.workloads import Workload
+from delivered.verify.workload import Workload
 
 _POLL_S = 0.02
 AUDIT_TIMEOUT_S = 240.0

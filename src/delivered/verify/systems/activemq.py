@@ -16,7 +16,7 @@ from typing import Any
 
 from delivered.verify.systems.base import Row, SourceKind, SourcePlace, System, as_text
 from delivered.verify.systems.messages import CONFIRM_TIMEOUT_S, END, Messages, Queue, sending
-from delivered.verify.workloads import Record
+from delivered.verify.workload import Record
 
 ID, KEY = "sent-as", "key"
 _WAIT_S = 0.2

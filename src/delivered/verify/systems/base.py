@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from delivered import brokers
 from delivered.model.guarantee import Guarantee
 from delivered.verify.proxy import Proxy
-from delivered.verify.workloads import Record, Workload
+from delivered.verify.workload import Record, Workload
 
 _POLL_S = 0.05
 

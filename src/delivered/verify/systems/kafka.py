@@ -21,7 +21,7 @@ from delivered.verify.systems.base import (
     System,
     as_text,
 )
-from delivered.verify.workloads import PARTITIONS, Record
+from delivered.verify.workload import PARTITIONS, Record
 
 ANSWER_TIMEOUT_S = 60.0
 MESSAGE_BYTES_MAX = 2 << 20

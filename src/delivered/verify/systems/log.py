@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from delivered.verify.systems.base import Row, SourceClient, SourceKind, System, as_text
-from delivered.verify.workloads import PARTITIONS, Record
+from delivered.verify.workload import PARTITIONS, Record
 
 
 @dataclass

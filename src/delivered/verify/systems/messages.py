@@ -17,7 +17,7 @@ from delivered import brokers
 from delivered.model.guarantee import Guarantee
 from delivered.verify.systems.base import Poll, Row, SinkKind, SinkPlace, SourceClient, digest, polling
 from delivered.verify.systems.log import Log
-from delivered.verify.workloads import PARTITIONS, source_id
+from delivered.verify.workload import PARTITIONS, source_id
 
 ANSWER_TIMEOUT_S = 60.0
 CONFIRM_TIMEOUT_S = 30.0

@@ -12,7 +12,7 @@ from typing import Any
 from delivered.verify.services import wait_for
 from delivered.verify.systems.base import Row, SourceClient, SourceKind, SourcePlace, System, as_text
 from delivered.verify.systems.messages import ANSWER_TIMEOUT_S, CONFIRM_TIMEOUT_S, END, Messages, Queue, sending
-from delivered.verify.workloads import PARTITIONS, Record
+from delivered.verify.workload import PARTITIONS, Record
 
 _PASSWORD = "guest"  # noqa: S105 - of a server of the verifier's, on the loopback
 _WAIT_S = 0.2

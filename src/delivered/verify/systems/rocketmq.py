@@ -18,7 +18,7 @@ from delivered.brokers import rocketmq
 from delivered.model.guarantee import Guarantee
 from delivered.verify.systems.base import Row, SinkKind, SourceKind, SourcePlace, System, as_text
 from delivered.verify.systems.messages import CONFIRM_TIMEOUT_S, OWN_ADDRESS, Messages, Queue, sending, sent_by
-from delivered.verify.workloads import Record
+from delivered.verify.workload import Record
 
 _PULL, _MAX_OFFSET, _RUNTIME = 11, 30, 28
 _PULL_MAX = 32
