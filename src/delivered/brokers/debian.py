@@ -67,12 +67,12 @@ def _run(system: str, command: list[str], folder: Path) -> None:
             command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
             env={**os.environ, "LC_ALL": "C"},
         )  # fmt: skip
-        failed, said = done.returncode != 0, done.stderr.strip()
+        failed, output = done.returncode != 0, done.stderr.strip()
     except subprocess.TimeoutExpired:
-        failed, said = True, f"not finished after {_TIMEOUT_S:.0f} s"
+        failed, output = True, f"not finished after {_TIMEOUT_S:.0f} s"
     if failed:
         raise DeliveredError(
             "DOWNLOAD_FAILED",
-            f"{command[0]} failed while {system} was being fetched. Output: {said[-600:]}",
+            f"{command[0]} failed while {system} was being fetched. Output: {output[-600:]}",
             next_step="run apt-get update, check the connection to Debian's servers, and run the command again",
         )

@@ -149,16 +149,16 @@ def _run_ivy(name: str, needs: str, types: Sequence[str], java: Path, work: Path
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
         )
-        failed, said = done.returncode != 0, done.stdout + done.stderr
+        failed, output = done.returncode != 0, done.stdout + done.stderr
     except subprocess.TimeoutExpired:
-        failed, said = True, f"not finished after {FETCH_TIMEOUT_S:.0f} s"
+        failed, output = True, f"not finished after {FETCH_TIMEOUT_S:.0f} s"
     # Ivy exits with 0 even if an artifact was not found.
-    if failed or "UNRESOLVED DEPENDENCIES" in said or not list(work.glob("lib/*.*")):
-        lines = [x.strip() for x in said.splitlines() if x.strip(" \t:")]
+    if failed or "UNRESOLVED DEPENDENCIES" in output or not list(work.glob("lib/*.*")):
+        lines = [x.strip() for x in output.splitlines() if x.strip(" \t:")]
         bad = [x for x in lines if any(w in x.lower() for w in ("not found", "error", "unresolved", "exception"))]
         raise DeliveredError(
             "DOWNLOAD_FAILED",
-            f"Fetching {name} from Maven Central failed. Ivy said: {' | '.join((bad or lines)[-4:])[:600]}",
+            f"Fetching {name} from Maven Central failed. Ivy's output: {' | '.join((bad or lines)[-4:])[:600]}",
             next_step="check the connection to Maven Central and run the command again",
         )
 

@@ -69,8 +69,10 @@ def prepare(
     command = [*_java(home, 128, say), "kafka.tools.StorageTool", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode != 0:
-        said = telling_lines(done.stdout + done.stderr)
-        raise DeliveredError("BROKER_START", f"Kafka could not format its storage in {folder / 'data'}. Output: {said}")
+        output = telling_lines(done.stdout + done.stderr)
+        raise DeliveredError(
+            "BROKER_START", f"Kafka could not format its storage in {folder / 'data'}. Output: {output}"
+        )
 
 
 def command(home: Path, folder: Path, heap_mb: int, say: Say) -> list[str]:

@@ -59,7 +59,7 @@ def produce(bootstrap: str, topic: str, records: int) -> None:
     producer = library.Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "log_level": 0})
     failed: list[str] = []
 
-    def told(error: Any, _: Any) -> None:
+    def on_delivery(error: Any, _: Any) -> None:
         if error is not None:
             failed.append(error.str())
 
@@ -67,7 +67,7 @@ def produce(bootstrap: str, topic: str, records: int) -> None:
         value = json.dumps({"id": f"order-{i:04}", "amount": (i * 37) % 1000 / 10}).encode()
         while True:
             try:
-                producer.produce(topic, key=f"customer-{i % 17}".encode(), value=value, on_delivery=told)
+                producer.produce(topic, key=f"customer-{i % 17}".encode(), value=value, on_delivery=on_delivery)
                 break
             except BufferError:
                 producer.poll(0.1)

@@ -100,9 +100,9 @@ def end(identity: Identity, kill: bool = False, ask: signal.Signals = signal.SIG
     return process is not None
 
 
-def telling_lines(said: str) -> str:
+def telling_lines(output: str) -> str:
     """The end of a program's output on one line, without Java stack frames."""
-    lines = [x.strip() for x in said.splitlines() if x.strip() and not x.startswith(("\tat ", "\t..."))]
+    lines = [x.strip() for x in output.splitlines() if x.strip() and not x.startswith(("\tat ", "\t..."))]
     return " | ".join(lines[-6:])[-900:] or "nothing"
 
 

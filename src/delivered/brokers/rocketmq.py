@@ -192,12 +192,12 @@ def answer(
         if len(start) < 8:
             raise ConnectionError(f"{address} closed the connection")
         size, head_size = struct.unpack(">ii", start)
-        said = stream.read(size - 4)
+        frame = stream.read(size - 4)
     head_size &= 0xFFFFFF
-    told = json.loads(said[:head_size])
-    if told["code"] != 0:
-        raise DeliveredError("ROCKETMQ_SAID", f"RocketMQ at {address} failed: {told.get('remark') or told['code']}")
-    return told.get("extFields") or {}, said[head_size:]
+    reply = json.loads(frame[:head_size])
+    if reply["code"] != 0:
+        raise DeliveredError("ROCKETMQ_SAID", f"RocketMQ at {address} failed: {reply.get('remark') or reply['code']}")
+    return reply.get("extFields") or {}, frame[head_size:]
 
 
 def _broker(folder: Path, port: int, name_server: str) -> dict[str, str]:

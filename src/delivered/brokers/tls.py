@@ -38,5 +38,5 @@ def _password(file: Path) -> str:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip()[-300:]
-        raise DeliveredError("CERTIFICATE_FAILED", f"keytool could not create a certificate: {said}")
+        output = (done.stdout + done.stderr).strip()[-300:]
+        raise DeliveredError("CERTIFICATE_FAILED", f"keytool could not create a certificate: {output}")

@@ -141,8 +141,8 @@ class Session:
             self.changed.notify_all()
 
     def on_error(self, frame: Any) -> None:
-        said = f"{frame.headers.get('message', '')} {(frame.body or b'').decode(errors='replace')}"
-        self._fail(explained(" ".join(said.split())[:500], self.options))
+        detail = f"{frame.headers.get('message', '')} {(frame.body or b'').decode(errors='replace')}"
+        self._fail(explained(" ".join(detail.split())[:500], self.options))
 
     def on_disconnected(self) -> None:
         self._gone = True
@@ -160,10 +160,10 @@ class Session:
                 self.failed = error
             self.changed.notify_all()
 
-    def _unreachable(self, said: str) -> Unreachable:
+    def _unreachable(self, detail: str) -> Unreachable:
         return Unreachable(
             "ACTIVEMQ_UNREACHABLE",
-            f"ActiveMQ at {self.options.place} did not answer, or the connection was lost: {said}",
+            f"ActiveMQ at {self.options.place} did not answer, or the connection was lost: {detail}",
             next_step="check the url, and that the server is running with a STOMP acceptor there",
         )
 
@@ -182,31 +182,31 @@ def _read(transport: Any) -> bytes:
     return found
 
 
-def explained(said: str, options: Place) -> DeliveredError:
+def explained(detail: str, options: Place) -> DeliveredError:
     """Translate an ERROR frame."""
-    lower = said.lower()
+    lower = detail.lower()
     if re.search(r"amq229031|validate user|password is invalid|security error|authentication", lower):
         return Refused(
             "ACTIVEMQ_CREDENTIALS",
-            f"ActiveMQ at {options.place} rejected the user or the password: {said}",
+            f"ActiveMQ at {options.place} rejected the user or the password: {detail}",
             next_step="check the user in the url and the option password",
         )
     if re.search(r"permission|not authorized|amq229032|amq229213", lower):
         return Refused(
             "ACTIVEMQ_PERMISSION",
-            f"ActiveMQ at {options.place} denied access to this user: {said}",
+            f"ActiveMQ at {options.place} denied access to this user: {detail}",
             next_step=f"grant send, or consume, on {options.queue!r} in its security-settings",
         )
     if "disconnected by server" in lower:
         return UsageError(
             "QUEUE_GONE",
-            f"ActiveMQ at {options.place} closed the consumer: the queue {options.queue!r} was deleted: {said}",
+            f"ActiveMQ at {options.place} closed the consumer: the queue {options.queue!r} was deleted: {detail}",
             next_step="create the queue again, and restart `delivered receive`",
         )
     if re.search(r"not exist|amq339001|amq229017|non-?existent", lower):
         return UsageError(
             "QUEUE_MISSING",
-            f"The queue {options.queue!r} does not exist at {options.place}: {said}",
+            f"The queue {options.queue!r} does not exist at {options.place}: {detail}",
             next_step="create it (anycast, durable), or correct the option queue",
         )
     if re.search(r"amq339011|error sending message", lower):  # without the reason, but with the whole message
@@ -216,4 +216,4 @@ def explained(said: str, options: Place) -> DeliveredError:
             "(address-full-policy FAIL), or the message is too large; the server's log says which.",
             next_step="free space in the queue; the batch is handled as its guarantee requires",
         )
-    return DeliveredError("ACTIVEMQ_SAID", f"ActiveMQ at {options.place} rejected a request: {said}")
+    return DeliveredError("ACTIVEMQ_SAID", f"ActiveMQ at {options.place} rejected a request: {detail}")

@@ -61,10 +61,10 @@ def findings(session: Session, place: Place, receives: bool) -> Iterator[Finding
         readers = management.attribute(f"queue.{queue}", "consumerCount")
         held = management.attribute(f"queue.{queue}", "deliveringCount")
     except (DeliveredError, ValueError) as error:
-        said = error.message if isinstance(error, DeliveredError) else str(error)
+        detail = error.message if isinstance(error, DeliveredError) else str(error)
         yield Finding(
             "ACTIVEMQ_NOT_ASKED",
-            f"ActiveMQ at {place.place} did not return the settings of {place.queue!r}: {said}",
+            f"ActiveMQ at {place.place} did not return the settings of {place.queue!r}: {detail}",
             False,
             "make sure that it is durable and its address has a dead-letter-address; or grant this user `manage`",
         )

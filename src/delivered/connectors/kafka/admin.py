@@ -177,13 +177,13 @@ class KafkaDriverClient:
             isolation_level=level,
             request_timeout=timeout_s,
         )
-        told: dict[Partition, int | None] = {}
+        found: dict[Partition, int | None] = {}
         for asked, future in futures.items():
             offset = self._result(future, timeout_s, f"{asked.topic}-{asked.partition}").offset
             if offset == ck.OFFSET_INVALID:  # some time-outs come back like this
                 raise ck.KafkaException(ck.KafkaError(ck.KafkaError._TIMED_OUT))
-            told[asked.topic, asked.partition] = offset if offset >= 0 else None
-        return told
+            found[asked.topic, asked.partition] = offset if offset >= 0 else None
+        return found
 
     def bounds(self, partition: Partition) -> tuple[int, int]:
         """First offset and end of one partition; (0, 0) if the partition does not exist."""
@@ -217,10 +217,10 @@ class KafkaDriverClient:
             self._committer = connect(ck.Consumer, settings, error_cb=self._connection)
 
         def ask(_: float) -> None:
-            told = self._committer.commit(
+            results = self._committer.commit(
                 offsets=[ck.TopicPartition(t, n, o) for (t, n), o in at.items()], asynchronous=False
             )
-            for one in told or ():
+            for one in results or ():
                 if one.error is not None:
                     raise ck.KafkaException(one.error)
 
@@ -251,8 +251,8 @@ class KafkaDriverClient:
             kafka_client()
             from confluent_kafka.admin import AdminClient
 
-            mine = {k: v for k, v in self._options.client.items() if k not in _CONSUMER_ONLY}
-            self._admin = connect(AdminClient, mine, error_cb=self._connection)
+            settings = {k: v for k, v in self._options.client.items() if k not in _CONSUMER_ONLY}
+            self._admin = connect(AdminClient, settings, error_cb=self._connection)
         return self._admin
 
     def _patiently(self, ask: Callable[[float], T], what: str, longest_s: float | None = None) -> T:
@@ -277,9 +277,9 @@ class KafkaDriverClient:
         try:
             answer = wait_out(server_name(self._options.servers), once, away, patience)
         except (ck.KafkaException, TimeoutError) as error:
-            name, said = _named(error)
-            told = self._connection.refused if not self._answered else None
-            raise explain(*(told or (name, self._connection.last or said)), what, self._options.servers) from None
+            name, detail = _named(error)
+            refused = self._connection.refused if not self._answered else None
+            raise explain(*(refused or (name, self._connection.last or detail)), what, self._options.servers) from None
         self._answered = True
         self._connection.forget()
         return answer

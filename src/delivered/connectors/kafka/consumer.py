@@ -141,8 +141,8 @@ class PartitionConsumer(Client):
         self._lib.rd_kafka_poll_set_consumer(self._rk)
         self._queue = self._lib.rd_kafka_queue_get_consumer(self._rk)
 
-    def on_error(self, name: str, said: str) -> None:
-        self._connection.note(name, said)
+    def on_error(self, name: str, detail: str) -> None:
+        self._connection.note(name, detail)
 
     def on_statistics(self, text: str) -> None:
         self._statistics = text
@@ -193,13 +193,13 @@ class PartitionConsumer(Client):
             messages = messages[errors == 0]
         # librdkafka drops records of an earlier assignment; checked again here.
         offsets = _words(messages + _OFFSET)
-        mine = (_halves(messages + _PARTITION) == self._partition[1]) & (offsets >= self._start)
+        ours = (_halves(messages + _PARTITION) == self._partition[1]) & (offsets >= self._start)
         topics = _words(messages + _RKT)
         for topic in np.unique(topics):
             if self._lib.rd_kafka_topic_name(int(topic)).decode() != self._partition[0]:
-                mine &= topics != topic
-        if not mine.all():
-            messages, offsets = messages[mine], offsets[mine]
+                ours &= topics != topic
+        if not ours.all():
+            messages, offsets = messages[ours], offsets[ours]
         if len(offsets):
             fetched.position = max(fetched.position, int(offsets[-1]) + 1)
             if offsets[-1] >= end:
@@ -218,16 +218,16 @@ class PartitionConsumer(Client):
                 fetched.position = max(fetched.position, int(_words(at + _OFFSET)[0]))
                 fetched.end_of_log = True
             return
-        said = (self._lib.rd_kafka_message_errstr(message) or b"").decode(errors="replace")
+        detail = (self._lib.rd_kafka_message_errstr(message) or b"").decode(errors="replace")
         name = name_of(code)
         if name in _OUT_OF_RANGE:
             fetched.out_of_range = True
         elif name in _GONE:
             fetched.gone = True
         elif name in _MENDS:
-            self._connection.last = said
+            self._connection.last = detail
         else:
-            raise explain(name, said, self._where, self._servers)
+            raise explain(name, detail, self._where, self._servers)
 
     def _batch(self, messages: I64, offsets: I64) -> pa.RecordBatch:
         (topic, number), n = self._partition, len(offsets)
@@ -251,16 +251,18 @@ class PartitionConsumer(Client):
         # Check a few in every chunk, including the first and the last.
         sample = messages[:: max(1, len(messages) // 8)] if place else messages
         asked = [self._ask_timestamp(m) for m in [*sample.tolist(), int(messages[-1])]]
-        told = np.array(asked, dtype=np.int64)
+        expected = np.array(asked, dtype=np.int64)
         if place is None and not _Clock.hopeless:
-            place = _Clock.find(messages, told[:-1])
+            place = _Clock.find(messages, expected[:-1])
         if place is not None:
             at = np.append(sample, messages[-1])
-            if (_words(at + place[0]) == told[:, 0]).all() and (_halves(at + place[1]) == told[:, 1]).all():
+            if (_words(at + place[0]) == expected[:, 0]).all() and (_halves(at + place[1]) == expected[:, 1]).all():
                 return _words(messages + place[0]), _halves(messages + place[1])
             _Clock.place, _Clock.hopeless = None, True
-            told = np.array([self._ask_timestamp(m) for m in [*messages.tolist(), int(messages[-1])]], dtype=np.int64)
-        return np.ascontiguousarray(told[:-1, 0]), told[:-1, 1].astype(np.int32)
+            expected = np.array(
+                [self._ask_timestamp(m) for m in [*messages.tolist(), int(messages[-1])]], dtype=np.int64
+            )
+        return np.ascontiguousarray(expected[:-1, 0]), expected[:-1, 1].astype(np.int32)
 
     def _ask_timestamp(self, message: int) -> tuple[int, int]:
         kind = ctypes.c_int(0)
@@ -310,12 +312,16 @@ class _Clock:
     _SURE = 16
 
     @classmethod
-    def find(cls, messages: I64, told: npt.NDArray[np.int64]) -> tuple[int, int] | None:
+    def find(cls, messages: I64, expected: npt.NDArray[np.int64]) -> tuple[int, int] | None:
         """Search for the timestamps that librdkafka returned; None if not found, or too few to be sure."""
-        if len(messages) < cls._SURE or not told[:, 1].any():
+        if len(messages) < cls._SURE or not expected[:, 1].any():
             return None
-        times = [at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 8) if (_words(messages + at) == told[:, 0]).all()]
-        types = [at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 4) if (_halves(messages + at) == told[:, 1]).all()]
+        times = [
+            at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 8) if (_words(messages + at) == expected[:, 0]).all()
+        ]
+        types = [
+            at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 4) if (_halves(messages + at) == expected[:, 1]).all()
+        ]
         # The type is a small number that may match by chance, so it must stand right before the timestamp.
         near = [(t, k) for t in times for k in types if k == t - 4]
         if len(near) != 1:

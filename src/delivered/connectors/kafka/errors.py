@@ -11,19 +11,19 @@ from delivered.connectors.kafka.sink_options import SinkOptions
 from delivered.model.errors import BadRecord, DeliveredError, Fenced, Refused, Unreachable, UsageError
 
 
-def config_error(said: str, owner: str = OWNER, name: str | None = None) -> UsageError:
+def config_error(detail: str, owner: str = OWNER, name: str | None = None) -> UsageError:
     """librdkafka rejected a setting; `name` if known."""
-    found = re.search(r'property: "([^"]+)"', said)
+    found = re.search(r'property: "([^"]+)"', detail)
     named = name or (found[1] if found else None)
     name = f"'kafka.{named}'" if named else "with the prefix 'kafka.'"
     return UsageError(
-        "OPTION_UNKNOWN" if found and "No such" in said else "OPTION_VALUE",
-        f"{owner}: librdkafka rejected the option {name}: {said}.",
+        "OPTION_UNKNOWN" if found and "No such" in detail else "OPTION_VALUE",
+        f"{owner}: librdkafka rejected the option {name}: {detail}.",
         next_step="see librdkafka's CONFIGURATION.md for supported names and values",
     )
 
 
-def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
+def explain(name: str, detail: str, what: str, servers: str) -> DeliveredError:
     """Translate an error of librdkafka.
 
     Args:
@@ -51,12 +51,12 @@ def explain(name: str, said: str, what: str, servers: str) -> DeliveredError:
     if name in ("_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "_SSL"):
         return Unreachable(
             "CREDENTIALS_REFUSED",
-            f"{OWNER}: TLS or authentication failed at {servers}: {said}",
+            f"{OWNER}: TLS or authentication failed at {servers}: {detail}",
             next_step="check kafka.security.protocol, kafka.sasl.* and kafka.ssl.*",
         )
     return Unreachable(
         "KAFKA_UNREACHABLE",
-        f"{OWNER}: {servers} did not answer about {what!r} ({name}): {said}",
+        f"{OWNER}: {servers} did not answer about {what!r} ({name}): {detail}",
         next_step="check kafka.bootstrap.servers, and that the brokers are running and reachable from here",
     )
 
@@ -81,11 +81,11 @@ class ConnectionErrors:
     def __call__(self, error: Any) -> None:
         self.note(error.name(), error.str())
 
-    def note(self, name: str, said: str) -> None:
+    def note(self, name: str, detail: str) -> None:
         if says_more(name, self.last):
-            self.last = said
+            self.last = detail
         if name in ("_AUTHENTICATION", "_SSL"):
-            self.refused = (name, said)
+            self.refused = (name, detail)
 
     def forget(self) -> None:
         self.last, self.refused = "", None
@@ -137,13 +137,13 @@ class Failures:
         self.largest = max(self.largest, size)
         self.by_name[name] = self.by_name.get(name, 0) + 1
 
-    def note(self, name: str, said: str) -> None:
+    def note(self, name: str, detail: str) -> None:
         """Keep a connection error of the client."""
         if says_more(name, self.last_error):
-            self.last_error = f"{name}: {said}"
+            self.last_error = f"{name}: {detail}"
 
     def hint(self) -> str:
-        return f" (last said: {self.last_error})" if self.last_error else ""
+        return f" (last error: {self.last_error})" if self.last_error else ""
 
     def clear(self) -> None:
         self.count, self.name, self.largest, self.by_name = 0, "", 0, {}

@@ -90,8 +90,10 @@ class LedgerProducer:
                 v3_and_below_topics=[Topic(name=self._topic, partitions=list(writes))],
                 max_version=3,
             )
-            told = self._wire.ask_coordinator(name, request, again=True)
-            codes = [p.partition_error_code for t in told.results_by_topic_v3_and_below for p in t.results_by_partition]
+            response = self._wire.ask_coordinator(name, request, again=True)
+            codes = [
+                p.partition_error_code for t in response.results_by_topic_v3_and_below for p in t.results_by_partition
+            ]
             # After one partition's error the others report "operation not attempted".
             code = next((c for c in codes if c not in (protocol.NONE, protocol.OPERATION_NOT_ATTEMPTED)), protocol.NONE)
             if code in protocol.COORDINATOR_MOVED:

@@ -186,12 +186,12 @@ def text_of(code: int) -> str:
 
 def configuration(settings: Mapping[str, str], owner: str) -> int:
     """A rd_kafka_conf_t, which the caller must destroy. Raises UsageError: unknown setting, or invalid value."""
-    lib, said = library(), ctypes.create_string_buffer(512)
+    lib, errstr = library(), ctypes.create_string_buffer(512)
     conf = lib.rd_kafka_conf_new()
     for name, value in settings.items():
-        if lib.rd_kafka_conf_set(conf, name.encode(), value.encode(), said, len(said)) != 0:
+        if lib.rd_kafka_conf_set(conf, name.encode(), value.encode(), errstr, len(errstr)) != 0:
             lib.rd_kafka_conf_destroy(conf)
-            raise config_error(said.value.decode(errors="replace"), owner, name)
+            raise config_error(errstr.value.decode(errors="replace"), owner, name)
     return int(conf)
 
 
@@ -216,7 +216,7 @@ class Client:
     def __init__(self, kind: int, settings: Mapping[str, str], owner: str) -> None:
         self._lib = lib = library()
         self._number = next(_numbers)
-        conf, said = configuration(settings, owner), ctypes.create_string_buffer(512)
+        conf, errstr = configuration(settings, owner), ctypes.create_string_buffer(512)
         lib.rd_kafka_conf_set_error_cb(conf, _on_error)
         lib.rd_kafka_conf_set_log_cb(conf, None)  # relevant errors reach the callbacks
         lib.rd_kafka_conf_set_opaque(conf, self._number)
@@ -224,14 +224,14 @@ class Client:
             lib.rd_kafka_conf_set_dr_msg_cb(conf, _on_failed)
         else:
             lib.rd_kafka_conf_set_stats_cb(conf, _on_statistics)
-        rk = lib.rd_kafka_new(kind, conf, said, len(said))
+        rk = lib.rd_kafka_new(kind, conf, errstr, len(errstr))
         if not rk:
             lib.rd_kafka_conf_destroy(conf)
-            raise config_error(said.value.decode(errors="replace"), owner)
+            raise config_error(errstr.value.decode(errors="replace"), owner)
         self._rk: int | None = int(rk)
         _clients[self._number] = self
 
-    def on_error(self, name: str, said: str) -> None:
+    def on_error(self, name: str, detail: str) -> None:
         """A connection error."""
 
     def on_failed(self, code: int, size: int) -> None:

@@ -49,24 +49,29 @@ class Positions:
 
     def to_json(self) -> Offsets:
         """`{"orders": {"0": 12}, "#topic ids": {...}}`: Spark's format, plus keys that no topic can have."""
-        told: Offsets = _nested(self.at)
-        told[_IDS] = dict(sorted(self.ids.items()))
+        encoded: Offsets = _nested(self.at)
+        encoded[_IDS] = dict(sorted(self.ids.items()))
         if self.first:
-            told[_FIRST] = _nested(self.first)
+            encoded[_FIRST] = _nested(self.first)
         if self.begins:
-            told[_FROM] = _nested(self.begins)
-        return told
+            encoded[_FROM] = _nested(self.begins)
+        return encoded
 
     @classmethod
-    def from_json(cls, told: Offsets) -> Positions:
+    def from_json(cls, encoded: Offsets) -> Positions:
         """Raise InvariantBroken if a checkpoint holds something else."""
         try:
-            topics = {t: p for t, p in told.items() if not t.startswith("#")}
-            return cls(_flat(topics), dict(told.get(_IDS, {})), _flat(told.get(_FIRST, {})), _flat(told.get(_FROM, {})))
+            topics = {t: p for t, p in encoded.items() if not t.startswith("#")}
+            return cls(
+                _flat(topics),
+                dict(encoded.get(_IDS, {})),
+                _flat(encoded.get(_FIRST, {})),
+                _flat(encoded.get(_FROM, {})),
+            )
         except (AttributeError, TypeError, ValueError):
             raise InvariantBroken(
                 "CHECKPOINT_OFFSETS",
-                f"The checkpoint's offsets are not those of a Kafka source: {json.dumps(told)[:200]}.",
+                f"The checkpoint's offsets are not those of a Kafka source: {json.dumps(encoded)[:200]}.",
                 next_step="use the checkpoint of this source, or a new one",
             ) from None
 
@@ -185,14 +190,14 @@ def _json_object(owner: str, option: str, text: str, example: str) -> dict[str, 
 
 
 def _bad_json(owner: str, option: str, text: str, example: str) -> UsageError:
-    said = f"{owner}: option {option!r} is {text!r}; it must be {example}."
-    return UsageError("OPTION_VALUE", said, f"write .option(\"{option}\", '{example[example.index('{') :]}')")
+    problem = f"{owner}: option {option!r} is {text!r}; it must be {example}."
+    return UsageError("OPTION_VALUE", problem, f"write .option(\"{option}\", '{example[example.index('{') :]}')")
 
 
 def _at_least_0(owner: str, option: str, ms: int) -> int:
     if ms < 0:
-        said = f"{owner}: option {option!r} has the time {ms}; it must be at least 0."
-        raise UsageError("OPTION_VALUE", said, next_step="write milliseconds since 1970: 1700000000000")
+        problem = f"{owner}: option {option!r} has the time {ms}; it must be at least 0."
+        raise UsageError("OPTION_VALUE", problem, next_step="write milliseconds since 1970: 1700000000000")
     return ms
 
 
@@ -201,10 +206,10 @@ def _is_whole(value: object) -> bool:
 
 
 def _nested(flat: Mapping[Partition, int]) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    encoded: dict[str, Any] = {}
     for (topic, number), offset in sorted(flat.items()):
-        told.setdefault(topic, {})[str(number)] = offset
-    return told
+        encoded.setdefault(topic, {})[str(number)] = offset
+    return encoded
 
 
 def _flat(nested: Mapping[str, Mapping[str, int]]) -> dict[Partition, int]:

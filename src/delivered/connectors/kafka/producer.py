@@ -135,8 +135,8 @@ class Producer(Client):
         self.failures = Failures()
         super().__init__(self.PRODUCER, config, OWNER)
 
-    def on_error(self, name: str, said: str) -> None:
-        self.failures.note(name, said)
+    def on_error(self, name: str, detail: str) -> None:
+        self.failures.note(name, detail)
         self._note_fatal()
 
     def on_failed(self, code: int, size: int) -> None:
@@ -280,8 +280,8 @@ class Producer(Client):
                 waiting = self._lib.rd_kafka_outq_len(self._rk)
                 stall.look(waiting)
                 if time.monotonic() > deadline:
-                    said = f"{waiting} records were not acknowledged in {timeout_s:.0f} s{self.failures.hint()}"
-                    raise ProducerError("_TIMED_OUT", said)
+                    detail = f"{waiting} records were not acknowledged in {timeout_s:.0f} s{self.failures.hint()}"
+                    raise ProducerError("_TIMED_OUT", detail)
         self._raise_fatal()
 
     def partitions(self, topic: str, timeout_s: float) -> int:
@@ -331,10 +331,10 @@ class Producer(Client):
             self.failures.fatal = name_of(code)
 
     def _raise_fatal(self) -> None:
-        said = ctypes.create_string_buffer(512)
-        code = self._lib.rd_kafka_fatal_error(self._rk, said, len(said))
+        errstr = ctypes.create_string_buffer(512)
+        code = self._lib.rd_kafka_fatal_error(self._rk, errstr, len(errstr))
         if code != 0:
-            raise ProducerError(name_of(code), said.value.decode(errors="replace"))
+            raise ProducerError(name_of(code), errstr.value.decode(errors="replace"))
 
 
 def _lay(structs: npt.NDArray[Any], at: str, length: str, array: pa.Array) -> Any:

@@ -243,8 +243,8 @@ class KafkaStore:
     def _take_in(self, key: list[Any], value: bytes | None) -> None:
         match key:
             case ["owner", self._scope.sink] if value is not None:
-                self._owner, told = Owner.from_json(value)
-                self._epoch = told.get("claims", 0)
+                self._owner, extra = Owner.from_json(value)
+                self._epoch = extra.get("claims", 0)
             case ["last", self._scope.sink, str(incarnation)]:
                 if value is None:
                     self._last.pop(incarnation, None)

@@ -83,7 +83,7 @@ class LogJournal:
                     fresh = self.window.fresh(batch.ids)
                     if not fresh:
                         return Ok(Entered(0, len(batch), attempt + 1))
-                    files, told = self._write(batch, fresh)
+                    files, ids = self._write(batch, fresh)
                     produce.sync_data(self._path, files)
                     try:
                         produce.commit(self._table, files, None)
@@ -92,7 +92,7 @@ class LogJournal:
                         if not self._is_in(files):
                             produce.remove(self._path, self._storage, files)
                             continue
-                    self._committed(files, told)
+                    self._committed(files, ids)
                     return Ok(Entered(len(fresh), len(batch) - len(fresh), attempt + 1))
         except (deltalake.exceptions.DeltaError, DeliveredError, OSError) as error:
             return self._look(files, error)
@@ -168,22 +168,22 @@ class LogJournal:
         chosen = batch if len(fresh) == len(batch) else batch.pick(fresh)
         rows = rows_of(chosen)
         given = list(produce.rows_by_partition(rows, self._partitions if self._partitions > 1 else None))
-        told: dict[int, list[str | None]] = {}
+        ids: dict[int, list[str | None]] = {}
         if len(given) == 1:
-            told[given[0][0]] = list(chosen.ids)
+            ids[given[0][0]] = list(chosen.ids)
         else:
             for partition, rows in given:
-                told.setdefault(partition, []).extend(ids_of(rows.column("headers")))
-        return produce.write_files(self._path, self._storage, given, self.window.ends), told
+                ids.setdefault(partition, []).extend(ids_of(rows.column("headers")))
+        return produce.write_files(self._path, self._storage, given, self.window.ends), ids
 
-    def _committed(self, files: Sequence[Any], told: Mapping[int, list[str | None]]) -> None:
+    def _committed(self, files: Sequence[Any], ids: Mapping[int, list[str | None]]) -> None:
         self._table.update_incremental()
         version = self._table.version()
         # Another process's compaction, which conflicts with nothing, may lie between this commit and the last.
         layout.sync_versions(self._path, self._synced + 1, version)
         self._synced = version
         for file in files:
-            self.window.add(file.partition, file.first, told[file.partition])
+            self.window.add(file.partition, file.first, ids[file.partition])
         if version % _CHECKPOINT_VERSIONS == 0:
             produce.checkpoint(self._table, self._path)
             self._table = layout.open_table(self._path, self._storage)

@@ -23,7 +23,7 @@ from delivered.model.limits import CONNECT_TIMEOUT_S, SOURCE_PATIENCE_S
 
 _PAUSE_S = 0.3
 _REDIRECTS_MAX = 5
-_SAID_MAX = 200
+_DETAIL_MAX = 200
 
 
 @dataclass(frozen=True)
@@ -100,26 +100,26 @@ class Admin:
     def partitions(self, topic: str) -> int:
         """Number of partitions; 0: the topic has none, or does not exist."""
         try:
-            told = self._json("GET", self._path(topic) + "/partitions?checkAllowAutoCreation=false")
+            response = self._json("GET", self._path(topic) + "/partitions?checkAllowAutoCreation=false")
         except Missing:
             return 0
-        return int(told["partitions"])
+        return int(response["partitions"])
 
     def bounds(self, physical: str) -> Bounds:
         """Raises UsageError if the topic does not exist. Unlike the client, this does not create it."""
         try:
-            told = self._json("GET", self._path(physical) + "/internalStats")
+            response = self._json("GET", self._path(physical) + "/internalStats")
             newest = self._json("GET", self._path(physical) + "/lastMessageId")
         except Missing:
             raise self._missing(physical) from None
-        ledgers = [(int(x["ledgerId"]), int(x["entries"])) for x in told["ledgers"]]
-        confirmed = Position.from_text(told["lastConfirmedEntry"])
+        ledgers = [(int(x["ledgerId"]), int(x["entries"])) for x in response["ledgers"]]
+        confirmed = Position.from_text(response["lastConfirmedEntry"])
         if ledgers:  # the open ledger's count is a separate field
-            ledgers[-1] = (ledgers[-1][0], max(ledgers[-1][1], int(told["currentLedgerEntries"])))
+            ledgers[-1] = (ledgers[-1][0], max(ledgers[-1][1], int(response["currentLedgerEntries"])))
         dispatchable = Position(int(newest["ledgerId"]), int(newest["entryId"]))
         if dispatchable.entry >= 0 and dispatchable.order < confirmed.order:
             confirmed = dispatchable
-        cursors = {n: Position.from_text(c["markDeletePosition"]) for n, c in told["cursors"].items()}
+        cursors = {n: Position.from_text(c["markDeletePosition"]) for n, c in response["cursors"].items()}
         return Bounds(tuple(ledgers), confirmed, cursors)
 
     def entry(self, physical: str, ledger: int, entry: int) -> Entry | None:
@@ -139,16 +139,16 @@ class Admin:
 
     def before(self, physical: str, ms: int) -> Position:
         """The last entry published before a time."""
-        told = self._json("GET", f"{self._path(physical)}/messageid/{ms}")
-        return Position(int(told["ledgerId"]), int(told["entryId"]) - 1)
+        response = self._json("GET", f"{self._path(physical)}/messageid/{ms}")
+        return Position(int(response["ledgerId"]), int(response["entryId"]) - 1)
 
     def deduplicates(self, physical: str) -> bool | None:
         """Whether deduplication is enabled on this topic; None: unknown."""
         try:
-            told = self._json("GET", self._path(physical) + "/stats").get("deduplicationStatus")
+            response = self._json("GET", self._path(physical) + "/stats").get("deduplicationStatus")
         except Missing:
             raise self._missing(physical) from None
-        return None if told is None else told == "Enabled"
+        return None if response is None else response == "Enabled"
 
     def schema(self, topic: str, version: int | None = None) -> Registered | None:
         """A topic's schema; None: it has none, or not this version.
@@ -159,15 +159,15 @@ class Admin:
         _, _, rest = topic.partition("://")
         path = "/admin/v2/schemas/" + "/".join(quote(part, safe="") for part in rest.split("/")) + "/schema"
         try:
-            told = self._json("GET", path if version is None else f"{path}/{version}")
+            response = self._json("GET", path if version is None else f"{path}/{version}")
         except Missing:
             return None
-        return Registered(int(told["version"]), told["type"], told["data"])
+        return Registered(int(response["version"]), response["type"], response["data"])
 
     def consumers(self, physical: str, subscription: str) -> int:
         """Number of connected consumers."""
-        told = self._json("GET", self._path(physical) + "/stats")["subscriptions"].get(subscription, {})
-        return len(told.get("consumers", ()))
+        response = self._json("GET", self._path(physical) + "/stats")["subscriptions"].get(subscription, {})
+        return len(response.get("consumers", ()))
 
     def move(self, physical: str, subscription: str, to: Position, exists: bool) -> None:
         """Move a subscription's cursor to `to`, which counts as acknowledged; create the subscription if needed."""
@@ -241,29 +241,29 @@ class Admin:
         return location
 
     def _explained(self, code: int, url: str, answer: bytes) -> Exception:
-        said = hidden(self._options, _words(answer))
+        detail = hidden(self._options, _words(answer))
         if code == 404:
             return Missing(url)
         if code in (401, 403):
             path = urlsplit(url).path
             return not_permitted(
-                self._options, f"{self._options.admin_url} does not permit {path}: {code}, {said.rstrip('.')}"
+                self._options, f"{self._options.admin_url} does not permit {path}: {code}, {detail.rstrip('.')}"
             )
         if code >= 500:
-            return self._unreachable(f"{code} {said}")
-        if code == 412 and "unable to persist" in said:
+            return self._unreachable(f"{code} {detail}")
+        if code == 412 and "unable to persist" in detail:
             # Seen right after a broker's start and under load.
             return NotPlaced(
                 "PULSAR_UNREACHABLE",
-                f"Pulsar at {self._options.admin_url} could not store a subscription's cursor, {url}: {said}",
+                f"Pulsar at {self._options.admin_url} could not store a subscription's cursor, {url}: {detail}",
                 next_step="check that its bookies are running and have disk space, then start again",
             )
-        return DeliveredError("PULSAR_ADMIN", f"{self._options.admin_url} answered {code} to {url}: {said}")
+        return DeliveredError("PULSAR_ADMIN", f"{self._options.admin_url} answered {code} to {url}: {detail}")
 
-    def _unreachable(self, said: str) -> Unreachable:
+    def _unreachable(self, detail: str) -> Unreachable:
         return Unreachable(
             "PULSAR_UNREACHABLE",
-            f"The HTTP service of Pulsar at {self._options.admin_url} did not answer: {said}",
+            f"The HTTP service of Pulsar at {self._options.admin_url} did not answer: {detail}",
             next_step="check adminUrl, and that the brokers are running and reachable from here",
         )
 
@@ -272,10 +272,10 @@ def _words(answer: bytes) -> str:
     """Reason of an error: brokers send JSON, or an HTML page with the reason in its title."""
     text = answer.decode(errors="replace")
     try:
-        return str(json.loads(text)["reason"])[:_SAID_MAX]
+        return str(json.loads(text)["reason"])[:_DETAIL_MAX]
     except (ValueError, KeyError, TypeError):
         title = re.search(r"<title>(.*?)</title>", text, re.DOTALL | re.IGNORECASE)
-        return " ".join((title[1] if title else text).split())[:_SAID_MAX]
+        return " ".join((title[1] if title else text).split())[:_DETAIL_MAX]
 
 
 def _is_http(url: str) -> bool:

@@ -83,12 +83,12 @@ def shape_of(kind: str, text: str) -> Shape:
     """
     schema = fastavro().schema
     try:
-        told = schema.expand_schema(json.loads(text))
+        node = schema.expand_schema(json.loads(text))
     except (ValueError, KeyError, TypeError, schema.SchemaParseException, schema.UnknownType) as error:
         raise Unmappable(f"it is not an Avro schema: {error!r:.200}") from None
-    if not isinstance(told, dict) or told.get("type") != "record":
+    if not isinstance(node, dict) or node.get("type") != "record":
         raise Unmappable("it is not a record")
-    found = _shape(kind, told, "", count())
+    found = _shape(kind, node, "", count())
     return replace(found, avro=schema.parse_schema(found.avro))
 
 
@@ -123,19 +123,19 @@ def read_json(data: bytes, reader: Shape) -> Any:
         raise Unreadable(f"it is not JSON: {error}") from None
 
 
-def _shape(kind: str, told: Any, path: str, names: Iterator[int]) -> Shape:
-    if isinstance(told, list):
-        return _union(kind, told, path, names)
-    if isinstance(told, str):
-        told = {"type": told}
-    what = told["type"]
+def _shape(kind: str, node: Any, path: str, names: Iterator[int]) -> Shape:
+    if isinstance(node, list):
+        return _union(kind, node, path, names)
+    if isinstance(node, str):
+        node = {"type": node}
+    what = node["type"]
     match what:
         case dict() | list():
             return _shape(kind, what, path, names)
         case "record" | "error":
-            return _record(kind, told, path, names)
+            return _record(kind, node, path, names)
         case "array":
-            items = _shape(kind, told["items"], f"{path}[]", names)
+            items = _shape(kind, node["items"], f"{path}[]", names)
             return Shape(
                 {"type": "array", "items": items.avro},
                 pa.list_(items.filled),
@@ -144,7 +144,7 @@ def _shape(kind: str, told: Any, path: str, names: Iterator[int]) -> Shape:
                 meanings=items.meanings,
             )
         case "map":
-            values = _shape(kind, told["values"], f"{path}{{}}", names)
+            values = _shape(kind, node["values"], f"{path}{{}}", names)
             return Shape(
                 {"type": "map", "values": values.avro},
                 pa.map_(pa.string(), values.filled),
@@ -153,26 +153,26 @@ def _shape(kind: str, told: Any, path: str, names: Iterator[int]) -> Shape:
                 meanings=values.meanings,
             )
         case "enum":
-            symbols = frozenset(told["symbols"])
-            avro = {"type": "enum", "name": _name(names), "symbols": told["symbols"]}
-            if "default" in told:
-                avro["default"] = told["default"]
+            symbols = frozenset(node["symbols"])
+            avro = {"type": "enum", "name": _name(names), "symbols": node["symbols"]}
+            if "default" in node:
+                avro["default"] = node["default"]
             return Shape(avro, pa.string(), pa.string(), _among(path, symbols), meanings={path: ""})
-    return _leaf(kind, told, path, names)
+    return _leaf(kind, node, path, names)
 
 
-def _leaf(kind: str, told: Mapping[str, Any], path: str, names: Iterator[int]) -> Shape:
-    what, logical = told["type"], told.get("logicalType", "")
+def _leaf(kind: str, node: Mapping[str, Any], path: str, names: Iterator[int]) -> Shape:
+    what, logical = node["type"], node.get("logicalType", "")
     if what in ("bytes", "fixed") and kind == JSON:
         raise Unmappable(
             f"field {path[1:]!r} is {what}, which clients encode in JSON in different ways (Java base64, Python text)"
         )
     avro: Any = what
     if what == "fixed":
-        avro = {"type": "fixed", "name": _name(names), "size": told["size"]}
+        avro = {"type": "fixed", "name": _name(names), "size": node["size"]}
         what = "bytes"
     if what == "bytes" and logical == "decimal":
-        digits, scale = int(told["precision"]), int(told.get("scale", 0))
+        digits, scale = int(node["precision"]), int(node.get("scale", 0))
         if digits > _DIGITS_MAX:
             raise Unmappable(f"field {path[1:]!r} is a decimal of {digits} digits; columns hold at most {_DIGITS_MAX}")
         size = {"logicalType": "decimal", "precision": digits, "scale": scale}
@@ -187,30 +187,30 @@ def _leaf(kind: str, told: Mapping[str, Any], path: str, names: Iterator[int]) -
     return Shape(avro, filled, arrow, _value(path, what), meanings={path: meaning})
 
 
-def _union(kind: str, told: list[Any], path: str, names: Iterator[int]) -> Shape:
-    others = [t for t in told if t != "null"]
+def _union(kind: str, node: list[Any], path: str, names: Iterator[int]) -> Shape:
+    others = [t for t in node if t != "null"]
     if len(others) != 1:
-        kinds = ", ".join(str(t["type"] if isinstance(t, dict) else t) for t in told)
+        kinds = ", ".join(str(t["type"] if isinstance(t, dict) else t) for t in node)
         raise Unmappable(
             f"field {path[1:]!r} is a union of {kinds}; only a union of null and one other type has a column type"
         )
     inner = _shape(kind, others[0], path, names)
-    if len(told) == 1:
+    if len(node) == 1:
         return inner
     inner_of_json = inner.of_json
     return replace(
         inner,
-        avro=["null" if t == "null" else inner.avro for t in told],
+        avro=["null" if t == "null" else inner.avro for t in node],
         of_json=lambda value: None if value is None else inner_of_json(value),
         optional=True,
         required=(),
     )
 
 
-def _record(kind: str, told: Mapping[str, Any], path: str, names: Iterator[int]) -> Shape:
+def _record(kind: str, node: Mapping[str, Any], path: str, names: Iterator[int]) -> Shape:
     name = _name(names)
     fields: list[tuple[str, Shape, dict[str, Any]]] = []
-    for part in told["fields"]:
+    for part in node["fields"]:
         shape = _shape(kind, part["type"], f"{path}.{part['name']}", names)
         fields.append((part["name"], shape, {k: part[k] for k in ("default", "aliases") if k in part}))
     return Shape(

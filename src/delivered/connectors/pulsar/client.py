@@ -86,16 +86,16 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
         what: the requested topic.
     """
     library = pulsar()
-    said = hidden(options, str(error) or type(error).__name__)
+    detail = hidden(options, str(error) or type(error).__name__)
     match error:
         case library.TopicNotFound():
             return UsageError(
                 "TOPIC_MISSING",
-                f"The topic {what!r} does not exist at {options.url}: {said}",
+                f"The topic {what!r} does not exist at {options.url}: {detail}",
                 next_step="create the topic, or correct its name",
             )
         case library.AuthenticationError() | library.AuthorizationError() | library.ErrorGettingAuthenticationData():
-            return not_permitted(options, f"this client is not authorized to use {what!r} at {options.url}: {said}")
+            return not_permitted(options, f"this client is not authorized to use {what!r} at {options.url}: {detail}")
         case library.IncompatibleSchema():
             return UsageError(
                 "SCHEMA_INCOMPATIBLE",
@@ -106,7 +106,7 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
         case library.MessageTooBig():
             return BadRecord(
                 "RECORD_TOO_LARGE",
-                f"{what} at {options.url} does not accept a message of that size: {said}",
+                f"{what} at {options.url} does not accept a message of that size: {detail}",
                 next_step="lower the option messageBytesMax, or set chunking to true",
             )
     return (
@@ -114,7 +114,7 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
         or _refusal(options, what)
         or Unreachable(
             "PULSAR_UNREACHABLE",
-            f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {said}",
+            f"Pulsar at {options.url} did not answer about {what!r}, or the connection was lost: {detail}",
             next_step="check the option url, and that the brokers are running and reachable from here",
         )
     )

@@ -75,7 +75,7 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
     if known.kind != kind:
         raise Unfit(f"it is {known.kind}, but the option schema is {kind.lower()}")
     shape = shape_of(kind, known.text)
-    told = json.loads(known.text)
+    document = json.loads(known.text)
     there = {f.name: f for f in shape.arrow}
     wrong = [w for f in rows if f.name in there for w in _differences(f.name, f.type, there[f.name].type)]
     given = {f.name for f in rows}
@@ -85,8 +85,8 @@ def settled(kind: str, rows: pa.StructType, known: Registered | None) -> Settled
     added = [f for f in made["fields"] if f["name"] not in there]
     if not added:
         return Settled(kind, known.text, ())
-    told["fields"] = [*told["fields"], *added]
-    return Settled(kind, json.dumps(told), tuple(f["name"] for f in added))
+    document["fields"] = [*document["fields"], *added]
+    return Settled(kind, json.dumps(document), tuple(f["name"] for f in added))
 
 
 def derived(kind: str, rows: pa.DataType) -> dict[str, Any]:
@@ -147,7 +147,9 @@ class BadValue(ValueError):
 def canonical(values: pa.Array) -> pa.Array:
     """Structs as text, equal for a row and the message read back, even if the schema has more fields, all null."""
     found = plain(values.cast(_in_units_of(values.type, None)))
-    return pa.array([None if v is None else json.dumps(_told(v), sort_keys=True).encode() for v in found], pa.binary())
+    return pa.array(
+        [None if v is None else json.dumps(_as_json(v), sort_keys=True).encode() for v in found], pa.binary()
+    )
 
 
 def plain(values: pa.Array) -> list[Any]:
@@ -157,12 +159,12 @@ def plain(values: pa.Array) -> list[Any]:
     return [_maps(v, kind) for v in found] if "map<" in str(kind) else found
 
 
-def _told(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     match value:
         case dict():
-            return {k: _told(v) for k, v in value.items() if v is not None}
+            return {k: _as_json(v) for k, v in value.items() if v is not None}
         case list():
-            return [_told(v) for v in value]
+            return [_as_json(v) for v in value]
         case bytes():
             return value.hex()
         case bool() | int() | float() | str() | None:

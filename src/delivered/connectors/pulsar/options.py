@@ -41,8 +41,8 @@ def _url(schemes: Sequence[str], example: str) -> OptionType[str]:
         except ValueError:
             usable = False
         if not usable:
-            said = f"ends with {url.rpartition('@')[2]!r}; it must be like {example}, without user and password"
-            raise Unfit(said)
+            problem = f"ends with {url.rpartition('@')[2]!r}; it must be like {example}, without user and password"
+            raise Unfit(problem)
         return url.rstrip("/")
 
     return OptionType(read)

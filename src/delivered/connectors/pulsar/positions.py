@@ -132,25 +132,25 @@ _MARK = "#positions"
 
 def to_json(at: Mapping[Partition, Position]) -> Offsets:
     """`{"persistent://public/default/orders": {"0": "12:34"}, "#positions": 1}`."""
-    told: Offsets = {_MARK: 1}
+    encoded: Offsets = {_MARK: 1}
     for (topic, number), position in sorted(at.items()):
-        told.setdefault(topic, {})[str(number)] = str(position)
-    return told
+        encoded.setdefault(topic, {})[str(number)] = str(position)
+    return encoded
 
 
-def from_json(told: Offsets) -> dict[Partition, Position]:
+def from_json(encoded: Offsets) -> dict[Partition, Position]:
     """Raise InvariantBroken if a checkpoint holds something else."""
     try:
         return {
             (topic, int(n)): Position.from_text(text)
-            for topic, partitions in told.items()
+            for topic, partitions in encoded.items()
             if topic != _MARK
             for n, text in partitions.items()
         }
     except (AttributeError, TypeError, ValueError):
         raise InvariantBroken(
             "CHECKPOINT_OFFSETS",
-            f"The checkpoint's offsets are not those of a Pulsar source: {json.dumps(told)[:200]}.",
+            f"The checkpoint's offsets are not those of a Pulsar source: {json.dumps(encoded)[:200]}.",
             next_step="use the checkpoint of this source, or a new one",
         ) from None
 
@@ -171,10 +171,10 @@ def parse_offsets(owner: str, option: str, text: str) -> Where:
         if not isinstance(data, dict) or not data:
             raise wrong
         each = {
-            (full_name(owner, topic), int(number)): _spot(said)
+            (full_name(owner, topic), int(number)): _spot(spot)
             for topic, partitions in data.items()
             if topic != _MARK
-            for number, said in partitions.items()
+            for number, spot in partitions.items()
         }
     except (ValueError, AttributeError, TypeError, binascii.Error):
         raise wrong from None
@@ -194,16 +194,16 @@ def parse_timestamp(owner: str, option: str, text: str) -> Where:
     return Where(option, Timestamp(int(text)))
 
 
-def _spot(said: Any) -> Spot:
-    if not isinstance(said, str):
-        raise TypeError(said)
-    if said.lower() in (EARLIEST, LATEST):
-        return said.lower()
-    if _TEXT.fullmatch(said):
-        return Position.from_text(said)
-    found = fields(base64.b64decode(said, validate=True))
+def _spot(spot: Any) -> Spot:
+    if not isinstance(spot, str):
+        raise TypeError(spot)
+    if spot.lower() in (EARLIEST, LATEST):
+        return spot.lower()
+    if _TEXT.fullmatch(spot):
+        return Position.from_text(spot)
+    found = fields(base64.b64decode(spot, validate=True))
     if 1 not in found or 2 not in found:
-        raise ValueError(said)
+        raise ValueError(spot)
     return Position(found[1], found[2], found.get(4) if found.get(4, -1) >= 0 else None)
 
 

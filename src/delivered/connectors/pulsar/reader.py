@@ -121,8 +121,8 @@ class _Reading:
                         raise self._stalled()
                     continue
                 waited_s = 0.0
-                told = found.message_id()
-                place = (told.ledger_id(), told.entry_id(), told.batch_index())
+                id_ = found.message_id()
+                place = (id_.ledger_id(), id_.entry_id(), id_.batch_index())
                 if place <= self._seen:
                     continue  # after a reconnect the broker dispatched it again
                 yield from self._account(place[:2])
@@ -135,7 +135,7 @@ class _Reading:
                 self._seen = place
                 if not self._skipped(place):
                     yield found, place
-                self._pass(place, told)
+                self._pass(place, id_)
                 if self._done():
                     return
 
@@ -144,9 +144,9 @@ class _Reading:
         start = self._start
         return start.index is not None and place[:2] == (start.ledger, start.entry) and place[2] <= start.index
 
-    def _pass(self, place: Place, told: Any) -> None:
+    def _pass(self, place: Place, id_: Any) -> None:
         """Advance past a received message; its entry is complete with the last one of the batch."""
-        size = fields(told.serialize()).get(6, 0) if place[2] >= 0 else 0
+        size = fields(id_.serialize()).get(6, 0) if place[2] >= 0 else 0
         at_end = self._end.index is not None and place[:2] == (self._end.ledger, self._end.entry)
         whole = place[2] < 0 or place[2] == size - 1 or (at_end and place[2] == self._end.index)
         self._go_to(place[0], place[1] + (1 if whole else 0))
@@ -216,10 +216,10 @@ class _Reading:
                 found = _next(reader)
                 if found is None:
                     continue
-                told = found.message_id()
-                if (told.ledger_id(), told.entry_id()) == (ledger, entry):
+                id_ = found.message_id()
+                if (id_.ledger_id(), id_.entry_id()) == (ledger, entry):
                     return found
-                if (told.ledger_id(), told.entry_id()) > (ledger, entry):
+                if (id_.ledger_id(), id_.entry_id()) > (ledger, entry):
                     break
         raise self._stalled()
 

@@ -122,7 +122,7 @@ class PulsarDriver:
         self._options = options
         self._admin = Admin(options)
         self._frozen: _Snapshot | None = None
-        self._told: dict[Partition, Position] = {}
+        self._moved: dict[Partition, Position] = {}
 
     def initial(self) -> Offsets:
         options = self._options
@@ -209,7 +209,7 @@ class PulsarDriver:
         if name is None:
             return
         for partition, position in at.items():
-            if self._told.get(partition) == position:
+            if self._moved.get(partition) == position:
                 continue
             topic = physical(partition)
             bounds = self._admin.bounds(topic)
@@ -218,7 +218,7 @@ class PulsarDriver:
             wanted = position if position.index is None else Position(position.ledger, position.entry - 1)
             if behind is None or behind.order < wanted.order:
                 self._admin.move(topic, name, wanted, exists=behind is not None)
-            self._told[partition] = position
+            self._moved[partition] = position
 
     def _snapshot(self) -> _Snapshot:
         return _snapshot(self._admin, self._options)

@@ -52,14 +52,14 @@ def supplier(options: Place) -> Callable[[], str]:
     return supply
 
 
-def hidden(options: Place, said: str) -> str:
+def hidden(options: Place, detail: str) -> str:
     """A message without the token."""
     try:
         token = secret(options)
     except UsageError:
-        return said
+        return detail
     # A short one is a mistake, and its letters occur elsewhere in the text.
-    return said if token is None or len(token) < _SHORT else said.replace(token, REDACTED)
+    return detail if token is None or len(token) < _SHORT else detail.replace(token, REDACTED)
 
 
 def not_permitted(options: Place, what: str) -> UsageError:
@@ -67,11 +67,11 @@ def not_permitted(options: Place, what: str) -> UsageError:
     Args:
         what: what was rejected, and by whom; a sentence without its full stop.
     """
-    told, step = _told(options)
-    return UsageError("NOT_PERMITTED", f"{hidden(options, what)}. {told}.", next_step=step)
+    description, step = _described(options)
+    return UsageError("NOT_PERMITTED", f"{hidden(options, what)}. {description}.", next_step=step)
 
 
-def _told(options: Place) -> tuple[str, str]:
+def _described(options: Place) -> tuple[str, str]:
     """The token's own claims (unverified), and the next step."""
     if options.token is None:
         return "No token was given", "set the option token to env:NAME or file:PATH"

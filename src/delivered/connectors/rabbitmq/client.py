@@ -60,21 +60,21 @@ def connect(options: Place) -> Any:
 def explained(error: Exception, options: Place) -> DeliveredError:
     """Translate an error of the client."""
     kinds = pika().exceptions
-    said = str(error) or type(error).__name__
+    detail = str(error) or type(error).__name__
     if isinstance(error, kinds.ProbableAuthenticationError | kinds.AuthenticationError):
         return Refused(
             "RABBITMQ_CREDENTIALS",
-            f"RabbitMQ at {options.place} rejected the user or the password: {said}",
+            f"RabbitMQ at {options.place} rejected the user or the password: {detail}",
             next_step="check the user in the url and the option password; guest may only log in from localhost",
         )
     code = getattr(error, "reply_code", None)
     if isinstance(error, kinds.ProbableAccessDeniedError) or code in (403, 530):
         return Refused(
             "RABBITMQ_PERMISSION",
-            f"RabbitMQ at {options.place} denied access to this user: {said}",
+            f"RabbitMQ at {options.place} denied access to this user: {detail}",
             next_step="check the virtual host in the url; grant read and configure on the queue",
         )
-    starts = any(words in said for words in _STARTING)
+    starts = any(words in detail for words in _STARTING)
     if code == 404 and not starts:
         return UsageError(
             "QUEUE_MISSING",
@@ -84,7 +84,7 @@ def explained(error: Exception, options: Place) -> DeliveredError:
     if isinstance(error, kinds.AMQPConnectionError | socket.error) or code in _PASSING or starts:
         return Unreachable(
             "RABBITMQ_UNREACHABLE",
-            f"RabbitMQ at {options.place} did not answer, or the connection was lost: {said}",
+            f"RabbitMQ at {options.place} did not answer, or the connection was lost: {detail}",
             next_step="check the url, and that the server is running",
         )
-    return DeliveredError("RABBITMQ_CLIENT", f"RabbitMQ at {options.place} returned an error: {said}")
+    return DeliveredError("RABBITMQ_CLIENT", f"RabbitMQ at {options.place} returned an error: {detail}")

@@ -58,7 +58,9 @@ class Follower:
                 self._connection.process_data_events(wait_s)
             if not self._channel.is_open:
                 reason = getattr(self._channel, "_closing_reason", None) or "no reason given"
-                raise Unreachable("RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._place.place} said: {reason}")
+                raise Unreachable(
+                    "RABBITMQ_CHANNEL_CLOSED", f"RabbitMQ at {self._place.place} closed the channel: {reason}"
+                )
             found = list(self._arrived)
             self._arrived.clear()
             if found:  # has no effect but credit: the server sends more

@@ -65,14 +65,14 @@ class Channels:
             await channel.close()
 
 
-def untrusted(options: Place, said: str) -> UsageError | None:
+def untrusted(options: Place, detail: str) -> UsageError | None:
     """The error for a gRPC message about a certificate; None: it is about something else."""
-    if not options.tls or not any(word in said for word in _DISTRUST):
+    if not options.tls or not any(word in detail for word in _DISTRUST):
         return None
     trusted = f"those in {options.trusted}" if options.trusted is not None else "gRPC's built-in ones"
     return UsageError(
         "CERTIFICATE_REFUSED",
-        f"The certificate of a proxy at {options.endpoints} was not accepted: {said[-300:]}. Trusted certificates: "
+        f"The certificate of a proxy at {options.endpoints} was not accepted: {detail[-300:]}. Trusted certificates: "
         f"{trusted}. Nothing was sent.",
         next_step="set tlsTrustCertsFile to the CA certificate, after verifying it (openssl s_client -showcerts "
         f"-connect {options.endpoints.split(';')[0]}), and use the host names of the certificate in endpoints",
@@ -86,7 +86,7 @@ def _certificates(path: str) -> bytes:
 
 
 _LOG_MODULE = "rocketmq.v5.log"
-_SAID_MAX = 300
+_DETAIL_MAX = 300
 
 
 @lru_cache(maxsize=1)
@@ -213,20 +213,20 @@ class Session:
         """Translate a gRPC error."""
         codes = self.library.grpc.StatusCode
         code = error.code() if isinstance(error, self.library.grpc.RpcError) else None
-        said = str(getattr(error, "details", lambda: None)() or error)
+        detail = str(getattr(error, "details", lambda: None)() or error)
         if code in (codes.UNAUTHENTICATED, codes.PERMISSION_DENIED):
-            return self._credentials(said)
-        if "group not found" in said:
-            return self._group_missing(said)
+            return self._credentials(detail)
+        if "group not found" in detail:
+            return self._group_missing(detail)
         if code is codes.INVALID_ARGUMENT:
             return UsageError(
-                "ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} returned an error: {said[:_SAID_MAX]}"
+                "ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} returned an error: {detail[:_DETAIL_MAX]}"
             )
-        return untrusted(self.options, said) or self._unreachable(said)
+        return untrusted(self.options, detail) or self._unreachable(detail)
 
-    def said(self, status: Any) -> DeliveredError:
+    def error_of(self, status: Any) -> DeliveredError:
         """Translate a status that is not OK."""
-        codes, code, text = self.library.code, status.code, status.message[:_SAID_MAX]
+        codes, code, text = self.library.code, status.code, status.message[:_DETAIL_MAX]
         if code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
             return self._credentials(text)
         if code == codes.TOPIC_NOT_FOUND:
@@ -257,7 +257,7 @@ class Session:
                 next_step="raise invisibleSeconds, or lower minInvisibleTimeMillsForRecv of the proxies",
             )
         if 40_000 <= code < 50_000 and code not in (codes.TOO_MANY_REQUESTS, codes.UNRECOGNIZED_CLIENT_TYPE):
-            return UsageError("ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} said {code}: {text}")
+            return UsageError("ROCKETMQ_SAID", f"RocketMQ at {self.options.endpoints} returned {code}: {text}")
         return self._unreachable(f"{code}: {text}")
 
     def _sign(self) -> Any:
@@ -270,7 +270,7 @@ class Session:
         call = self.call(self._config.rpc_endpoints, "QueryRoute", asked, CONNECT_TIMEOUT_S)
         answer = self.wait(self.run(call), CONNECT_TIMEOUT_S)
         if answer.status.code != self.library.code.OK:
-            raise self.said(answer.status)
+            raise self.error_of(answer.status)
         return list(answer.message_queues)
 
     async def _introduce(self, proxy: Any) -> None:
@@ -293,7 +293,7 @@ class Session:
             if answer.HasField("settings"):
                 break
         if answer.status.code not in (0, self.library.code.OK):
-            raise self.said(answer.status)
+            raise self.error_of(answer.status)
         self.granted = answer.settings
         asyncio.get_running_loop().create_task(self._listen(stream)).add_done_callback(_forget)
 
@@ -317,26 +317,26 @@ class Session:
             stream.cancel()
         await self._channels.close()
 
-    def _unreachable(self, said: str) -> Unreachable:
+    def _unreachable(self, detail: str) -> Unreachable:
         return Unreachable(
             "ROCKETMQ_UNREACHABLE",
-            f"RocketMQ at {self.options.endpoints} did not answer, or the connection was lost: {said[:_SAID_MAX]}",
+            f"RocketMQ at {self.options.endpoints} did not answer, or the connection was lost: {detail[:_DETAIL_MAX]}",
             next_step="check the option endpoints, and that the proxies are running",
         )
 
-    def _credentials(self, said: str) -> Refused:
+    def _credentials(self, detail: str) -> Refused:
         return Refused(
             "ROCKETMQ_CREDENTIALS",
             f"RocketMQ at {self.options.endpoints} rejected the credentials, or denied this operation: "
-            f"{said[:_SAID_MAX]}",
+            f"{detail[:_DETAIL_MAX]}",
             next_step="check the options accessKey and secretKey, and the user's permissions",
         )
 
-    def _group_missing(self, said: str) -> UsageError:
+    def _group_missing(self, detail: str) -> UsageError:
         group = getattr(self.options, "group", "")
         return UsageError(
             "GROUP_MISSING",
-            f"The group {group!r} does not exist at {self.options.endpoints}: {said[:_SAID_MAX]}",
+            f"The group {group!r} does not exist at {self.options.endpoints}: {detail[:_DETAIL_MAX]}",
             next_step=f"create it (mqadmin updateSubGroup -g {group}; with -o true for a FIFO topic), or correct the "
             "option group",
         )

@@ -193,7 +193,7 @@ class HalfSender:
             return False
         with self._lock:
             if answer.code != OK:
-                self._error = self._error or peer.said(answer)
+                self._error = self._error or peer.error_of(answer)
             else:
                 place = int(answer.fields["msgId"][-16:], 16)
                 self._half_messages[broker].append(HalfMessage(place, int(answer.fields["queueOffset"])))

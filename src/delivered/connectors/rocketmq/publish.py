@@ -102,7 +102,7 @@ class Publisher:
             try:
                 proxy = self._proxy(group)
                 answer = await session.call(proxy, "SendMessage", self._request(batch), REQUEST_TIMEOUT_S)
-                error = None if answer.status.code == session.library.code.OK else session.said(answer.status)
+                error = None if answer.status.code == session.library.code.OK else session.error_of(answer.status)
             except session.library.grpc.RpcError as failed:
                 error = session.explained(failed)
             except Exception as failed:

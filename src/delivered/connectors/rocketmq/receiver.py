@@ -121,12 +121,12 @@ class RocketmqReceiver:
                     held.renewal.result(REQUEST_TIMEOUT_S)
             self._held.pop(held)
         try:
-            taken, said = self._acknowledged(mine)
+            taken, detail = self._acknowledged(mine)
         except DeliveredError as error:
             return Unknown(error.message)
         if taken < len(handles):
-            said = said or "they were requeued, or their invisible time expired"
-            return Unknown(f"{len(handles) - taken} of {len(handles)} were not acknowledged: {said}")
+            detail = detail or "they were requeued, or their invisible time expired"
+            return Unknown(f"{len(handles) - taken} of {len(handles)} were not acknowledged: {detail}")
         return Ok(taken)
 
     def give_back(self, handles: Sequence[Any]) -> None:
@@ -218,7 +218,7 @@ class RocketmqReceiver:
         if status.code in (codes.TOO_MANY_REQUESTS, codes.PROXY_TIMEOUT):
             await asyncio.sleep(0.5)
             return
-        self._session.fail(self._session.said(status))
+        self._session.fail(self._session.error_of(status))
 
     def _beat(self) -> None:
         if time.monotonic() < self._beat_at:
@@ -235,7 +235,7 @@ class RocketmqReceiver:
                 session.fail(session.explained(error))
                 return
             if answer.status.code != session.library.code.OK:
-                session.fail(session.said(answer.status))
+                session.fail(session.error_of(answer.status))
 
         for proxy in session.proxies:
             session.run(beaten(proxy))

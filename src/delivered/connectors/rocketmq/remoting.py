@@ -36,7 +36,7 @@ NOT_FOUND, RETRY_AT_ONCE, OFFSET_MOVED = 19, 20, 21
 _VERSION = 399
 """Protocol version of client 4.9."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-_SAID_MAX = 300
+_DETAIL_MAX = 300
 IN_FLIGHT_MAX = 500
 """Unanswered requests per broker. A broker rejects requests queued for 0.2 s."""
 _BUSY_S = 0.05
@@ -123,17 +123,17 @@ class Peer:
         if threading.current_thread() is not self._reader:
             self._reader.join(CONNECT_TIMEOUT_S)  # it shares the connection
 
-    def unreachable(self, said: str) -> Unreachable:
+    def unreachable(self, detail: str) -> Unreachable:
         return Unreachable(
             "ROCKETMQ_UNREACHABLE",
-            f"RocketMQ at {self.address} did not answer, or the connection was lost: {said[:_SAID_MAX]}",
+            f"RocketMQ at {self.address} did not answer, or the connection was lost: {detail[:_DETAIL_MAX]}",
             next_step="check the option nameServers, that the servers are running, and that the brokers' own "
             "addresses are reachable from here",
         )
 
-    def said(self, answer: Answer) -> DeliveredError:
+    def error_of(self, answer: Answer) -> DeliveredError:
         """Translate a reply that is not OK."""
-        text = f"{answer.remark[:_SAID_MAX]} (code {answer.code})"
+        text = f"{answer.remark[:_DETAIL_MAX]} (code {answer.code})"
         if answer.code == NO_TOPIC:
             return UsageError(
                 "TOPIC_MISSING",
@@ -165,14 +165,14 @@ class Peer:
         except (OSError, ValueError, LookupError) as error:
             self._end(f"{type(error).__name__}: {error}")
 
-    def _take(self, said: bytes, head_size: int) -> None:
-        head = json.loads(said[:head_size])
+    def _take(self, frame: bytes, head_size: int) -> None:
+        head = json.loads(frame[:head_size])
         if not head["flag"] & 1:
             return  # a request of the broker's, left unanswered
         with self._lock:
             done = self._waiting.pop(head["opaque"], None)
         if done is not None:
-            done(Answer(head["code"], head.get("extFields") or {}, said[head_size:], head.get("remark") or ""))
+            done(Answer(head["code"], head.get("extFields") or {}, frame[head_size:], head.get("remark") or ""))
 
     def _end(self, reason: str) -> None:
         with self._lock:
@@ -253,7 +253,7 @@ class Cluster:
             finally:
                 peer.close()
             if answer.code != OK:
-                raise peer.said(answer)
+                raise peer.error_of(answer)
             self._read(json.loads(answer.body))
             return
         raise failure or UsageError("OPTION_VALUE", "option 'nameServers' is empty")

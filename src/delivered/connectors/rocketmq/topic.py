@@ -167,7 +167,7 @@ def _read(peer: Peer, topic: str, queue: int, at: int, until: int) -> Iterator[t
             yield -1, Stored(at, 0, 0, 0, b"", {})
             continue
         if answer.code != OK:
-            raise peer.said(answer)
+            raise peer.error_of(answer)
         for message in stored(answer.body):
             if at <= message.offset < until:
                 yield message.offset, message
@@ -179,5 +179,5 @@ def _end(peer: Peer, topic: str, queue: int, *, shown: bool) -> int:
     """End of a queue for readers; not `shown`: including stored messages that are about to become visible."""
     answer = peer.ask(MAX_OFFSET, {"topic": topic, "queueId": queue, "committed": shown})
     if answer.code != OK:
-        raise peer.said(answer)
+        raise peer.error_of(answer)
     return int(answer.fields["offset"])
