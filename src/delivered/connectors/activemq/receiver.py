@@ -61,8 +61,7 @@ class ActivemqReceiver:
         return Ok(len(handles))
 
     def give_back(self, handles: Sequence[Any]) -> None:
-        """Requeues all messages of this receiver by closing the connection: Artemis treats NACK as ACK, which deletes
-        the message."""
+        """Requeue all messages by closing the connection: Artemis treats NACK as ACK, which deletes the message."""
         if any(number == self._number for number, _ in handles):
             self._session.close()
             self._session = self._open()

@@ -227,8 +227,7 @@ class KafkaDriverClient:
         self._patiently(ask, f"group {group}", CONNECT_TIMEOUT_S)
 
     def _result(self, future: Any, timeout_s: float, what: str, absent: str = "") -> Any:
-        """A future's result; None for the error `absent`. Retriable errors are raised as they are, others
-        translated."""
+        """A future's result; None for the error `absent`. Raises retriable errors unchanged, others translated."""
         try:
             return future.result(timeout_s + 1)
         except kafka_client().KafkaException as error:

@@ -251,18 +251,16 @@ class PartitionConsumer(Client):
         # Check a few in every chunk, including the first and the last.
         sample = messages[:: max(1, len(messages) // 8)] if place else messages
         asked = [self._ask_timestamp(m) for m in [*sample.tolist(), int(messages[-1])]]
-        expected = np.array(asked, dtype=np.int64)
+        known = np.array(asked, dtype=np.int64)
         if place is None and not _Clock.hopeless:
-            place = _Clock.find(messages, expected[:-1])
+            place = _Clock.find(messages, known[:-1])
         if place is not None:
             at = np.append(sample, messages[-1])
-            if (_words(at + place[0]) == expected[:, 0]).all() and (_halves(at + place[1]) == expected[:, 1]).all():
+            if (_words(at + place[0]) == known[:, 0]).all() and (_halves(at + place[1]) == known[:, 1]).all():
                 return _words(messages + place[0]), _halves(messages + place[1])
             _Clock.place, _Clock.hopeless = None, True
-            expected = np.array(
-                [self._ask_timestamp(m) for m in [*messages.tolist(), int(messages[-1])]], dtype=np.int64
-            )
-        return np.ascontiguousarray(expected[:-1, 0]), expected[:-1, 1].astype(np.int32)
+            known = np.array([self._ask_timestamp(m) for m in [*messages.tolist(), int(messages[-1])]], dtype=np.int64)
+        return np.ascontiguousarray(known[:-1, 0]), known[:-1, 1].astype(np.int32)
 
     def _ask_timestamp(self, message: int) -> tuple[int, int]:
         kind = ctypes.c_int(0)
@@ -312,16 +310,12 @@ class _Clock:
     _SURE = 16
 
     @classmethod
-    def find(cls, messages: I64, expected: npt.NDArray[np.int64]) -> tuple[int, int] | None:
+    def find(cls, messages: I64, known: npt.NDArray[np.int64]) -> tuple[int, int] | None:
         """Search for the timestamps that librdkafka returned; None if not found, or too few to be sure."""
-        if len(messages) < cls._SURE or not expected[:, 1].any():
+        if len(messages) < cls._SURE or not known[:, 1].any():
             return None
-        times = [
-            at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 8) if (_words(messages + at) == expected[:, 0]).all()
-        ]
-        types = [
-            at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 4) if (_halves(messages + at) == expected[:, 1]).all()
-        ]
+        times = [at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 8) if (_words(messages + at) == known[:, 0]).all()]
+        types = [at for at in range(_PUBLIC_BYTES, _PRIVATE_BYTES, 4) if (_halves(messages + at) == known[:, 1]).all()]
         # The type is a small number that may match by chance, so it must stand right before the timestamp.
         near = [(t, k) for t in times for k in types if k == t - 4]
         if len(near) != 1:

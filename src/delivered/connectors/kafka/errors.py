@@ -62,8 +62,7 @@ def explain(name: str, detail: str, what: str, servers: str) -> DeliveredError:
 
 
 def says_more(name: str, known: str) -> bool:
-    """Whether a client error replaces the last one: "all brokers down" follows the cause ("Connection refused"), and
-    must not hide it."""
+    """Whether an error replaces the last one: "all brokers down" must not hide its cause ("Connection refused")."""
     return name != "_ALL_BROKERS_DOWN" or not known
 
 

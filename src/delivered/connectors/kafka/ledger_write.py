@@ -68,8 +68,7 @@ class LedgerProducer:
                     time.sleep(0.02)
                     code = self.produce(writes)
         except NoAnswer as error:
-            # Records may have been appended; without EndTxn they are aborted, by the next InitProducerId or the
-            # time-out.
+            # Appended records are aborted without EndTxn, by the next InitProducerId or the time-out.
             return Failed(f"the records could not be written: {error}"), Again.AWAY
         if code != protocol.NONE:
             again = Again.FENCED if code in _FENCED else Again.AWAY if code in _AWAY else Again.NO

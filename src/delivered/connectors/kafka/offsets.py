@@ -49,29 +49,24 @@ class Positions:
 
     def to_json(self) -> Offsets:
         """`{"orders": {"0": 12}, "#topic ids": {...}}`: Spark's format, plus keys that no topic can have."""
-        encoded: Offsets = _nested(self.at)
-        encoded[_IDS] = dict(sorted(self.ids.items()))
+        data: Offsets = _nested(self.at)
+        data[_IDS] = dict(sorted(self.ids.items()))
         if self.first:
-            encoded[_FIRST] = _nested(self.first)
+            data[_FIRST] = _nested(self.first)
         if self.begins:
-            encoded[_FROM] = _nested(self.begins)
-        return encoded
+            data[_FROM] = _nested(self.begins)
+        return data
 
     @classmethod
-    def from_json(cls, encoded: Offsets) -> Positions:
+    def from_json(cls, data: Offsets) -> Positions:
         """Raise InvariantBroken if a checkpoint holds something else."""
         try:
-            topics = {t: p for t, p in encoded.items() if not t.startswith("#")}
-            return cls(
-                _flat(topics),
-                dict(encoded.get(_IDS, {})),
-                _flat(encoded.get(_FIRST, {})),
-                _flat(encoded.get(_FROM, {})),
-            )
+            topics = {t: p for t, p in data.items() if not t.startswith("#")}
+            return cls(_flat(topics), dict(data.get(_IDS, {})), _flat(data.get(_FIRST, {})), _flat(data.get(_FROM, {})))
         except (AttributeError, TypeError, ValueError):
             raise InvariantBroken(
                 "CHECKPOINT_OFFSETS",
-                f"The checkpoint's offsets are not those of a Kafka source: {json.dumps(encoded)[:200]}.",
+                f"The checkpoint's offsets are not those of a Kafka source: {json.dumps(data)[:200]}.",
                 next_step="use the checkpoint of this source, or a new one",
             ) from None
 
@@ -206,10 +201,10 @@ def _is_whole(value: object) -> bool:
 
 
 def _nested(flat: Mapping[Partition, int]) -> dict[str, Any]:
-    encoded: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     for (topic, number), offset in sorted(flat.items()):
-        encoded.setdefault(topic, {})[str(number)] = offset
-    return encoded
+        data.setdefault(topic, {})[str(number)] = offset
+    return data
 
 
 def _flat(nested: Mapping[str, Mapping[str, int]]) -> dict[Partition, int]:

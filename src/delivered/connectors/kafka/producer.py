@@ -338,8 +338,7 @@ class Producer(Client):
 
 
 def _lay(structs: npt.NDArray[Any], at: str, length: str, array: pa.Array) -> Any:
-    """Write pointers and lengths of binary values into the structs; return the buffers to keep alive during the
-    call."""
+    """Write pointers and lengths of values into the structs; return the buffers to keep alive during the call."""
     kind: Any = np.int64 if pa.types.is_large_binary(array.type) else np.int32
     valid, offset_buffer, data = array.buffers()
     n = len(array)

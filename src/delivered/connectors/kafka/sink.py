@@ -81,8 +81,7 @@ class KafkaSink:
         columns.check_schema(schema, self.options.topic)
 
     def invalid_rows(self, batch: pa.RecordBatch) -> pa.Array | None:
-        """What the client rejects by itself. A lower limit of the broker, or an unknown partition, still fails the
-        query."""
+        """What the client itself rejects. A lower limit of the broker, or an unknown partition, fails the query."""
         longest = int(self.options.client.get("message.max.bytes", "1048588")) - columns.RECORD_OVERHEAD
         return columns.invalid_rows(batch, self.options.topic, longest)
 

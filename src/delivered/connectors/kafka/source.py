@@ -254,8 +254,7 @@ class KafkaDriver:
         return _Snapshot({p: o or 0 for p, o in ends.items()}, ids)
 
     def _snapshot_from(self, at: Positions) -> _Snapshot:
-        """A snapshot not behind what this stream has read. A broker that has just restarted may briefly report an
-        earlier end; it counts only if it persists."""
+        """A snapshot; an end before this stream's position, which a restarting broker may report, must persist."""
 
         def behind(snapshot: _Snapshot) -> bool:
             return any(
@@ -327,8 +326,7 @@ class KafkaDriver:
     def _begin(
         self, at: Positions, snapshot: _Snapshot
     ) -> tuple[dict[Partition, int], dict[Partition, int], dict[Partition, int]]:
-        """First offset of each partition in the batch; of added partitions; and of those that lost records before
-        it."""
+        """First offsets of the batch: of all partitions, of added ones, and of those that lost records before it."""
         remade = {t for t, i in snapshot.ids.items() if at.ids.get(t, i) != i}
         gone = [p for p in at.at if p not in snapshot.ends]
         again = [p for p in at.at if p in snapshot.ends and p[0] in remade]

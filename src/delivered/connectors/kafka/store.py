@@ -112,8 +112,7 @@ class KafkaStore:
             for role in (_PLAN, _DECIDE):
                 self._take(role)
             self._read()
-            # Also if this owner claimed before: the epoch distinguishes a query restarted in one session from its
-            # earlier run.
+            # Also for the present owner: the epoch distinguishes runs of a query restarted in one session.
             owner, epoch = successor(self._head()), self._epoch + 1
             match self._record(owner, epoch):
                 case Ok():
@@ -128,24 +127,22 @@ class KafkaStore:
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
         """Write in one transaction."""
 
-        def look() -> Change | None:
+        def check() -> Change | None:
             self._read()
             return rule(self._head())
 
         deadline = time.monotonic() + OUTAGE_PATIENCE_S
         fenced_before = False
-        # While this process holds the id, no read is needed: after another claim or decision the broker fences the
-        # write.
-        change = rule(self._head()) or look()
+        # No read is needed while this process holds the id: another claim or decision would have fenced it.
+        change = rule(self._head()) or check()
         while change is not None:
             role = _PLAN if change.decision is None else _DECIDE
             if role not in self._producers:
-                # A superseded owner must not fence the current one: check before taking the id, and after it in case of
-                # a claim in between.
-                if look() is None:
+                # A superseded owner must not fence the current one: check before taking the id, and after it.
+                if check() is None:
                     break
                 self._take(role)
-                if (change := look()) is None:
+                if (change := check()) is None:
                     break
             outcome, again = self._producers[role].write(self._writes(change))
             if isinstance(outcome, Ok):
@@ -299,8 +296,7 @@ class KafkaStore:
         return outcome
 
     def _outdated(self) -> dict[int, _Records]:
-        """Archive the oldest incarnations and write tombstones for their keys, which bounds the ledger if every run is
-        a new one."""
+        """Archive the oldest incarnations and write tombstones for their keys, which bounds the ledger."""
         old = outdated(self._state())
         entries: list[Archived] = []
         state: _Records = []

@@ -36,8 +36,7 @@ READY_MAX = 16
 READY_AGE_S_MAX = 300.0
 START_TIMEOUT_S = OUTAGE_PATIENCE_S
 READY_TIMEOUT_S = 2.0
-"""For initialising a producer in the background. It must not wait out an outage: any worker may run the shard's next
-batch by then, and a late initialisation would fence that task."""
+"""For background initialisation. It must not wait out an outage: a late one would fence the task that runs by then."""
 IDLE_MAX = 8
 
 _lock = threading.Lock()

@@ -161,8 +161,7 @@ class TransactionalWriter:
         _refuse_failures(producer, self._options)
 
     def prepare(self, fingerprint: Fingerprint) -> Promise:
-        """Flush until every row and the marker are acknowledged; leave the transaction open. No rows: no
-        transaction."""
+        """Flush rows and marker until acknowledged; leave the transaction open. No rows: no transaction."""
         self._send_early()
         taken = self._taken
         if taken is None:

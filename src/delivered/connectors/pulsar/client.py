@@ -121,8 +121,7 @@ def explained(error: Exception, options: Place, what: str) -> DeliveredError:
 
 
 def _refusal(options: Place, what: str) -> UsageError | None:
-    """Ask the HTTP service about the token: brokers close a connection with a rejected token, and the client library
-    just reconnects until it times out."""
+    """Ask the HTTP service: brokers reject a token by closing the connection, and the client just reconnects."""
     topic = re.sub(r"-partition-\d+$", "", what)
     try:
         Admin(options).partitions(topic if topic.startswith("persistent://") else f"{PREFIX}{topic}")

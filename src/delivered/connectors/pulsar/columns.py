@@ -119,8 +119,7 @@ class Rows:
 
 
 def _offsets(ids: Sequence[tuple[int, int, int]]) -> list[int | None]:
-    """Ledger and entry in one number, increasing along a partition; shared by the messages of an entry. Null if it does
-    not fit."""
+    """Ledger and entry in one number, increasing along a partition, equal within an entry; null if too large."""
     found = [(ledger << _ENTRY_BITS) + entry for ledger, entry, _ in ids]
     return [n if n <= _OFFSET_MAX and entry < 1 << _ENTRY_BITS else None
             for n, (_, entry, _) in zip(found, ids, strict=True)]  # fmt: skip

@@ -46,8 +46,7 @@ def untrusted(options: Place, where: str, error: ssl.SSLCertVerificationError) -
 
 
 def tls_error(options: Place) -> DeliveredError | None:
-    """The certificate error at the option url, which the client library does not report; None: no error, or no
-    answer."""
+    """The certificate error at `url`, which the client library does not report; None: no error, or no answer."""
     parts = urlsplit(options.url)
     if parts.scheme != "pulsar+ssl":
         return None

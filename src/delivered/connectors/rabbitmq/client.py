@@ -17,8 +17,7 @@ _PASSING = (311, 506, 541)
 """Retriable reply codes: the server lacks a resource, or is electing a leader."""
 
 _STARTING = ("down or inaccessible", "does not have a replica on the local node")
-"""Reported of an existing queue or stream that is not yet available after a restart; the second also of a stream on
-another node."""
+"""Reported of a queue or stream not yet available after a restart; the second also if it is on another node."""
 
 
 def pika() -> Any:

@@ -1,5 +1,4 @@
-"""The sink, for at_least_once and at_most_once. Its ledger is external: RabbitMQ has no storage that one driver can
-own."""
+"""The sink, for at_least_once and at_most_once, with an external ledger: RabbitMQ has no storage to own."""
 
 from __future__ import annotations
 

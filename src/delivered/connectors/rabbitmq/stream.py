@@ -104,8 +104,7 @@ class StreamDriver:
         return self._resolve("startingOffsets", self._options.starting or LATEST)
 
     def latest(self, start: Offsets, rows_max: int | None) -> Offsets:
-        """A stream missing in `start` is added at its first message and read from the next batch on, so that every
-        batch lies between two logged offsets."""
+        """A stream missing in `start` is added at its first message and read from the next batch on."""
         ends = self._frozen or self._ends(start)
         at: dict[str, int] = {s: int(start[s]) for s in ends if s in start}
         for stream, position in at.items():

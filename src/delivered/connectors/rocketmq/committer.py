@@ -22,8 +22,8 @@ from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
 
 SETTLE_S = 4.0
-"""After this no earlier EndTransaction can take effect: a broker drops requests queued for 3 s
-(waitTimeMillsInTransactionQueue), and unsent ones are lost with their connection."""
+"""Then no earlier request can take effect: brokers drop those queued for 3 s (waitTimeMillsInTransactionQueue), and
+unsent ones are lost with their connection."""
 
 
 class RocketmqCommitter:
@@ -102,8 +102,7 @@ class RocketmqCommitter:
         return Ok(None)
 
     def _not_shown(self, handle: HalfMessages) -> dict[str, list[HalfMessage]]:
-        """Half messages that are not in the topic, once no earlier EndTransaction can take effect. Raises
-        Unreachable."""
+        """Half messages that are not in the topic, after `SETTLE_S`. Raises Unreachable."""
         self._cluster.close()
         time.sleep(SETTLE_S)
         left: dict[str, list[HalfMessage]] = {}

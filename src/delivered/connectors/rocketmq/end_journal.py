@@ -93,8 +93,7 @@ class EndJournal:
                 "SELECT max(batch) FROM _delivered_rocketmq_end WHERE pipeline = ? AND sink = ? AND incarnation = ?",
                 self._key(work.scope),
             ).fetchone()[0]
-            # An older batch was ended and its record deleted. A later batch without a predecessor may have been begun
-            # in another file.
+            # An older batch was ended, its record deleted. One without a predecessor may be begun in another file.
             known = newest <= work.batch if newest is not None else work.batch == 0
             self._put(connection, name, self._key(work.scope), work.batch, work.shard, State.BEGUN)
             return State.NEW if known else State.BEGUN
