@@ -1,7 +1,7 @@
-"""What Spark's own Kafka suites pin down, row by row: what its connector does, and what ours does.
+"""What Spark's own Kafka suites assert, row by row: what its connector does, and what ours does.
 
-The table of docs/connectors/kafka.md is made of this, and `tests/spark/test_parity.py` runs every row: a row that
-does not hold any more fails, also where the two have become the same.
+The table of docs/connectors/kafka.md is generated from this. `tests/spark/test_parity.py` runs every row: one whose
+outcome changed fails, even if the two have become the same.
 """
 
 from __future__ import annotations
@@ -91,27 +91,27 @@ AREAS: dict[str, Area] = {
             "subscribe and assign": "refused",
             "empty assign": "refused",
             "assign without partitions": Differs(
-                "taken", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
+                "accepted", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
             ),
             "empty subscribe": "refused",
             "empty subscribePattern": "refused",
             "no bootstrap.servers": Differs(
-                "taken", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
+                "accepted", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
             ),
-            "minOffsetsPerTrigger": "taken",
-            "maxTriggerDelay": "taken",
+            "minOffsetsPerTrigger": "accepted",
+            "maxTriggerDelay": "accepted",
             "minOffsetsPerTrigger above the maximum": "refused",
-            "minPartitions": "taken",
-            "maxRecordsPerPartition": "taken",
-            "MAXOFFSETSPERTRIGGER": "taken",
-            "maxoffsetspertrigger": "taken",
-            "MINOFFSETSPERTRIGGER": "taken",
-            "MAXTRIGGERDELAY": "taken",
-            "KAFKACONSUMER.POLLTIMEOUTMS": "taken",
-            "FETCHOFFSET.NUMRETRIES": "taken",
-            "FETCHOFFSET.RETRYINTERVALMS": "taken",
-            "kafka.group.id": "taken",
-            "groupIdPrefix": "taken",
+            "minPartitions": "accepted",
+            "maxRecordsPerPartition": "accepted",
+            "MAXOFFSETSPERTRIGGER": "accepted",
+            "maxoffsetspertrigger": "accepted",
+            "MINOFFSETSPERTRIGGER": "accepted",
+            "MAXTRIGGERDELAY": "accepted",
+            "KAFKACONSUMER.POLLTIMEOUTMS": "accepted",
+            "FETCHOFFSET.NUMRETRIES": "accepted",
+            "FETCHOFFSET.RETRYINTERVALMS": "accepted",
+            "kafka.group.id": "accepted",
+            "groupIdPrefix": "accepted",
             "kafka.auto.offset.reset": "refused",
             "kafka.auto.offset.reset none": "refused",
             "kafka.auto.offset.reset earliest": "refused",
@@ -120,31 +120,33 @@ AREAS: dict[str, Area] = {
             "kafka.interceptor.classes": "refused",
             "kafka.key.deserializer": "refused",
             "kafka.value.deserializer": "refused",
-            "kafka.isolation.level": "taken",
-            "kafka.max.poll.records": Differs("taken", "refused", "There is no such poll: a batch has its own size."),
-            "kafka.metadata.max.age.ms": "taken",
-            "kafka.request.timeout.ms": "taken",
-            "kafka.default.api.timeout.ms": Differs("taken", "refused", "Write `kafka.socket.timeout.ms`."),
-            "startingOffsets in any case": "taken",
-            "startingOffsets with a topic in capitals": "taken",
-            "startingOffsets that are no JSON": Differs(
-                "taken", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
+            "kafka.isolation.level": "accepted",
+            "kafka.max.poll.records": Differs(
+                "accepted", "refused", "There is no such poll: batches have their own size."
+            ),
+            "kafka.metadata.max.age.ms": "accepted",
+            "kafka.request.timeout.ms": "accepted",
+            "kafka.default.api.timeout.ms": Differs("accepted", "refused", "Write `kafka.socket.timeout.ms`."),
+            "startingOffsets in any case": "accepted",
+            "startingOffsets with a topic in capitals": "accepted",
+            "startingOffsets that are not JSON": Differs(
+                "accepted", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
             ),
             "startingOffsets as a list": Differs(
-                "taken", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
+                "accepted", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
             ),
             "startingOffsets of text": Differs(
-                "taken", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
+                "accepted", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
             ),
-            "startingOffsetsByTimestamp": "taken",
-            "startingTimestamp": "taken",
+            "startingOffsetsByTimestamp": "accepted",
+            "startingTimestamp": "accepted",
             "startingTimestamp of text": Differs(
-                "taken", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
+                "accepted", "refused", "Refused at load(); Spark's connector refuses it when the query runs."
             ),
-            "unknown strategy": Differs("taken", "refused", "Spark's connector takes it for `error`."),
-            "includeHeaders": "taken",
+            "unknown strategy": Differs("accepted", "refused", "Spark's connector treats it as `error`."),
+            "includeHeaders": "accepted",
             "an unknown option": Differs(
-                "taken", "refused", "Refused with the nearest name: a misspelt option has no silent effect."
+                "accepted", "refused", "Refused with the nearest name: a misspelt option is never ignored silently."
             ),
         },
     ),
@@ -155,7 +157,7 @@ AREAS: dict[str, Area] = {
             "endingOffsets of a stream": "refused",
             "endingOffsetsByTimestamp of a stream": "refused",
             "endingTimestamp of a stream": Differs(
-                "0", "refused", "Refused as the two other ends are; Spark's connector ignores it."
+                "0", "refused", "Refused like the two other ends; Spark's connector ignores it."
             ),
         },
     ),
@@ -177,7 +179,7 @@ AREAS: dict[str, Area] = {
             "minPartitions=1.0": "refused",
             "minPartitions=0": "refused",
             "minPartitions=-1": "refused",
-            "isolation.level that is none": "refused",
+            "invalid isolation.level": "refused",
             "an offset below -2": "refused",
         },
         matrix=True,
@@ -198,20 +200,18 @@ AREAS: dict[str, Area] = {
             "two topics": "0 0..9 100..109 200",
             "an empty topic": "nothing",
             "start at the end": "nothing",
-            "a topic that is not there": "refused",
-            "assign a partition that is not there": Differs(
-                "0..9", "refused", "Spark's connector reads the others and says nothing."
-            ),
+            "a missing topic": "refused",
+            "assign a missing partition": Differs("0..9", "refused", "Spark's connector silently reads the others."),
             "start names too few partitions": "refused",
             "start names a foreign partition": "refused",
             "start and end name different partitions": "refused",
             "start after end, as given": "refused",
             "start beyond the latest": "refused",
-            "the same frame twice in a query": "0 0",
-            "a frame read again sees later records": Differs(
+            "the same DataFrame twice in a query": "0 0",
+            "a DataFrame read again sees later records": Differs(
                 "0..9 100..109 200..204",
                 "0..9 100..109 200",
-                "PySpark plans a Python source once for each frame: call load() again.",
+                "PySpark plans a Python source once per DataFrame: call load() again.",
             ),
         },
         matrix=True,
@@ -284,7 +284,7 @@ AREAS: dict[str, Area] = {
             "no offset is dropped": Differs(
                 "0:0-3 0:3-6 0:6-10 1:0-3 1:3-6 1:6-10 2:0-1",
                 "0:0-3 0:3-6 0:6-10 1:0-5 1:5-10 2:0-1",
-                "Exactly as many tasks as asked; Spark's connector rounds for each partition.",
+                "Exactly as many tasks as requested; Spark's connector rounds per partition.",
             ),
             "three large ones in nine": (
                 "0:0-5000 0:5000-10000 1:0-5000 1:5000-10000 1:10000-15000 2:0-5000 2:5000-10000 2:10000-15000 "
@@ -312,7 +312,7 @@ AREAS: dict[str, Area] = {
         },
     ),
     "batch_losses": Area(
-        "Records that are gone, in a batch read",
+        "Deleted records, in a batch read",
         "KafkaDontFailOnDataLossSuite, KafkaRelationSuite",
         {
             "deleted records, failOnDataLoss": "refused",
@@ -323,7 +323,7 @@ AREAS: dict[str, Area] = {
         matrix=True,
     ),
     "stream_start": Area(
-        "Where a stream starts, over a restart and new partitions",
+        "Starting offsets of a stream, across a restart and new partitions",
         "KafkaMicroBatchSourceSuite",
         STARTS,
     ),
@@ -352,8 +352,8 @@ AREAS: dict[str, Area] = {
         "KafkaMicroBatchSourceSuite",
         {
             "the first batch is not held back": "0..9 100..104 200",
-            "fewer wait": True,
-            "enough are taken": "0..19 100..109 200",
+            "fewer offsets wait": True,
+            "enough offsets start a batch": "0..19 100..109 200",
             "maxTriggerDelay ends the wait": "0..19 100..111 200",
             "Once does not wait": "112..113",
             "with a maximum, first batch": 20,
@@ -391,7 +391,7 @@ AREAS: dict[str, Area] = {
         matrix=True,
     ),
     "stream_losses": Area(
-        "Records that are gone, in a stream",
+        "Deleted records, in a stream",
         "KafkaDontFailOnDataLossSuite, KafkaMicroBatchSourceSuite",
         {
             "deleted before the start, failOnDataLoss=false": "20..49",
@@ -404,7 +404,7 @@ AREAS: dict[str, Area] = {
             "recreated during a stop, longer, checkpointLocation on the source": Differs(
                 "5..8", "refused", "The topic's id is compared, not only its offsets."
             ),
-            "a topic less in subscribe": "refused",
+            "a topic removed from subscribe": "refused",
         },
     ),
     "stream_available_now_changes": Area(
@@ -424,7 +424,7 @@ AREAS: dict[str, Area] = {
         "Topics by pattern",
         "KafkaMicroBatchSourceSuite, ConsumerStrategySuite",
         {
-            "a topic made later is read from its start": "0..1",
+            "a topic created later is read from its start": "0..1",
             "a topic deleted, failOnDataLoss=false": "0 0..1 1..2 900",
             "no empty offsets are logged": True,
             "a pattern found in a part of the name": "0..1",
@@ -439,8 +439,8 @@ AREAS: dict[str, Area] = {
             "a start without records is remembered": "1..2",
             "offsets that Spark's connector logged are read": "2..4",
             "other starting offsets do not count for a checkpoint": "50",
-            "a topic more in subscribe": "0..1",
-            "state of a query without headers goes on": "7",
+            "a topic added to subscribe": "0..1",
+            "state of a query without headers continues": "7",
         },
     ),
     "stream_progress": Area(
@@ -451,7 +451,7 @@ AREAS: dict[str, Area] = {
             "names of metrics": _missing(
                 "avgOffsetsBehindLatest maxOffsetsBehindLatest minOffsetsBehindLatest",
                 "",
-                "PySpark lets a Python source tell no metrics; it tells latestOffset.",
+                "PySpark lets Python sources report no metrics, only latestOffset.",
             ),
             "behind with a limit": _missing(True, False, "As the names of metrics."),
             "not behind without one": _missing(True, False, "As the names of metrics."),
@@ -478,7 +478,7 @@ AREAS: dict[str, Area] = {
         "KafkaMicroBatchSourceSuite, KafkaDontFailOnDataLossSuite",
         {
             "a topic deleted in a batch, failOnDataLoss=false": True,
-            "a query stops when told to": True,
+            "a query stops on request": True,
         },
         matrix=True,
     ),
@@ -489,11 +489,11 @@ AREAS: dict[str, Area] = {
             "continuous processing": _missing(
                 "runs", "refused", "Spark has no continuous processing for Python sources."
             ),
-            "asynchronous progress": _missing("0..2", "refused", "Spark has it for its own sinks alone."),
+            "asynchronous progress": _missing("0..2", "refused", "Spark supports it for its own sinks only."),
             "update mode": _missing(
                 "runs",
                 "refused",
-                "Spark offers it to no Python sink: use `output_mode` or `write_batch` (docs/stateful.md).",
+                "Spark does not offer it to Python sinks: use `output_mode` or `write_batch` (docs/stateful.md).",
             ),
             "complete mode without aggregation": "refused",
         },
@@ -526,7 +526,7 @@ AREAS: dict[str, Area] = {
                 "2", "refused", "partitioner.class names Java code."
             ),
             "partitioner.class": _missing(5, "refused", "It names Java code: use the column `partition`."),
-            "a partition that is not there": "refused",
+            "a missing partition": "refused",
             "large values, small buffer": 200,
             "columns in upper case": "refused",
         },
@@ -538,24 +538,24 @@ AREAS: dict[str, Area] = {
             "no topic": "refused",
             "no value": "refused",
             "null topic without the option": "refused",
-            "an impossible name of a topic": "refused",
+            "an invalid topic name": "refused",
             "topic is a number": "refused",
             "value is a number": "refused",
             "key is a number": "refused",
             "partition is text": "refused",
-            "partition is a long": Differs("refused", "written", "Any whole number is taken."),
+            "partition is a long": Differs("refused", "written", "Any integer type is accepted."),
             "headers of another type": "refused",
             "overwrite": "refused",
             "ignore": "refused",
             "error if exists": Differs(
-                "written", "refused", 'Spark offers the default mode to no Python sink: write mode("append").'
+                "written", "refused", 'Spark does not offer the default mode to Python sinks: use mode("append").'
             ),
-            "a topic that is not there": "refused",
+            "a missing topic": "refused",
             "unknown column": Differs("written", "refused", "No column is lost silently."),
             "columns of the source": "written",
             "key.serializer": "refused",
             "value.serializer": "refused",
-            "acks=1": Differs("written", "refused", "at_least_once needs acks=all; at_most_once takes it."),
+            "acks=1": Differs("written", "refused", "at_least_once needs acks=all; at_most_once accepts it."),
             "acks=all": "written",
             "retries": "written",
             "enable.idempotence": Differs("written", "refused", "The guarantee chooses it."),
@@ -567,7 +567,7 @@ AREAS: dict[str, Area] = {
             "compression.type": "written",
             "an unknown option": Differs("written", "refused", "Refused with the nearest name."),
             "includeHeaders": Differs("written", "refused", "An option of the source."),
-            "a frame of the source, as it is": "written",
+            "a DataFrame of the source, unchanged": "written",
         },
         matrix=True,
     ),
@@ -584,10 +584,10 @@ AREAS: dict[str, Area] = {
             "value is a number": "refused",
             "key is a number": "refused",
             "partition is text": "refused",
-            "a topic that is not there": "refused",
+            "a missing topic": "refused",
             "key.serializer": "refused",
             "value.serializer": "refused",
-            "progress tells the rows written": 10,
+            "progress reports the rows written": 10,
         },
         matrix=True,
     ),

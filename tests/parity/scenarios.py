@@ -39,8 +39,8 @@ def batch_offsets(w: World) -> Facts:
         "two topics": w.read(subscribe=f"{topic},{w.topic(1)}"),
         "an empty topic": w.read(subscribe=w.topic(0, 0)),
         "start at the end": w.read(subscribe=topic, startingOffsets=offsets(topic, [10, 10, 1])),
-        "a topic that is not there": w.read(subscribe="no-such-topic"),
-        "assign a partition that is not there": w.read(assign=json.dumps({topic: [0, 7]})),
+        "a missing topic": w.read(subscribe="no-such-topic"),
+        "assign a missing partition": w.read(assign=json.dumps({topic: [0, 7]})),
         "start names too few partitions": w.read(subscribe=topic, startingOffsets=offsets(topic, [0, 0])),
         "start names a foreign partition": w.read(subscribe=topic, startingOffsets=offsets(topic, [0, 0, 0, 0])),
         "start and end name different partitions": w.read(
@@ -52,11 +52,11 @@ def batch_offsets(w: World) -> Facts:
         "start beyond the latest": w.read(subscribe=topic, startingOffsets=offsets(topic, [50, 50, 50])),
     }
     frame = w.batch(subscribe=topic)
-    facts["the same frame twice in a query"] = told(
+    facts["the same DataFrame twice in a query"] = told(
         r[0] for r in frame.union(frame).select("value").where("value < '03'").collect()
     )
     w.send(topic, {2: range(201, 205)})
-    facts["a frame read again sees later records"] = told(r[0] for r in frame.select("value").collect())
+    facts["a DataFrame read again sees later records"] = told(r[0] for r in frame.select("value").collect())
     return facts
 
 
@@ -342,8 +342,8 @@ def stream_min_offsets(w: World) -> Facts:
     both.stop()
     return {
         "the first batch is not held back": first,
-        "fewer wait": fewer,
-        "enough are taken": enough,
+        "fewer offsets wait": fewer,
+        "enough offsets start a batch": enough,
         "maxTriggerDelay ends the wait": late,
         "Once does not wait": last.told(),
         "with a maximum, first batch": len(both.batches[0]),
@@ -483,7 +483,7 @@ def stream_losses(w: World) -> Facts:
     checkpoint = w.checkpoint()
     given = {"subscribe": fewer, "startingOffsets": "earliest"}
     w.run(checkpoint, **given)
-    facts["a topic less in subscribe"] = attempt(
+    facts["a topic removed from subscribe"] = attempt(
         lambda: told(v for b in w.run(checkpoint, subscribe=w.topic(2), startingOffsets="earliest") for v in b)
     )
     return facts
@@ -541,7 +541,7 @@ def stream_patterns(w: World) -> Facts:
     query.catch_up()
     w.topic(2, name=f"{prefix}-b")
     w.until(lambda: query.catch_up() != "nothing")
-    facts: Facts = {"a topic made later is read from its start": query.catch_up()}
+    facts: Facts = {"a topic created later is read from its start": query.catch_up()}
     query.stop()
     checkpoint = w.checkpoint()
     loose = Query(w, w.stream(startingOffsets="earliest", failOnDataLoss="false", **options), checkpoint)
@@ -594,7 +594,7 @@ def stream_checkpoints(w: World) -> Facts:
         v for b in w.run(changed, subscribe=topic, startingOffsets="latest") for v in b
     )
     more = w.topic(2)
-    facts["a topic more in subscribe"] = told(
+    facts["a topic added to subscribe"] = told(
         v for b in w.run(changed, subscribe=f"{topic},{more}", startingOffsets="latest") for v in b
     )
     duplicates = w.topic(3)
@@ -603,7 +603,7 @@ def stream_checkpoints(w: World) -> Facts:
     frame = lambda: w.stream(subscribe=duplicates, startingOffsets="earliest").select(*columns).dropDuplicates()  # noqa: E731
     w.run(kept, frame=frame())
     w.send(duplicates, {0: [7]}, headers=[("a", b"b")])
-    facts["state of a query without headers goes on"] = told(v for b in w.run(kept, frame=frame()) for v in b)
+    facts["state of a query without headers continues"] = told(v for b in w.run(kept, frame=frame()) for v in b)
     return facts
 
 
@@ -705,7 +705,7 @@ def stream_during(w: World) -> Facts:
     stops.stop()
     return {
         "a topic deleted in a batch, failOnDataLoss=false": ended,
-        "a query stops when told to": not stops.query.isActive and stops.query.exception() is None,
+        "a query stops on request": not stops.query.isActive and stops.query.exception() is None,
     }
 
 
@@ -806,7 +806,7 @@ def sink_rows(w: World) -> Facts:
             wrote(*keyed, "2 AS partition", partitions=4, rows=5, kafka__partitioner__class=_ROUND_ROBIN)
         ),
         "partitioner.class": count(wrote(*keyed, partitions=4, rows=5, kafka__partitioner__class=_ROUND_ROBIN)),
-        "a partition that is not there": places(wrote(*keyed, "7 AS partition", **w.impatient)),
+        "a missing partition": places(wrote(*keyed, "7 AS partition", **w.impatient)),
         "large values, small buffer": count(
             wrote("repeat('x', 15000) AS value", rows=200, kafka__buffer__memory="16384", kafka__batch__size="1000")
         ),
@@ -829,7 +829,7 @@ def sink_refusals(w: World) -> Facts:
         "no topic": written("'v' AS value"),
         "no value": written("'v' AS key", **given),
         "null topic without the option": written("'v' AS value", "CAST(NULL AS STRING) AS topic"),
-        "an impossible name of a topic": written("'v' AS value", "'a b' AS topic", **w.impatient),
+        "an invalid topic name": written("'v' AS value", "'a b' AS topic", **w.impatient),
         "topic is a number": written("'v' AS value", "1 AS topic"),
         "value is a number": written("id AS value", **given),
         "key is a number": written("'v' AS value", "id AS key", **given),
@@ -839,7 +839,7 @@ def sink_refusals(w: World) -> Facts:
         "overwrite": written("'v' AS value", mode="overwrite", **given),
         "ignore": written("'v' AS value", mode="ignore", **given),
         "error if exists": written("'v' AS value", mode="errorifexists", **given),
-        "a topic that is not there": written("'v' AS value", topic="no-such-topic", **w.impatient),
+        "a missing topic": written("'v' AS value", topic="no-such-topic", **w.impatient),
         "unknown column": written("'v' AS value", "id AS other", **given),
         "columns of the source": written("'v' AS value", "0L AS offset", "current_timestamp() AS timestamp", **given),
         "key.serializer": written("'v' AS value", kafka__key__serializer="foo", **given),
@@ -854,7 +854,7 @@ def sink_refusals(w: World) -> Facts:
         "compression.type": written("'v' AS value", kafka__compression__type="gzip", **given),
         "an unknown option": written("'v' AS value", tpoic="x", **given),
         "includeHeaders": written("'v' AS value", includeHeaders="true", **given),
-        "a frame of the source, as it is": w.write(
+        "a DataFrame of the source, unchanged": w.write(
             w.batch(subscribe=w.topic(2), includeHeaders="true"), topic=w.topic(0)
         ),
     }
@@ -891,10 +891,10 @@ def sink_streams(w: World) -> Facts:
         "value is a number": values("'$t' AS topic", "offset AS value"),
         "key is a number": values("'$t' AS topic", "offset AS key", "value"),
         "partition is text": values("'$t' AS topic", "value", "'1' AS partition"),
-        "a topic that is not there": values("value", topic="no-such-topic", **w.impatient),
+        "a missing topic": values("value", topic="no-such-topic", **w.impatient),
         "key.serializer": values("value", topic="$t", kafka__key__serializer="foo"),
         "value.serializer": values("value", topic="$t", kafka__value__serializer="foo"),
-        "progress tells the rows written": attempt(lambda: run(("value",), target, topic=target)[1]),
+        "progress reports the rows written": attempt(lambda: run(("value",), target, topic=target)[1]),
     }
 
 
@@ -943,7 +943,7 @@ STREAM_OPTIONS: dict[str, dict[str, str]] = {
     "kafka.default.api.timeout.ms": {"subscribe": "t", "kafka.default.api.timeout.ms": "3000"},
     "startingOffsets in any case": {"subscribe": "t", "startingOffsets": "eArLiEsT"},
     "startingOffsets with a topic in capitals": {"subscribe": "topic-A", "startingOffsets": '{"topic-A":{"0":23}}'},
-    "startingOffsets that are no JSON": {"subscribe": "t", "startingOffsets": "first"},
+    "startingOffsets that are not JSON": {"subscribe": "t", "startingOffsets": "first"},
     "startingOffsets as a list": {"subscribe": "t", "startingOffsets": "[1]"},
     "startingOffsets of text": {"subscribe": "t", "startingOffsets": '{"t":{"0":"x"}}'},
     "startingOffsetsByTimestamp": {"subscribe": "t", "startingOffsetsByTimestamp": '{"t":{"0":1000}}'},
@@ -964,7 +964,7 @@ def options_stream(w: World) -> Facts:
             parse({k.lower(): v for k, v in {"kafka.bootstrap.servers": "fake:9092", **given}.items()})
         else:
             w.spark.readStream.format("kafka").options(**{"kafka.bootstrap.servers": "fake:9092", **given}).load()
-        return "taken"
+        return "accepted"
 
     return {name: attempt(lambda g=given: load(g)) for name, given in STREAM_OPTIONS.items()}
 
@@ -986,7 +986,7 @@ def options_batch(w: World) -> Facts:
         "minPartitions=1.0": w.read(subscribe=topic, minPartitions="1.0"),
         "minPartitions=0": w.read(subscribe=topic, minPartitions="0"),
         "minPartitions=-1": w.read(subscribe=topic, minPartitions="-1"),
-        "isolation.level that is none": w.read(subscribe=topic, kafka__isolation__level="intentionally_invalid"),
+        "invalid isolation.level": w.read(subscribe=topic, kafka__isolation__level="intentionally_invalid"),
         "an offset below -2": w.read(subscribe=topic, startingOffsets=offsets(topic, [-3])),
     }
 
