@@ -48,7 +48,7 @@ class KafkaSink:
                 f"readers of {target} use isolation.level=read_committed",
                 "a replayed batch gives the same rows (only needed if the query keeps state or a transaction expired: "
                 f"{timeout} s after its first record)",
-                "min.insync.replicas replicas of the topic and of Kafka's internal topics are never lost together",
+                "min.insync.replicas replicas are never lost together, of the topic or of Kafka's internal topics",
             ),
             limits=(
                 f"a batch must be written and decided within {timeout} s (transactionTimeout)",

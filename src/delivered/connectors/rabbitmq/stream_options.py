@@ -47,8 +47,8 @@ class StreamOptions(Place, owner=OWNER, ignored=("path",)):
     )
     starting: Where | None = option(
         "startingOffsets",
-        'earliest, latest or {"orders": 12} for every stream: the offset of the first message to read. Counts for '
-        "a new checkpoint; streams that are named later start at their earliest.",
+        'earliest, latest or {"orders": 12} for every stream: the offset of the first message to read. Applies to '
+        "a new checkpoint; streams added later start at their earliest message.",
         _where(EARLIEST, LATEST),
         default=None,
         shown="latest for a stream, earliest for a batch",
