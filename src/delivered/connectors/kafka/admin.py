@@ -255,7 +255,8 @@ class KafkaDriverClient:
         return self._admin
 
     def _patiently(self, ask: Callable[[float], T], what: str, longest_s: float | None = None) -> T:
-        """Retry until there is an answer: for 10 s at first, for 120 s once the server answered, as it may restart."""
+        """Retry until there is an answer: for 10 s, or for 120 s if the server answered before and may be
+        restarting."""
         ck = kafka_client()
         patience = longest_s or patience_s(self._answered)
         # A request to a paused broker may be lost, so the first ones time out sooner.

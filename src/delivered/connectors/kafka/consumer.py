@@ -1,8 +1,8 @@
 """A librdkafka consumer: message structs in, Arrow buffers out, no Python object per record.
 
-`rd_kafka_consume_batch_queue` fills an array of pointers to message structs. Numpy lays an array over all of memory
-and gathers one field of all structs with one indexing step; Arrow copies keys and values out of librdkafka's buffers
-with one `take`. Only headers are walked record by record.
+`rd_kafka_consume_batch_queue` fills an array of pointers to message structs. A numpy array over all of memory gathers
+one field of all structs with one indexing step; Arrow copies keys and values out of librdkafka's buffers with one
+`take`. Only headers are walked record by record.
 
 A record's timestamp is not part of the public struct. It lies behind it, at an offset that is found once per process by
 comparing with `rd_kafka_message_timestamp`, and checked again in every chunk. If it is not found, that function is
@@ -34,7 +34,7 @@ from delivered.source.columns import HEADERS, columns, micros_of
 
 _OUT_OF_RANGE = {"_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE"}
 _GONE = {"UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "UNKNOWN_TOPIC_ID"}
-_MENDS = {
+_RETRIABLE = {
     *("_TRANSPORT", "_ALL_BROKERS_DOWN", "_RESOLVE", "_TIMED_OUT", "_NODE_UPDATE", "_WAIT_CACHE"),
     *("NOT_LEADER_FOR_PARTITION", "LEADER_NOT_AVAILABLE", "REPLICA_NOT_AVAILABLE", "KAFKA_STORAGE_ERROR"),
     # Unused: librdkafka requires a group id, but the consumer never joins a group.
@@ -48,7 +48,7 @@ _ERR, _RKT, _PARTITION, _PAYLOAD, _LENGTH, _KEY, _KEY_LENGTH, _OFFSET = (
     getattr(Message, name).offset for name, _ in Message._fields_[:-1]
 )
 _PUBLIC_BYTES, _PRIVATE_BYTES = ctypes.sizeof(Message), 128
-"""Size of rd_kafka_message_t, and of the struct that it begins: reading so far is safe."""
+"""Size of rd_kafka_message_t, and of the private struct that starts with it, which is safe to read."""
 _EOF = -191
 
 
@@ -224,7 +224,7 @@ class PartitionConsumer(Client):
             fetched.out_of_range = True
         elif name in _GONE:
             fetched.gone = True
-        elif name in _MENDS:
+        elif name in _RETRIABLE:
             self._connection.last = detail
         else:
             raise explain(name, detail, self._where, self._servers)
@@ -291,7 +291,7 @@ class PartitionConsumer(Client):
         self._lib.rd_kafka_assign(self._rk, None)
 
     def close(self) -> None:
-        if (rk := self._let_go()) is not None:
+        if (rk := self._detach()) is not None:
             self._lib.rd_kafka_consumer_close(rk)
             self._lib.rd_kafka_queue_destroy(self._queue)
             self._lib.rd_kafka_destroy(rk)

@@ -61,7 +61,7 @@ def explain(name: str, detail: str, what: str, servers: str) -> DeliveredError:
     )
 
 
-def says_more(name: str, known: str) -> bool:
+def replaces(name: str, known: str) -> bool:
     """Whether an error replaces the last one: "all brokers down" must not hide its cause ("Connection refused")."""
     return name != "_ALL_BROKERS_DOWN" or not known
 
@@ -81,7 +81,7 @@ class ConnectionErrors:
         self.note(error.name(), error.str())
 
     def note(self, name: str, detail: str) -> None:
-        if says_more(name, self.last):
+        if replaces(name, self.last):
             self.last = detail
         if name in ("_AUTHENTICATION", "_SSL"):
             self.refused = (name, detail)
@@ -138,7 +138,7 @@ class Failures:
 
     def note(self, name: str, detail: str) -> None:
         """Keep a connection error of the client."""
-        if says_more(name, self.last_error):
+        if replaces(name, self.last_error):
             self.last_error = f"{name}: {detail}"
 
     def hint(self) -> str:

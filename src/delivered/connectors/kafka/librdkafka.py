@@ -239,7 +239,7 @@ class Client:
 
     def on_statistics(self, text: str) -> None: ...
 
-    def _let_go(self) -> int | None:
+    def _detach(self) -> int | None:
         """Detach the handle, which the caller frees; None: detached before."""
         rk, self._rk = self._rk, None
         _clients.pop(self._number, None)

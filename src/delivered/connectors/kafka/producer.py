@@ -189,12 +189,12 @@ class Producer(Client):
         structs = self._structs[:n]
         structs["err"] = 0
         structs["private"] = 0
-        keep = [_lay(structs, "payload", "len", rows.value)]
+        keep = [_point_to(structs, "payload", "len", rows.value)]
         if rows.key is None:
             structs["key"] = 0
             structs["key_len"] = 0
         else:
-            keep.append(_lay(structs, "key", "key_len", rows.key))
+            keep.append(_point_to(structs, "key", "key_len", rows.key))
         flags = _COPY
         if rows.partition is not None:
             structs["partition"] = rows.partition
@@ -300,7 +300,7 @@ class Producer(Client):
 
     def close(self) -> None:
         """Free the client and leave an open transaction open. Idempotent."""
-        if (rk := self._let_go()) is not None:
+        if (rk := self._detach()) is not None:
             self._lib.rd_kafka_purge(rk, 0x1 | 0x2)
             for topic in self._topics.values():
                 self._lib.rd_kafka_topic_destroy(topic)
@@ -337,7 +337,7 @@ class Producer(Client):
             raise ProducerError(name_of(code), errstr.value.decode(errors="replace"))
 
 
-def _lay(structs: npt.NDArray[Any], at: str, length: str, array: pa.Array) -> Any:
+def _point_to(structs: npt.NDArray[Any], at: str, length: str, array: pa.Array) -> Any:
     """Write pointers and lengths of values into the structs; return the buffers to keep alive during the call."""
     kind: Any = np.int64 if pa.types.is_large_binary(array.type) else np.int32
     valid, offset_buffer, data = array.buffers()

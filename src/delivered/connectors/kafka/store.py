@@ -125,7 +125,7 @@ class KafkaStore:
         return Unknown(reason)
 
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
-        """Write in one transaction."""
+        """Write in one transaction. Failed: certainly not committed. Unknown: perhaps committed."""
 
         def check() -> Change | None:
             self._read()
@@ -230,14 +230,14 @@ class KafkaStore:
         try:
             newest = {r.key: r.value for r in self._reader.read(time.monotonic() + RECOVERY_WAIT_S, wait)}
             for key, value in newest.items():
-                self._take_in(json.loads(key), value)
+                self._apply(json.loads(key), value)
         except Exception as error:
             self._reader = None  # the state is incomplete
             if isinstance(error, NoAnswer) and not isinstance(error, NoTopic):
                 raise self._unreadable(error) from None
             raise
 
-    def _take_in(self, key: list[Any], value: bytes | None) -> None:
+    def _apply(self, key: list[Any], value: bytes | None) -> None:
         match key:
             case ["owner", self._scope.sink] if value is not None:
                 self._owner, extra = Owner.from_json(value)

@@ -146,14 +146,14 @@ class LogJournal:
             try:
                 earliest = now.earliest()
                 for partition, end in now.ends().items():
-                    self._tell(partition, self.window.start(partition, earliest[partition], end), end, now)
+                    self._update_window(partition, self.window.start(partition, earliest[partition], end), end, now)
             except FileNotFoundError:  # rewritten meanwhile into other files
                 self._table = layout.open_table(self._path, self._storage)
                 continue
             return
         raise DeliveredError("LOG_FILES_VANISH", f"Files of the log {self._path!r} were deleted while it was read.")
 
-    def _tell(self, partition: int, start: int, end: int, now: layout.Snapshot) -> None:
+    def _update_window(self, partition: int, start: int, end: int, now: layout.Snapshot) -> None:
         if start >= end:
             return
         fs = layout.filesystem(self._path, self._storage)

@@ -26,7 +26,7 @@ def pulsar() -> Any:
     return pulsar
 
 
-def tells_versions() -> Any:
+def version_schema() -> Any:
     """A reader schema that makes `Message.value` the message's schema version, -1 for none.
 
     Only schemas get the version from the client; its own `schema_version` decodes bytes as text.

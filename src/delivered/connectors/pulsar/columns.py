@@ -76,7 +76,7 @@ class Rows:
         self._keys.append(key.encode() if key else None)
         self._values.append(value)
         if self._typed is not None:
-            self._versions.append(message.value())  # see client.tells_versions
+            self._versions.append(message.value())  # see client.version_schema
         self._times.append(micros(message.publish_timestamp(), 1000))
         self._ids.append(place)
         self._producers.append(message.producer_name())

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.pulsar.admin import Admin, Registered
-from delivered.connectors.pulsar.client import explained, pulsar, tells_versions, warm_client
+from delivered.connectors.pulsar.client import explained, pulsar, version_schema, warm_client
 from delivered.connectors.pulsar.columns import Rows
 from delivered.connectors.pulsar.encode import canonical
 from delivered.connectors.pulsar.entries import gone, ranges
@@ -252,7 +252,7 @@ class _Reading:
 def _reader(options: SourceOptions, topic: str, start: Any, inclusive: bool) -> Iterator[Any]:
     library = pulsar()
     client = warm_client(options)
-    more = {"schema": tells_versions()} if options.typed else {}
+    more = {"schema": version_schema()} if options.typed else {}
     try:
         made = client.create_reader(
             topic, start, receiver_queue_size=_QUEUE, start_message_id_inclusive=inclusive, **more

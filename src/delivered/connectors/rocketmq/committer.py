@@ -85,7 +85,7 @@ class RocketmqCommitter:
             case State.VOID:
                 return Failed("its half messages were rolled back")
             case State.BEGUN:
-                left = self._not_shown(handle)
+                left = self._uncommitted(handle)
             case State.NEW:
                 pass
         gone = 0
@@ -101,7 +101,7 @@ class RocketmqCommitter:
         self._journal.end(work, handle.name, tops)
         return Ok(None)
 
-    def _not_shown(self, handle: HalfMessages) -> dict[str, list[HalfMessage]]:
+    def _uncommitted(self, handle: HalfMessages) -> dict[str, list[HalfMessage]]:
         """Half messages that are not in the topic, after `SETTLE_S`. Raises Unreachable."""
         self._cluster.close()
         time.sleep(SETTLE_S)

@@ -225,10 +225,10 @@ class HalfPublisher:
 
     def send(self, messages: Sequence[Message]) -> None:
         self._sent += len(messages)
-        self._telling(lambda: self._sender.send(messages))
+        self._or_unknown(lambda: self._sender.send(messages))
 
     def flush(self) -> None:
-        self._telling(self._flush)
+        self._or_unknown(self._flush)
 
     def close(self) -> None:
         self._cluster.close()
@@ -248,7 +248,7 @@ class HalfPublisher:
                     "ROCKETMQ_UNREACHABLE", ending.refused or "half messages disappeared before they were committed"
                 )
 
-    def _telling(self, work: Callable[[], None]) -> None:
+    def _or_unknown(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Unreachable as error:

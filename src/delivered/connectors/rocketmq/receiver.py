@@ -84,7 +84,7 @@ class RocketmqReceiver:
         self._held: dict[Held, None] = {}
         self._polls: dict[asyncio.Task[Any] | None, None] = {}
         self._polling = 0
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._forgetful = False
 
     def receive(self, count_max: int, wait_s: float) -> MessageBatch:
@@ -100,7 +100,7 @@ class RocketmqReceiver:
                 raise failed
             raise Unreachable("ROCKETMQ_UNREACHABLE", failed.message, failed.next_step)
         self._renew()
-        self._beat()
+        self._heartbeat()
         return MessageBatch(
             ids=[c.id for _, c in taken],
             keys=[c.key for _, c in taken],
@@ -135,10 +135,10 @@ class RocketmqReceiver:
             with self._session.changed:
                 self._arrived.clear()
             handles = list(self._held)
-        self._show([h for h in handles if h in self._held])
+        self._make_visible([h for h in handles if h in self._held])
 
     def close(self) -> None:
-        self._session.close(self._leave)
+        self._session.close(self._requeue_all)
 
     def _describe(self, settings: Any) -> None:
         options = self._options
@@ -220,15 +220,15 @@ class RocketmqReceiver:
             return
         self._session.fail(self._session.error_of(status))
 
-    def _beat(self) -> None:
-        if time.monotonic() < self._beat_at:
+    def _heartbeat(self) -> None:
+        if time.monotonic() < self._heartbeat_at:
             return
-        self._beat_at = time.monotonic() + _HEARTBEAT_S
+        self._heartbeat_at = time.monotonic() + _HEARTBEAT_S
         session = self._session
         kind = session.library.of.SIMPLE_CONSUMER
         beat = session.library.calls.HeartbeatRequest(client_type=kind, group=session.resource(self._options.group))
 
-        async def beaten(proxy: Any) -> None:
+        async def one_heartbeat(proxy: Any) -> None:
             try:
                 answer = await session.call(proxy, "Heartbeat", beat, REQUEST_TIMEOUT_S)
             except session.library.grpc.RpcError as error:
@@ -238,7 +238,7 @@ class RocketmqReceiver:
                 session.fail(session.error_of(answer.status))
 
         for proxy in session.proxies:
-            session.run(beaten(proxy))
+            session.run(one_heartbeat(proxy))
 
     def _renew(self) -> None:
         """Renew the invisible time of messages that are about to expire."""
@@ -290,7 +290,7 @@ class RocketmqReceiver:
         refused = [s for s in statuses if s.code != ok] or [a.status for a in answers if not a.entries]
         return sum(s.code == ok for s in statuses), refused[0].message[:200] if refused else ""
 
-    def _show(self, given: Sequence[Held]) -> None:
+    def _make_visible(self, given: Sequence[Held]) -> None:
         """Make these visible again. Best effort: otherwise they become visible when their time expires."""
         if not given:
             return
@@ -312,7 +312,7 @@ class RocketmqReceiver:
         except Late:
             future.cancel()
 
-    def _leave(self) -> None:
+    def _requeue_all(self) -> None:
         """End the polls, then requeue all received messages."""
 
         async def stop() -> None:
@@ -326,7 +326,7 @@ class RocketmqReceiver:
         with suppress(Late):
             self._session.run(stop()).result(_POLL_S + REQUEST_TIMEOUT_S)
         if self._session.failed is None:
-            self._show(list(self._held))
+            self._make_visible(list(self._held))
 
 
 def forgetful(receipt: str) -> bool:

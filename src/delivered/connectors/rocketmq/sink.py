@@ -37,7 +37,7 @@ class RocketmqSink(SendingSink):
     def capability(self) -> SinkCapability:
         options = self.options
         if options.kind == TRANSACTION:
-            return self._holds_back()
+            return self._two_phase()
         order = ("messages of a group are ordered only within a shard",) if options.kind == "FIFO" else ()
         return sends(
             "rocketmq",
@@ -54,7 +54,7 @@ class RocketmqSink(SendingSink):
             ),
         )
 
-    def _holds_back(self) -> SinkCapability:
+    def _two_phase(self) -> SinkCapability:
         options = self.options
         return SinkCapability(
             system="rocketmq",
@@ -129,7 +129,7 @@ class RocketmqSink(SendingSink):
         return super().writer(work, guarantee, schema)
 
     def committer(self, scope: Scope) -> Committer:
-        return RocketmqCommitter(self.options, scope) if self.options.kind == TRANSACTION else _OtherType()
+        return RocketmqCommitter(self.options, scope) if self.options.kind == TRANSACTION else _PlainCommitter()
 
     def _writer(self, work: Work, *, gives_up: bool) -> Writer:
         return RocketmqWriter(self.options, work, gives_up)
@@ -145,7 +145,7 @@ class RocketmqSink(SendingSink):
         )
 
 
-class _OtherType(Nothing):
+class _PlainCommitter(Nothing):
     """Sent messages are visible; but an earlier run of the pipeline may have decided half messages."""
 
     def commit(self, work: Work, prepared: Prepared) -> Outcome[None]:
