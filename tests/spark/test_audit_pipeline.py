@@ -64,9 +64,9 @@ def spec(folder: Path, **changes: Any) -> AuditRequest:
         pipeline="audited",
         guarantee=Guarantee.EXACTLY_ONCE,
         checkpoint=str(folder / "checkpoint"),
-        source=find_source("log", {"path": str(folder / "log")}),
+        sources={"source": find_source("log", {"path": str(folder / "log")})},
         sink=find_sink("sqlite", {"path": str(folder / "sink.db"), "table": "rows"}),
-        transform=clean,
+        transform=lambda frames: clean(frames["source"]),
         id=ID,
     )
     return replace(made, **changes)
@@ -185,13 +185,17 @@ def test_a_ledger_without_decisions_is_unknown(spark: SparkSession, copy: Path) 
 
 
 def test_a_transform_that_throws_is_unknown(spark: SparkSession, ran: Path) -> None:
-    report = audit(spark, spec(ran, transform=lambda f: clean(f).selectExpr("key", "raise_error('no') AS value")))
+    report = audit(
+        spark, spec(ran, transform=lambda f: clean(f["source"]).selectExpr("key", "raise_error('no') AS value"))
+    )
     assert report.verdict is Verdict.UNKNOWN
     assert report.counts == Counts()
 
 
 def test_a_transform_that_is_not_deterministic_shows_as_the_sources_side(spark: SparkSession, ran: Path) -> None:
-    report = audit(spark, spec(ran, transform=lambda f: clean(f).selectExpr("key", "value || rand() AS value")))
+    report = audit(
+        spark, spec(ran, transform=lambda f: clean(f["source"]).selectExpr("key", "value || rand() AS value"))
+    )
     assert report.verdict is Verdict.UNKNOWN
     assert report.counts.altered or report.counts.lost
     assert report.fingerprints is not None
@@ -199,7 +203,7 @@ def test_a_transform_that_is_not_deterministic_shows_as_the_sources_side(spark: 
 
 
 def test_a_transform_that_moves_rows_is_audited_without_order(spark: SparkSession, ran: Path) -> None:
-    report = audit(spark, spec(ran, transform=lambda f: clean(f).repartition(3)))
+    report = audit(spark, spec(ran, transform=lambda f: clean(f["source"]).repartition(3)))
     assert report.verdict is Verdict.HELD
     assert [line.partition for line in report.partitions] == ["all"]
     assert any("moves rows" in note for note in report.notes)

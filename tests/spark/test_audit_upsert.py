@@ -69,9 +69,9 @@ def spec(folder: Path, **mode: str) -> AuditRequest:
         pipeline="audited",
         guarantee=Guarantee.EXACTLY_ONCE,
         checkpoint=str(folder / "checkpoint"),
-        source=find_source("log", {"path": str(folder / "log")}),
+        sources={"source": find_source("log", {"path": str(folder / "log")})},
         sink=find_sink("sqlite", {"path": str(folder / "sink.db"), "table": "rows", **(mode or MODE)}),
-        transform=changes,
+        transform=lambda frames: changes(frames["source"]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 import sys
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 import yaml
+from confluent_kafka import Consumer, TopicPartition
 from tests.kafka_tools import produce
 from tests.support.sweeps import sweep
 
 import delivered
+from delivered.audit.classes import Verdict
 from delivered.connectors.log import append
-from delivered.model.errors import DeliveredError
+from delivered.model.errors import DeliveredError, UsageError
 from delivered.planner import Plan, Refusal
 from delivered.testing import supervisor
 
@@ -49,7 +52,7 @@ def records(count: int) -> list[tuple[bytes, bytes]]:
 def read(kafka: Kafka, topic: str, per_batch: int) -> dict[str, Any]:
     return {
         "format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap, "subscribe": topic,
-        "startingOffsets": "earliest", "maxOffsetsPerTrigger": per_batch,
+        "startingOffsets": "earliest", "maxOffsetsPerTrigger": per_batch, "commitOffsetsToGroup": f"shop-{topic}",
     }  # fmt: skip
 
 
@@ -104,6 +107,20 @@ def test_every_record_takes_effect_once(way: str, second: str, kafka: Kafka, tmp
             (f"id-{i}", "payment"): 1 for i in range(PAYMENTS)
         }
     assert rows(tmp_path) == expected
+    kept = {f.name for f in (tmp_path / "checkpoint" / "delivered").iterdir()}
+    assert kept >= {"orders.source-offsets.json", "orders.offset-metadata.json", "payments.source-offsets.json"}
+    assert acknowledged(kafka, orders, 2) == ORDERS
+    if second == "kafka":
+        assert acknowledged(kafka, payments["subscribe"], 1) == PAYMENTS
+
+
+def acknowledged(kafka: Kafka, topic: str, partitions: int) -> int:
+    consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": f"shop-{topic}"})
+    try:
+        found = consumer.committed([TopicPartition(topic, p) for p in range(partitions)], timeout=30)
+        return sum(int(p.offset) for p in found)
+    finally:
+        consumer.close()
 
 
 class Shop:
@@ -118,14 +135,21 @@ class Shop:
         keys = [f"id-{i}".encode() for i in range(first, first + records)]
         append(str(self.folder / source), pa.table({"key": keys, "value": keys}))
 
-    def pipeline(self, *names: str, sql: str = "", **more: Any) -> delivered.Pipeline:
-        sql = sql or " UNION ALL ".join(f"SELECT CAST(key AS STRING) AS id, '{n}' AS kind FROM {n}" for n in names)
+    def sql(self, *names: str) -> str:
+        return " UNION ALL ".join(f"SELECT CAST(key AS STRING) AS id, '{n}' AS kind FROM {n}" for n in names)
+
+    def pipeline(self, *names: str, sql: Any = "", **more: Any) -> delivered.Pipeline:
+        sql = sql or self.sql(*names)
         sources = {"sources": {n: delivered.log(str(self.folder / n), maxOffsetsPerTrigger=40) for n in names}}
         sink = delivered.sqlite(str(self.folder / "out.db"), "shop", ifNotExists=True)
         return delivered.Pipeline(
             name="shop", guarantee="exactly_once", checkpoint=self.folder / "checkpoint", transform=sql, sinks=[sink],
             trigger="available_now", audit={"id": "concat(id, kind)"}, **{**sources, **more},
         )  # fmt: skip
+
+    def change(self, statement: str) -> None:
+        with sqlite3.connect(self.folder / "out.db") as connection:
+            assert connection.execute(statement).rowcount == 1
 
     def run(self, *names: str, **more: Any) -> tuple[str, ...]:
         """What the plan warned of."""
@@ -153,10 +177,26 @@ def test_sources_are_added_and_removed_on_purpose(spark: SparkSession, tmp_path:
     shop.add("payments", 50)
     assert not [w for w in shop.run("orders", "payments") if "source" in w]
 
+    report = shop.pipeline("orders", "payments").audit(spark)
+    assert (report.verdict, report.counts.sent, report.counts.delivered) == (Verdict.HELD, 140, 140), report
+    assert set(json.loads(report.range_to)) == {"orders", "payments"}
+    shop.change("DELETE FROM shop WHERE id = 'id-7' AND kind = 'payments'")
+    report = shop.pipeline("orders", "payments").audit(spark)
+    assert (report.verdict, report.counts.lost, [s.id for s in report.samples]) == (Verdict.BROKEN, 1, ["id-7payments"])
+    shop.change("INSERT INTO shop VALUES ('id-7', 'payments')")
+    joined = "SELECT CAST(o.key AS STRING) AS id, '' AS kind FROM orders o JOIN payments p ON o.key = p.key"
+    report = shop.pipeline("orders", "payments", sql=joined).audit(spark)
+    assert report.verdict is Verdict.UNKNOWN
+    assert "rows of several sources together (Join)" in report.unknowns[0]
+
     code, said = shop.refused("orders", "payments", sql="SELECT id FROM orders JOIN payments JOIN refunds")
     assert code == "SQL_INVALID"
     assert "refunds" in said
     assert "the view `orders` has the columns key" in said
+    with pytest.raises(UsageError, match=r"reads the source 'orders' twice"):
+        shop.pipeline("orders", "payments", sql=shop.sql("orders", "payments", "orders")).start(spark)
+    with pytest.raises(UsageError, match=r"does not read the source 'payments'"):
+        shop.pipeline("orders", "payments", sql=lambda orders, payments: orders).start(spark)
     missing = {"orders": delivered.log(str(tmp_path / "orders")), "payments": delivered.log(str(tmp_path / "none"))}
     assert "none" in shop.refused("orders", "payments", sources=missing)[1]
 
@@ -164,6 +204,9 @@ def test_sources_are_added_and_removed_on_purpose(spark: SparkSession, tmp_path:
     shop.add("refunds", 70)
     new, *_ = shop.run("payments", "refunds", "orders")
     assert new.startswith("the source refunds is new to this checkpoint")
+    report = shop.pipeline("payments", "refunds", "orders").audit(spark)
+    assert (report.verdict, report.counts.lost, report.counts.unexpected) == (Verdict.UNKNOWN, 0, 0), report
+    assert json.loads(report.range_to)["refunds"] == {"version": 1, "offsets": {"0": 70}}
 
     shop.add("orders", 30)
     gone, *_ = shop.run("orders", "refunds")

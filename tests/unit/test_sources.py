@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.support.requests import ASKED
 
 import delivered
+from delivered.audit.sources import SourceSet, of_source, parsed, plain
 from delivered.checkpoint import first_offsets, sources
+from delivered.checkpoint.offset_metadata import OffsetMetadata
+from delivered.connectors.log import append
+from delivered.engine.rules import judge
 from delivered.model.capability import SourceCapability
 from delivered.model.dialect import in_file_words, starting_at
-from delivered.model.errors import InvariantBroken, UsageError
+from delivered.model.errors import DeliveredError, InvariantBroken, LedgerAhead, LedgerBehind, UsageError
+from delivered.model.fingerprint import Fingerprint
+from delivered.model.guarantee import Guarantee
+from delivered.model.identity import Scope
 from delivered.model.offsets import by_source
+from delivered.model.work import CheckpointView, Decision, LedgerState, Tolerance
 from delivered.planner import Plan, Refusal, SourceFacts, make_plan
 
 KAFKA = delivered.kafka("localhost:9092", subscribe="orders", startingOffsets="earliest")
@@ -206,3 +216,50 @@ def test_where_a_removed_source_ended_is_kept(tmp_path: Path) -> None:
     (tmp_path / sources.FILE).write_text("{")
     with pytest.raises(InvariantBroken, match="removed-sources"):
         sources.removed(str(tmp_path))
+
+
+def test_a_batch_with_other_offsets_of_one_source_is_another_batch() -> None:
+    scope = Scope("shop", "out", "i")
+    none = Fingerprint()
+    decided = Decision(scope, "driver", Guarantee.EXACTLY_ONCE, 4, LOGGED, (), none, none, 0)
+    view = CheckpointView("i", 4, LOGGED.replace("2", "3"), 3)
+    with pytest.raises(LedgerAhead) as caught:
+        judge(LedgerState(last=decided), view, scope, Guarantee.EXACTLY_ONCE, Tolerance())
+    assert """.option("startingOffsets", '{"version":2}') for source payments""" in str(caught.value)
+    view = replace(view, batch=6, offsets=LOGGED)
+    with pytest.raises(LedgerBehind):
+        judge(LedgerState(last=decided), view, scope, Guarantee.EXACTLY_ONCE, Tolerance())
+
+
+def test_each_source_has_sidecar_files_of_its_own(tmp_path: Path) -> None:
+    for name, version in (("orders", 1), ("payments", 2), ("source", 3)):
+        assert first_offsets.keep(str(tmp_path), lambda at=version: {"version": at}, name) == {"version": version}
+        metadata = OffsetMetadata(str(tmp_path), frozenset({"#id"}), frozenset({"#id"}), name=name)
+        metadata.keep({"0": 1}, {"#id": name})
+    for name, version in (("orders", 1), ("payments", 2), ("source", 3)):
+        assert first_offsets.kept(str(tmp_path), name) == {"version": version}
+        metadata = OffsetMetadata(str(tmp_path), frozenset({"#id"}), frozenset({"#id"}), name=name)
+        assert metadata.find({"0": 1}) == {"#id": name}
+    files = {"source-offsets.json", "offset-metadata.json"}
+    assert {f.name for f in (tmp_path / "delivered").iterdir()} == files | {
+        f"{n}.{f}" for n in ("orders", "payments") for f in files
+    }
+
+
+def test_ranges_of_all_sources_for_an_audit(tmp_path: Path) -> None:
+    drivers = {}
+    for name, records in (("orders", 3), ("refunds", 2)):
+        append(str(tmp_path / name), pa.table({"key": [b"k"] * records, "value": [b"v"] * records}))
+        drivers[name] = delivered.log(str(tmp_path / name)).source().driver()
+    first = drivers["refunds"].initial()
+    with closing(SourceSet(drivers, {"orders": None, "refunds": first})) as found:
+        assert (found.unknown, found.first["orders"]) == (["orders"], drivers["orders"].initial())
+        end = {n: d.newest() or {} for n, d in drivers.items()}
+        # Of a source that was added, the first range begins where the source did.
+        slices = found.slices({"orders": end["orders"]}, end)
+        assert (of_source(slices, "orders"), len(of_source(slices, "refunds"))) == ([], 1)
+        assert [s.partition for s in slices] == ["refunds refunds-0"]
+        with pytest.raises(DeliveredError, match=r"read the sources orders, refunds, gone"):
+            found.slices({}, {**end, "gone": {}})
+    assert plain(parsed('{"t":{"0":1}}')) == {"t": {"0": 1}}
+    assert plain(parsed(LOGGED)) == {"orders": {"version": 1}, "payments": {"version": 2}}

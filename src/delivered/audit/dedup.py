@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from delivered.audit.classes import DedupCounts
 from delivered.audit.report import AuditReport
-from delivered.contract.source import Offsets, Slice, SourceDriver
+from delivered.audit.sources import Positions, SourceSet
+from delivered.contract.source import Slice
 from delivered.model.dedup import Dedup
 
 STRETCHES_MAX = 200
@@ -22,12 +23,12 @@ STRETCHES_MAX = 200
 class Stretch:
     """A part of the source range: what one batch read, or several of which nothing more is known."""
 
-    start: Offsets
-    end: Offsets
+    start: Positions
+    end: Positions
     several: bool
 
 
-def stretches(start: Offsets, ends: Sequence[tuple[int, Offsets]], end: Offsets) -> list[Stretch]:
+def stretches(start: Positions, ends: Sequence[tuple[int, Positions]], end: Positions) -> list[Stretch]:
     """The range cut where batches ended, at most `STRETCHES_MAX` of them.
 
     Args:
@@ -45,12 +46,12 @@ def stretches(start: Offsets, ends: Sequence[tuple[int, Offsets]], end: Offsets)
     return [Stretch(p[0].start, p[-1].end, len(p) > 1 or p[0].several) for p in parts]
 
 
-def cut(driver: SourceDriver, parts: Sequence[Stretch]) -> tuple[list[Slice], list[int]]:
+def cut(sources: SourceSet, parts: Sequence[Stretch]) -> tuple[list[Slice], list[int]]:
     """Slices of the source, and the number of the stretch that each belongs to."""
     slices: list[Slice] = []
     numbers: list[int] = []
     for number, part in enumerate(parts):
-        pieces = driver.slices(part.start, part.end) if part.start != part.end else []
+        pieces = sources.slices(part.start, part.end) if part.start != part.end else []
         slices += pieces
         numbers += [number] * len(pieces)
     return slices, numbers

@@ -10,9 +10,8 @@ from delivered.audit.classes import Counts, Fingerprints, PartitionLine, Sample
 from delivered.audit.ledger import LedgerAccount
 from delivered.audit.report import AuditReport
 from delivered.audit.request import AuditRequest
+from delivered.audit.sources import Positions, parsed, plain
 from delivered.audit.versions import VersionRange
-from delivered.contract.source import Offsets
-from delivered.model.errors import DeliveredError
 from delivered.model.fingerprint import Fingerprint
 from delivered.model.guarantee import Guarantee
 from delivered.model.work import CheckpointView
@@ -40,9 +39,9 @@ def of_result(
     incarnation: str,
     ledger: LedgerAccount,
     view: CheckpointView,
-    start: Offsets,
-    end: Offsets | None,
-    planned: Offsets,
+    start: Positions,
+    end: Positions | None,
+    planned: Positions,
     result: Result,
     ordered: bool,
 ) -> AuditReport:
@@ -63,8 +62,8 @@ def of_result(
         sink=request.named_sink,
         guarantee=request.guarantee,
         incarnation=incarnation,
-        range_from=json.dumps(start),
-        range_to=json.dumps(end) if end is not None else "",
+        range_from=json.dumps(plain(start)),
+        range_to=json.dumps(plain(end)) if end is not None else "",
         counts=result.counts,
         given_up=given_up.count,
         partitions=result.partitions,
@@ -109,7 +108,7 @@ def by_ledger(request: AuditRequest, incarnation: str, ledger: LedgerAccount, wh
         sink=request.named_sink,
         guarantee=request.guarantee,
         incarnation=incarnation,
-        range_to=json.dumps(parsed(visible.offsets)) if visible is not None else "",
+        range_to=json.dumps(plain(parsed(visible.offsets))) if visible is not None else "",
         given_up=given_up,
         history=ledger.history,
         transactions=ledger.transactions,
@@ -118,9 +117,9 @@ def by_ledger(request: AuditRequest, incarnation: str, ledger: LedgerAccount, wh
     )
 
 
-def offsets_of(ranges: Sequence[VersionRange], start: Offsets) -> list[tuple[Offsets, Offsets]]:
+def offsets_of(ranges: Sequence[VersionRange], start: Positions) -> list[tuple[Positions, Positions]]:
     """The ranges as offsets; those that follow each other are one."""
-    found: list[tuple[Offsets, Offsets]] = []
+    found: list[tuple[Positions, Positions]] = []
     for r in ranges:
         begin, end = parsed(r.start) if r.start else start, parsed(r.end)
         if found and found[-1][1] == begin:
@@ -128,15 +127,3 @@ def offsets_of(ranges: Sequence[VersionRange], start: Offsets) -> list[tuple[Off
         else:
             found.append((begin, end))
     return found
-
-
-def parsed(text: str) -> Offsets:
-    lines = text.strip().splitlines()
-    if len(lines) != 1:
-        raise DeliveredError(
-            "AUDIT_SOURCES",
-            f"The pipeline's batches have {len(lines)} sources; an audit follows one.",
-            next_step="audit each sink's table with queries of your own, or split the pipeline",
-        )
-    offsets: Offsets = json.loads(lines[0])
-    return offsets

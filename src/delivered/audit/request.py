@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from delivered.model.guarantee import Guarantee
 
 SAMPLES_MAX = 20
 
-Transform = Callable[[Any], Any]
-"""A DataFrame of Spark's to another one."""
+Transform = Callable[[Mapping[str, Any]], Any]
+"""A DataFrame of Spark's for each source, by its name, to another one."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class AuditRequest:
     """
     Attributes:
         checkpoint: as Spark spells it. It names the incarnation, so an audit speaks of one checkpoint's life.
+        sources: by name.
         sink_name: None: the connector's default name.
         dedup: which repeats in the source are dropped before the transform; None: none.
-        transform: the pipeline's; None: the records go through as they are.
+        transform: the pipeline's; None: the records of its only source go through as they are.
         id: SQL over the sink's columns that identifies a record, for example `get_json_object(value, '$.id')`.
             None: the whole record does, and an altered record shows as one lost and one unexpected.
         key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
         own: SQL over the sink's columns, true for this pipeline's records; the others are foreign. None: nobody said.
         samples_max: damaged records listed, per class.
-        source_from: where the pipeline started, if neither its checkpoint nor its source says so any more.
         sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
         transform_version: fingerprint of `transform`; batches that ran with another one are not recomputed. Empty: it
             is taken for the one that every batch ran with.
@@ -42,7 +42,7 @@ class AuditRequest:
     pipeline: str
     guarantee: Guarantee
     checkpoint: str
-    source: Source
+    sources: Mapping[str, Source]
     sink: Sink
     sink_name: str | None = None
     transform: Transform | None = None
@@ -51,7 +51,6 @@ class AuditRequest:
     key: str | None = None
     own: str | None = None
     samples_max: int = SAMPLES_MAX
-    source_from: Offsets | None = None
     sink_from: Offsets | None = None
     decided_by: tuple[str, Sink | SinkGroup] | None = None
     dead_letters: str | None = None

@@ -2,7 +2,8 @@
 
 Through pyarrow's file systems, so that it works wherever the driver's Python can read: a local folder, HDFS, an object
 store. Layout (Spark 3 and 4): `metadata` holds the query's id; `offsets/N` a version line, a line of Spark's own, then
-a line per source; `commits/N` exists when batch N is done; `state/` when a query that keeps state has run a batch.
+a line per source, `name:offsets` if it has a name; `commits/N` exists when batch N is done; `state/` when a query that
+keeps state has run a batch.
 """
 
 from __future__ import annotations

@@ -23,16 +23,16 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from delivered.audit.dedup import of_dedup
 from delivered.audit.judge import judged, with_earlier
 from delivered.audit.ledger import read_ledger
-from delivered.audit.outcome import by_ledger, contradictions, of_result, offsets_of, parsed
+from delivered.audit.outcome import by_ledger, contradictions, of_result, offsets_of
 from delivered.audit.report import AuditReport, unknown_report
-from delivered.audit.request import AuditRequest, BadExpression
+from delivered.audit.request import AuditRequest, BadExpression, Transform
+from delivered.audit.sources import Positions, parsed, plain
 from delivered.audit.upserts import check, id_sql, of_state
 from delivered.audit.versions import Earlier, earlier, version_ranges
-from delivered.checkpoint import first_offsets
 from delivered.checkpoint.folder import read_view
 from delivered.contract.powers import planned
 from delivered.contract.sink import BoundedScan, Sink, SinkGroup
-from delivered.contract.source import Offsets, Source
+from delivered.contract.source import Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.bad_row import OnBadRow
 from delivered.model.capability import APPEND
@@ -41,8 +41,8 @@ from delivered.model.identity import Scope
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
 from delivered.source.ranges import backwards
-from delivered.spark.audit_sent import SentRange, expressions, sent_range
-from delivered.spark.frames import SliceRows, batches_fit_for, kept_plain, shuffles_fit_for
+from delivered.spark.audit_sent import expressions, sent_range
+from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.spark.reconcile import Slots, hashed, reconcile
 from delivered.spark.rows import apply_transform, projected, taken
 from delivered.spark.start import ready
@@ -76,18 +76,12 @@ def audit_sink(
         UsageError: no such sink, several sinks and none named, or one of Spark's own sources.
     """
     chosen = _chosen(pipeline, sink)
-    if len(pipeline.sources) > 1:
-        raise UsageError(
-            "AUDIT_SOURCES",
-            f"The pipeline has the sources {', '.join(pipeline.sources)}; an audit follows one.",
-            next_step="compare the sink with a query of your own",
-        )
-    ((name, endpoint),) = pipeline.sources.items()
-    if endpoint.is_spark_own:
+    own = next((e for e in pipeline.sources.values() if e.is_spark_own), None)
+    if own is not None:
         raise UsageError(
             "AUDIT_SOURCE",
-            f"The source {endpoint.format!r} is Spark's own, which an audit cannot read by offset range.",
-            next_step=f"read it with the format {endpoint.system!r}",
+            f"The source {own.format!r} is Spark's own, which an audit cannot read by offset range.",
+            next_step=f"read it with the format {own.system!r}",
         )
     if pipeline.output_mode != "append" and chosen.sink().capability().write == APPEND:
         raise Refused(
@@ -97,7 +91,7 @@ def audit_sink(
             next_step="compare the newest record of each key with a query of your own",
         )
     spark = ready(pipeline, given)
-    source = planned(endpoint.source())
+    sources = {n: planned(e.source()) for n, e in pipeline.sources.items()}
     spec = pipeline.spec
     everything = spec.open()
     by = {**pipeline.audit_by, **chosen.audit}
@@ -105,10 +99,10 @@ def audit_sink(
         pipeline=pipeline.name,
         guarantee=pipeline.guarantee,
         checkpoint=pipeline.checkpoint,
-        source=source,
+        sources=sources,
         sink=chosen.sink(),
         sink_name=chosen.name,
-        transform=_all_transforms(pipeline, chosen, spark, name, source),
+        transform=_all_transforms(pipeline, chosen, spark, sources),
         dedup=pipeline.dedup,
         id=by.get("id"),
         key=by.get("key"),
@@ -139,17 +133,16 @@ def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
 
 
 def _all_transforms(
-    pipeline: Definition, sink: Endpoint, spark: SparkSession, name: str, source: Source
-) -> Callable[[DataFrame], DataFrame] | None:
+    pipeline: Definition, sink: Endpoint, spark: SparkSession, sources: Mapping[str, Source]
+) -> Transform | None:
     """The pipeline's transform, followed by the sink's projection."""
-    of_all = apply_transform(pipeline.transform, spark, {name: source})
-    shared = (lambda frame: of_all({name: frame})) if pipeline.transform.kind != "none" else None
+    shared = apply_transform(pipeline.transform, spark, sources)
     validating = pipeline.on_bad_row is OnBadRow.DEAD_LETTER
     if sink.projection.is_all and not validating:
-        return shared
+        return shared if pipeline.transform.kind != "none" else None
 
-    def all_of_it(frame: DataFrame) -> DataFrame:
-        mine = projected(frame if shared is None else shared(frame), sink.projection)
+    def all_of_it(frames: Mapping[str, DataFrame]) -> DataFrame:
+        mine = projected(shared(frames), sink.projection)
         return taken(mine, sink.sink()) if validating else mine
 
     return all_of_it
@@ -216,14 +209,16 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
             held.enter_context(shuffles_fit_for(spark, rows + expected))
             mine = found.filter("own").drop("own") if request.own is not None else found
             view = read_view(request.checkpoint)
-            start, unsure = _start(request, read)
+            start, unsure = read.sources.first, _START_UNKNOWN if read.sources.unknown else ""
             end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
             until = parsed(view.offsets)
             ranges = version_ranges(ledger.visible) if ledger.visible is not None else []
             again, others = earlier(ranges, request.transform_version)
             reason = _uncounted(request, start, end or until, unsure, others)
+            if len(request.sources) > 1:
+                reason = reason or _together(probe)
             if reason is not None:
-                return replace(by_ledger(request, incarnation, ledger, reason), range_from=json.dumps(start))
+                return replace(by_ledger(request, incarnation, ledger, reason), range_from=json.dumps(plain(start)))
             say("reading the source range and comparing")
             unclear, undeleted, ahead, once = 0, 0, None, None
             if request.dedup is not None:
@@ -266,9 +261,11 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
     return judged(report, versions_known=bool(request.transform_version) and all(r.fingerprint for r in again))
 
 
-def _uncounted(request: AuditRequest, start: Offsets, end: Offsets, unsure: str, others: Earlier | None) -> str | None:
+def _uncounted(
+    request: AuditRequest, start: Positions, end: Positions, unsure: str, others: Earlier | None
+) -> str | None:
     """Why source and sink cannot be compared at all; None: they can."""
-    if (wrong := backwards(start, end)) is not None:
+    if (wrong := backwards(plain(start), plain(end))) is not None:
         return f"the source range ends before it starts ({wrong}): {unsure or _START_WRONG}"
     if others is not None and (request.dedup is not None or request.sink.capability().write.upserts):
         return (
@@ -276,6 +273,17 @@ def _uncounted(request: AuditRequest, start: Offsets, end: Offsets, unsure: str,
             "this transform cannot recompute it"
         )
     return None
+
+
+def _together(sent: DataFrame) -> str | None:
+    """Why sources that a transform brings together cannot be compared with the sink; None: it treats row by row."""
+    beyond = beyond_rows(sent)
+    if not beyond:
+        return None
+    return (
+        f"the transform puts rows of several sources together ({', '.join(beyond)}): which of them met depends on "
+        "watermarks and on where batches ended, so the sources alone do not say what the sink must hold"
+    )
 
 
 def _kept(found: DataFrame, request: AuditRequest) -> tuple[int, int]:
@@ -339,9 +347,3 @@ def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:
     schema = to_arrow_schema(sent.schema, timezone="UTC")
     empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
     return list(sink.records(empty).schema.names)
-
-
-def _start(request: AuditRequest, read: SentRange) -> tuple[Offsets, str]:
-    """Where the pipeline's first batch started, and why that is uncertain; empty if it is certain."""
-    start = request.source_from if request.source_from is not None else first_offsets.kept(request.checkpoint)
-    return (start, "") if start is not None else (read.initial(), _START_UNKNOWN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,9 +12,11 @@ from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 
 from delivered.audit.dedup import cut, stretches
 from delivered.audit.request import AuditRequest, BadExpression
+from delivered.audit.sources import Positions, SourceSet, of_source
 from delivered.audit.upserts import id_sql
+from delivered.checkpoint import first_offsets
 from delivered.checkpoint.offset_metadata import stream_driver
-from delivered.contract.source import Offsets, Slice
+from delivered.contract.source import Slice
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.capability import WriteMode
 from delivered.model.errors import DeliveredError
@@ -51,31 +53,42 @@ class SentRange:
 
     def __init__(self, request: AuditRequest) -> None:
         self._request = request
-        self._driver = stream_driver(request.source, request.checkpoint, writes=False)
-
+        at = request.checkpoint
+        self.sources = SourceSet(
+            {n: stream_driver(s, at, writes=False, name=n) for n, s in request.sources.items()},
+            {n: first_offsets.kept(at, n) for n in request.sources},
+        )
         self.slots = Slots()
 
-    def initial(self) -> Offsets:
-        return self._driver.initial()
-
     def close(self) -> None:
-        self._driver.close()
+        self.sources.close()
 
     def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
         """Rows written to the sink for a range; no slices: only the columns matter."""
-        return self._transformed(slice_frame(spark, self._request.source, slices))
+        return self._transformed(self._read(spark, slices))
 
-    def _transformed(self, read: DataFrame) -> DataFrame:
-        return read if self._request.transform is None else self._request.transform(read)
+    def _read(self, spark: SparkSession, slices: Sequence[Slice]) -> dict[str, DataFrame]:
+        return {n: slice_frame(spark, s, of_source(slices, n)) for n, s in self._request.sources.items()}
+
+    def _transformed(self, read: Mapping[str, DataFrame]) -> DataFrame:
+        if self._request.transform is not None:
+            made: DataFrame = self._request.transform(read)
+            return made
+        (frame,) = read.values()
+        return frame
+
+    def _of_only(self, read: DataFrame) -> DataFrame:
+        (name,) = self._request.sources
+        return self._transformed({name: read})
 
     @contextmanager
     def once(
         self,
         spark: SparkSession,
         scope: Scope,
-        start: Offsets,
-        ends: Sequence[tuple[int, Offsets]],
-        end: Offsets | None,
+        start: Positions,
+        ends: Sequence[tuple[int, Positions]],
+        end: Positions | None,
     ) -> Iterator[Once]:
         """A deduplicated range, persisted while the context is open.
 
@@ -87,21 +100,21 @@ class SentRange:
             raise DeliveredError("AUDIT_DEDUP", "The pipeline has no dedup.")
         upserts = request.sink.capability().write.upserts
         parts = stretches(start, ends, end) if end is not None else []
-        slices, numbers = cut(self._driver, parts)
-        read = slice_frame(spark, request.source, slices)
+        slices, numbers = cut(self.sources, parts)
+        (read,) = self._read(spark, slices).values()
         with closing(Judged(read, numbers, parts, request.dedup, named=request.id is not None)) as judged:
-            rows = self._whole_rows if upserts else lambda frame: self.as_rows(self._transformed(frame), scope, "all")
-            with closing(Once(judged, rows, self._transformed)) as once:
+            rows = self._whole_rows if upserts else lambda frame: self.as_rows(self._of_only(frame), scope, "all")
+            with closing(Once(judged, rows, self._of_only)) as once:
                 yield once
 
     def _whole_rows(self, read: DataFrame) -> DataFrame:
         """For source records: the upsert key, and a hash of the whole row."""
-        frame = self._transformed(read)
+        frame = self._of_only(read)
         key = F.expr(id_sql(self._request.sink.capability().write)).alias("id")
         return frame.select(key, F.xxhash64(*[f"`{c}`" for c in frame.columns]).alias("low"))
 
     def hashed(
-        self, spark: SparkSession, scope: Scope, ranges: Sequence[tuple[Offsets, Offsets]]
+        self, spark: SparkSession, scope: Scope, ranges: Sequence[tuple[Positions, Positions]]
     ) -> tuple[DataFrame, bool]:
         """Rows for `reconcile`, and whether their partition and order are known.
 
@@ -109,9 +122,13 @@ class SentRange:
             ranges: consecutive source ranges, in every partition after those of an earlier call.
         """
         request = self._request
-        slices = [piece for start, end in ranges for piece in self._driver.slices(start, end)]
-        rows = SliceRows(spark, request.source, slices)
-        frame = rows if request.transform is None else self.frame(spark, slices)
+        slices = [piece for start, end in ranges for piece in self.sources.slices(start, end)]
+        frame: SliceRows | DataFrame
+        if request.transform is None:
+            (source,) = request.sources.values()
+            frame = SliceRows(spark, source, [s.data[1] for s in slices])
+        else:
+            frame = self.frame(spark, slices)
         ordered = not slices or isinstance(frame, SliceRows) or keeps_partitions(frame)
         names = [s.partition or f"slice {i}" for i, s in enumerate(slices)]
         at = self.slots.placed(names) if ordered else self.slots.unplaced("all")
@@ -129,7 +146,7 @@ class SentRange:
         return (hashes if ordered else hashes.withColumn("key_hash", F.lit(None).cast("long"))), ordered
 
     def final(
-        self, spark: SparkSession, start: Offsets, end: Offsets | None, planned: Offsets, once: Once | None
+        self, spark: SparkSession, start: Positions, end: Positions | None, planned: Positions, once: Once | None
     ) -> FinalState:
         """The rows that an upsert of a range must leave. Keys that an undecided batch touches are not judged."""
         mode = self._request.sink.capability().write
@@ -137,14 +154,14 @@ class SentRange:
             state = final_state(once.must(), mode, None)
             unclear = state.unclear.union(once.unclear_ids())
         else:
-            slices = self._driver.slices(start, end) if end is not None else []
+            slices = self.sources.slices(start, end) if end is not None else []
             frame = self.frame(spark, slices)
             names = sorted({s.partition or f"slice {i}" for i, s in enumerate(slices)})
             partitions = [names.index(s.partition or f"slice {i}") for i, s in enumerate(slices)]
             state = final_state(frame, mode, partitions if slices and keeps_partitions(frame) else None)
             unclear = state.unclear
         if planned != end:
-            coming = self.frame(spark, self._driver.slices(end or start, planned))
+            coming = self.frame(spark, self.sources.slices(end or start, planned))
             unclear = unclear.union(coming.select(F.expr(id_sql(mode)).alias("id")))
         return FinalState(state.rows, unclear.distinct(), state.gone)
 

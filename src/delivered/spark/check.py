@@ -63,11 +63,12 @@ def _results(pipeline: Definition, spark: SparkSession, sources: Mapping[str, pa
     read = {n: spark.createDataFrame([], from_arrow_schema(s)) for n, s in sources.items()}
     try:
         with ExitStack() as views:
-            for name in read:
+            for name in read if pipeline.transform.kind == "sql" else ():
                 views.enter_context(_own_view(spark, name))
             frame = apply_transform(pipeline.transform, spark, dict.fromkeys(sources))(read)
-        frames = [projected(frame, s.projection) for s in pipeline.sinks]
-        return [to_arrow_schema(f.schema, timezone="UTC") for f in frames]
+            # Spark Connect analyses here, not before: the views must still be there.
+            frames = [projected(frame, s.projection) for s in pipeline.sinks]
+            return [to_arrow_schema(f.schema, timezone="UTC") for f in frames]
     except (AnalysisException, ParseException) as error:
         raise _invalid(error, pipeline.transform.sql, sources) from None
 

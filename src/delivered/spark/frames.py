@@ -48,6 +48,17 @@ _NARROW = frozenset(
 )
 """Operators that keep every row in its partition, in order. Any other may move rows."""
 
+_ROW_BY_ROW = frozenset(
+    {
+        *("CTERelationDef", "CTERelationRef", "DeserializeToObject", "EventTimeWatermark", "Filter", "Generate"),
+        *("LocalRelation", "LogicalRDD", "MapElements", "MapInArrow", "MapInPandas", "MapPartitions", "Project"),
+        *("Range", "Repartition", "RepartitionByExpression", "SerializeFromObject", "SubqueryAlias", "Union", "View"),
+        "WithCTE",
+    }
+)
+"""Logical operators that make of each row what it alone says."""
+
+_SUBQUERY = re.compile(r"\b(list|exists|scalar-subquery)#")
 _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _NESTED_ROWS_MAX = 512
 _SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
@@ -154,9 +165,24 @@ def keeps_partitions(frame: DataFrame) -> bool:
     return bool(found) and found <= _NARROW
 
 
+def beyond_rows(frame: DataFrame) -> list[str]:
+    """What a query does with its rows that is not row by row, and not their union: ["Join"]. Runs nothing."""
+    text = _analyzed_plan(frame)
+    found = {m.group(1) for line in text.splitlines() if (m := _OPERATOR.match(line))} - _ROW_BY_ROW
+    return sorted(found | set(_SUBQUERY.findall(text)))
+
+
 def _operators(frame: DataFrame) -> set[str]:
     lines = _physical_plan(frame).splitlines()
     return {m.group(1) for line in lines if not line.startswith("==") and (m := _OPERATOR.match(line))}
+
+
+def _analyzed_plan(frame: Any) -> str:
+    if hasattr(type(frame), "_explain_string"):
+        text = str(frame._explain_string(mode="extended"))
+        tree = text.partition("== Analyzed Logical Plan ==")[2].partition("== Optimized")[0]
+        return tree.strip().partition("\n")[2]  # after its columns
+    return str(frame._jdf.queryExecution().analyzed().toString())
 
 
 def _physical_plan(frame: Any) -> str:

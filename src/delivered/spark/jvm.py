@@ -9,6 +9,9 @@ from typing import Any
 import psutil
 from pyspark.sql import SparkSession
 
+_STREAMS = ("StreamingRelation", "StreamingRelationV2")
+"""Leaves of a plan that read a source, through Spark's first and second interface."""
+
 
 def is_connect(spark: Any) -> bool:
     return not hasattr(spark, "_jvm")
@@ -51,3 +54,13 @@ def make_active(spark: SparkSession) -> None:
         return
     sessions = type(spark)._get_j_spark_session_class(spark._jvm)
     sessions.setActiveSession(spark._jsparkSession)
+
+
+def named_sources(frame: Any) -> set[str] | None:
+    """The named sources that a streaming frame reads; None: a session of Spark Connect does not tell."""
+    if not hasattr(frame, "_jdf"):
+        return None
+    leaves = frame._jdf.queryExecution().analyzed().collectLeaves()
+    found = (leaves.apply(i) for i in range(leaves.size()))
+    names = [leaf.sourceIdentifyingName() for leaf in found if leaf.getClass().getSimpleName() in _STREAMS]
+    return {str(n.name()) for n in names if n.getClass().getSimpleName() == "UserProvided"}

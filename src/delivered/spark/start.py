@@ -7,11 +7,12 @@ driver's machine, where the source plans its batches.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from delivered.pipeline.spec import OPTION, PipelineSpec
 from delivered.spark.dedup import without_repeats, without_seen_repeats
 from delivered.spark.foreach import format_of, save_batch
 from delivered.spark.frames import batches_fit_for, with_setting
-from delivered.spark.jvm import make_active
+from delivered.spark.jvm import make_active, named_sources
 from delivered.spark.rows import COORDINATES, apply_transform, arrow_transform, projected, routed
 from delivered.spark.session import is_registered, register, session
 
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.05
 _BY_NAME = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
-"""Every source has a name, by which Spark's offset log tells it from others (format 2 of the log)."""
+"""Every source has a name, by which Spark's offset log tells it from others, in format 2 of the log."""
+_LOG_FORMAT = "spark.sql.streaming.offsetLog.formatVersion"
+_TWICE = re.compile(r"DUPLICATE_SOURCE_NAMES.*?'(\w+)'")
 _IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
 """Spark's status messages when no batch runs. The first one disappears as soon as it asks a source for offsets."""
 
@@ -69,10 +72,21 @@ def start(pipeline: Definition, given: SparkSession | None) -> StreamingQuery:
     except DeliveredError:
         raise
     except Exception as error:
-        found = translated(error)
+        found = translated(error) or _read_twice(error)
         raise (found if found is not None else error) from None
     _drains[str(query.runId)] = drain
     return query
+
+
+def _read_twice(error: Exception) -> UsageError | None:
+    twice = _TWICE.search(str(error))
+    if twice is None:
+        return None
+    return UsageError(
+        "SOURCE_TWICE",
+        f"The transform reads the source {twice[1]!r} twice; a query reads each of its sources once.",
+        next_step="read it once in a WITH query of the SQL, and use that twice; or give it two names in sources",
+    )
 
 
 def ready(pipeline: Definition, given: SparkSession | None) -> SparkSession:
@@ -121,7 +135,10 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
 
 def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
     named = tuple(pipeline.sources) != (SOURCE,)
-    with with_setting(spark, _BY_NAME, str(named).lower()):  # a query keeps the configuration that it started with
+    with ExitStack() as held:  # a query keeps the configuration that it started with
+        held.enter_context(with_setting(spark, _BY_NAME, str(named).lower()))
+        if named:
+            held.enter_context(with_setting(spark, _LOG_FORMAT, "2"))  # Spark 4.2 does not choose it for itself
         return _started(pipeline, spark, drain)
 
 
@@ -194,12 +211,27 @@ def _rows(
                 "The transform returned a DataFrame that is not a stream: it was not derived from the source.",
                 next_step="derive the result from the DataFrame that the function gets, or from the view `source`",
             )
+        _check_read(frame, sources)
         if spec.is_group:
             keep = COORDINATES if pipeline.on_bad_row is OnBadRow.DEAD_LETTER else ()
             frame, routes = routed(frame, projections, keep)
         else:
             frame = projected(frame, projections[0])
     return frame, replace(spec, sinks=tuple(replace(s, route=r) for s, r in zip(spec.sinks, routes, strict=True)))
+
+
+def _check_read(frame: DataFrame, sources: Mapping[str, Source | None]) -> None:
+    """Spark forgets a named source that a query does not read: its offsets leave the log with the first batch."""
+    if tuple(sources) == (SOURCE,):
+        return
+    read = named_sources(frame)
+    unread = [n for n in sources if read is not None and n not in read]
+    if unread:
+        raise UsageError(
+            "TRANSFORM_SOURCES",
+            f"The transform does not read the source {unread[0]!r}.",
+            next_step="derive the result from each source, or remove it from sources",
+        )
 
 
 def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpec) -> DataFrame:

@@ -1,0 +1,66 @@
+"""A pipeline's sources as one: offsets and slices of each, by name. Asks the sources; knows no Spark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from delivered.contract.source import Offsets, Slice, SourceDriver
+from delivered.model.errors import DeliveredError
+from delivered.model.offsets import SOURCE, by_source
+
+Positions = dict[str, Offsets]
+"""Offsets by source."""
+
+
+def parsed(text: str) -> Positions:
+    """The offsets of a batch, as the ledger and Spark's offset log hold them."""
+    return {name: json.loads(offsets) for name, offsets in by_source(text).items()}
+
+
+def plain(positions: Positions) -> dict[str, Any]:
+    """For reports: a source without a name shows its offsets alone."""
+    return positions[SOURCE] if list(positions) == [SOURCE] else positions
+
+
+class SourceSet:
+    """The drivers of all sources.
+
+    Args:
+        first: where each source's first batch began; one that a range's start does not name begins there.
+    """
+
+    def __init__(self, drivers: Mapping[str, SourceDriver], first: Mapping[str, Offsets | None]) -> None:
+        self._drivers = drivers
+        self.unknown = [n for n, offsets in first.items() if offsets is None]
+        self.first: Positions = {n: drivers[n].initial() if at is None else at for n, at in first.items()}
+
+    def slices(self, start: Positions, end: Positions) -> list[Slice]:
+        """Slices whose data is (name of the source, its slice).
+
+        Raises:
+            DeliveredError: the range is of a source that the pipeline has not.
+        """
+        strange = sorted(end.keys() - self._drivers.keys())
+        if strange:
+            raise DeliveredError(
+                "AUDIT_SOURCES",
+                f"The pipeline's batches read the sources {', '.join(end)}, and it has {', '.join(self._drivers)}.",
+                next_step="audit with the sources that the pipeline ran with",
+            )
+        found = []
+        for name in (n for n in self._drivers if n in end):
+            prefix = "" if name == SOURCE else f"{name} "
+            for piece in self._drivers[name].slices(start.get(name, self.first[name]), end[name]):
+                found.append(Slice((name, piece), prefix + piece.partition if piece.partition else ""))
+        return found
+
+    def close(self) -> None:
+        for driver in self._drivers.values():
+            driver.close()
+
+
+def of_source(slices: Sequence[Slice], name: str) -> list[Slice]:
+    """The slices of one source."""
+    return [s.data[1] for s in slices if s.data[0] == name]
