@@ -25,8 +25,12 @@ Caused by: java.io.EOFException: Stream ended prematurely
 @pytest.mark.parametrize(
     ("said", "place", "why"),
     [
-        (DELETED, "operator 0, partition 1: files in state/0/1 ", "3.delta does not exist"),
-        (CUT_OFF, "operator *, partition 2: files in state/*/2 ", "java.io.EOFException: Stream ended prematurely"),
+        (DELETED, "operator 0, partition 1 (state/0/1 of the checkpoint)", "3.delta does not exist"),
+        (
+            CUT_OFF,
+            "operator *, partition 2 (state/*/2 of the checkpoint)",
+            "java.io.EOFException: Stream ended prematurely",
+        ),
     ],
     ids=["deleted", "cut off"],
 )

@@ -19,7 +19,10 @@ _WORKER_DIED = re.compile(
     r"Software caused connection abort"
 )
 """Spark's messages for a Python worker that died: a closed connection, sometimes no cause at all."""
-_STATE_UNREADABLE = re.compile(r"\[(CANNOT_LOAD_STATE_STORE|FAILED_LOAD_STATE|CHECKPOINT_FILE_CHECKSUM)[A-Z_.]*\]")
+_STATE_UNREADABLE = re.compile(
+    r"\[(CANNOT_LOAD_STATE_STORE\.(UNCATEGORIZED|CANNOT_FIND\w+|CANNOT_READ\w+|INVALID_CHECKPOINT_LINEAGE|UNEXPECTED\w+)|"
+    r"CHECKPOINT_FILE_CHECKSUM_VERIFICATION_FAILED|STATE_STORE_ROW_CHECKSUM_VERIFICATION_FAILED)\]"
+)
 _STATE_PLACE = re.compile(
     r"/state/(?P<operator>\d+)/(?P<partition>\d+)/|operatorId=(?P<operator2>\d+), ?partitionId=(?P<partition2>\d+)|"
     r"Task (?P<partition3>\d+) in stage"
@@ -77,11 +80,12 @@ def _state_unreadable(said: str) -> DeliveredError | None:
     why = f"{message} ({causes[-1].strip()})" if causes else message
     return DeliveredError(
         "STATE_UNREADABLE",
-        f"Spark cannot read the state of operator {operator}, partition {partition}: files in "
-        f"state/{operator}/{partition} of the checkpoint are missing or damaged: {why[:1_000]}. The batch has no "
-        "effect and nothing is lost: sinks and ledger are as the batch before left them.",
-        next_step="put these files back from a copy of the checkpoint of the same batch, and start again; without one, "
-        "start with an empty checkpoint and an empty sink: a query cannot go on without its state",
+        f"Spark cannot read the state of operator {operator}, partition {partition} (state/{operator}/{partition} of "
+        f"the checkpoint): {why[:1_000]}. The batch has no effect and nothing is lost: sinks and ledger are as the "
+        "batch before left them.",
+        next_step="if files there are missing or damaged, put them back from a copy of the checkpoint of the same batch, "
+        "and start again; without one, start with an empty checkpoint and an empty sink: a query cannot go on without "
+        "its state",
     )
 
 
