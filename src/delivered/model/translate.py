@@ -83,7 +83,7 @@ def _state_unreadable(said: str) -> DeliveredError | None:
         f"Spark cannot read the state of operator {operator}, partition {partition} (state/{operator}/{partition} of "
         f"the checkpoint): {why[:1_000]}. The batch has no effect and nothing is lost: sinks and ledger are as the "
         "batch before left them.",
-        next_step="if files there are missing or damaged, put them back from a copy of the checkpoint of the same batch, "
+        next_step="if files are missing or damaged, put them back from a copy of the checkpoint of the same batch, "
         "and start again; without one, start with an empty checkpoint and an empty sink: a query cannot go on without "
         "its state",
     )
