@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
@@ -60,13 +61,13 @@ def test_a_cluster_worker_killed_in_mid_batch_changes_nothing(kafka: Kafka, tmp_
     assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
 
 
-def test_the_same_job_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
+def test_jobs_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
     source, sink = kafka.topic(2), kafka.topic(2)
     sent = _fill(kafka, source)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.spark.apps.copy_topic"),
-            *(*_arguments(kafka, source, sink, tmp_path / "c"), "--remote", "local[2]"),
+            *(sys.executable, "-m", "tests.spark.apps.over_connect"),
+            *_arguments(kafka, source, sink, tmp_path / "c"),
         ],
         capture_output=True,
         text=True,
@@ -78,3 +79,7 @@ def test_the_same_job_over_spark_connect(kafka: Kafka, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert Counter(m.value() for m in read_committed(kafka.bootstrap, sink)) == sent
+    for database in ("totals.db", "own.db"):
+        with sqlite3.connect(tmp_path / database) as connection:
+            found = sorted(connection.execute("SELECT k, n FROM totals"))
+        assert found == [(k, RECORDS // 10) for k in range(10)], database

@@ -1,4 +1,4 @@
-"""A user's job: copy a topic, exactly once. Run by spark-submit on a cluster, or over Spark Connect."""
+"""A user's job: copy a topic, exactly once. Run by spark-submit on a cluster; over_connect.py runs it there."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from pyspark.sql import SparkSession
 import delivered
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--bootstrap", required=True)
-    parser.add_argument("--source", required=True)
-    parser.add_argument("--sink", required=True)
-    parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--remote", help="Spark Connect, for instance local[2]")
-    given = parser.parse_args()
-    if given.remote:
-        from tests.spark.apps.connect import connected
+    for name in ("bootstrap", "source", "sink", "checkpoint"):
+        parser.add_argument(f"--{name}", required=True)
+    return parser.parse_args()
 
-        spark = connected(given.remote)
-    else:
-        spark = SparkSession.builder.appName("copy").getOrCreate()
+
+def copy(spark: SparkSession, given: argparse.Namespace) -> None:
     delivered.register(spark)
     query = (
         spark.readStream.format("delivered_kafka")
@@ -43,8 +37,9 @@ def main() -> None:
     )
     query.awaitTermination()
     print("BATCHES", len(query.recentProgress))
-    spark.stop()
 
 
 if __name__ == "__main__":
-    main()
+    session = SparkSession.builder.appName("copy").getOrCreate()
+    copy(session, arguments())
+    session.stop()
