@@ -28,6 +28,7 @@ def test_sql_is_held_against_the_source(spark: SparkSession, tmp_path: Path) -> 
     spark.range(3).createOrReplaceTempView("source")
     fine = plan("SELECT CAST(value AS STRING) AS id FROM source")
     assert isinstance(fine, Plan), fine
+    assert fine.warnings == (), "sessions of delivered use local sockets"
     assert spark.table("source").count() == 3, "a view of the user's comes back"
     spark.catalog.dropTempView("source")
 

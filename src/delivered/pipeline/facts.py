@@ -56,7 +56,8 @@ class SessionFacts:
     Attributes:
         async_progress: as the session is configured.
         jvm: of its driver; None: elsewhere (Spark Connect).
-        check_transform: holds the transform against the source's columns, and its columns against the sinks.
+        check_transform: holds the transform against the source's columns, and its columns against the sinks; what
+            makes the session slow.
     """
 
     master: str

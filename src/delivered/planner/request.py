@@ -193,8 +193,9 @@ class Request:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Of every source and sink."""
-        return (*(f for s in self.sources for f in s.findings), *(f for s in self.sinks for f in s.findings))
+        """Of every source and sink, and of the transform."""
+        parts: tuple[SourceFacts | SinkFacts | TransformFacts, ...] = (*self.sources, *self.sinks, self.transform)
+        return tuple(f for part in parts for f in part.findings)
 
     @property
     def decider(self) -> SinkFacts:

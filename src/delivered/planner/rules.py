@@ -328,7 +328,7 @@ def checkpoint_known(request: Request) -> Reason | None:
 
 
 def preflight_passed(request: Request) -> Reason | None:
-    for finding in sorted((*request.findings, *request.transform.findings), key=lambda f: f.transient):
+    for finding in sorted(request.findings, key=lambda f: f.transient):
         if finding.refuses and finding.only in (None, request.guarantee):
             way_out = finding.next_step or "fix what the message describes"
             return Reason(finding.code, finding.message, way_out, finding.transient)

@@ -18,6 +18,7 @@ from delivered.model.errors import DeliveredError, UsageError
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.facts import ASYNC_CONF, SessionFacts
 from delivered.spark.jvm import jvm_of
+from delivered.spark.quick_start import OVER_TCP, is_over_tcp
 from delivered.spark.rows import apply_transform, projected
 
 if TYPE_CHECKING:
@@ -34,8 +35,12 @@ def session_facts(pipeline: Definition, spark: SparkSession) -> SessionFacts:
         str(spark.conf.get("spark.master", "local")),
         str(spark.conf.get(ASYNC_CONF, "false")).lower() == "true",
         jvm_of(spark),
-        lambda: checked_transform(pipeline, spark),
+        lambda: (*checked_transform(pipeline, spark), *_slow_workers(spark)),
     )
+
+
+def _slow_workers(spark: SparkSession) -> tuple[Finding, ...]:
+    return (Finding("WORKERS_OVER_TCP", OVER_TCP, False),) if is_over_tcp(spark) else ()
 
 
 def checked_transform(pipeline: Definition, spark: SparkSession) -> tuple[Finding, ...]:

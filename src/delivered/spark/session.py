@@ -8,13 +8,10 @@ to. But it pickles the registered class by value, so the id is an attribute of a
 
 from __future__ import annotations
 
-import atexit
+import logging
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +25,7 @@ from delivered.pipeline.spec import GROUP
 from delivered.spark.formats import DeliveredDataSource
 from delivered.spark.hooks import install
 from delivered.spark.jvm import active, jvm_of, make_active
-from delivered.spark.quick_start import with_archive, worker_python
+from delivered.spark.quick_start import OVER_TCP, is_over_tcp, local_sockets, with_archive, worker_python
 
 _CONF = {
     "spark.ui.enabled": "false",
@@ -39,8 +36,7 @@ _CONF = {
     "spark.sql.shuffle.partitions": "4",
 }
 
-_TEMPORARY_LENGTH_MAX = 40
-"""A socket's path is limited to about 104 bytes, of which our folder's name takes 19 and Spark's 43."""
+log = logging.getLogger(__name__)
 
 _registered: WeakKeyDictionary[SparkSession, Owner] = WeakKeyDictionary()
 
@@ -62,6 +58,8 @@ def register(spark: SparkSession) -> None:
     The registered classes carry an id of this driver, new for each call: by it the driver's processes act as one owner
     of a ledger, and a second driver on the same checkpoint is detected.
     """
+    if spark not in _registered and is_over_tcp(spark):
+        log.warning(OVER_TCP)
     _register(spark, None)
     install(spark, _register)
     make_active(spark)
@@ -103,17 +101,6 @@ def _listen_on_loopback(builder: SparkSession.Builder) -> SparkSession.Builder:
     return builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
 
 
-@cache
-def _local_sockets() -> dict[str, str]:
-    """Between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
-    acknowledgement. In one folder of this process's own, as Spark leaves the names behind."""
-    if os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
-        return {}
-    folder = tempfile.mkdtemp(prefix="delivered-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return {"spark.python.unix.domain.socket.enabled": "true", "spark.python.unix.domain.socket.dir": folder}
-
-
 def session(name: str = "delivered", master: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
     """A session with every format registered.
 
@@ -131,7 +118,7 @@ def session(name: str = "delivered", master: str | None = None, conf: Mapping[st
         builder = builder.master(master)
     if local:
         builder = _listen_on_loopback(builder)
-        settings = {**_local_sockets(), **with_archive(settings)}
+        settings = {**local_sockets(), **with_archive(settings)}
     for key, value in settings.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()

@@ -9,13 +9,14 @@ from tests.spark.apps.connect import connected
 from tests.spark.apps.copy_topic import arguments, copy
 
 import delivered
+from delivered.planner import Plan
 
 TOTALS = "SELECT CAST(CAST(value AS STRING) AS INT) % 10 AS k, count(*) AS n FROM source GROUP BY k"
 
 
 def totals(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> None:
     source = delivered.kafka(bootstrap, subscribe=topic, startingOffsets="earliest")
-    query = delivered.Pipeline(
+    pipeline = delivered.Pipeline(
         name="totals",
         guarantee="exactly_once",
         checkpoint=folder / "totals",
@@ -24,8 +25,10 @@ def totals(spark: SparkSession, bootstrap: str, topic: str, folder: Path) -> Non
         sinks=[delivered.sqlite(str(folder / "totals.db"), "totals", keyColumns="k")],
         output_mode="update",
         trigger="available_now",
-    ).start(spark)
-    query.awaitTermination()
+    )
+    plan = pipeline.plan(spark)
+    assert isinstance(plan, Plan) and any("over TCP" in w for w in plan.warnings), plan
+    pipeline.start(spark).awaitTermination()
 
     own = str(folder / "own")
     sink = delivered.sqlite(str(folder / "own.db"), "totals", mode="complete")
