@@ -24,8 +24,7 @@ _STATE_UNREADABLE = re.compile(
     r"CHECKPOINT_FILE_CHECKSUM_VERIFICATION_FAILED|STATE_STORE_ROW_CHECKSUM_VERIFICATION_FAILED)\]"
 )
 _STATE_PLACE = re.compile(
-    r"/state/(?P<operator>\d+)/(?P<partition>\d+)/|operatorId=(?P<operator2>\d+), ?partitionId=(?P<partition2>\d+)|"
-    r"Task (?P<partition3>\d+) in stage"
+    r"/state/(?P<operator>\d+)/(?P<partition>\d+)/|operatorId=(?P<operator2>\d+), ?partitionId=(?P<partition2>\d+)"
 )
 _CAUSE = re.compile(r"^Caused by: (.*)$", re.MULTILINE)
 _KNOWN_TYPES = {
@@ -73,16 +72,20 @@ def _state_unreadable(said: str) -> DeliveredError | None:
         return None
     places = [p.groupdict() for p in _STATE_PLACE.finditer(said)]
     numbers = {k: v for p in reversed(places) for k, v in p.items() if v is not None}
-    operator = numbers.get("operator") or numbers.get("operator2") or "*"
-    partition = numbers.get("partition") or numbers.get("partition2") or numbers.get("partition3") or "*"
+    operator = numbers.get("operator") or numbers.get("operator2")
+    partition = numbers.get("partition") or numbers.get("partition2")
+    where = (
+        f"operator {operator}, partition {partition} (state/{operator}/{partition} of the checkpoint)"
+        if operator and partition
+        else "a partition (Spark does not name it here: it has the number of the lost task in Spark's log)"
+    )
     message = said[found.start() :].partition("\n")[0].partition(" SQLSTATE")[0]
     causes = _CAUSE.findall(said)
     why = f"{message} ({causes[-1].strip()})" if causes else message
     return DeliveredError(
         "STATE_UNREADABLE",
-        f"Spark cannot read the state of operator {operator}, partition {partition} (state/{operator}/{partition} of "
-        f"the checkpoint): {why[:1_000]}. The batch has no effect and nothing is lost: sinks and ledger are as the "
-        "batch before left them.",
+        f"Spark cannot read the state of {where}: {why[:1_000]}. The batch has no effect and nothing is lost: sinks "
+        "and ledger are as the batch before left them.",
         next_step="if files are missing or damaged, put them back from a copy of the checkpoint of the same batch, "
         "and start again; without one, start with an empty checkpoint and an empty sink: a query cannot go on without "
         "its state",
