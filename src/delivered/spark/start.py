@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -59,6 +60,8 @@ _IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
 """Spark's status messages when no batch runs. The first one disappears as soon as it asks a source for offsets."""
 
 
+_one_start = threading.RLock()
+"""Held while a session is configured for the query that starts: another start may want it otherwise."""
 _drains: dict[str, Path] = {}
 """By run id of the queries started here."""
 
@@ -135,7 +138,7 @@ def stop_between_batches(query: StreamingQuery, timeout_s: float, waiting: Calla
 
 def _query(pipeline: Definition, spark: SparkSession, drain: Path) -> StreamingQuery:
     named = tuple(pipeline.sources) != (SOURCE,)
-    with ExitStack() as held:  # a query keeps the configuration that it started with
+    with _one_start, ExitStack() as held:  # a query keeps the configuration that it started with
         held.enter_context(with_setting(spark, _BY_NAME, str(named).lower()))
         if named:
             held.enter_context(with_setting(spark, _LOG_FORMAT, "2"))  # Spark 4.2 does not choose it for itself
