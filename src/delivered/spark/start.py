@@ -204,6 +204,7 @@ def _rows(
     """The rows for the sinks, and the spec with each sink's route."""
     projections = [s.projection for s in pipeline.sinks]
     routes = [p.route if spec.is_group else None for p in projections]
+    frame = next(iter(read.values()))
     if spec.direct is None:
         if pipeline.dedup is not None:
             read = {n: _once(spark, f, pipeline.dedup, spec) for n, f in read.items()}
