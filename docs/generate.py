@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs import behaviours, benchmark, new_connector, pitfalls, support, verified
+from docs import behaviours, benchmark, checkpoint, new_connector, pitfalls, support, verified
 
 from delivered.model.options import OptionTable
 from delivered.pipeline.registry import connectors
@@ -41,6 +41,7 @@ def pages() -> dict[Path, str]:
     kafka, new = DOCS / "connectors" / "kafka.md", DOCS / "new-connector.md"
     return {
         DOCS / "benchmark.md": benchmark.page(),
+        DOCS / "checkpoint.md": checkpoint.page(),
         kafka: behaviours.into(kafka.read_text(encoding="utf-8")),
         new: new_connector.into(new.read_text(encoding="utf-8")),
         DOCS / "options.md": reference(),

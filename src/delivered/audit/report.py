@@ -39,6 +39,7 @@ class AuditReport:
         unknowns: why something is unknown. With any of these, the verdict is never `held`.
         judged: whether the counts may break the guarantee. False: they may not cover the pipeline's range; `unknowns`
             say why.
+        uncertain: classes whose counts prove nothing; `unknowns` say why.
         earlier: batches that ran with another transform; None: there are none.
         own: SQL that identifies this pipeline's records; empty: not declared.
         foreign: records for which it is not true; they are in no count.
@@ -64,6 +65,7 @@ class AuditReport:
     transactions: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
     judged: bool = True
+    uncertain: tuple[Damage, ...] = ()
     earlier: Earlier | None = None
     own: str = ""
     foreign: int = 0
@@ -90,6 +92,7 @@ class AuditReport:
         if not self.judged:
             return []
         counts = self.counts if self.all_own else replace(self.counts, unexpected=0)
+        counts = replace(counts, **{damage.value: 0 for damage in self.uncertain})
         found = breaches(self.guarantee, counts, self.given_up)
         if self.undeleted:
             found.append(f"{self.undeleted} deleted keys are still in the sink")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from delivered.audit.recompute import Recompute
 from delivered.contract.sink import Sink, SinkGroup
 from delivered.contract.source import Offsets, Source
 from delivered.model.dedup import Dedup
@@ -36,6 +37,7 @@ class AuditRequest:
         transform_version: fingerprint of `transform`; batches that ran with another one are not recomputed. Empty: it
             is taken for the one that every batch ran with.
         dead_letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
+        recompute: compare with the transform over the whole range as one batch; None: account for every record.
         decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.
     """
 
@@ -55,6 +57,7 @@ class AuditRequest:
     decided_by: tuple[str, Sink | SinkGroup] | None = None
     dead_letters: str | None = None
     transform_version: str = ""
+    recompute: Recompute | None = None
 
     @property
     def named_sink(self) -> str:

@@ -18,7 +18,7 @@ def check(mode: WriteMode) -> None:
         raise Refused(
             "AUDIT_ORDER",
             "Each batch replaces all rows of the table, so the ledger's total is not that of the table.",
-            next_step="compare the table with the transform over the whole source, with a query of your own",
+            next_step="delivered audit --recompute",
         )
     if mode.replaces:
         raise Refused(
@@ -33,7 +33,7 @@ def check(mode: WriteMode) -> None:
             "AUDIT_ORDER",
             f"The sink keeps the last row of each key ({mode.keys_text}) by order of arrival. Which one came last is "
             "known to the batches that ran, not to the source, so the table cannot be held against it.",
-            next_step='write with .option("versionColumn", ...), or compare the keys with a query of your own',
+            next_step='write with .option("versionColumn", ...), or delivered audit --recompute',
         )
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from pyarrow import fs
 
@@ -22,6 +23,8 @@ from delivered.model.offsets import SOURCE
 from delivered.model.work import CheckpointView
 
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:")
+_STATE_PARTITIONS = "spark.sql.shuffle.partitions"
+"""Spark's: in the metadata of a batch, how many partitions its state has."""
 _OWN_LINES = 2
 """Spark's header lines of an offsets file: version, and metadata with a timestamp that replays keep."""
 
@@ -75,6 +78,34 @@ def read_view(location: str) -> CheckpointView:
             next_step="read fewer partitions with one pipeline",
         )
     return CheckpointView(incarnation, batch, offsets, logged)
+
+
+def repartitions_before(location: str, batch: int) -> int:
+    """How many batches right before `batch` only repartitioned the query's state: no sink saw them.
+
+    Spark's `repartition` logs a batch without input. It has the offsets and the timestamp of the batch before, which
+    no batch that ran has, and another number of partitions.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    count = 0
+    while _repartitions(_logged(location, batch - count - 2), _logged(location, batch - count - 1)):
+        count += 1
+    return count
+
+
+def _logged(location: str, batch: int) -> tuple[dict[str, Any], str] | None:
+    """Spark's metadata of a batch, and its offsets; None: it is not logged."""
+    lines = (read(location, f"offsets/{batch}") or b"").decode("utf-8").split("\n") if batch >= 0 else []
+    return (json.loads(lines[1]), "\n".join(lines[_OWN_LINES:]).strip()) if len(lines) > _OWN_LINES else None
+
+
+def _repartitions(before: tuple[dict[str, Any], str] | None, after: tuple[dict[str, Any], str] | None) -> bool:
+    if before is None or after is None or before[1] != after[1]:
+        return False
+    confs = [logged[0].get("conf", {}).get(_STATE_PARTITIONS) for logged in (before, after)]
+    return before[0].get("batchTimestampMs") == after[0].get("batchTimestampMs") and confs[0] != confs[1]
 
 
 def newest_offsets(location: str) -> str:

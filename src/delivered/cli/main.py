@@ -178,6 +178,10 @@ def audit(
         str | None,
         typer.Option(metavar="JSON", help="Sink offsets to start reading from, if the sink holds foreign records."),
     ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute", help="Run the transform over the source range as one batch and compare by key."),
+    ] = False,
     spark_log: Annotated[str | None, typer.Option(help="As for run.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> int:
@@ -194,7 +198,9 @@ def audit(
         )
     with working("starting Spark") as progress, quiet_spark(pipeline, SparkLog.of(pipeline, spark_log)) as spark:
         reports = [
-            pipeline.audit(spark, sink=name, samples_max=samples, sink_from=start, progress=progress)
+            pipeline.audit(
+                spark, sink=name, samples_max=samples, sink_from=start, progress=progress, recompute=recompute
+            )
             for name in ([sink] if sink else pipeline.sink_names)
         ]
     if output is Output.JSON:

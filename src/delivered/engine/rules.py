@@ -84,7 +84,7 @@ def judge(
     if newest is None:
         _renamed(view, scope, tolerance, others)
         _first_of_ledger(state, view, scope, guarantee, tolerance, others)
-    elif (last.batch if last else -1) < view.batch - 1 and not tolerance.missing_ledger:
+    elif (last.batch if last else -1) < view.batch - 1 - view.repartitions and not tolerance.missing_ledger:
         # Every batch that Spark logged was decided. One that is only begun means that the decision is gone.
         raise LedgerBehind(
             "LEDGER_BEHIND",

@@ -27,6 +27,7 @@ class CheckpointView:
         offsets: the sources' offsets of that batch, one line per source, without Spark's header lines.
         logged: the newest batch of `commits/`, or None if no batch was ever logged.
         run: a run of `df.write`: its id instead of offsets, so only its rows tell whether it is the same run again.
+        repartitions: batches right before `batch` that only repartitioned the query's state; no ledger has them.
     """
 
     incarnation: str
@@ -34,6 +35,7 @@ class CheckpointView:
     offsets: str
     logged: int | None
     run: bool = False
+    repartitions: int = 0
 
 
 class Action(StrEnum):

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from delivered.checkpoint.dedup import changed
-from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, unwritable
+from delivered.checkpoint.folder import is_done, logged, newest_offsets, read_view, repartitions_before, unwritable
 from delivered.checkpoint.sources import removed
 from delivered.contract.finding import Finding
 from delivered.contract.powers import ValidatesRows
@@ -188,7 +188,9 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         and _newest(state) is None
         and not pipeline.missing_ledger
         and (newest > 0 or done),
-        ledger_behind=newest is not None and not pipeline.missing_ledger and _is_behind(state, newest + int(done)),
+        ledger_behind=newest is not None
+        and not pipeline.missing_ledger
+        and _is_behind(state, pipeline.checkpoint, newest + int(done)),
         takeover=takeover,
         earlier=_earlier(state),
         accepts_new=pipeline.new_checkpoint,
@@ -200,11 +202,13 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
     )
 
 
-def _is_behind(state: LedgerState, following: int) -> bool:
+def _is_behind(state: LedgerState, checkpoint: str, following: int) -> bool:
     """Whether a ledger that knows the checkpoint lacks batches before the one that Spark runs first."""
     newest = _newest(state)
     decided = -1 if state.last is None else state.last.batch
-    return newest not in (None, following) and decided < following - 1
+    if newest in (None, following) or decided >= following - 1:
+        return False
+    return decided < following - 1 - repartitions_before(checkpoint, following)
 
 
 def _newest(state: LedgerState) -> int | None:
@@ -287,6 +291,6 @@ def _next_batch(checkpoint: str) -> CheckpointView:
     if incarnation is None or newest is None:
         return CheckpointView(incarnation or NO_INCARNATION, 0, "", None)
     view = read_view(checkpoint)
-    if view.logged != view.batch:
-        return view
-    return CheckpointView(view.incarnation, view.batch + 1, "", view.logged)
+    if view.logged == view.batch:
+        view = replace(view, batch=view.batch + 1, offsets="")
+    return replace(view, repartitions=repartitions_before(checkpoint, view.batch))

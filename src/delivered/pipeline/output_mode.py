@@ -56,11 +56,18 @@ def _has_table(of: Connector) -> bool:
     return of.sink_options is not None and any(o.name == "keyColumns" for o in of.sink_options.options)
 
 
+def grouping_columns(sql: str) -> list[str]:
+    """The columns of the SQL's one GROUP BY, if they are plain columns; else none."""
+    parts = _GROUP_BY.findall(sql)
+    nested = re.search(r"\bgroup\s+by\b.*\bgroup\s+by\b", sql, re.I | re.S)
+    columns = [_COLUMN.fullmatch(part.strip()) for part in parts[0].split(",")] if len(parts) == 1 else []
+    return [m.group(1) or m.group(2) for m in columns if m is not None] if None not in columns and not nested else []
+
+
 def _keys(sink: Endpoint, transform: Transform) -> list[str]:
-    """The columns of the SQL's one GROUP BY, if they are plain columns."""
-    found = [re.sub(r"\s+", " ", text).strip() for text in _GROUP_BY.findall(transform.sql)]
-    columns = [_COLUMN.fullmatch(part.strip()) for part in found[0].split(",")] if len(found) == 1 else []
-    if not columns or None in columns or re.search(r"\bgroup\s+by\b.*\bgroup\s+by\b", transform.sql, re.I | re.S):
+    columns = grouping_columns(transform.sql)
+    if not columns:
+        found = [re.sub(r"\s+", " ", text).strip() for text in _GROUP_BY.findall(transform.sql)]
         why = f"its SQL groups by {found[0]!r}" if len(found) == 1 else "the transform does not tell them"
         raise UsageError(
             "OUTPUT_MODE_KEYS",
@@ -69,4 +76,4 @@ def _keys(sink: Endpoint, transform: Transform) -> list[str]:
             next_step='add .option("keyColumns", "...") with the columns that the query groups by, as its result names '
             "them",
         )
-    return [m.group(1) or m.group(2) for m in columns if m is not None]
+    return columns

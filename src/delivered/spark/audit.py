@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from delivered.audit.dedup import of_dedup
 from delivered.audit.judge import judged, with_earlier
 from delivered.audit.ledger import read_ledger
 from delivered.audit.outcome import by_ledger, contradictions, of_result, offsets_of
+from delivered.audit.recompute import Recompute
 from delivered.audit.report import AuditReport, unknown_report
 from delivered.audit.request import AuditRequest, BadExpression, Transform
 from delivered.audit.sources import Positions, parsed, plain
@@ -31,7 +32,7 @@ from delivered.audit.upserts import check, id_sql, of_state
 from delivered.audit.versions import Earlier, earlier, version_ranges
 from delivered.checkpoint.folder import read_view
 from delivered.contract.powers import planned
-from delivered.contract.sink import BoundedScan, Sink, SinkGroup
+from delivered.contract.sink import BoundedScan, SinkGroup
 from delivered.contract.source import Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.bad_row import OnBadRow
@@ -40,8 +41,10 @@ from delivered.model.errors import DeliveredError, Refused, UsageError
 from delivered.model.identity import Scope
 from delivered.pipeline.definition import Definition
 from delivered.pipeline.endpoint import Endpoint
+from delivered.pipeline.output_mode import grouping_columns
 from delivered.source.ranges import backwards
-from delivered.spark.audit_sent import expressions, sent_range
+from delivered.spark.audit_recompute import recomputed
+from delivered.spark.audit_sent import expressions, record_columns, sent_range
 from delivered.spark.frames import SliceRows, batches_fit_for, beyond_rows, kept_plain, shuffles_fit_for
 from delivered.spark.reconcile import Slots, hashed, reconcile
 from delivered.spark.rows import apply_transform, projected, taken
@@ -54,9 +57,6 @@ _ERROR_LENGTH_MAX = 2_000
 NOT_READABLE = "DELIVERED_NOT_READABLE"
 """Error code of a sink that cannot be read back at all."""
 
-_START_UNKNOWN = (
-    "the checkpoint sidecar does not record where batch 0 started, and the source may start elsewhere today"
-)
 _START_WRONG = "the checkpoint sidecar records another start than that of its batch 0"
 
 Progress = Callable[[str], None]
@@ -69,6 +69,7 @@ def audit_sink(
     samples_max: int,
     sink_from: Mapping[str, Any] | None,
     progress: Callable[[str], None] | None,
+    recompute: bool = False,
 ) -> AuditReport:
     """Audit one sink of a pipeline, against its own rows and columns.
 
@@ -111,11 +112,18 @@ def audit_sink(
         sink_from=dict(sink_from) if sink_from is not None else None,
         decided_by=(spec.scope(everything).sink, everything),
         transform_version=spec.transform,
+        recompute=_recompute(pipeline, chosen) if recompute else None,
         dead_letters=next((m.name for m in everything.members if m.dead_letters), None)
         if isinstance(everything, SinkGroup)
         else None,
     )
     return audit(spark, request, progress)
+
+
+def _recompute(pipeline: Definition, sink: Endpoint) -> Recompute:
+    facts = pipeline.transform.facts()
+    keys = sink.sink().capability().write.keys or grouping_columns(pipeline.transform.sql)
+    return Recompute(pipeline.output_mode, tuple(keys), facts.changing, pipeline.transform.deterministic)
 
 
 def _chosen(pipeline: Definition, sink: str | None) -> Endpoint:
@@ -160,7 +168,7 @@ def audit(spark: SparkSession, request: AuditRequest, progress: Progress | None 
     began = time.monotonic()
     say = progress or (lambda _: None)
     try:
-        report = _audit(spark, request, say)
+        report = (_audit if request.recompute is None else recomputed)(spark, request, say)
     except BadExpression:
         raise
     except Exception as error:
@@ -209,7 +217,7 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
             held.enter_context(shuffles_fit_for(spark, rows + expected))
             mine = found.filter("own").drop("own") if request.own is not None else found
             view = read_view(request.checkpoint)
-            start, unsure = read.sources.first, _START_UNKNOWN if read.sources.unknown else ""
+            start, unsure = read.start()
             end = parsed(ledger.visible.offsets) if ledger.visible is not None else None
             until = parsed(view.offsets)
             ranges = version_ranges(ledger.visible) if ledger.visible is not None else []
@@ -314,15 +322,7 @@ def _found(
     """
     slices = scan.slices(request.sink_from)
     frame = SliceRows(spark, scan, slices)
-    names = _record_columns(request.sink, sent)
-    missing = [n for n in names if n not in frame.schema.names]
-    if missing:
-        raise DeliveredError(
-            "AUDIT_COLUMNS",
-            f"The sink {request.named_sink!r} has the columns {frame.schema.names}; the pipeline's {missing} are "
-            "missing.",
-            next_step="audit with the transform that the pipeline ran with",
-        )
+    names = record_columns(request, sent, frame.schema.names).names
     # Columns that the system adds give a record's position; without them, the read order does.
     added = [c for c in ("offset", "rowid") if c in frame.schema.names and c not in names]
     at = places.placed([s.partition if added == ["offset"] else "rows" for s in slices])
@@ -341,9 +341,3 @@ def _found(
             own_sql=request.own,
             position=added[0] if added else None,
         )
-
-
-def _record_columns(sink: Sink, sent: DataFrame) -> list[str]:
-    schema = to_arrow_schema(sent.schema, timezone="UTC")
-    empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
-    return list(sink.records(empty).schema.names)

@@ -7,16 +7,18 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
-from delivered.audit.dedup import cut, stretches
+from delivered.audit.dedup import Stretch, cut, stretches
 from delivered.audit.request import AuditRequest, BadExpression
 from delivered.audit.sources import Positions, SourceSet, of_source
 from delivered.audit.upserts import id_sql
 from delivered.checkpoint import first_offsets
 from delivered.checkpoint.offset_metadata import stream_driver
-from delivered.contract.source import Slice
+from delivered.contract.source import Slice, Source
 from delivered.engine.shard import fingerprint_seed
 from delivered.model.capability import WriteMode
 from delivered.model.errors import DeliveredError
@@ -30,6 +32,30 @@ if TYPE_CHECKING:
 
 
 _AT, _PARTITION, _GONE, _ROW = "__delivered_at", "__delivered_partition", "__delivered_gone", "__delivered_row"
+
+_START_UNKNOWN = (
+    "the checkpoint sidecar does not record where batch 0 started, and the source may start elsewhere today"
+)
+
+
+def record_columns(request: AuditRequest, sent: DataFrame, stored: Sequence[str]) -> pa.Schema:
+    """Rows of `sent` as a reader of the sink sees them.
+
+    Args:
+        sent: a frame with the columns that were written to the sink.
+        stored: columns of the sink.
+    """
+    schema = to_arrow_schema(sent.schema, timezone="UTC")
+    empty = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+    records = request.sink.records(empty).schema
+    missing = [n for n in records.names if n not in stored]
+    if missing:
+        raise DeliveredError(
+            "AUDIT_COLUMNS",
+            f"The sink {request.named_sink!r} has the columns {list(stored)}; the pipeline's {missing} are missing.",
+            next_step="audit with the transform that the pipeline ran with",
+        )
+    return records
 
 
 @contextmanager
@@ -63,9 +89,21 @@ class SentRange:
     def close(self) -> None:
         self.sources.close()
 
+    def start(self) -> tuple[Positions, str]:
+        """Where the pipeline's first batch started, and why that is uncertain; empty if it is certain."""
+        return self.sources.first, _START_UNKNOWN if self.sources.unknown else ""
+
+    def cut(self, parts: Sequence[Stretch]) -> tuple[list[Slice], list[int]]:
+        """Slices of the sources, and the number of the stretch that each belongs to."""
+        return cut(self.sources, parts)
+
     def frame(self, spark: SparkSession, slices: Sequence[Slice]) -> DataFrame:
         """Rows written to the sink for a range; no slices: only the columns matter."""
         return self._transformed(self._read(spark, slices))
+
+    def query(self, spark: SparkSession) -> DataFrame:
+        """The transform over streams with the sources' columns, for its plan: of a batch, Spark drops watermarks."""
+        return self._transformed({n: _nothing(spark, s) for n, s in self._request.sources.items()})
 
     def _read(self, spark: SparkSession, slices: Sequence[Slice]) -> dict[str, DataFrame]:
         return {n: slice_frame(spark, s, of_source(slices, n)) for n, s in self._request.sources.items()}
@@ -100,7 +138,7 @@ class SentRange:
             raise DeliveredError("AUDIT_DEDUP", "The pipeline has no dedup.")
         upserts = request.sink.capability().write.upserts
         parts = stretches(start, ends, end) if end is not None else []
-        slices, numbers = cut(self.sources, parts)
+        slices, numbers = self.cut(parts)
         (read,) = self._read(spark, slices).values()
         with closing(Judged(read, numbers, parts, request.dedup, named=request.id is not None)) as judged:
             rows = self._whole_rows if upserts else lambda frame: self.as_rows(self._of_only(frame), scope, "all")
@@ -172,6 +210,12 @@ class SentRange:
         with expressions(request):
             rows = hashed(state, request.sink.records, seed, self.slots.unplaced(partition), request.id)
         return rows.withColumn("key_hash", F.lit(None).cast("long"))
+
+
+def _nothing(spark: SparkSession, source: Source) -> DataFrame:
+    """A stream with the source's columns, never started."""
+    columns = from_arrow_schema(source.schema())
+    return spark.readStream.format("rate").load().select(*[F.lit(None).cast(c.dataType).alias(c.name) for c in columns])
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def keeps_partitions(frame: DataFrame) -> bool:
 
 def beyond_rows(frame: DataFrame) -> list[str]:
     """What a query does with its rows that is not row by row, and not their union: ["Join"]. Runs nothing."""
-    text = _analyzed_plan(frame)
+    text = logical_plan(frame)
     found = {m.group(1) for line in text.splitlines() if (m := _OPERATOR.match(line))} - _ROW_BY_ROW
     return sorted(found | set(_SUBQUERY.findall(text)))
 
@@ -177,7 +177,8 @@ def _operators(frame: DataFrame) -> set[str]:
     return {m.group(1) for line in lines if not line.startswith("==") and (m := _OPERATOR.match(line))}
 
 
-def _analyzed_plan(frame: Any) -> str:
+def logical_plan(frame: Any) -> str:
+    """Spark's analyzed logical plan, as text."""
     if hasattr(type(frame), "_explain_string"):
         text = str(frame._explain_string(mode="extended"))
         tree = text.partition("== Analyzed Logical Plan ==")[2].partition("== Optimized")[0]

@@ -39,6 +39,7 @@ from delivered.pipeline.endpoint import Endpoint
 from delivered.pipeline.registry import PREFIX, connector
 from delivered.pipeline.spec import CHECKPOINT, OPTION, StartCheck, idiom_option
 from delivered.source.lag import spark_metrics
+from delivered.spark.declarative import analyse, without_accumulators
 from delivered.spark.jvm import is_connect, make_active
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def install(spark: SparkSession, register: Callable[[SparkSession, SparkSession 
     _wrap(frames.DataFrame, "explain", _explained)
     _wrap(streams.DataStreamWriter, "start", _checked, layer="checked")
     _wrap(StreamingQueryProgress, "__init__", _with_lag)
+    if connect:
+        _wrap(type(spark.client), "execute_command_as_iterator", without_accumulators)
     _wrap(type(spark), "newSession", functools.partial(_registered, register=register))
 
 
@@ -173,7 +176,7 @@ def _analysed(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, *given: Any, **named: Any) -> Any:
         frame = original(self, *given, **named)
         if str(getattr(self, "_format", "")).lower().startswith(PREFIX):
-            _ = frame.schema
+            analyse(frame)
         return frame
 
     return load

@@ -82,6 +82,7 @@ class Pipeline(Definition):
         samples_max: int = 20,
         sink_from: Mapping[str, Any] | None = None,
         progress: Callable[[str], None] | None = None,
+        recompute: bool = False,
     ) -> AuditReport:
         """Compare the source range with the sink in a Spark job, and account for every record.
 
@@ -91,10 +92,12 @@ class Pipeline(Definition):
             sink_from: offsets in the sink to start from; earlier records belong to other writers or to an earlier
                 checkpoint. Kafka: {"topic": {"0": 12}}; SQLite: {"rowid": 12}. Default: the whole sink.
             progress: called at each step with its description.
+            recompute: run the transform over the whole source range as one batch, and compare the rows with the sink's
+                by key: for output modes update and complete, and upserts.
 
         Raises:
             UsageError: invalid options, several sinks and none named, or one of Spark's own sources.
         """
         from delivered.spark.audit import audit_sink
 
-        return audit_sink(self, spark, sink, samples_max, sink_from, progress)
+        return audit_sink(self, spark, sink, samples_max, sink_from, progress, recompute)

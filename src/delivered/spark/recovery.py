@@ -87,7 +87,7 @@ class Recovering:
 
 def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> BatchPlan:
     """Recover a stream, and plan its next batch according to the checkpoint."""
-    from delivered.checkpoint.folder import holds_state, read_view
+    from delivered.checkpoint.folder import holds_state, read_view, repartitions_before
     from delivered.engine.recover import plan_batch
 
     arm()
@@ -100,6 +100,7 @@ def plan_next(spec: PipelineSpec, sink: Sink | SinkGroup, schema: pa.Schema) -> 
     before = _planned.pop(key, None)  # if this plan fails, the next one recovers in full
     first = before is None or not before.is_followed_by(view, spec.start)
     if first:
+        view = replace(view, repartitions=repartitions_before(checkpoint, view.batch))
         ready_target(sink, schema)
     else:
         reach(StepId.LOG, Moment.AFTER, batch=view.batch - 1)

@@ -1,0 +1,221 @@
+"""What may change between two starts on one checkpoint: each row of docs/checkpoint.md is a mark here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+import yaml
+from deltalake import DeltaTable
+from tests.kafka_tools import produce
+
+import delivered
+from delivered.connectors.log import append
+from delivered.testing import supervisor
+from delivered.testing.crash import CRASH, CRASH_DIR, hits
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from tests.support.servers import Kafka
+
+checkpoint = pytest.mark.checkpoint
+WAIT_S = 180
+SPARK_42 = "DELIVERED_SPARK_42"
+ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+PLAIN = "SELECT CAST(key AS STRING) AS k, CAST(value AS STRING) AS v FROM source"
+COUNTS = "SELECT CAST(key AS STRING) AS k, count(*) AS n FROM source GROUP BY k"
+
+
+class Life:
+    """A pipeline from a log; every start delivers 20 more records. Values say which."""
+
+    def __init__(self, spark: SparkSession, folder: Path, sink: Any, transform: str = PLAIN, **more: Any) -> None:
+        self.spark, self.folder, self.records = spark, folder, 0
+        self.given = {"sinks": [sink], "transform": transform, "checkpoint": folder / "checkpoint", **more}
+
+    def pipeline(self, **changes: Any) -> delivered.Pipeline:
+        given = {**self.given, **changes}
+        source = delivered.log(str(self.folder / "in"), **given.pop("source", {}))
+        return delivered.Pipeline(
+            name="life", guarantee="exactly_once", source=source, trigger="available_now", **given
+        )
+
+    def produce(self) -> None:
+        numbers = range(self.records, self.records + 20)
+        rows = {"key": [f"k{i % 4}".encode() for i in numbers], "value": [str(i).encode() for i in numbers]}
+        append(str(self.folder / "in"), pa.table(rows))
+        self.records += 20
+
+    def start(self, **changes: Any) -> None:
+        self.produce()
+        self.pipeline(**changes).start(self.spark).awaitTermination(WAIT_S)
+
+    def refused(self, code: str, **changes: Any) -> None:
+        with pytest.raises(Exception, match=f"DELIVERED_{code}"):
+            self.start(**changes)
+
+
+def rows(database: Path, table: str = "rows", columns: str = "v") -> list[Any]:
+    with closing(sqlite3.connect(database)) as connection:
+        found = connection.execute(f"SELECT {columns} FROM {table}").fetchall()
+    return [r[0] if len(r) == 1 else r for r in found]
+
+
+def once(values: list[str], records: int) -> bool:
+    return Counter(values) == Counter(str(i) for i in range(records))
+
+
+@checkpoint("SQL of a stateless transform", "goes on", "`plan` names the batch from which it runs")
+@checkpoint("`maxOffsetsPerTrigger`", "goes on", "from the next batch on")
+@checkpoint("sink options that do not name the target", "go on", "here `ifNotExists`")
+@checkpoint("the checkpoint's folder, moved", "goes on", "name the pipeline: its default name is made from the folder")
+@checkpoint("a column, added or removed: SQLite", "refused", "`COLUMN_MISSING`, `SCHEMA_CHANGED`: needs another table")
+@checkpoint("the sink's table, or its name", "refused", "`LEDGER_RENAMED` or `LEDGER_MISSING`: needs a new checkpoint")
+def test_a_stateless_query(spark: SparkSession, tmp_path: Path) -> None:
+    database = tmp_path / "out.db"
+    sink = delivered.sqlite(str(database), "rows")
+    life = Life(spark, tmp_path, sink)
+    life.start()
+    where = PLAIN + " WHERE true"
+    assert "batch" in str(life.pipeline(transform=where).plan())
+    life.start(transform=where, source={"maxOffsetsPerTrigger": "7"})
+    life.given["transform"] = where
+    life.start(sinks=[delivered.sqlite(str(database), "rows", ifNotExists="false")])
+    (tmp_path / "checkpoint").rename(tmp_path / "moved")
+    life.given["checkpoint"] = tmp_path / "moved"
+    life.start()
+    assert once(rows(database), 80)
+
+    for other in (f"{PLAIN[:-12]}, 1 AS more FROM source", "SELECT CAST(value AS STRING) AS v FROM source"):
+        life.refused("(SCHEMA_CHANGED|COLUMN_MISSING)", transform=other)
+    life.refused("LEDGER_(RENAMED|MISSING)", sinks=[delivered.sqlite(str(database), "other")])
+    assert once(rows(database), 80)
+
+
+@checkpoint("`spark.sql.shuffle.partitions`", "goes on", "a query with state keeps the number that it began with")
+@checkpoint("state repartitioned by Spark", "goes on", "`repartition` logs a batch that no sink sees")
+@checkpoint("SQL of a transform with state", "Spark decides", "same operators and keys: it goes on; else Spark refuses")
+def test_a_query_with_state(spark: SparkSession, tmp_path: Path) -> None:
+    database = tmp_path / "out.db"
+    sink = delivered.sqlite(str(database), "rows")
+    life = Life(spark, tmp_path, sink, COUNTS, output_mode="update")
+    names = ("spark.sql.shuffle.partitions", "spark.sql.streaming.stateStore.providerClass")
+    before = {n: spark.conf.get(n, None) for n in names}
+    try:
+        spark.conf.set(names[0], "2")
+        spark.conf.set(names[1], ROCKSDB)
+        life.start()
+        spark.conf.set(names[0], "3")
+        life.start(transform=COUNTS.replace("GROUP BY k", "WHERE key IS NOT NULL GROUP BY k"))
+        manager = spark._streamingCheckpointManager
+        for partitions in (4, 5):
+            manager.repartition(str(tmp_path / "checkpoint"), partitions)
+        life.given["transform"] = COUNTS.replace("GROUP BY k", "WHERE key IS NOT NULL GROUP BY k")
+        life.start()
+        life.start()
+    finally:
+        for name, value in before.items():
+            spark.conf.unset(name) if value is None else spark.conf.set(name, value)
+    assert sorted(rows(database, columns="k, n")) == [(f"k{i}", life.records // 4) for i in range(4)]
+    report = life.pipeline().audit(spark, recompute=True)
+    assert not report.history.faults
+    assert report.counts.sent == report.counts.delivered == 4
+
+    # One batch less in the ledger than in the checkpoint is still seen.
+    logged = tmp_path / "checkpoint"
+    newest = max(int(p.name) for p in (logged / "offsets").glob("[0-9]*"))
+    for folder in ("offsets", "commits"):
+        shutil.copy(logged / folder / str(newest), logged / folder / str(newest + 1))
+    text = (logged / "offsets" / str(newest + 1)).read_text()
+    (logged / "offsets" / str(newest + 1)).write_text(text.replace('"batchTimestampMs":', '"batchTimestampMs":1'))
+    life.refused("LEDGER_BEHIND")
+
+
+@checkpoint("a nullable column, added: Delta", "goes on", "with `mergeSchema`; earlier rows are null there")
+@checkpoint("a nullable column, removed: Delta", "goes on", "new rows are null there")
+def test_columns_of_delta(spark: SparkSession, tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    life = Life(spark, tmp_path, delivered.endpoint("delta", path=str(table)))
+    life.start()
+    more = "SELECT CAST(key AS STRING) AS k, CAST(value AS STRING) AS v, offset AS position FROM source"
+    life.refused("COLUMN_MISSING", transform=more)
+    life.given["sinks"] = [delivered.endpoint("delta", path=str(table), mergeSchema="true")]
+    life.start(transform=more)
+    life.start(transform="SELECT CAST(key AS STRING) AS k, CAST(value AS STRING) AS v FROM source WHERE true")
+    found = DeltaTable(str(table)).to_pyarrow_table()
+    assert once(found["v"].to_pylist(), life.records)
+    assert found["position"].null_count == 40
+
+
+@checkpoint("more partitions in the Kafka topic", "goes on", "new partitions are read from their beginning")
+@checkpoint("master and number of cores", "goes on", "")
+@pytest.mark.matrix
+def test_more_partitions_and_another_master(kafka: Kafka, spark: SparkSession, tmp_path: Path) -> None:
+    from confluent_kafka.admin import NewPartitions
+
+    topic = kafka.topic(1)
+    produce(kafka.bootstrap, topic, ((f"k{i}".encode(), str(i).encode()) for i in range(50)))
+    file = tmp_path / "life.yaml"
+    pipeline = {
+        "pipeline": "life", "guarantee": "exactly_once", "checkpoint": "checkpoint", "trigger": "available_now",
+        "source": {"format": "kafka", "kafka.bootstrap.servers": kafka.bootstrap, "subscribe": topic},
+        "transform": {"sql": PLAIN}, "sinks": [{"format": "sqlite", "path": "out.db", "table": "rows"}],
+        "master": "local[1]",
+    }  # fmt: skip
+    pipeline["source"]["startingOffsets"] = "earliest"  # type: ignore[index]
+    file.write_text(yaml.safe_dump(pipeline))
+    app = Path(__file__).parent / "apps" / "run_file.py"
+    done = supervisor.run(
+        [sys.executable, str(app), str(file)], "commit.decide:after@batch=0", tmp_path / "hits", timeout_s=300
+    )
+    assert (done.exit_code, len(done.kills)) == (0, 1)
+    kafka.admin().create_partitions([NewPartitions(topic, 4)])[topic].result(30)
+    produce(kafka.bootstrap, topic, ((f"k{i}".encode(), str(i).encode()) for i in range(50, 150)))
+    # local[2]; the JVM of the process that ended may live a moment longer
+    delivered.Pipeline.from_file(file).start(spark, takeover=True).awaitTermination(WAIT_S)
+    assert once(rows(tmp_path / "out.db"), 150)
+
+
+@checkpoint("Spark 4.2 to 4.3", "goes on", "with state, killed under 4.2 after a decision")
+@pytest.mark.matrix
+@pytest.mark.skipif(SPARK_42 not in os.environ, reason=f"{SPARK_42} names no folder with pyspark 4.2 in it")
+def test_a_newer_spark(spark: SparkSession, tmp_path: Path) -> None:
+    life = Life(spark, tmp_path, delivered.sqlite(str(tmp_path / "out.db"), "rows"), COUNTS)
+    life.produce()
+    life.produce()
+    file, points = tmp_path / "life.yaml", tmp_path / "points"
+    points.mkdir()
+    pipeline = {
+        "pipeline": "life", "guarantee": "exactly_once", "checkpoint": "checkpoint", "trigger": "available_now",
+        "source": {"format": "log", "path": "in", "maxOffsetsPerTrigger": 20}, "transform": {"sql": COUNTS},
+        "sinks": [{"format": "sqlite", "path": "out.db", "table": "rows"}], "output_mode": "update",
+        "master": "local[2]",
+    }  # fmt: skip
+    file.write_text(yaml.safe_dump(pipeline))
+    path = os.pathsep.join([os.environ[SPARK_42], *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, CRASH: "commit.decide:after@batch=1", CRASH_DIR: str(points)}
+    env.pop("SPARK_HOME", None)
+    with (tmp_path / "output").open("wb") as said:
+        app = Path(__file__).parent / "apps" / "run_file.py"
+        old = subprocess.Popen([sys.executable, str(app), str(file)], env=env, stdout=said, stderr=said)
+        deadline = time.monotonic() + WAIT_S
+        while not hits(points) and old.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        supervisor.kill_tree(old.pid)
+        old.wait()
+    assert len(hits(points)) == 1, (tmp_path / "output").read_text()[-4000:]
+    asked = [sys.executable, "-c", "import pyspark; print(pyspark.__version__)"]
+    assert subprocess.run(asked, env=env, capture_output=True, text=True).stdout.startswith("4.2.")
+    life.produce()
+    delivered.Pipeline.from_file(file).start(spark).awaitTermination(WAIT_S)
+    assert sorted(rows(tmp_path / "out.db", columns="k, n")) == [(f"k{i}", 15) for i in range(4)]
