@@ -165,6 +165,7 @@ _MODES = {
     "complete": {"mode": "complete"},
     "overwrite": {"mode": "overwrite", "partitionBy": "day"},
     "upsert": {"mode": "upsert", "keyColumns": "id"},
+    "insert": {"mode": "insert", "keyColumns": "id"},
     "delete": {"mode": "upsert", "keyColumns": "id", "deleteColumn": "gone"},
 }
 

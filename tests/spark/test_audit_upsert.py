@@ -35,6 +35,10 @@ def changes(frame: DataFrame) -> DataFrame:
     )
 
 
+def taken(frame: DataFrame, mode: dict[str, str]) -> DataFrame:
+    return frame if "deleteColumn" in mode else frame.drop("gone")
+
+
 def state() -> dict[int, int]:
     last = {i % KEYS: i for i in range(ROWS)}
     return {k: v for k, v in last.items() if v % 7}
@@ -46,16 +50,16 @@ def ran(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return deliver(spark, tmp_path_factory.mktemp("audited"), partitions=2)
 
 
-def deliver(spark: SparkSession, folder: Path, partitions: int) -> Path:
+def deliver(spark: SparkSession, folder: Path, partitions: int, mode: dict[str, str] = MODE) -> Path:
     values = [str(i).encode() for i in range(ROWS)]
     rows = {"key": [str(i % KEYS).encode() for i in range(ROWS)], "value": values}
     rows["partition"] = pa.array([i // KEYS % partitions for i in range(ROWS)], pa.int32())
     append(str(folder / "log"), pa.table(rows))
     stream = spark.readStream.format("delivered_log").option("path", str(folder / "log"))
     query = (
-        changes(stream.option("maxOffsetsPerTrigger", "60").load())
+        taken(changes(stream.option("maxOffsetsPerTrigger", "60").load()), mode)
         .writeStream.format("delivered_sqlite")
-        .options(guarantee="exactly_once", pipeline="audited", path=str(folder / "sink.db"), table="rows", **MODE)
+        .options(guarantee="exactly_once", pipeline="audited", path=str(folder / "sink.db"), table="rows", **mode)
         .option("checkpointLocation", str(folder / "checkpoint"))
         .trigger(availableNow=True)
         .start()
@@ -71,7 +75,7 @@ def spec(folder: Path, **mode: str) -> AuditRequest:
         checkpoint=str(folder / "checkpoint"),
         sources={"source": find_source("log", {"path": str(folder / "log")})},
         sink=find_sink("sqlite", {"path": str(folder / "sink.db"), "table": "rows", **(mode or MODE)}),
-        transform=lambda frames: changes(frames["source"]),
+        transform=lambda frames: taken(changes(frames["source"]), mode or MODE),
     )
 
 
@@ -142,3 +146,24 @@ def test_without_version_it_says_why_it_cannot_tell(spark: SparkSession, ran: Pa
     report = audit(spark, spec(ran, mode="upsert", keyColumns="id", deleteColumn="gone"))
     assert report.verdict is Verdict.UNKNOWN
     assert any("AUDIT_ORDER" in reason and "versionColumn" in reason for reason in report.unknowns), report.unknowns
+
+
+def test_of_mode_insert_a_row_that_stood_there_before_is_not_altered(spark: SparkSession, tmp_path: Path) -> None:
+    """One key stood there, one breaks a constraint: by the ledger's counts both are accounted for, and no third one."""
+    insert = {"mode": "insert", "keyColumns": "id", "onConstraint": "dead_letter"}
+    with closing(sqlite3.connect(tmp_path / "sink.db")) as connection, connection:
+        connection.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, version INTEGER, text TEXT, CHECK (id <> 9))")
+        connection.execute("INSERT INTO rows VALUES (5, -1, 'before')")
+    deliver(spark, tmp_path, partitions=1, mode=insert)
+    with closing(sqlite3.connect(tmp_path / "sink.db")) as connection:
+        there = dict(connection.execute("SELECT id, version FROM rows").fetchall())
+    assert there == {**{k: k for k in range(KEYS) if k != 9}, 5: -1}
+    report = audit(spark, spec(tmp_path, **insert))
+    assert report.verdict is Verdict.HELD, str(report)
+    assert any("172 conflicts, 10 broken constraints" in note for note in report.notes), report.notes
+    change(tmp_path, "UPDATE rows SET text = 'x' WHERE id = 3")
+    report = audit(spark, spec(tmp_path, **insert))
+    assert report.verdict is Verdict.BROKEN and report.counts.altered == 1, str(report)
+    change(tmp_path, "DELETE FROM rows WHERE id = 3")
+    change(tmp_path, "DELETE FROM rows WHERE id = 4")
+    assert audit(spark, spec(tmp_path, **insert)).counts.lost == 1

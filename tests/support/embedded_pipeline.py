@@ -67,8 +67,14 @@ def changes(batch: pa.RecordBatch) -> pa.RecordBatch:
     """For mode upsert: the value is the version; every fifth one deletes."""
     version = batch.column("value").cast(pa.string()).cast(pa.int64())
     fifth = pc.equal(pc.subtract(version, pc.multiply(pc.divide(version, 5), 5)), 0)
-    columns = [batch.column("key").cast(pa.string()), version, pc.cast(version, pa.string()), fifth]
-    return pa.RecordBatch.from_arrays(columns, names=["id", "version", "text", "gone"])
+    expected = pa.array([was(v) for v in version.to_pylist()], pa.int64())
+    columns = [batch.column("key").cast(pa.string()), version, pc.cast(version, pa.string()), fifth, expected]
+    return pa.RecordBatch.from_arrays(columns, names=["id", "version", "text", "gone", "was"])
+
+
+def was(version: int) -> int | None:
+    """What a change expects in the table: the change of its key before it; of some, wrongly, no row."""
+    return None if version < 97 or version % 13 == 0 else version - 97
 
 
 class Checkpoint:
@@ -122,7 +128,7 @@ def run(spec: dict[str, Any]) -> None:
     def made(batch: pa.RecordBatch) -> pa.RecordBatch:
         if not upsert:
             return MESSAGE(transform(batch)) if "toy" in spec else transform(batch)
-        return changes(batch) if "gone" in upsert.values() else changes(batch).drop_columns(["gone"])
+        return changes(batch).drop_columns([n for n in ("gone", "was") if n not in upsert.values()])
 
     schema = made(pa.RecordBatch.from_pylist([], schema=source.schema())).schema
     sink.check_schema(schema)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from delivered.audit.history import History, check_history
-from delivered.contract.powers import HoldsTransactions, OpenTransaction
+from delivered.contract.powers import CountsLeftOut, HoldsTransactions, OpenTransaction
 from delivered.contract.sink import Committer, Sink, SinkGroup
 from delivered.engine.context import open_ledger
 from delivered.model.guarantee import Guarantee
@@ -20,6 +20,7 @@ class LedgerAccount:
 
     Attributes:
         visible: the newest decision whose rows a reader sees; None: none.
+        left_out: rows that visible batches did not write because the table does not allow them, by kind.
         ends: (batch, offsets) of the decisions that the ledger keeps, oldest first, as far as they are visible.
     """
 
@@ -28,6 +29,7 @@ class LedgerAccount:
     transactions: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     ends: tuple[tuple[int, str], ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_ledger(
@@ -58,6 +60,8 @@ def read_ledger(
     try:
         still_open = _still_open(committer)
         hidden = _hidden(committer, history.last, still_open)
+        if isinstance(committer, CountsLeftOut):
+            found.left_out = committer.left_out()
     finally:
         committer.close()
     found.transactions = tuple(_shown(t) for t in still_open or ())

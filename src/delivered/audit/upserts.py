@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from delivered.audit.classes import Damage
 from delivered.audit.report import AuditReport
 from delivered.model.capability import WriteMode
 from delivered.model.errors import Refused
 
 
-def check(mode: WriteMode) -> None:
+def check(mode: WriteMode, *, dedup: bool = False) -> None:
     """
     Raises:
         Refused: the final state does not follow from the source.
@@ -28,7 +30,20 @@ def check(mode: WriteMode) -> None:
             "it.",
             next_step="compare the newest partitions with a query of your own",
         )
-    if mode.upserts and mode.version is None:
+    if mode.expected is not None:
+        raise Refused(
+            "AUDIT_ORDER",
+            f"A row is written only if its {mode.expected} stands in the table. Which rows met theirs is known to the "
+            "batches that ran, not to the source, so the table cannot be held against it.",
+            next_step="compare the keys with a query of your own; conflicts are counted in the ledger's table left_out",
+        )
+    if mode.insert and dedup:
+        raise Refused(
+            "AUDIT_ORDER",
+            "Which of a key's rows came first is not judged together with a dedup.",
+            next_step="compare the keys with a query of your own",
+        )
+    if mode.upserts and not mode.insert and mode.version is None:
         raise Refused(
             "AUDIT_ORDER",
             f"The sink keeps the last row of each key ({mode.keys_text}) by order of arrival. Which one came last is "
@@ -54,3 +69,38 @@ def of_state(report: AuditReport, mode: WriteMode, unclear: int) -> AuditReport:
         notes.append(f"{unclear} keys are not judged: deleted and perhaps brought back by an older row, or in progress")
     prints = report.fingerprints
     return replace(report, notes=tuple(notes), fingerprints=replace(prints, ledger=None) if prints else None)
+
+
+def of_conditional(report: AuditReport, mode: WriteMode, left_out: Mapping[str, int], handed: int) -> AuditReport:
+    """The report on a table that decided which rows are written: what it did not allow is not lost.
+
+    The counts come from the transactions that wrote the rows. So many differences are theirs, and no more.
+
+    Args:
+        left_out: by kind, of all visible batches.
+        handed: rows that these batches handed to the sink.
+    """
+    counts = report.counts
+    conflict, constraint = left_out.get("conflict", 0), left_out.get("constraint", 0)
+    # Of insert: keys of which no row was written. Such a key stood there before, or broke a constraint.
+    excused = max(counts.sent - (handed - conflict - constraint), 0) if mode.insert else constraint
+    lost = min(counts.lost, constraint, excused)
+    altered = min(counts.altered, excused - lost)
+    said = f"the table allowed all but {conflict + constraint:,} rows, by the ledger: {conflict:,} conflicts, "
+    notes = [f"{said}{constraint:,} broken constraints"]
+    if mode.insert:
+        notes.append(
+            f"compared is the first row of each key ({mode.keys_text}); of keys in several source partitions, any"
+        )
+    if altered:
+        notes.append(f"{altered:,} keys hold another row than was sent: it stood there before, by the ledger's count")
+    if lost:
+        notes.append(f"{lost:,} rows are missing because they broke a constraint, by the ledger's count")
+    gone = {Damage.LOST: counts.lost == lost, Damage.ALTERED: counts.altered == altered}
+    return replace(
+        report,
+        counts=replace(counts, sent=counts.sent - lost, lost=counts.lost - lost, altered=counts.altered - altered),
+        samples=tuple(s for s in report.samples if not gone.get(s.damage)),
+        notes=(*report.notes, *notes),
+        fingerprints=None if lost or altered else report.fingerprints,
+    )

@@ -168,6 +168,14 @@ class OpenTransaction(Protocol):
 
 
 @runtime_checkable
+class CountsLeftOut(Protocol):
+    """Implemented by a `Committer` of tables that may not allow a row (`WriteMode.conditional`)."""
+
+    def left_out(self) -> Mapping[str, int]:
+        """Rows of this incarnation that visible batches did not write, by kind: "conflict", "constraint". Read-only."""
+
+
+@runtime_checkable
 class HoldsTransactions(Protocol):
     """Implemented by a `Committer` whose participants stay open in the system until they are ended."""
 

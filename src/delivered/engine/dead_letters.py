@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import json
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delivered.contract.powers import ValidatesRows
 from delivered.contract.sink import DEAD_LETTERS, Sink
+from delivered.model.bad_row import as_json_text
 
 _COORDINATES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 
@@ -49,7 +46,7 @@ def dead_letters(
         pa.array([shard] * count, pa.int32()),
         pc.add(picked.cast(pa.int64()), first),
         *(_coordinate(known.get(n), kind, picked) for n, kind in _COORDINATES.items()),
-        pa.array([json.dumps(row, default=_plain, ensure_ascii=False) for row in bad.to_pylist()], pa.string()),
+        pa.array([as_json_text(row) for row in bad.to_pylist()], pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=DEAD_LETTERS)
 
@@ -61,12 +58,3 @@ def _coordinate(column: pa.Array | None, kind: pa.DataType, picked: pa.Array) ->
         return column.take(picked).cast(kind)
     except pa.ArrowInvalid:  # a user's column of the same name
         return pa.nulls(len(picked), kind)
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return base64.b64encode(value).decode()
-    return str(value)

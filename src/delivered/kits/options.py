@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
-from delivered.model.capability import APPEND, WriteMode
+from delivered.model.capability import APPEND, OnConflict, WriteMode
 from delivered.model.errors import UsageError
 from delivered.model.limits import NAME_LENGTH_MAX
 from delivered.model.options import FLAG, Option, Options, OptionType, Unfit, choice, option, several, whole
@@ -23,6 +23,25 @@ UPSERT_OPTIONS = (
     Option(
         "deleteColumn",
         "For upsert: a boolean column; a row where it is true deletes its key. The column is not stored.",
+    ),
+)
+
+CONDITION_OPTIONS = (
+    Option(
+        "expectedVersion",
+        "For upsert with versionColumn: a column with the version that must stand in the table for the row to be "
+        "written; null: no row of the key may stand there. The column is not stored.",
+    ),
+    Option(
+        "onConflict",
+        "A row whose key is there (insert), or whose expected version is not (expectedVersion): skip and count it, "
+        "keep it as a dead_letter, or fail the query. Default: skip for insert, fail for expectedVersion.",
+    ),
+    Option(
+        "onConstraint",
+        "A row that breaks a unique, check, foreign key or not-null constraint of the table: fail the query, or keep "
+        "the row as a dead_letter.",
+        "fail",
     ),
 )
 
@@ -52,13 +71,17 @@ def external_ledger() -> Any:
 
 
 def write_mode() -> Any:
-    """The field `write` of a sink that appends and upserts."""
-    doc = f"append; upsert: a row replaces the stored row with the same key; {COMPLETE_DOC}."
-    modes = ("append", "upsert", "complete")
+    """The field `write` of a sink to a database table."""
+    doc = (
+        "append; upsert: a row replaces the stored row with the same key; insert: a row whose key is there is not "
+        f"written; {COMPLETE_DOC}."
+    )
+    modes = ("append", "upsert", "insert", "complete")
     return several(
         lambda owner, values: parse_mode(owner, values, modes),
         Option("mode", doc, "append"),
         *UPSERT_OPTIONS,
+        *CONDITION_OPTIONS,
         default=APPEND,
     )
 
@@ -70,6 +93,10 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
     """
     mode = choice(modes).parse(owner, "mode", values.get("mode", "append"))
     given = [o.name for o in UPSERT_OPTIONS if o.name in values]
+    on_constraint = choice((OnConflict.FAIL, OnConflict.DEAD_LETTER)).parse(
+        owner, "onConstraint", values.get("onConstraint", OnConflict.FAIL)
+    )
+    condition = _condition(owner, mode, values, on_constraint)
     if mode in ("append", "complete"):
         if given:
             raise UsageError(
@@ -77,26 +104,71 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
                 f"{owner}: option {given[0]!r} is for mode upsert, but the mode is {mode}.",
                 next_step='add .option("mode", "upsert"), or remove the option',
             )
-        return WriteMode(complete=mode == "complete")
+        return WriteMode(complete=mode == "complete", on_constraint=on_constraint)
     if mode == "overwrite":
         return _overwrite(owner, values.get("partitionBy", ""), given)
     keys = tuple(k.strip() for k in values.get("keyColumns", "").split(",") if k.strip())
     if not keys:
         raise UsageError(
             "OPTION_MISSING",
-            f"{owner} needs the option 'keyColumns' for mode upsert: the columns that identify a row.",
+            f"{owner} needs the option 'keyColumns' for mode {mode}: the columns that identify a row.",
             next_step='add .option("keyColumns", "id")',
         )
     version, delete = (values.get(n, "").strip() or None for n in ("versionColumn", "deleteColumn"))
-    named = [*keys, *(n for n in (version, delete) if n is not None)]
+    expected = values.get("expectedVersion", "").strip() or None
+    named = [*keys, *(n for n in (version, delete, expected) if n is not None)]
     twice = next((n for n in named if named.count(n) > 1), None)
     if twice is not None:
         raise UsageError(
             "OPTION_VALUE",
-            f"{owner}: column {twice!r} appears twice in keyColumns, versionColumn and deleteColumn.",
+            f"{owner}: column {twice!r} appears twice in keyColumns, versionColumn, deleteColumn and expectedVersion.",
             next_step="use each column in only one of these options",
         )
-    return WriteMode(keys, version, delete)
+    return WriteMode(
+        keys, version, delete, insert=mode == "insert", expected=expected, on_conflict=condition,
+        on_constraint=on_constraint,
+    )  # fmt: skip
+
+
+def _condition(owner: str, mode: str, values: Mapping[str, str], on_constraint: OnConflict) -> OnConflict:
+    """What a conflict does, after a check of what suits each other.
+
+    Raises:
+        UsageError: options of another mode, or ones that exclude each other.
+    """
+
+    def unfit(why: str, next_step: str) -> UsageError:
+        return UsageError("OPTION_VALUE", f"{owner}: {why}.", next_step=next_step)
+
+    expects = "expectedVersion" in values
+    if mode == "insert" and (wrong := next((n for n in ("versionColumn", "deleteColumn") if n in values), None)):
+        raise unfit(
+            f"option {wrong!r} is for mode upsert; with mode insert the first row that arrives stays",
+            'remove the option, or write .option("mode", "upsert")',
+        )
+    if expects and (mode != "upsert" or "versionColumn" not in values):
+        raise unfit(
+            "option 'expectedVersion' needs mode upsert and the option 'versionColumn', with which it is compared",
+            'write .option("mode", "upsert").option("versionColumn", ...)',
+        )
+    wrong = "mode complete" if mode == "complete" else "deleteColumn" if "deleteColumn" in values else ""
+    if wrong and (expects or on_constraint is not OnConflict.FAIL):
+        name = "expectedVersion" if expects else "onConstraint"
+        raise unfit(
+            f"option {name!r} does not go with {wrong}: a delete leaves nothing to compare a later row with, and no "
+            "row to keep as a dead letter",
+            f"remove {name}, or {wrong}",
+        )
+    if not expects and mode != "insert":
+        if "onConflict" in values:
+            raise unfit(
+                "option 'onConflict' is for mode insert, and for expectedVersion; a row of this mode has no conflict",
+                'remove it, or write .option("mode", "insert")',
+            )
+        return OnConflict.FAIL
+    able = (OnConflict.FAIL, OnConflict.DEAD_LETTER) if expects else tuple(OnConflict)
+    default = OnConflict.FAIL if expects else OnConflict.SKIP
+    return choice(able).parse(owner, "onConflict", values.get("onConflict", default))
 
 
 def _overwrite(owner: str, partitions: str, given: Sequence[str]) -> WriteMode:

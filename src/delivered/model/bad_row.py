@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 
 class OnBadRow(StrEnum):
@@ -14,3 +18,17 @@ class OnBadRow(StrEnum):
     """The row goes to the dead-letter sink, in the same batch, with the reason and its source coordinates."""
     DROP = "drop"
     """at_most_once: the row is dropped and counted as given up."""
+
+
+def as_json_text(row: Mapping[str, Any]) -> str:
+    """A row as a dead letter keeps it: bytes as UTF-8 if they are, else in base64; other values as their text."""
+    return json.dumps(row, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return base64.b64encode(value).decode()
+    return str(value)

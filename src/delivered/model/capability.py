@@ -18,6 +18,17 @@ class Commit(StrEnum):
     """Rows are visible as soon as they are written."""
 
 
+class OnConflict(StrEnum):
+    """What happens to a row that the table does not allow."""
+
+    FAIL = "fail"
+    """The query stops; nothing of the batch is visible."""
+    SKIP = "skip"
+    """The row is left out and counted, in the transaction of its batch."""
+    DEAD_LETTER = "dead_letter"
+    """As skip; the row, too, is kept, in the same transaction."""
+
+
 @dataclass(frozen=True)
 class WriteMode:
     """How rows are written to a table.
@@ -28,6 +39,10 @@ class WriteMode:
         delete: boolean column whose rows delete their key.
         replaces: columns; a batch replaces the table's rows that have the same values in them.
         complete: a batch replaces every row of the table.
+        insert: the first row of a key stays; later ones are conflicts.
+        expected: column with the version that must stand in the table, null: no row of the key; else it is a conflict.
+        on_conflict: only with insert or expected.
+        on_constraint: rows that break a constraint of the table; FAIL or DEAD_LETTER.
     """
 
     keys: tuple[str, ...] = ()
@@ -35,10 +50,30 @@ class WriteMode:
     delete: str | None = None
     replaces: tuple[str, ...] = ()
     complete: bool = False
+    insert: bool = False
+    expected: str | None = None
+    on_conflict: OnConflict = OnConflict.FAIL
+    on_constraint: OnConflict = OnConflict.FAIL
 
     @property
     def upserts(self) -> bool:
+        """Whether rows are written by key."""
         return bool(self.keys)
+
+    @property
+    def conditional(self) -> bool:
+        """Whether the table decides which rows are written."""
+        return self.insert or self.expected is not None or self.on_constraint is not OnConflict.FAIL
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether each row of a key counts, one after the other, not only the last one."""
+        return self.insert or self.expected is not None
+
+    @property
+    def merges(self) -> bool:
+        """Whether staged rows need more than an INSERT."""
+        return self.upserts or self.conditional
 
     @property
     def keys_text(self) -> str:

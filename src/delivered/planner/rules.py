@@ -74,6 +74,19 @@ def complete_in_one_transaction(request: Request) -> Reason | None:
     )
 
 
+def conditions_in_the_decision(request: Request) -> Reason | None:
+    sink = next((s for s in request.sinks if s.capability.write.conditional), None)
+    if sink is None or request.guarantee is Guarantee.EXACTLY_ONCE:
+        return None
+    return Reason(
+        "MODE_CONDITIONAL",
+        f"What stands in the table of {sink.label} decides which rows are written (mode insert, expectedVersion or "
+        f"onConstraint). Under {request.guarantee.value} a batch that runs again meets its own rows there, and would "
+        "count them as conflicts.",
+        "choose exactly_once, or the sink's mode upsert",
+    )
+
+
 def micro_batches(request: Request) -> Reason | None:
     trigger = request.execution.trigger
     if trigger not in (Trigger.CONTINUOUS, Trigger.REAL_TIME):
@@ -340,6 +353,7 @@ RULES: tuple[Rule, ...] = (
     names_differ,
     drops_what_may_be_lost,
     complete_in_one_transaction,
+    conditions_in_the_decision,
     micro_batches,
     offsets_logged_first,
     source_replays,

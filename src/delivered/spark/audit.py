@@ -28,7 +28,7 @@ from delivered.audit.recompute import Recompute
 from delivered.audit.report import AuditReport, unknown_report
 from delivered.audit.request import AuditRequest, BadExpression, Transform
 from delivered.audit.sources import Positions, parsed, plain
-from delivered.audit.upserts import check, id_sql, of_state
+from delivered.audit.upserts import check, id_sql, of_conditional, of_state
 from delivered.audit.versions import Earlier, earlier, version_ranges
 from delivered.checkpoint.folder import read_view
 from delivered.contract.powers import planned
@@ -189,7 +189,7 @@ def _with(report: AuditReport, **changes: object) -> AuditReport:
 
 def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditReport:
     mode = request.sink.capability().write
-    check(mode)
+    check(mode, dedup=request.dedup is not None)
     if mode.upserts:
         request = replace(request, id=id_sql(mode), key=None)
     say("reading checkpoint and ledger")
@@ -232,7 +232,10 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
             if request.dedup is not None:
                 ends = [(batch, parsed(text)) for batch, text in ledger.ends]
                 once = held.enter_context(read.once(spark, scope, start, ends, end))
-            if mode.upserts:
+            if mode.insert:
+                sent, undecided = read.first(spark, scope, start, end, until, mine)
+                ordered, there = True, mine.join(undecided, "id", "left_anti")
+            elif mode.upserts:
                 state = read.final(spark, start, end, until, once)
                 state.unclear.persist(StorageLevel.DISK_ONLY)
                 unclear, ordered = state.unclear.count(), True
@@ -249,7 +252,7 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
                     ahead = read.hashed(spark, scope, [(end or start, until)])[0]
             with expressions(request):
                 result = reconcile(sent, ahead, there, read.slots, places, request.samples_max)
-                if mode.upserts and result.counts.unexpected:
+                if mode.upserts and not mode.insert and result.counts.unexpected:
                     undeleted = there.join(state.gone, "id", "left_semi").count()
                 if request.own is not None and result.counts.lost and "own" in sent.columns:
                     unsure = unsure or _own_wrong(sent, request.own)
@@ -264,8 +267,10 @@ def _audit(spark: SparkSession, request: AuditRequest, say: Progress) -> AuditRe
         report = replace(report, judged=False, unknowns=(unsure, *report.unknowns))
     if once is not None and request.dedup is not None:
         report = of_dedup(report, request.dedup, once.counts)
-    if mode.upserts:
+    if mode.upserts and not mode.insert:
         report = of_state(report, mode, unclear)
+    if mode.conditional and ledger.visible is not None:
+        report = of_conditional(report, mode, ledger.left_out, ledger.visible.total.count)
     return judged(report, versions_known=bool(request.transform_version) and all(r.fingerprint for r in again))
 
 

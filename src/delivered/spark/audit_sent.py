@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812  (Spark's own idiom)
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
@@ -202,6 +203,43 @@ class SentRange:
             coming = self.frame(spark, self.sources.slices(end or start, planned))
             unclear = unclear.union(coming.select(F.expr(id_sql(mode)).alias("id")))
         return FinalState(state.rows, unclear.distinct(), state.gone)
+
+    def first(
+        self,
+        spark: SparkSession,
+        scope: Scope,
+        start: Positions,
+        end: Positions | None,
+        planned: Positions,
+        found: DataFrame,
+    ) -> tuple[DataFrame, DataFrame]:
+        """Rows for `reconcile` that mode insert must leave, and the ids of keys that only an undecided batch has.
+
+        Of a key whose rows lie in several source partitions, or were shuffled, any row may have come first: expected is
+        the one that is there, if it was sent.
+
+        Args:
+            found: the sink's rows, for `reconcile`.
+        """
+        mode = self._request.sink.capability().write
+        slices = self.sources.slices(start, end) if end is not None else []
+        frame = self.frame(spark, slices)
+        names = [s.partition or f"slice {i}" for i, s in enumerate(slices)]
+        partition = F.monotonically_increasing_id()  # order unknown: each row its own
+        if slices and keeps_partitions(frame):
+            partition = F.element_at(F.array(*[F.lit(names.index(n)) for n in names]), F.spark_partition_id() + 1)
+        columns = list(map(_quoted, frame.columns))
+        placed = frame.select(*columns, partition.alias(_PARTITION), F.monotonically_increasing_id().alias(_AT))
+        row = F.struct(*columns)
+        by_partition = placed.groupBy(*map(_quoted, mode.keys), _PARTITION).agg(F.min_by(row, _AT).alias(_ROW))
+        candidates = self.as_rows(by_partition.select(f"{_ROW}.*"), scope)
+        there = found.select("id", "low", F.lit(1).alias("is_there")).distinct()
+        best = Window.partitionBy("id").orderBy(F.col("is_there").desc_nulls_last(), "low")
+        chosen = candidates.join(there, ["id", "low"], "left").withColumn("nth", F.row_number().over(best))
+        sent = chosen.filter("nth = 1").select(candidates.columns)
+        coming = self.frame(spark, self.sources.slices(end or start, planned) if planned != end else [])
+        ids = coming.select(F.expr(id_sql(mode)).alias("id")).distinct()
+        return sent, ids.join(sent.select("id"), "id", "left_anti")
 
     def as_rows(self, state: DataFrame, scope: Scope, partition: str = "keys") -> DataFrame:
         """Rows for `reconcile`, without partition and order."""

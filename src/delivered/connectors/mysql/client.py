@@ -139,6 +139,9 @@ class MysqlDatabase(Server["Session"]):
     def is_locked(self, error: BaseException) -> bool:
         return errors.number_of(error) in (errors.LOCK_TIMEOUT, errors.DEADLOCK)
 
+    def is_constraint(self, error: Exception) -> bool:
+        return errors.number_of(error) in errors.CONSTRAINTS
+
     def idle(self, connection: Session) -> bool:
         return connection.idle
 

@@ -37,8 +37,8 @@ class MysqlCommitter(ServerCommitter["Session"]):
         return self._drop_staged(PreparedRows.of(prepared)) if isinstance(outcome, Ok) else outcome
 
     def _drop_staged(self, rows: PreparedRows) -> Outcome[None]:
-        """Also drops the staging table of a prepared upsert."""
-        if rows.gid and self._options.write.upserts:
+        """Also drops the staging table of a prepared shard."""
+        if rows.gid and self._options.write.merges:
             rows = PreparedRows(staged=transactions.staging_of(self._names, rows.gid))
         return super()._drop_staged(rows)
 

@@ -60,6 +60,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline {_NAME}, sink {_NAME}, incarnation {_NAME}, entry varbinary(32) NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation)) {_MADE}""",
     ),
+    (
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.left_out (
+            {_SCOPE}, kind varchar(16) NOT NULL, total bigint NOT NULL,
+            {_GROWS}, PRIMARY KEY (n), KEY of_batch (pipeline, sink, incarnation, batch)) {_MADE}""",
+        f"""CREATE TABLE IF NOT EXISTS {{s}}.dead_letter (
+            {_SCOPE}, shard integer NOT NULL, reason text NOT NULL, record longtext NOT NULL,
+            {_GROWS}, PRIMARY KEY (n)) {_MADE}""",
+    ),
 )
 """Statements that migrate from version n to n + 1. Append-only."""
 

@@ -134,6 +134,7 @@ def _denied(session: Session, options: MysqlOptions, found: target.Found) -> lis
     asked = {"INSERT": f"EXPLAIN INSERT INTO {name} ({one}) VALUES (NULL)"}
     if write.upserts:
         asked["SELECT"] = f"EXPLAIN SELECT {one} FROM {name} WHERE FALSE"
+    if write.upserts and not write.insert:
         asked["UPDATE"] = f"EXPLAIN UPDATE {name} SET {one} = NULL WHERE FALSE"
     if write.delete is not None:
         asked["DELETE"] = f"EXPLAIN DELETE FROM {name} WHERE FALSE"

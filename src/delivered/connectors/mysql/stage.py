@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.target import MysqlMerge, Target
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import ORDER, Merge
+from delivered.kits.sql.merge import ORDER, ROUND, Merge
 from delivered.kits.sql.names import Names
 from delivered.kits.sql.stage import Staging
 from delivered.kits.sql.transactions import PreparedRows
@@ -31,9 +31,13 @@ def create(session: Session, options: MysqlOptions, table: str, target: Target) 
     """Create a table with the columns of the rows, all nullable. Raises MySQLError."""
     write = options.write
     columns = [f"{quoted(n)} {target.shown[n]} NULL" for n in target.merge.columns]
+    if write.expected is not None:
+        columns.append(f"{quoted(write.expected)} {target.shown[str(write.version)]} NULL")
+    if write.conditional:
+        columns.append(f"{quoted(ROUND)} bigint NOT NULL DEFAULT 1")
     if write.delete is not None:
         columns.append(f"{quoted(write.delete)} tinyint(1) NULL")
-    if write.upserts:
+    if write.merges:
         columns.append(f"{quoted(ORDER)} bigint unsigned NOT NULL AUTO_INCREMENT PRIMARY KEY")
     session.execute(
         f"CREATE TABLE {quoted(options.ledger_schema)}.{quoted(table)} ({', '.join(columns)}) ENGINE = InnoDB"

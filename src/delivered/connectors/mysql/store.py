@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from delivered.connectors.mysql.wire import Session
 
 
-_TABLES = ("owner", "decision", "begun", "marker", "memory", "noted", "seen", "archive")
+_TABLES = ("owner", "decision", "begun", "marker", "memory", "noted", "seen", "archive", "left_out", "dead_letter")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class MysqlStore(ServerStore["Session"]):
             MysqlDatabase(options),
             dialect(options.ledger_schema),
             names_of(scope, options.ledger_schema),
-            stage.MysqlStaging(options),
+            stage.MysqlStaging(options, server=MysqlDatabase(options), dialect=dialect(options.ledger_schema)),
         )
         self._options = options
 

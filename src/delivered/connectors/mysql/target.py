@@ -16,7 +16,7 @@ from delivered.connectors.mysql.options import MysqlOptions
 from delivered.connectors.mysql.types import CHARSETS, TYPES
 from delivered.kits.sql.columns import Column, check_typed, compare
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import ORDER, Merge, no_unique_index, stored
+from delivered.kits.sql.merge import ORDER, ROUND, Merge, no_unique_index, stored
 from delivered.kits.sql.target import check_unchanged, marked, missing_at_server, new_mark, text_of
 from delivered.model.errors import UsageError
 
@@ -51,19 +51,27 @@ class MysqlMerge(Merge):
         )
         return f"DELETE s FROM {staged} AS s JOIN ({ranked}) AS r ON r.o = s.{order} WHERE r.n > 1"
 
-    def before_upsert(self, staged: str) -> str | None:
+    def number(self, staged: str) -> str:
+        later = self._later(staged)
+        return f"UPDATE {staged} AS s JOIN ({later}) AS r ON r.o = s.{quoted(ORDER)} SET s.{quoted(ROUND)} = r.n"
+
+    def update(self, staged: str, only: str) -> str:
+        changes = ", ".join(f"t.{quoted(c)} = s.{quoted(c)}" for c in self.columns if c not in self.mode.keys)
+        return f"UPDATE {self._found(staged)} SET {changes} WHERE {only}"
+
+    def before_upsert(self, staged: str, only: str = "TRUE") -> str | None:
         others = [quoted(c) for c in self.columns if c not in self.mode.keys]
         if not others:
             return None
         changes = ", ".join(f"t.{c} = s.{c}" for c in others)
-        where = " AND ".join(x for x in (self._stays(), self._if_newer("", "s").strip()) if x)
-        return f"UPDATE {self._found(staged)} SET {changes} WHERE {where or 'TRUE'}"
+        where = " AND ".join(x for x in (only, self._stays(), self._if_newer("", "s").strip()) if x)
+        return f"UPDATE {self._found(staged)} SET {changes} WHERE {where}"
 
-    def upsert(self, staged: str) -> str:
+    def upsert(self, staged: str, only: str = "TRUE") -> str:
         columns = ", ".join(map(quoted, self.columns))
         rows = ", ".join(f"s.{quoted(c)}" for c in self.columns)
         absent = f"t.{quoted(self.mode.keys[0])} IS NULL"
-        where = " AND ".join(x for x in (absent, self._stays()) if x)
+        where = " AND ".join(x for x in (only, absent, self._stays()) if x)
         return (
             f"INSERT INTO {self.target} ({columns}) SELECT {rows} FROM {staged} AS s "
             f"LEFT JOIN {self._target} ON {self._same} WHERE {where}"
@@ -82,10 +90,6 @@ class MysqlMerge(Merge):
     @property
     def _target(self) -> str:
         return f"{self.target} AS t FORCE INDEX ({quoted(self.index)})"
-
-    @property
-    def _same(self) -> str:
-        return " AND ".join(f"t.{quoted(k)} = s.{quoted(k)}" for k in self.mode.keys)
 
 
 ENGINE = "InnoDB"

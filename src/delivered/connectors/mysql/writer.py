@@ -91,7 +91,8 @@ class LoadWriter:
     exactly_once, two_phase: writes rows and a marker to the target, in an XA transaction that `prepare` leaves
         prepared. The session ends with it: in MariaDB nobody can commit a prepared transaction while it is alive.
     exactly_once, one_transaction: writes rows to a staging table, which `prepare` commits.
-    mode upsert: always writes to a staging table; except with one_transaction, `prepare` merges it into the target.
+    mode upsert, or rows that the table decides on: always writes to a staging table;
+        except with one_transaction, `prepare` merges it into the target.
     at_least_once, at_most_once: writes rows to the target, which `prepare` commits; never resends a row.
 
     A shard without rows sends nothing and leaves nothing behind.
@@ -100,12 +101,12 @@ class LoadWriter:
     def __init__(self, options: MysqlOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
         self._options = options
         self._server = MysqlDatabase(options)
-        self._staging = stage.MysqlStaging(options)
+        self._staging = stage.MysqlStaging(options, server=self._server, dialect=dialect(options.ledger_schema))
         self._work = work
         exactly_once = guarantee is Guarantee.EXACTLY_ONCE
         self._moved_later = exactly_once and options.mechanism is Mechanism.ONE_TRANSACTION
         self._prepares = exactly_once and not self._moved_later
-        self._upserts = options.write.upserts
+        self._merges = options.write.merges
         self._schema = TYPES.plain_schema(schema)
         self._session: Session | None = None
         self._target: target.Target | None = None
@@ -118,7 +119,7 @@ class LoadWriter:
             return
         batch = fitted(batch, self._schema)
         check_values(batch)
-        if self._upserts:
+        if self._options.write.upserts:
             check_rows(self._options.write, batch)
         if self._session is None:
             self._session = warm.take(self._server)
@@ -142,7 +143,7 @@ class LoadWriter:
             handle = None
             if self._moved_later:
                 handle = PreparedRows("", self._staged, self._ready.name, self._ready.columns)
-            if self._upserts:
+            if self._merges:
                 merge = self._ready.merge
                 kept = self._staging.reduce(session, self._staged, merge, loading.rows)
                 if handle is not None:
@@ -190,11 +191,11 @@ class LoadWriter:
         self._server.migrate(session)
         if self._prepares:
             transactions.check_allowed(session, self._options)  # fail before the first row, not after the last
-            if self._upserts:
+            if self._merges:
                 transactions.give_up_earlier(session, self._work, self._options)
             self._gid = transactions.new_id(self._work, self._options.ledger_schema)
         self._target = ready = target.ready(session, self._options, self._schema)
-        if self._moved_later or self._upserts:
+        if self._moved_later or self._merges:
             names = transactions.names_of(self._work.scope, self._options.ledger_schema)
             nonce = transactions.nonce_of(self._gid) if self._prepares else new_nonce()
             table = names.staging(self._work, nonce)
@@ -220,7 +221,7 @@ class LoadWriter:
             session.execute("COMMIT")  # only the staging table
             self._open_xa(session)
         merge = self._ready.merge
-        self._staging.add(session, self._staged, merge)
+        self._staging.add(session, self._staged, merge, self._work)
         if self._options.write.delete is not None:
             session.execute(merge.delete(self._staging.full(self._staged)))
 

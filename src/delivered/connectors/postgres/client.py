@@ -119,6 +119,12 @@ class PostgresDatabase(Server["psycopg.Connection[Any]"]):
     def is_locked(self, error: BaseException) -> bool:
         return getattr(error, "sqlstate", None) == "55P03"
 
+    def is_constraint(self, error: Exception) -> bool:
+        return str(getattr(error, "sqlstate", None)).startswith("23")
+
+    def at_once(self, connection: psycopg.Connection[Any]) -> None:
+        connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
+
     def idle(self, connection: psycopg.Connection[Any]) -> bool:
         from psycopg.pq import TransactionStatus
 

@@ -48,6 +48,15 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, entry bytea NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation))""",
     ),
+    (
+        """CREATE TABLE {s}.left_out (
+            pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
+            kind text NOT NULL, total bigint NOT NULL)""",
+        "CREATE INDEX left_out_of ON {s}.left_out (pipeline, sink, incarnation, batch)",
+        """CREATE TABLE {s}.dead_letter (
+            pipeline text NOT NULL, sink text NOT NULL, incarnation text NOT NULL, batch bigint NOT NULL,
+            shard integer NOT NULL, reason text NOT NULL, record text NOT NULL)""",
+    ),
 )
 """Statements that migrate from version n to n + 1. Append-only."""
 

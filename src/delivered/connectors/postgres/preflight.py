@@ -144,9 +144,9 @@ def _denied(
     """Privileges on the table that this user lacks."""
     staged = guarantee is Guarantee.EXACTLY_ONCE and options.mechanism is Mechanism.ONE_TRANSACTION
     needed = ["INSERT"]
-    if staged or options.write.upserts:  # a staging table takes its columns from the target
+    if staged or options.write.merges:  # a staging table takes its columns from the target
         needed.append("SELECT")
-    if options.write.upserts:
+    if options.write.upserts and not options.write.insert:
         needed.append("UPDATE")
     if options.write.delete is not None:
         needed.append("DELETE")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from delivered.connectors.postgres.options import PostgresOptions
 from delivered.connectors.postgres.target import Target
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import ORDER
+from delivered.kits.sql.merge import ORDER, ROUND
 from delivered.kits.sql.names import Names
 
 if TYPE_CHECKING:
@@ -26,14 +26,18 @@ def create(connection: psycopg.Connection[Any], options: PostgresOptions, table:
     name = f"{quoted(options.ledger_schema)}.{quoted(table)}"
     write = options.write
     columns = ", ".join(map(quoted, target.merge.columns))
+    if write.expected is not None:
+        columns += f", {quoted(str(write.version))} AS {quoted(write.expected)}"
     connection.execute(
         f"CREATE TABLE {name} WITH (autovacuum_enabled = false) "  # noqa: S608
         f"AS SELECT {columns} FROM {target.name} WITH NO DATA"
     )
-    if write.upserts:
+    if write.merges:
         more = f"ADD COLUMN {quoted(ORDER)} bigint GENERATED ALWAYS AS IDENTITY"
         if write.delete is not None:
             more += f", ADD COLUMN {quoted(write.delete)} boolean"
+        if write.conditional:
+            more += f", ADD COLUMN {quoted(ROUND)} bigint NOT NULL DEFAULT 1"
         connection.execute(f"ALTER TABLE {name} {more}")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import psycopg
 
 
-_TABLES = ("owner", "decision", "begun", "marker", "memory", "noted", "seen", "archive")
+_TABLES = ("owner", "decision", "begun", "marker", "memory", "noted", "seen", "archive", "left_out", "dead_letter")
 
 
 def dialect(schema: str) -> Dialect:
@@ -51,7 +51,7 @@ class PostgresStore(ServerStore["psycopg.Connection[Any]"]):
             PostgresDatabase(options),
             dialect(options.ledger_schema),
             Names(scope, options.ledger_schema),
-            Staging(options),
+            Staging(options, server=PostgresDatabase(options), dialect=dialect(options.ledger_schema)),
         )
         self._options = options
 

@@ -87,7 +87,10 @@ def ready(connection: psycopg.Connection[Any], options: PostgresOptions, schema:
     return Target(
         name,
         relation,
-        tuple(kinds.get(n, "bool") for n in schema.names),
+        tuple(
+            kinds[str(options.write.version)] if n == options.write.expected else kinds.get(n, "bool")
+            for n in schema.names
+        ),
         ", ".join(quoted(n) for n in schema.names),
         Merge(options.write, name, tuple(kept.names)),
     )

@@ -36,7 +36,8 @@ class CopyWriter:
 
     exactly_once, two_phase: COPY into the target and a marker, in a transaction that `prepare` leaves prepared.
     exactly_once, one_transaction: COPY into a staging table, which `prepare` commits.
-    mode upsert: always COPY into a staging table; except with one_transaction, `prepare` merges it into the target.
+    mode upsert, or rows that the table decides on: always COPY into a staging table;
+        except with one_transaction, `prepare` merges it into the target.
     at_least_once, at_most_once: COPY into the target, which `prepare` commits; never resends a row.
 
     `stage` blocks while the server is behind. A shard without rows sends nothing and leaves nothing behind.
@@ -45,11 +46,11 @@ class CopyWriter:
     def __init__(self, options: PostgresOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> None:
         self._options = options
         self._server = PostgresDatabase(options)
-        self._staging = Staging(options)
+        self._staging = Staging(options, server=self._server, dialect=dialect(options.ledger_schema))
         self._work = work
         self._exactly_once = guarantee is Guarantee.EXACTLY_ONCE
         self._moved_later = self._exactly_once and options.mechanism is Mechanism.ONE_TRANSACTION
-        self._upserts = options.write.upserts
+        self._merges = options.write.merges
         self._schema = TYPES.plain_schema(schema)
         self._connection: psycopg.Connection[Any] | None = None
         self._target: target.Target | None = None
@@ -65,7 +66,7 @@ class CopyWriter:
         if batch.num_rows == 0:
             return
         batch = fitted(batch, self._schema)
-        if self._upserts:
+        if self._options.write.upserts:
             check_rows(self._options.write, batch)
         try:
             if self._copy is None:
@@ -87,7 +88,7 @@ class CopyWriter:
             handle = None
             if self._moved_later:
                 handle = PreparedRows("", self._staged, self._ready.name, self._ready.columns)
-            if self._upserts:
+            if self._merges:
                 kept = self._staging.reduce(connection, self._staged, self._ready.merge, self._rows)
                 if handle is not None:
                     handle = replace(handle, kept=kept, stored=self._ready.merge.columns)
@@ -124,12 +125,12 @@ class CopyWriter:
         migrate(connection, self._options.ledger_schema)
         if self._exactly_once and not self._moved_later:
             transactions.slots(connection, self._options)  # fail before the first row, not after the last
-            if self._upserts:
+            if self._merges:
                 transactions.give_up_earlier(connection, self._work, self._options)
         self._target = target.ready(connection, self._options, self._schema)
         connection.execute("BEGIN")
         into = self._target.name
-        if self._moved_later or self._upserts:
+        if self._moved_later or self._merges:
             self._staged = Names(self._work.scope, self._options.ledger_schema).staging(self._work, new_nonce())
             stage.create(connection, self._options, self._staged, self._target)
             into = self._staging.full(self._staged)
@@ -141,7 +142,7 @@ class CopyWriter:
     def _merge(self, connection: psycopg.Connection[Any]) -> None:
         """Merge reduced rows into the target, in the task's own transaction."""
         merge = self._ready.merge
-        self._staging.add(connection, self._staged, merge)
+        self._staging.add(connection, self._staged, merge, self._work)
         if self._options.write.delete is not None:
             connection.execute(merge.delete(self._staging.full(self._staged)))
         self._staging.drop(connection, self._staged)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
 from delivered.connectors.sqlite import stage, target
-from delivered.connectors.sqlite.database import connect, explained, version_of
+from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, connect, explained, version_of
 from delivered.connectors.sqlite.options import SqliteOptions
+from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted
 from delivered.model.identity import Scope, Target, Work
 from delivered.model.outcome import Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
@@ -79,6 +81,16 @@ class SqliteCommitter:
         finally:
             connection.close()
         return {} if known is None else {self._scope.sink: Target(f"table {self._options.table}", known)}
+
+    def left_out(self) -> dict[str, int]:
+        """See `delivered.contract.powers.CountsLeftOut`."""
+        if not Path(self._options.path).exists():
+            return {}
+        with (
+            contextlib.closing(connect(self._options.path, mode="ro")) as connection,
+            SqliteDatabase(self._options.path).explaining(),
+        ):
+            return counted(connection, DIALECT, self._scope) if version_of(connection) >= LEFT_OUT_VERSION else {}
 
     def close(self) -> None:
         """Nothing to close."""

@@ -10,6 +10,7 @@ that mode.
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from delivered.kits.sql.database import Database, is_newest
+from delivered.kits.sql.dialect import Dialect
 from delivered.model.errors import BadRecord, DeliveredError, Unreachable, UsageError
 from delivered.model.limits import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S
 
@@ -150,6 +152,22 @@ class SqliteDatabase(Database[sqlite3.Connection]):
     def explained(self, error: Exception) -> DeliveredError:
         return explained(error, self.path)
 
+    def is_constraint(self, error: Exception) -> bool:
+        return isinstance(error, sqlite3.IntegrityError)
+
+
+DIALECT = Dialect(
+    tables={
+        name: f"_delivered_{name}"
+        for name in ("owner", "decision", "begun", "memory", "noted", "seen", "archive", "left_out", "dead_letter")
+    },
+    value=lambda statement: statement,
+    written={"decision": "rowid", "begun": "rowid"},
+    hold="",  # there is only one write transaction at a time
+    pack=lambda names: json.dumps(list(names)),
+    unpack=json.loads,
+    hash=lambda value: f"x'{value.hex()}'",
+)
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -185,6 +203,15 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """CREATE TABLE _delivered_archive (
             pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, entry BLOB NOT NULL,
             PRIMARY KEY (pipeline, sink, incarnation)) WITHOUT ROWID""",
+    ),
+    (
+        """CREATE TABLE _delivered_left_out (
+            pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, batch INTEGER NOT NULL,
+            kind TEXT NOT NULL, total INTEGER NOT NULL)""",
+        "CREATE INDEX _delivered_left_out_of ON _delivered_left_out (pipeline, sink, incarnation, batch)",
+        """CREATE TABLE _delivered_dead_letter (
+            pipeline TEXT NOT NULL, sink TEXT NOT NULL, incarnation TEXT NOT NULL, batch INTEGER NOT NULL,
+            shard INTEGER NOT NULL, reason TEXT NOT NULL, record TEXT NOT NULL)""",
     ),
 )
 """Statements that migrate the ledger's tables from version n to n + 1. Append-only."""

@@ -20,10 +20,12 @@ from typing import Any
 import pyarrow as pa
 
 from delivered.connectors.sqlite import target
+from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.types import TYPES
+from delivered.kits.sql.conditional import Conditional
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.merge import ORDER, SHARD, Merge, key_in_two_shards, stored
+from delivered.kits.sql.merge import ORDER, ROUND, SHARD, Merge, key_in_two_shards, stored
 from delivered.kits.table.durable import make_folder, sync
 from delivered.model.errors import DeliveredError, InvariantBroken
 from delivered.model.identity import Scope, Work
@@ -223,14 +225,15 @@ class Merging:
         """Args: schema: plain types."""
         self._connection = connection
         self._mode = options.write
-        self._table = options.table
+        self._table, self._path = options.table, options.path
         columns = tuple(stored(options.write, schema).names)
         self._merge = Merge(options.write, quoted(options.table), columns)
         self._shards: set[int] = set()
         body = "".join(f"{quoted(f.name)} {TYPES.declared(f.type)}, " for f in schema)
         connection.execute(f"DROP TABLE IF EXISTS {STAGED}")
         connection.execute(
-            f"CREATE TABLE {STAGED} ({body}{quoted(SHARD)} INTEGER, {quoted(ORDER)} INTEGER PRIMARY KEY)"
+            f"CREATE TABLE {STAGED} ({body}{quoted(SHARD)} INTEGER, {quoted(ROUND)} INTEGER DEFAULT 1, "
+            f"{quoted(ORDER)} INTEGER PRIMARY KEY)"
         )
 
     def add(self, shard: int, batches: Iterable[pa.RecordBatch]) -> int:
@@ -238,13 +241,14 @@ class Merging:
         self._shards.add(shard)
         return target.insert(self._connection, STAGED, batches, {SHARD: shard})
 
-    def finish(self) -> None:
+    def finish(self, work: Work) -> None:
         """Merge the rows into the table, inside a read-write transaction.
 
         Raises:
-            UsageError: a key is in two shards, so its last row is undefined.
+            UsageError: a key is in two shards, so their order is undefined; or a conflict stops the query.
         """
-        if self._mode.version is None and len(self._shards) > 1:
+        mode = self._mode
+        if mode.upserts and (mode.version is None or mode.expected is not None) and len(self._shards) > 1:
             keys = ", ".join(map(quoted, self._mode.keys))
             found = self._connection.execute(
                 f"SELECT {keys} FROM {STAGED} GROUP BY {keys} "  # noqa: S608
@@ -252,8 +256,15 @@ class Merging:
             ).fetchone()
             if found is not None:
                 raise key_in_two_shards(self._mode, found, self._table)
-        self._connection.execute(self._merge.reduce(STAGED))
-        self._connection.execute(self._merge.upsert(STAGED))
+        if mode.upserts:
+            self._connection.execute((self._merge.number if mode.keeps_all else self._merge.reduce)(STAGED))
+        if mode.conditional:
+            Conditional(
+                self._connection, SqliteDatabase(self._path), DIALECT, self._merge, STAGED, work, quoted(SHARD),
+                self._table,
+            ).run()  # fmt: skip
+        else:
+            self._connection.execute(self._merge.upsert(STAGED))
         if self._mode.delete is not None:
             self._connection.execute(self._merge.delete(STAGED))
         self._connection.execute(f"DROP TABLE {STAGED}")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from delivered.connectors.sqlite import target
-from delivered.connectors.sqlite.database import SqliteDatabase, begin, migrate, rollback, version_of, writing
+from delivered.connectors.sqlite.database import DIALECT, SqliteDatabase, begin, migrate, rollback, version_of, writing
 from delivered.connectors.sqlite.options import SqliteOptions
 from delivered.connectors.sqlite.stage import Merging, StagedRows, read_staged, staged_schema
 from delivered.kits.sql.database import quoted
-from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.keys import KeyTable
 from delivered.kits.sql.store import SqlStore
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, InvariantBroken
-from delivered.model.identity import Scope
+from delivered.model.identity import Scope, Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Failed, Ok, Outcome, Unknown
 from delivered.model.prepared import Prepared
@@ -27,18 +25,6 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Owner
 
 T = TypeVar("T")
-
-DIALECT = Dialect(
-    tables={
-        name: f"_delivered_{name}" for name in ("owner", "decision", "begun", "memory", "noted", "seen", "archive")
-    },
-    value=lambda statement: statement,
-    written={"decision": "rowid", "begun": "rowid"},
-    hold="",  # there is only one write transaction at a time
-    pack=lambda names: json.dumps(list(names)),
-    unpack=json.loads,
-    hash=lambda value: f"x'{value.hex()}'",
-)
 
 
 class SqliteStore(SqlStore[sqlite3.Connection]):
@@ -62,7 +48,13 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
             self._connection = self._database.connect("ledger")
+            if self._conditional:
+                self._connection.execute("PRAGMA foreign_keys=ON")  # off by default, even where a table has some
         return self._connection
+
+    @property
+    def _conditional(self) -> bool:
+        return self._options.write.conditional
 
     def _version(self, connection: sqlite3.Connection) -> int:
         return version_of(connection)
@@ -107,7 +99,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         if change.move:
             schema = staged_schema(self._options, self._scope, StagedRows.of(change.move[0]))
             target.ready(connection, self._options, schema)
-            if self._options.write.upserts:
+            if self._options.write.merges:
                 merging = Merging(connection, self._options, schema)
         if self._options.write.complete and change.is_first and target.table_columns(connection, self._options.table):
             connection.execute(f"DELETE FROM {quoted(self._options.table)}")  # noqa: S608
@@ -116,8 +108,8 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
             self._add_shard(connection, prepared, merging)
             reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
-        if merging is not None:
-            merging.finish()
+        if merging is not None and change.decision is not None:
+            merging.finish(Work(self._scope, change.decision.batch, 0, 0))
 
     def _add_shard(self, connection: sqlite3.Connection, prepared: Prepared, merging: Merging | None) -> None:
         staged = StagedRows.of(prepared)

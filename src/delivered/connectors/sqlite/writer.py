@@ -25,7 +25,7 @@ from delivered.model.prepared import Promise
 def writer(options: SqliteOptions, work: Work, guarantee: Guarantee, schema: pa.Schema) -> StagingWriter | DirectWriter:
     if guarantee is Guarantee.EXACTLY_ONCE:
         return StagingWriter(options, work, schema)
-    return DirectWriter(options, schema)
+    return DirectWriter(options, work, schema)
 
 
 class StagingWriter:
@@ -76,8 +76,9 @@ class DirectWriter:
     mode upsert: one transaction per shard, at its end.
     """
 
-    def __init__(self, options: SqliteOptions, schema: pa.Schema) -> None:
+    def __init__(self, options: SqliteOptions, work: Work, schema: pa.Schema) -> None:
         self._options = options
+        self._work = work
         self._schema = TYPES.plain_schema(schema)
         self._connection: sqlite3.Connection | None = None
         self._merging: Merging | None = None
@@ -100,7 +101,7 @@ class DirectWriter:
         del fingerprint
         if self._connection is not None and self._merging is not None:
             with writing(self._connection, self._options.path):
-                self._merging.finish()
+                self._merging.finish(self._work)
         self.abort()
         return Promise()
 
@@ -121,7 +122,7 @@ class DirectWriter:
                 migrate(connection, self._options.path)
                 with writing(connection, self._options.path):
                     target.ready(connection, self._options, self._schema)
-                if self._options.write.upserts:
+                if self._options.write.merges:
                     with self._explaining():
                         self._merging = Merging(connection, self._options, self._schema)
             except BaseException:

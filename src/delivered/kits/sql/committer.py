@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from delivered.kits.sql import stage
+from delivered.kits.sql.conditional import LEFT_OUT_VERSION, counted, fold
 from delivered.kits.sql.database import C, Server
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.names import Names
@@ -128,6 +129,15 @@ class ServerCommitter(ABC, Generic[C]):
             return Unknown(str(error))
         return Ok(count)
 
+    def left_out(self) -> dict[str, int]:
+        """See `delivered.contract.powers.CountsLeftOut`."""
+
+        def known(connection: C) -> dict[str, int]:
+            is_there = self._server.version(connection) >= LEFT_OUT_VERSION
+            return counted(connection, self._sql, self._scope) if is_there else {}
+
+        return self._ask(known)
+
     def targets(self) -> dict[str, Target]:
         """See `delivered.contract.powers.KnowsTarget`."""
         known = self._ask(self._target)
@@ -141,6 +151,8 @@ class ServerCommitter(ABC, Generic[C]):
         """Delete markers of earlier batches, as a decision in this database would have."""
         values = {**self._key, "batch": batch}
         self._ask(lambda c: self._sql.delete(c, "marker", f"{_BATCHES} < :batch", values))
+        if self._staging.options.write.conditional:
+            self._ask(lambda c: fold(c, self._sql, self._scope, batch))
 
     def open_transactions(self) -> list[OpenTransaction]:
         """Every prepared transaction of this pipeline and sink, of any incarnation, oldest first.

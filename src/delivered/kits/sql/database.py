@@ -47,6 +47,14 @@ class Database(ABC, Generic[C]):
     def explained(self, error: Exception) -> DeliveredError:
         """The client's error as ours, with the next step."""
 
+    @abstractmethod
+    def is_constraint(self, error: Exception) -> bool:
+        """Whether the table rejected a row by a constraint: the statement did nothing, its transaction goes on."""
+
+    def at_once(self, connection: C) -> None:
+        """Have the open transaction check each constraint with its statement, also those that the table defers."""
+        del connection
+
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
         """Raise the client's errors as ours."""

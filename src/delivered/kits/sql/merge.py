@@ -7,6 +7,8 @@ Rows are staged in a table of ours, with `ORDER`, their order of arrival. Of the
     without           the last one wins. Shards of a batch have no order among each other, so a key in two of them is
                       refused
 
+With mode insert, and with an expected version, the table decides, row by row: see `delivered.kits.sql.conditional`.
+
 A delete competes like any other row. If it wins, it removes the stored row without a trace: a row of a later batch with
 a lower version is inserted again.
 """
@@ -25,11 +27,13 @@ from delivered.model.errors import BadRecord, UsageError
 
 ORDER = "__delivered_order"
 SHARD = "__delivered_shard"
+ROUND = "__delivered_round"
+"""The how manyth row of its key in its shard this is; the rows of a key are judged one after the other."""
 
 
 def stored(mode: WriteMode, schema: pa.Schema) -> pa.Schema:
     """The columns that are stored in the table."""
-    return pa.schema([f for f in schema if f.name != mode.delete])
+    return pa.schema([f for f in schema if f.name not in (mode.delete, mode.expected)])
 
 
 def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
@@ -37,16 +41,16 @@ def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
     Raises:
         UsageError: the rows lack a column of the mode, or its type does not suit its role.
     """
-    named = [*mode.keys, *(n for n in (mode.version, mode.delete) if n is not None)]
+    named = [*mode.keys, *(n for n in (mode.version, mode.delete, mode.expected) if n is not None)]
     absent = [n for n in named if n not in schema.names]
     if absent:
         raise UsageError(
             "COLUMN_MISSING",
-            f"mode upsert uses the columns {', '.join(map(repr, absent))}, but the rows have "
+            f"The sink's mode uses the columns {', '.join(map(repr, absent))}, but the rows have "
             f"{', '.join(schema.names)}.",
-            next_step="correct keyColumns, versionColumn or deleteColumn; names are case-sensitive",
+            next_step="correct keyColumns, versionColumn, deleteColumn or expectedVersion; names are case-sensitive",
         )
-    taken = [n for n in (ORDER, SHARD) if n in schema.names]
+    taken = [n for n in (ORDER, SHARD, ROUND) if n in schema.names]
     if taken:
         raise UsageError("COLUMN_NAME", f"The column name {taken[0]!r} is reserved.", next_step="rename the column")
     if mode.delete is not None and not pa.types.is_boolean(schema.field(mode.delete).type):
@@ -62,6 +66,16 @@ def check_columns(mode: WriteMode, schema: pa.Schema, types: Types) -> None:
             f"integer, date{', decimal' if types.orders(pa.decimal128(1)) else ''} or timestamp.",
             next_step=f'df.withColumn("{mode.version}", col("{mode.version}").cast("bigint"))',
         )
+    if mode.expected is not None:
+        kinds = [types.plain(schema.field(n).type) for n in (str(mode.version), mode.expected)]
+        if kinds[0] != kinds[1]:
+            raise UsageError(
+                "COLUMN_TYPE",
+                f"expectedVersion {mode.expected!r} is {kinds[1]}, but the version it is compared with, "
+                f"{mode.version!r}, is {kinds[0]}.",
+                next_step=f'df.withColumn("{mode.expected}", col("{mode.expected}").cast(df.schema["{mode.version}"]'
+                ".dataType))",
+            )
     floats = [k for k in mode.keys if pa.types.is_floating(schema.field(k).type)]
     if floats:
         raise UsageError(
@@ -81,7 +95,7 @@ def check_rows(mode: WriteMode, batch: pa.RecordBatch) -> None:
             if batch.column(batch.schema.get_field_index(name)).null_count:
                 raise BadRecord(
                     f"{role.upper()}_NULL",
-                    f"A row has null in {name!r}, a {role} column of the upsert.",
+                    f"A row has null in {name!r}, a {role} column of the sink's mode.",
                     next_step=f'df.filter(col("{name}").isNotNull())',
                 )
 
@@ -119,15 +133,58 @@ class Merge:
         losers = f"SELECT {quoted(ORDER)} FROM ({ranked}) AS ranked WHERE n > 1"
         return f"DELETE FROM {staged} WHERE {quoted(ORDER)} IN ({losers})"
 
-    def before_upsert(self, staged: str) -> str | None:
+    def number(self, staged: str) -> str:
+        """Number the rows of each key in a shard, in the order of their arrival: `ROUND`, 1 by default."""
+        return (
+            f"UPDATE {staged} SET {quoted(ROUND)} = r.n FROM ({self._later(staged)}) AS r WHERE r.o = {quoted(ORDER)}"
+        )
+
+    def conflicts(self, staged: str) -> str:
+        """FROM and WHERE: staged rows `s`, of one key once, that the table's rows `t` do not allow."""
+        if self.mode.insert:
+            return self.found(staged)
+        expected, version = f"s.{quoted(str(self.mode.expected))}", f"t.{quoted(str(self.mode.version))}"
+        return (
+            f"FROM {staged} AS s LEFT JOIN {self._target} ON {self._same} WHERE "
+            f"(CASE WHEN {expected} IS NULL THEN t.{quoted(self.mode.keys[0])} IS NOT NULL "
+            f"ELSE {version} IS NULL OR {version} <> {expected} END)"
+        )
+
+    def found(self, staged: str) -> str:
+        """FROM and WHERE: the table's rows `t` of the staged keys."""
+        return f"FROM {self._found(staged)} WHERE TRUE"
+
+    def write(self, staged: str, only: str) -> Sequence[str]:
+        """Write staged rows, all of which the table allows, and at most one of a key.
+
+        Args:
+            only: condition of a staged row.
+        """
+        mode = self.mode
+        if mode.upserts and not mode.insert and mode.expected is None:
+            first = self.before_upsert(staged, only)
+            return [*([first] if first is not None else []), self.upsert(staged, only)]
+        columns = ", ".join(map(quoted, self.columns))
+        insert = f"INSERT INTO {self.target} ({columns}) SELECT {columns} FROM {staged} AS s WHERE {only}"
+        if mode.expected is None:
+            return [insert]
+        known = f"{quoted(mode.expected)} IS NOT NULL"
+        return [self.update(staged, f"{only} AND s.{known}"), f"{insert} AND NOT s.{known}"]
+
+    def update(self, staged: str, only: str) -> str:
+        """Replace the table's rows of the staged keys."""
+        changes = ", ".join(f"{quoted(c)} = s.{quoted(c)}" for c in self.columns if c not in self.mode.keys)
+        return f"UPDATE {self.target} AS t SET {changes} FROM {staged} AS s WHERE {self._same} AND {only}"
+
+    def before_upsert(self, staged: str, only: str = "TRUE") -> str | None:
         """Statement to run before `upsert`, if that cannot skip outdated rows itself."""
-        del staged
+        del staged, only
         return None
 
-    def upsert(self, staged: str) -> str:
+    def upsert(self, staged: str, only: str = "TRUE") -> str:
         """Write the staged rows that are not deletes; one row per key is staged."""
         columns = ", ".join(map(quoted, self.columns))
-        rows = "TRUE" if self.mode.delete is None else f"{quoted(self.mode.delete)} IS NOT TRUE"
+        rows = only if self.mode.delete is None else f"{quoted(self.mode.delete)} IS NOT TRUE"
         others = [quoted(c) for c in self.columns if c not in self.mode.keys]
         action = "NOTHING"
         if others:
@@ -135,7 +192,7 @@ class Merge:
                 "UPDATE SET " + ", ".join(f"{c} = excluded.{c}" for c in others) + self._if_newer("WHERE", "excluded")
             )
         return (
-            f"INSERT INTO {self.target} AS t ({columns}) SELECT {columns} FROM {staged} WHERE {rows} "
+            f"INSERT INTO {self.target} AS t ({columns}) SELECT {columns} FROM {staged} AS s WHERE {rows} "
             f"ON CONFLICT ({self._keys()}) DO {action}"
         )
 
@@ -143,17 +200,34 @@ class Merge:
         """Apply the staged deletes. After `upsert`, so that earlier rows of other shards are found."""
         found = f"SELECT {self._keys('s.')} FROM {staged} AS s WHERE s.{quoted(str(self.mode.delete))} IS TRUE"
         if self.mode.version is not None:
-            same = " AND ".join(f"t.{quoted(k)} = s.{quoted(k)}" for k in self.mode.keys)
             found = (
-                f"SELECT {self._keys('t.')} FROM {staged} AS s JOIN {self.target} AS t ON {same} "
+                f"SELECT {self._keys('t.')} FROM {self._found(staged)} "
                 f"WHERE s.{quoted(str(self.mode.delete))} IS TRUE{self._if_newer('AND', 's')}"
             )
         return f"DELETE FROM {self.target} WHERE ({self._keys()}) IN ({found})"
 
     def key_in_two(self, staged: Sequence[str]) -> str:
-        """A key that is in more than one of these tables; each table holds a key at most once."""
-        rows = " UNION ALL ".join(f"SELECT {self._keys()} FROM {name}" for name in staged)
+        """A key that is in more than one of these tables."""
+        once = "DISTINCT " if self.mode.conditional else ""  # otherwise they are reduced
+        rows = " UNION ALL ".join(f"SELECT {once}{self._keys()} FROM {name}" for name in staged)
         return f"SELECT {self._keys()} FROM ({rows}) AS u GROUP BY {self._keys()} HAVING count(*) > 1 LIMIT 1"
+
+    def _found(self, staged: str) -> str:
+        return f"{staged} AS s JOIN {self._target} ON {self._same}"
+
+    @property
+    def _target(self) -> str:
+        return f"{self.target} AS t"
+
+    @property
+    def _same(self) -> str:
+        return " AND ".join(f"t.{quoted(k)} = s.{quoted(k)}" for k in self.mode.keys)
+
+    def _later(self, staged: str) -> str:
+        """Of a shard, the rows of a key after its first one: order `o`, number `n`."""
+        order = quoted(ORDER)
+        counted = f"row_number() OVER (PARTITION BY {self._keys()} ORDER BY {order}) AS n"
+        return f"SELECT o, n FROM (SELECT {order} AS o, {counted} FROM {staged}) AS ranked WHERE n > 1"
 
     def _keys(self, prefix: str = "") -> str:
         return ", ".join(prefix + quoted(k) for k in self.mode.keys)
@@ -171,8 +245,9 @@ def key_in_two_shards(mode: WriteMode, key: Sequence[object], table: str) -> Usa
     return UsageError(
         "KEY_IN_TWO_SHARDS",
         f"Two shards of one batch have rows for {table!r} with the key {shown}. Shards have no order among each other, "
-        "so the last row is undefined. Nothing of the batch is visible.",
-        next_step=f'add .option("versionColumn", ...), or keep each key in one shard: df.repartition({columns})',
+        f"so which row is the {'first' if mode.insert else 'last'} is undefined. Nothing of the batch is visible.",
+        next_step=f"keep each key in one shard: df.repartition({columns})"
+        + ("" if mode.conditional else ', or add .option("versionColumn", ...)'),
     )
 
 

@@ -15,6 +15,7 @@ from delivered.kits.sql.names import Names
 from delivered.kits.sql.store import SqlStore
 from delivered.ledger.store import Change, Head
 from delivered.model.errors import DeliveredError, Unreachable
+from delivered.model.identity import Work
 from delivered.model.limits import CONNECT_TIMEOUT_S
 from delivered.model.outcome import Ok, Outcome
 from delivered.model.step import Moment, StepId, reach
@@ -33,6 +34,10 @@ class ServerStore(SqlStore[C]):
         self._server = server
         self._staging = staging
         self._role = f"ledger {names.check}"
+
+    @property
+    def _conditional(self) -> bool:
+        return self._staging.options.write.conditional
 
     @abstractmethod
     def _claiming(self, connection: C) -> AbstractContextManager[None]:
@@ -114,7 +119,8 @@ class ServerStore(SqlStore[C]):
         for prepared in change.move:
             facts = {"batch": change.decision.batch if change.decision else None, "shard": prepared.shard}
             reach(StepId.COMMIT_APPLY, Moment.BEFORE, **facts)
-            self._staging.move(connection, prepared)
+            batch = change.decision.batch if change.decision is not None else 0
+            self._staging.move(connection, prepared, Work(self._scope, batch, prepared.shard, prepared.attempt))
             reach(StepId.COMMIT_APPLY, Moment.AFTER, **facts)
         self._staging.delete(connection, change.move)
 

@@ -16,7 +16,7 @@ from delivered.kits.sql.database import Server
 from delivered.kits.sql.merge import check_columns, without_key
 from delivered.kits.sql.options import Mechanism, ServerOptions, TableOptions
 from delivered.kits.sql.types import Types
-from delivered.model.capability import Commit, SinkCapability
+from delivered.model.capability import Commit, OnConflict, SinkCapability
 from delivered.model.columns import fitted
 from delivered.model.errors import DeliveredError
 from delivered.model.guarantee import Guarantee
@@ -50,18 +50,29 @@ class DatabaseSink(TableSink):
         """Target and write mode, for the plan."""
         write = self.options.write
         text = f"table {self.options.table_text}"
+        letters = ", broken constraints to dead letters" if write.on_constraint is OnConflict.DEAD_LETTER else ""
         if write.complete:
             return f"{text}, in place of all its rows"
+        if write.insert:
+            return f"{text}, by key ({write.keys_text}), a key that is there stays: {_ENDS[write.on_conflict]}{letters}"
         if write.upserts:
             text += f", by key ({write.keys_text})"
             text += f", newest {write.version} wins" if write.version else ", last row of a key wins"
             text += f", deletes where {write.delete}" if write.delete else ""
-        return text
+        if write.expected is not None:
+            text = f"{text[: text.rindex(', newest')]}, only if its {write.version} is {write.expected}: "
+            text += _ENDS[write.on_conflict]
+        return text + letters
 
     @property
     def _assumed(self) -> tuple[str, ...]:
         """Assumptions of an upsert."""
         write = self.options.write
+        if write.keeps_all:
+            return (
+                "all rows of a key are in one shard of a batch (refused otherwise), in the order of their arrival",
+                *(("no other writer sets a version back",) if write.expected is not None else ()),
+            )
         if write.version is not None:
             return ("of two rows with the same key and version, either may win",)
         return (
@@ -70,11 +81,22 @@ class DatabaseSink(TableSink):
 
     @property
     def _bounds(self) -> tuple[str, ...]:
-        """Limits of an upsert."""
+        """Limits of an upsert, and of rows that the table decides on."""
         write = self.options.write
+        if write.conditional:
+            return (
+                "rows that were not written are counted in the ledger's table left_out, dead letters in dead_letter",
+            )
         if write.version is None or write.delete is None:
             return ()
         return ("a delete discards the key's version: an older row of a later batch is inserted again",)
+
+
+_ENDS = {
+    OnConflict.SKIP: "others are skipped and counted",
+    OnConflict.DEAD_LETTER: "others to dead letters",
+    OnConflict.FAIL: "others stop the query",
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +166,11 @@ class ServerSink(DatabaseSink):
                 f"prepared rows of a pipeline that never restarts {words.holds}: `delivered transactions list` "
                 "shows them and their age",
                 HISTORY,
+                *self._bounds,
+                *(
+                    ("a row is judged by what stands in the table when its shard is prepared",)
+                    * self.options.write.conditional
+                ),
             ),
             **common,
         )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from delivered.kits.sql.database import Connection, quoted
+from delivered.kits.sql.conditional import Conditional
+from delivered.kits.sql.database import Connection, Server, quoted
+from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.merge import Merge, key_in_two_shards
 from delivered.kits.sql.options import ServerOptions
 from delivered.kits.sql.transactions import PreparedRows
 from delivered.model.errors import InvariantBroken
+from delivered.model.identity import Work
 from delivered.model.prepared import Prepared
 
 
@@ -19,10 +23,13 @@ class Staging:
 
     Attributes:
         merge: the statements of an upsert, in the database's SQL.
+        server, dialect: only for writing rows.
     """
 
     options: ServerOptions
     merge: type[Merge] = Merge
+    server: Server[Any] | None = None
+    dialect: Dialect | None = None
 
     def full(self, table: str) -> str:
         """The qualified name, quoted for SQL."""
@@ -32,22 +39,35 @@ class Staging:
         connection.execute(f"DROP TABLE IF EXISTS {self.full(table)}")
 
     def reduce(self, connection: Connection, table: str, merge: Merge, rows: int) -> int:
-        """Keep the winning staged row of each key; return their number.
+        """Keep the winning staged row of each key; return their number. If each row counts, number them instead.
 
         Args:
             rows: number of staged rows.
         """
+        if not self.options.write.upserts:
+            return rows
+        if self.options.write.keeps_all:
+            connection.execute(merge.number(self.full(table)))
+            return rows
         return rows - int(connection.execute(merge.reduce(self.full(table))).rowcount)
 
-    def add(self, connection: Connection, table: str, merge: Merge) -> None:
+    def add(self, connection: Connection, table: str, merge: Merge, work: Work) -> None:
         """Merge reduced rows into the target, except deletes (see `delete`)."""
         name = self.full(table)
+        if self.options.write.conditional:
+            if self.server is None or self.dialect is None:
+                raise InvariantBroken("NO_SERVER", "Rows that the table decides on are written without its server.")
+            judge = Conditional(
+                connection, self.server, self.dialect, merge, name, work, str(int(work.shard)), self.options.table_text
+            )
+            judge.run()
+            return
         first = merge.before_upsert(name)
         if first is not None:
             connection.execute(first)
         connection.execute(merge.upsert(name))
 
-    def move(self, connection: Connection, prepared: Prepared) -> None:
+    def move(self, connection: Connection, prepared: Prepared, work: Work) -> None:
         """Move a shard's rows into the target.
 
         Raises:
@@ -57,10 +77,10 @@ class Staging:
         handle = PreparedRows.of(prepared)
         table, target, columns = handle.staged, handle.target, handle.columns
         staged = self.full(table)
-        if self.options.write.upserts:
+        if self.options.write.merges:
             row = connection.execute(f"SELECT count(*) FROM {staged}").fetchone()
             rows, wanted = row[0] if row else 0, handle.kept
-            self.add(connection, table, self._merge(prepared))
+            self.add(connection, table, self._merge(prepared), work)
         else:
             rows = connection.execute(f"INSERT INTO {target} ({columns}) SELECT {columns} FROM {staged}").rowcount
             wanted = prepared.fingerprint.count
@@ -76,10 +96,10 @@ class Staging:
         """Check the shards of a batch, before the first `move`.
 
         Raises:
-            UsageError: a key is in two shards, so its last row is undefined.
+            UsageError: a key is in two shards, so their order is undefined.
         """
         write = self.options.write
-        if len(staged) > 1 and write.upserts and write.version is None:
+        if len(staged) > 1 and write.upserts and (write.version is None or write.keeps_all):
             tables = [self.full(PreparedRows.of(p).staged) for p in staged]
             found = connection.execute(self._merge(staged[0]).key_in_two(tables)).fetchone()
             if found is not None:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from delivered.kits.sql.conditional import fold
 from delivered.kits.sql.database import C, Connection, Database
 from delivered.kits.sql.dialect import Dialect
 from delivered.kits.sql.keys import keep, open_memory
@@ -66,6 +67,11 @@ class SqlStore(ABC, Generic[C]):
     def _peek(self, question: Callable[[C], T], nothing: T) -> T:
         """As `_view`, for a process that may not be the owner."""
         return self._view(question, nothing)
+
+    @property
+    @abstractmethod
+    def _conditional(self) -> bool:
+        """Whether the table decides which rows are written."""
 
     @abstractmethod
     def _move(self, connection: C, change: Change) -> None:
@@ -163,6 +169,8 @@ class SqlStore(ABC, Generic[C]):
             ),
             {**self._key, "batch": batch, "decision": decision},
         )
+        if self._conditional:
+            fold(connection, self._sql, self._scope, batch)
         horizon = {**self._key, "horizon": batch - LEDGER_HISTORY_BATCHES}
         self._sql.delete(connection, "decision", f"{_SCOPE} AND batch <= :horizon", horizon)
 
@@ -286,6 +294,8 @@ class SqlStore(ABC, Generic[C]):
         newest = f"SELECT incarnation AS i, max(batch) AS b FROM {{decision}} WHERE {_OTHER} GROUP BY incarnation"
         where = f"{_OTHER} AND (incarnation, batch) NOT IN (SELECT i, b FROM ({newest}) AS newest)"
         self._sql.delete(connection, "decision", where, self._key)
+        # Of other incarnations, nobody asks for the counts.
+        self._sql.delete(connection, "left_out", _OTHER, self._key)
         values = {**self._key, "kept": LEDGER_INCARNATIONS}
         for table, written in self._sql.written.items():
             kept = f"SELECT incarnation FROM {{{table}}} WHERE {_OTHER} ORDER BY {written} DESC LIMIT :kept"

@@ -1,0 +1,259 @@
+"""Rows that the table decides on: the first of a key, an expected version, constraints.
+
+Runs inside the transaction that writes the rows: the decision's (one_transaction), or the task's (two_phase). Staged
+rows are judged in rounds, one row of each key at a time, in the order of their arrival, so that a row meets what the
+one before it left.
+
+    conflict     mode insert: the key is in the table. expectedVersion: another version stands there than expected
+    constraint   a unique, check, foreign key or not-null constraint of the table rejects the row
+
+What is left out is counted in the same transaction, and kept as a dead letter if asked for. Rows that are there are
+locked before they are compared, so that no other writer can change them until the batch is visible. A row that another
+writer inserts in the meantime shows as a broken key: such a row is judged again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from delivered.kits.sql.database import C, Connection, Database, quoted
+from delivered.kits.sql.dialect import Dialect
+from delivered.kits.sql.merge import ORDER, ROUND, Merge
+from delivered.model.bad_row import as_json_text
+from delivered.model.capability import OnConflict
+from delivered.model.errors import UsageError
+from delivered.model.identity import Scope, Work
+
+CONFLICT, CONSTRAINT = "conflict", "constraint"
+LEFT_OUT_VERSION = 4
+"""Version of the ledger's tables that introduced the counts."""
+_CHUNK_ROWS = 1_000
+"""Dead letters as Python objects at a time."""
+_INSERT_ROWS = 100
+_FOLDED = -1
+"""Batch under which the counts of earlier batches are kept as one."""
+_FOLD_ROWS = 64
+_SCOPE = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Conditional(Generic[C]):
+    """Writes one staging table. Used once, inside an open transaction; raises the client's errors.
+
+    Attributes:
+        staged: the table, in full; with the columns `ORDER` and `ROUND`.
+        shard: SQL, of the shard of a staged row.
+        table: the target, for messages.
+    """
+
+    connection: C
+    database: Database[C]
+    dialect: Dialect
+    merge: Merge
+    staged: str
+    work: Work
+    shard: str
+    table: str
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def run(self) -> None:
+        """
+        Raises:
+            UsageError: a conflict, and `on_conflict` is FAIL.
+        """
+        mode = self.merge.mode
+        self.database.at_once(self.connection)
+        number = 0
+        while (bounds := self._round_after(number)) is not None:
+            number, low, high = bounds
+            if mode.insert or mode.expected is not None:
+                # Of insert, also later rows of a key: what is there now stays.
+                self._resolve(f"s.{quoted(ROUND)} {'>=' if mode.insert else '='} {number}")
+            self._write(f"s.{quoted(ROUND)} = {number}", low, high)
+        note(self.connection, self.dialect, self.work, self.left_out)
+
+    def _round_after(self, number: int) -> tuple[int, int, int] | None:
+        """The next round that has rows, and the bounds of their order."""
+        this, order = quoted(ROUND), quoted(ORDER)
+        row = self.connection.execute(
+            f"SELECT {this}, min({order}), max({order}) FROM {self.staged} WHERE {this} > {number} "
+            f"GROUP BY {this} ORDER BY {this} LIMIT 1"
+        ).fetchone()
+        return None if row is None else (int(row[0]), int(row[1]), int(row[2]))
+
+    def _resolve(self, only: str) -> int:
+        """Take conflicts out of the staging table; return their number."""
+        mode = self.merge.mode
+        if mode.expected is not None and self.dialect.hold:
+            found = f"SELECT 1 {self.merge.found(self.staged)} AND {only}{self.dialect.hold}"
+            self.connection.execute(f"SELECT count(*) FROM ({found}) AS locked").fetchone()
+        conflicts = f"{self.merge.conflicts(self.staged)} AND {only}"
+        if mode.on_conflict is OnConflict.SKIP:
+            gone = self._delete(f"SELECT s.{quoted(ORDER)} AS o {conflicts}")
+        else:
+            version = f"t.{quoted(mode.version)}" if mode.version is not None else "NULL"
+            there = f"t.{quoted(mode.keys[0])} IS NOT NULL"
+            gone = self._keep(conflicts, (there, version), self._conflict)
+        self.left_out[CONFLICT] += gone
+        return gone
+
+    def _write(self, only: str, low: int, high: int) -> None:
+        """Write a range of staged rows; halve it until each row that breaks a constraint is found."""
+        order = f"s.{quoted(ORDER)}"
+        own = f"{only} AND {order} BETWEEN {low} AND {high}"
+        try:
+            with self._savepoint():
+                for statement in self.merge.write(self.staged, own):
+                    self.connection.execute(statement)
+        except self.database.errors() as error:
+            if not self.database.is_constraint(error):
+                raise
+            if low == high:
+                self._refuse(own, error)
+                return
+            middle = (low + high) // 2
+            self._write(only, low, middle)
+            self._write(only, middle + 1, high)
+
+    def _refuse(self, own: str, error: Exception) -> None:
+        """One row that breaks a constraint."""
+        mode = self.merge.mode
+        if (mode.insert or mode.expected is not None) and self._resolve(own):
+            return  # another writer inserted its key meanwhile
+        if mode.on_constraint is not OnConflict.DEAD_LETTER:
+            raise error
+        reason = " ".join(str(error.args[-1] if error.args else error).split())
+        found = f"FROM {self.staged} AS s WHERE {own}"
+        self.left_out[CONSTRAINT] += self._keep(found, ("NULL", "NULL"), lambda *_: reason)
+
+    def _conflict(self, record: Mapping[str, Any], there: Any, version: Any) -> str:
+        """
+        Raises:
+            UsageError: the query must stop.
+        """
+        mode = self.merge.mode
+        said = "a row of this key is in the table"
+        if mode.expected is not None:
+            wanted = record[mode.expected]
+            expects = "no row" if wanted is None else f"{mode.version} = {wanted}"
+            finds = f"{mode.version} = {'null' if version is None else version}" if there else "no row"
+            said = f"expected {expects}, found {finds}"
+        if mode.on_conflict is not OnConflict.FAIL:
+            return said
+        key = ", ".join(f"{k} = {str(record[k])[:60]!r}" for k in mode.keys)
+        raise UsageError(
+            "KEY_EXISTS" if mode.insert else "VERSION_CONFLICT",
+            f"Table {self.table!r}, key {key}: {said}. Nothing of batch {self.work.batch} is visible.",
+            next_step='correct the row at the source, or keep such rows: .option("onConflict", "dead_letter")',
+        )
+
+    def _keep(self, origin: str, more: Sequence[str], reason: Callable[..., str]) -> int:
+        """Move staged rows to the dead letters; return their number.
+
+        Args:
+            origin: FROM and WHERE of the rows `s`.
+            more: SQL of what `reason` is called with, after the row.
+        """
+        mode, order = self.merge.mode, f"s.{quoted(ORDER)}"
+        names = [*self.merge.columns, *([mode.expected] if mode.expected is not None else [])]
+        columns = ", ".join([order, self.shard, *more, *(f"s.{quoted(n)}" for n in names)])
+        moved = 0
+        while rows := self.connection.execute(
+            f"SELECT {columns} {origin} ORDER BY {order} LIMIT {_CHUNK_ROWS}"
+        ).fetchall():
+            letters = []
+            for _, shard, *values in rows:
+                record = dict(zip(names, values[len(more) :], strict=True))
+                letters.append((shard, reason(record, *values[: len(more)]), as_json_text(record)))
+            self._send(letters)
+            found = ", ".join(str(int(row[0])) for row in rows)
+            self.connection.execute(f"DELETE FROM {self.staged} WHERE {quoted(ORDER)} IN ({found})")
+            moved += len(rows)
+        return moved
+
+    def _send(self, letters: Sequence[tuple[int, str, str]]) -> None:
+        own = {**_scope(self.work.scope), "batch": self.work.batch}
+        for start in range(0, len(letters), _INSERT_ROWS):
+            rows, values = [], dict[str, Any](own)
+            for i, letter in enumerate(letters[start : start + _INSERT_ROWS]):
+                names = [f"{name}{i}" for name in ("shard", "reason", "record")]
+                values.update(zip(names, letter, strict=True))
+                rows.append(f"(:pipeline, :sink, :incarnation, :batch, {', '.join(f':{n}' for n in names)})")
+            self.connection.execute(
+                self.dialect(
+                    "INSERT INTO {dead_letter} (pipeline, sink, incarnation, batch, shard, reason, record) VALUES "
+                    + ", ".join(rows)
+                ),
+                values,
+            )
+
+    def _delete(self, orders: str) -> int:
+        """Take rows out of the staging table. MySQL accepts the table in a nested query only."""
+        order = quoted(ORDER)
+        statement = f"DELETE FROM {self.staged} WHERE {order} IN (SELECT o FROM ({orders}) AS found)"
+        return int(self.connection.execute(statement).rowcount)
+
+    @contextlib.contextmanager
+    def _savepoint(self) -> Iterator[None]:
+        self.connection.execute("SAVEPOINT delivered")
+        try:
+            yield
+        except self.database.errors() as error:
+            if self.database.is_constraint(error):
+                self.connection.execute("ROLLBACK TO SAVEPOINT delivered")
+            raise
+        self.connection.execute("RELEASE SAVEPOINT delivered")
+
+
+def note(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping[str, int]) -> None:
+    """Write what was left out of a batch, in the transaction of its rows."""
+    for kind, rows in left_out.items():
+        if rows:
+            log.info("batch %d: %d rows were not written to sink %s: %s", work.batch, rows, work.scope.sink, kind)
+            _insert(connection, dialect, work.scope, work.batch, kind, rows)
+
+
+def fold(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> None:
+    """Keep the counts of batches before this one, all of which are visible, as one. Inside an open transaction."""
+    values = {**_scope(scope), "batch": batch}
+    where = f"{_SCOPE} AND batch < :batch"
+    rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {where}"), values).fetchall()
+    if len(rows) < _FOLD_ROWS:
+        return
+    dialect.delete(connection, "left_out", where, values)
+    for kind, total in _summed(rows).items():
+        _insert(connection, dialect, scope, _FOLDED, kind, total)
+
+
+def counted(connection: Connection, dialect: Dialect, scope: Scope) -> dict[str, int]:
+    """Rows of this incarnation that were left out, by kind."""
+    found = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), _scope(scope))
+    return dict(_summed(found.fetchall()))
+
+
+def _summed(rows: Sequence[tuple[str, int]]) -> Counter[str]:
+    counts = Counter[str]()
+    for kind, total in rows:
+        counts[kind] += int(total)
+    return counts
+
+
+def _insert(connection: Connection, dialect: Dialect, scope: Scope, batch: int, kind: str, total: int) -> None:
+    connection.execute(
+        dialect(
+            "INSERT INTO {left_out} (pipeline, sink, incarnation, batch, kind, total) "
+            "VALUES (:pipeline, :sink, :incarnation, :batch, :kind, :total)"
+        ),
+        {**_scope(scope), "batch": batch, "kind": kind, "total": total},
+    )
+
+
+def _scope(scope: Scope) -> dict[str, Any]:
+    return {"pipeline": scope.pipeline, "sink": scope.sink, "incarnation": scope.incarnation}

@@ -1,0 +1,247 @@
+"""Rows that the table decides on (mode insert, expectedVersion, onConstraint), in every database, against a model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+from tests.support.keyed_stores import STORES, Store
+from tests.support.sinks import Rig, offsets
+
+from delivered.contract.powers import CountsLeftOut
+from delivered.engine.context import Context
+from delivered.engine.decide import commit_batch
+from delivered.engine.shard import write_shard
+from delivered.model.capability import OnConflict
+from delivered.model.errors import DeliveredError, UsageError
+from delivered.verify.services import wait_for
+
+DATABASES = [n for n in STORES if n not in ("delta", "iceberg")]
+INSERT = {"mode": "insert", "keyColumns": "id"}
+EXPECT = {"mode": "upsert", "keyColumns": "id", "versionColumn": "version", "expectedVersion": "was"}
+LETTERS = {"onConflict": "dead_letter"}
+SCHEMA = pa.schema([("id", pa.int64()), ("version", pa.int64()), ("text", pa.string()), ("was", pa.int64())])
+Row = tuple[int, int, str, int | None]
+_count = iter(range(10_000))
+
+
+@pytest.fixture(params=DATABASES)
+def store(request: pytest.FixtureRequest) -> Store:
+    return STORES[request.param](request)
+
+
+def table(store: Store, more: str = "") -> str:
+    name = f"c{next(_count)}"
+    store.execute(f"CREATE TABLE {name} (id bigint NOT NULL, version bigint, text varchar(40){more}, UNIQUE (id))")
+    return name
+
+
+def rows(given: list[Row], expects: bool) -> pa.RecordBatch:
+    columns = [pa.array([r[i] for r in given], f.type) for i, f in enumerate(SCHEMA)]
+    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return batch if expects else batch.drop_columns(["was"])
+
+
+def run(rig: Rig, batch: int, shards: list[list[Row]], context: Context | None = None) -> None:
+    """One batch; each shard's rows come in short record batches."""
+    context = context or rig.context()
+    expects = rig.sink.capability().write.expected is not None
+    schema = rig.schema = rows([], expects).schema
+    plan = rig.plan(context, batch)
+    messages = [
+        write_shard(rig.sink, plan, i, 0, iter([rows(s[a : a + 5], expects) for a in range(0, len(s), 5)]), schema)
+        for i, s in enumerate(shards)
+    ]
+    commit_batch(context, batch, offsets(batch), messages)
+
+
+def state(store: Store, name: str) -> dict[int, tuple[Any, ...]]:
+    found = store.execute(f"SELECT id, version, text FROM {name}")
+    assert len({r[0] for r in found}) == len(found)
+    return {r[0]: r[1:] for r in found}
+
+
+def left_out(rig: Rig) -> dict[str, int]:
+    committer = rig.sink.committer(rig.scope)
+    try:
+        assert isinstance(committer, CountsLeftOut)
+        return dict(committer.left_out())
+    finally:
+        committer.close()
+
+
+def letters(store: Store, rig: Rig) -> list[tuple[int, int, str, dict[str, Any]]]:
+    own = "_delivered_dead_letter" if rig.sink.capability().system == "sqlite" else "delivered.dead_letter"
+    found = store.execute(f"SELECT batch, shard, reason, record FROM {own} WHERE pipeline = '{rig.pipeline}'")
+    return [(b, s, reason, json.loads(record)) for b, s, reason, record in found]
+
+
+def by_key(given: list[Row]) -> list[list[Row]]:
+    return [[r for r in given if r[0] % 2 == s] for s in range(2)]
+
+
+@pytest.mark.parametrize("kept", [pytest.param(False, id="skip"), pytest.param(True, id="dead_letter")])
+def test_the_first_row_of_a_key_stays(store: Store, kept: bool) -> None:
+    name = table(store)
+    store.execute(f"INSERT INTO {name} (id, version, text) VALUES (3, 0, 'before')")
+    rig = Rig(store.sink(table=name, **INSERT, **(LETTERS if kept else {})))
+    random_rows, wanted, refused = random.Random(7), {3: (0, "before")}, []
+    for batch in range(4):
+        given = [(random_rows.randrange(12), batch * 100 + i, f"row {batch}.{i}", None) for i in range(20)]
+        for row in (r for shard in by_key(given) for r in shard):
+            if row[0] in wanted:
+                refused.append((batch, row[0], row[1]))
+            else:
+                wanted[row[0]] = row[1:3]
+        run(rig, batch, by_key(given))
+        assert state(store, name) == wanted
+    assert left_out(rig) == {"conflict": len(refused)} and refused
+    found = letters(store, rig)
+    assert Counter((b, r["id"], r["version"]) for b, _, _, r in found) == (Counter(refused) if kept else Counter())
+    assert {(s, r["id"] % 2) for _, s, _, r in found} <= {(0, 0), (1, 1)}
+    assert {reason for _, _, reason, _ in found} <= {"a row of this key is in the table"}
+
+
+def test_a_row_is_written_only_if_the_expected_version_stands(store: Store) -> None:
+    name = table(store)
+    store.execute(f"INSERT INTO {name} (id, version, text) VALUES (1, 5, 'before')")
+    rig = Rig(store.sink(table=name, **EXPECT, **LETTERS))
+    run(rig, 0, by_key([(1, 6, "a", 5), (1, 7, "b", 6), (1, 9, "no", 6), (2, 1, "new", None), (4, 2, "no", 1)]))
+    assert state(store, name) == {1: (7, "b"), 2: (1, "new")}
+    run(rig, 1, by_key([(1, 8, "no", None), (2, 2, "c", 1), (2, 3, "no", 1), (4, 1, "new", None), (4, 2, "d", 1)]))
+    assert state(store, name) == {1: (7, "b"), 2: (2, "c"), 4: (2, "d")}
+    assert left_out(rig) == {"conflict": 4}
+    found = [(b, r["id"], r["was"], reason) for b, _, reason, r in letters(store, rig)]
+    assert sorted(found, key=lambda f: f[:2]) == [
+        (0, 1, 6, "expected version = 6, found version = 7"),
+        (0, 4, 1, "expected version = 1, found no row"),
+        (1, 1, None, "expected no row, found version = 7"),
+        (1, 2, 1, "expected version = 1, found version = 2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "says"),
+    [
+        pytest.param({**INSERT, "onConflict": "fail"}, (1, 1, "x", None), "key id = '1': a row of this", id="key"),
+        pytest.param(EXPECT, (1, 9, "x", 4), "key id = '1': expected version = 4, found version = 5", id="version"),
+    ],
+)
+def test_a_conflict_stops_the_query_with_key_expected_and_found(
+    store: Store, options: dict[str, str], row: Row, says: str
+) -> None:
+    name = table(store)
+    store.execute(f"INSERT INTO {name} (id, version, text) VALUES (1, 5, 'before')")
+    rig = Rig(store.sink(table=name, **options))
+    with pytest.raises(DeliveredError, match=says):
+        run(rig, 0, by_key([(2, 1, "good", None), row]))
+    assert state(store, name) == {1: (5, "before")} and left_out(rig) == {} and not letters(store, rig)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "upsert", "keyColumns": "id"}, INSERT, EXPECT | LETTERS])
+def test_rows_that_break_a_constraint_are_dead_letters(store: Store, options: dict[str, str]) -> None:
+    parent = f"parent{next(_count)}"
+    store.execute(f"CREATE TABLE {parent} (version bigint PRIMARY KEY)")
+    store.execute(f"INSERT INTO {parent} VALUES (1), (2)")
+    more = f", UNIQUE (text), CHECK (text <> 'bad'), FOREIGN KEY (version) REFERENCES {parent} (version)"
+    name = table(store, more)
+    rig = Rig(store.sink(table=name, onConstraint="dead_letter", **options))
+    good = [(i, 1 + i % 2, f"good {i}", None) for i in range(20)]
+    bad = [(30, 1, "bad", None), (32, 7, "orphan", None), (34, 2, "good 4", None)]
+    run(rig, 0, by_key([*good[:9], bad[0], *good[9:15], bad[1], *good[15:], bad[2]]))
+    assert state(store, name) == {r[0]: r[1:3] for r in good}
+    assert left_out(rig) == {"constraint": 3}
+    found = letters(store, rig)
+    assert sorted(r["id"] for *_, r in found) == [30, 32, 34] and all(reason for _, _, reason, _ in found)
+    run(rig, 1, by_key([(40, 1, "later", None)]))
+    assert 40 in state(store, name)
+
+
+def test_a_broken_constraint_stops_the_query_by_default(store: Store) -> None:
+    name = table(store, ", CHECK (text <> 'bad')")
+    rig = Rig(store.sink(table=name, **INSERT))
+    with pytest.raises(DeliveredError, match="ROW_REFUSED"):
+        run(rig, 0, by_key([(1, 1, "good", None), (2, 1, "bad", None)]))
+    assert state(store, name) == {}
+
+
+def test_a_decided_batch_written_again_changes_nothing(store: Store) -> None:
+    name = table(store)
+    rig = Rig(store.sink(table=name, **INSERT, **LETTERS))
+    given = by_key([(1, 1, "first", None), (1, 2, "second", None), (2, 1, "x", None)])
+    run(rig, 0, given)
+    before = state(store, name), left_out(rig), letters(store, rig)
+    assert before[1] == {"conflict": 1}
+    run(rig, 0, given, rig.context("second"))
+    run(rig, 0, given, rig.context("third"))
+    assert (state(store, name), left_out(rig), letters(store, rig)) == before
+
+
+def test_a_key_in_two_shards_is_refused(store: Store) -> None:
+    """Which one would be the first? Under two_phase the second shard waits for the first one's lock."""
+    name = table(store)
+    rig = Rig(store.sink(table=name, **INSERT))
+    if rig.sink.capability().commit.value == "two_phase":
+        rig = Rig(store.sink(table=name, **INSERT, lockTimeout="1"))
+    with pytest.raises(DeliveredError, match=r"KEY_IN_TWO_SHARDS|LOCK_TIMEOUT"):
+        run(rig, 0, [[(1, 1, "a", None)], [(1, 2, "b", None)]])
+    assert state(store, name) == {}
+
+
+@pytest.mark.parametrize("mechanism", ["one_transaction", "two_phase"])
+def test_a_key_that_another_writer_inserts_meanwhile_is_a_conflict(postgres: Any, mechanism: str) -> None:
+    """Its transaction is open when our row is judged: the INSERT waits, breaks the index, and is judged again."""
+    name = postgres.table("id bigint UNIQUE, version bigint, text text")
+    rig = Rig(postgres.sink(name, mechanism=mechanism, **INSERT, **LETTERS))
+    with psycopg.connect(postgres.url) as other, ThreadPoolExecutor() as pool:
+        other.execute(f"INSERT INTO {name} VALUES (1, 0, 'other')")
+        ours = pool.submit(run, rig, 0, [[(1, 1, "ours", None), (2, 1, "ours", None)]])
+        waits = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND application_name LIKE 'delivered%'"
+        wait_for(lambda: bool(postgres.execute(waits)), 30, "our INSERT waits")
+        other.commit()
+        ours.result(30)
+    assert sorted(postgres.execute(f"SELECT id, text FROM {name}")) == [(1, "other"), (2, "ours")]
+    assert left_out(rig) == {"conflict": 1}
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    from delivered.connectors.sqlite import CONNECTOR
+
+    def made(**options: str) -> Any:
+        return CONNECTOR.sink({"path": "/tmp/x.db", "table": "t", **options}).capability().write
+
+    write = made(**INSERT)
+    assert write.insert and write.on_conflict is OnConflict.SKIP
+    assert made(**EXPECT).on_conflict is OnConflict.FAIL
+    for wrong, says in [
+        ({"mode": "insert"}, "keyColumns"),
+        ({**INSERT, "versionColumn": "version"}, "versionColumn.*mode upsert"),
+        ({**EXPECT, "mode": "insert"}, "versionColumn|expectedVersion"),
+        ({"mode": "upsert", "keyColumns": "id", "expectedVersion": "was"}, "versionColumn"),
+        ({**EXPECT, "expectedVersion": "version"}, "twice"),
+        ({**EXPECT, "deleteColumn": "gone"}, "deleteColumn"),
+        ({**EXPECT, "onConflict": "skip"}, "fail, dead_letter"),
+        ({"onConflict": "skip"}, "onConflict.*mode insert"),
+        ({"onConstraint": "skip"}, "fail, dead_letter"),
+        ({"mode": "complete", "onConstraint": "dead_letter"}, "complete"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            made(**wrong)
+    sink = CONNECTOR.sink({"path": "/tmp/x.db", "table": "t", **EXPECT})
+    text = pa.schema([f if f.name != "was" else f.with_type(pa.string()) for f in SCHEMA])
+    with pytest.raises(UsageError, match=r"expectedVersion 'was' is string, but .* 'version', is int64"):
+        sink.check_schema(text)
+    with pytest.raises(UsageError, match="'was'"):
+        sink.check_schema(pa.schema([f for f in SCHEMA if f.name != "was"]))
+
+
+def test_a_null_key_is_refused(store: Store) -> None:
+    rig = Rig(store.sink(table=table(store), **INSERT))
+    with pytest.raises(DeliveredError, match="KEY_NULL"):
+        run(rig, 0, [[(None, 1, "x", None)]])  # type: ignore[list-item]
