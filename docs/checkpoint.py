@@ -24,7 +24,7 @@ What Spark demands of a changed query that keeps state is in its guide, under
 |---|---|---|---|
 """
 _BELOW = """
-Two drivers on one checkpoint, or on a copy of it: the second one is refused while the first one lives
+Two drivers on one checkpoint: the second one is refused while the first one lives
 (`delivered run --takeover` fences it), and a driver that lost its claim stops before its next decision.
 
 `repartition` is Spark's `spark._streamingCheckpointManager.repartition(checkpoint, partitions)`, in classic sessions
