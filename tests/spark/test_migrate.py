@@ -18,6 +18,8 @@ import pytest
 from tests.kafka_tools import read_committed
 from tests.spark.apps.migrate import query
 
+from delivered import Pipeline
+from delivered.audit.classes import Verdict
 from delivered.testing.supervisor import kill_tree, run
 
 WAIT_S = 300.0
@@ -164,6 +166,61 @@ def test_ours_refuses_a_first_start_that_it_was_not_told_of(migration: Migration
     assert sum(migration.found().values()) == 100
     migration.finish(spark, "kafka")
     assert migration.repeated() == []
+
+
+def test_adopted_on_a_new_checkpoint_nothing_is_read_twice_or_left_out(migration: Migration, spark: Any) -> None:
+    """`delivered adopt`: from Spark's own connector to ours, killed between decision and Spark's log, audited."""
+    migration.send(75)
+    migration.finish(spark, "kafka")
+    migration.send(75)
+    ends = Counter(m.partition() for m in read_committed(migration.bootstrap, migration.target))
+    old, file = migration.checkpoint, migration.folder / "orders.yaml"
+    file.write_text(
+        f"""
+pipeline: orders
+guarantee: exactly_once
+checkpoint: ours
+source: {{format: kafka, kafka.bootstrap.servers: "{migration.bootstrap}", subscribe: "{migration.source}",
+         maxOffsetsPerTrigger: 50}}
+transform: SELECT key, value FROM source
+sinks: [{{format: kafka, kafka.bootstrap.servers: "{migration.bootstrap}", topic: "{migration.target}"}}]
+trigger: available_now
+master: "local[2]"
+"""
+    )
+    died = old / "offsets" / "99"
+    died.write_text((old / "offsets" / "0").read_text())
+    refused = _cli("adopt", file, "--from-checkpoint", old, "--yes")
+    assert refused.returncode == 2 and "Batch 99" in refused.stderr and "not committed" in refused.stderr
+    died.unlink()
+    for words in (["--yes"], []):  # the second only looks at what the first one wrote
+        shown = _cli("adopt", file, "--from-checkpoint", old, *words)
+        assert shown.returncode == 0, shown.stderr
+        assert [f"{migration.source}-{p}: starts at offset 75, 75 offsets ahead" in shown.stdout for p in (0, 1)] == [
+            True,
+            True,
+        ]
+    assert "at-least-once" in shown.stdout and "nothing written" in shown.stdout
+    command = [*CLI, "run", str(file)]
+    hits = migration.folder / "hits"
+    outcome = run(command, "commit.decide:after@batch=1", hits, timeout_s=WAIT_S, env=_environment())
+    assert (outcome.exit_code, outcome.runs, len(outcome.kills)) == (0, 2, 1)
+    assert migration.repeated() == []
+    for wrong in (file, migration.folder / "again.yaml"):  # its checkpoint, and its ledger with another checkpoint
+        if wrong != file:
+            wrong.write_text(file.read_text().replace("checkpoint: ours", "checkpoint: other"))
+        again = _cli("adopt", wrong, "--from-checkpoint", old, "--yes")
+        assert again.returncode == 2 and "ADOPT_STARTED" in again.stderr, again.stderr
+    report = Pipeline.from_file(file).audit(spark, sink_from={migration.target: {str(p): n for p, n in ends.items()}})
+    assert report.verdict is Verdict.HELD and report.counts.sent == 150, str(report)
+
+
+CLI = [sys.executable, "-c", "from delivered.cli.main import app; app()"]
+
+
+def _cli(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [*CLI, *map(str, words)]
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
 def _environment() -> dict[str, str]:

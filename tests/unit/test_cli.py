@@ -18,6 +18,7 @@ COMMANDS = [
     ["init"],
     ["plan"],
     ["run"],
+    ["adopt"],
     ["audit"],
     ["doctor"],
     ["transactions", "list"],

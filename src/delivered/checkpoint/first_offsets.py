@@ -45,6 +45,11 @@ def kept(location: str, source: str = SOURCE) -> Offsets | None:
     return found
 
 
+def is_ours(location: str) -> bool:
+    """Whether a source of ours has stored its start here, under any name."""
+    return folder.holds(location, "delivered", FILE.rsplit("/", 1)[1])
+
+
 def _kept_by_spark(location: str) -> Offsets | None:
     text = folder.read(location, _SPARKS_OWN)
     if text is None:

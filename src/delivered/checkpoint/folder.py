@@ -135,6 +135,20 @@ def holds_state(location: str) -> bool:
         raise _unreadable(location, error) from error
 
 
+def holds(location: str, below: str, suffix: str) -> bool:
+    """Whether the folder `below` has a file whose name ends so.
+
+    Raises:
+        Unreachable: the checkpoint cannot be read.
+    """
+    filesystem, path = open_folder(location)
+    try:
+        found = filesystem.get_file_info(fs.FileSelector(f"{path}/{below}", allow_not_found=True))
+    except OSError as error:
+        raise _unreadable(location, error) from error
+    return any(info.base_name.endswith(suffix) for info in found)
+
+
 def logged(location: str) -> tuple[str | None, int | None]:
     """Incarnation and newest batch of a checkpoint whose query is stopped; None, None for a new one.
 

@@ -109,6 +109,35 @@ def plan(
 
 @app.command()
 @command
+def adopt(
+    file: FileArgument,
+    set_: SetOption = [],  # noqa: B006
+    from_checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint of a query with Spark's own Kafka source.")
+    ] = None,
+    from_group: Annotated[str | None, typer.Option(help="Consumer group.")] = None,
+    from_timestamp: Annotated[int | None, typer.Option(min=0, help="Milliseconds since 1970.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Write the start; without it, only show it.")] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Start a pipeline where another job stopped: show where, and with --yes keep it in the new checkpoint."""
+    pipeline = read(file, set_)
+    with working("asking the source, the sink and the old job"):
+        found = pipeline.adopt(checkpoint=from_checkpoint, group=from_group, timestamp_ms=from_timestamp, write=yes)
+    if output is Output.JSON:
+        say_json(found.to_json())
+        return
+    say(f"from {found.origin}")
+    for name, (offset, ahead) in found.partitions.items():
+        say(f"  {name}: starts at offset {offset:,}, {ahead:,} offsets ahead")
+    for text in found.notes:
+        say(f"- {text}")
+    did = f"written to {found.checkpoint}. Next: delivered run {file}"
+    say(did if found.written else f"nothing written. To write it to {found.checkpoint}: repeat with --yes")
+
+
+@app.command()
+@command
 def run(
     file: FileArgument,
     set_: SetOption = [],  # noqa: B006

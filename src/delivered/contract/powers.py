@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
 from delivered.contract.sink import Sink, SinkGroup
+from delivered.contract.source import Offsets
 from delivered.model.guarantee import Guarantee
 from delivered.model.identity import Scope, Target
 from delivered.model.outcome import Outcome
@@ -165,6 +167,44 @@ class OpenTransaction(Protocol):
         """Targets of its rows."""
 
     def age_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where another reader stopped.
+
+    Attributes:
+        offsets: as `SourceDriver.initial` gives them.
+        partitions: source partition -> (offset of the next record, records ahead of it now).
+        notes: what was assumed.
+    """
+
+    offsets: Offsets
+    partitions: Mapping[str, tuple[int, int]]
+    notes: tuple[str, ...] = ()
+
+
+class Adopter(Protocol):
+    """Finds where another reader of a source stopped. Runs on the driver; read-only.
+
+    Its methods raise Refused if records would be skipped or may have been read, and Unreachable.
+    """
+
+    def of_offsets(self, given: Offsets) -> Resumption:
+        """From the offsets in a checkpoint of Spark's own source."""
+
+    def of_group(self, group: str) -> Resumption:
+        """From a consumer group; Refused while it has members."""
+
+    def of_time(self, ms: int) -> Resumption:
+        """From the first record of each partition at or after this time, in milliseconds since 1970."""
+
+
+@runtime_checkable
+class Adopts(Protocol):
+    """A source that can begin where another reader stopped."""
+
+    def adopter(self) -> Adopter: ...
 
 
 @runtime_checkable

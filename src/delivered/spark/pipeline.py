@@ -6,6 +6,7 @@ Imports pyspark only where it is called: pipelines can be declared, and planned 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delivered.pipeline.definition import Definition
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delivered.audit.report import AuditReport
+    from delivered.pipeline.adopt import Adoption
 
 
 class Pipeline(Definition):
@@ -43,6 +45,32 @@ class Pipeline(Definition):
 
             session = session_facts(self, spark)
         return make_plan(gather(self, session, offline=offline, takeover=takeover))
+
+    def adopt(
+        self,
+        *,
+        checkpoint: str | Path | None = None,
+        group: str | None = None,
+        timestamp_ms: int | None = None,
+        write: bool = True,
+    ) -> Adoption:
+        """Make the first start begin where another job stopped: see `delivered.pipeline.adopt`. Does not start Spark.
+
+        Args:
+            checkpoint: of a query with Spark's own Kafka source: its last committed batch.
+            group: a consumer group: its committed offsets.
+            timestamp_ms: milliseconds since 1970: the first record of each partition at or after it.
+            write: False: only say what would be done.
+
+        Raises:
+            UsageError: not exactly one origin, or a source that cannot take over.
+            Refused: the old job has not ended or finished, the pipeline has already started, or records would be
+                skipped.
+            Unreachable: a server or a checkpoint did not answer.
+        """
+        from delivered.pipeline.adopt import adopt
+
+        return adopt(self, checkpoint=checkpoint, group=group, timestamp_ms=timestamp_ms, write=write)
 
     def start(self, spark: SparkSession | None = None, *, takeover: bool = False) -> StreamingQuery:
         """Plan, then start the query.

@@ -207,6 +207,19 @@ class KafkaDriverClient:
 
         return self._patiently(ask, group)
 
+    def committed(self, group: str, partitions: list[Partition]) -> dict[Partition, int]:
+        """Offsets that a consumer group has committed, of these partitions. Raises Unreachable, UsageError."""
+        ck = kafka_client()
+
+        def ask(timeout_s: float) -> dict[Partition, int]:
+            wanted = ck.ConsumerGroupTopicPartitions(group, [ck.TopicPartition(*p) for p in partitions])
+            futures = self._connected().list_consumer_group_offsets([wanted], request_timeout=timeout_s)
+            found = self._result(futures[group], timeout_s, group, "GROUP_ID_NOT_FOUND")
+            told = found.topic_partitions if found is not None else ()
+            return {(t.topic, t.partition): t.offset for t in told if t.error is None and t.offset >= 0}
+
+        return self._patiently(ask, f"group {group}")
+
     def commit(self, group: str, at: Mapping[Partition, int]) -> None:
         """Commit offsets to a consumer group. Raises Unreachable, UsageError."""
         if not at:

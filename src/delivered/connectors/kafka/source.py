@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import tenacity
@@ -31,6 +32,9 @@ from delivered.model.errors import DeliveredError, InvariantBroken, UsageError
 from delivered.model.limits import RESTART_CONFIRM_S
 from delivered.source.columns import columns
 from delivered.source.ranges import Range, admit, split
+
+if TYPE_CHECKING:
+    from delivered.connectors.kafka.adopt import KafkaAdopter
 
 log = logging.getLogger("delivered.kafka")
 
@@ -97,6 +101,12 @@ class KafkaSource:
 
     def driver(self) -> KafkaDriver:
         return KafkaDriver(self.options)
+
+    def adopter(self) -> KafkaAdopter:
+        """See `delivered.contract.powers.Adopts`."""
+        from delivered.connectors.kafka.adopt import KafkaAdopter
+
+        return KafkaAdopter(self.options)
 
     def read(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         from delivered.connectors.kafka.reader import read_range

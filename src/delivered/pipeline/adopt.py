@@ -1,0 +1,238 @@
+"""Take over where another job stopped: its position becomes the start of a pipeline with a new checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from delivered.checkpoint import first_offsets
+from delivered.checkpoint.folder import holds_state, logged, read_view
+from delivered.contract.powers import Adopts, Resumption
+from delivered.engine.context import open_ledger
+from delivered.model.errors import Refused, UsageError
+from delivered.model.offsets import by_source
+from delivered.model.work import CheckpointView
+from delivered.pipeline.definition import Definition
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What `adopt` will write, or wrote.
+
+    Attributes:
+        origin: where the old job's position was read.
+        checkpoint: the pipeline's, where the start is kept.
+        partitions: source partition -> (first offset that the pipeline reads, records ahead of it now).
+        notes: what the user must know.
+        written: whether the start is kept in the checkpoint.
+    """
+
+    origin: str
+    checkpoint: str
+    partitions: Mapping[str, tuple[int, int]]
+    notes: tuple[str, ...]
+    written: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        partitions = {p: {"offset": offset, "ahead": ahead} for p, (offset, ahead) in self.partitions.items()}
+        return {**self.__dict__, "partitions": partitions, "notes": list(self.notes)}
+
+
+def adopt(
+    pipeline: Definition,
+    *,
+    checkpoint: str | Path | None = None,
+    group: str | None = None,
+    timestamp_ms: int | None = None,
+    write: bool = True,
+) -> Adoption:
+    """Start `pipeline` where another job stopped.
+
+    Writes one file into the pipeline's checkpoint, with which its batch 0 starts. May be called again, also after it
+    was killed: the same start is kept once. Changes nothing in the source, the sink or the old job.
+
+    Args:
+        checkpoint: of a query with Spark's own Kafka source: its last committed batch.
+        group: a consumer group: its committed offsets.
+        timestamp_ms: milliseconds since 1970: the first record of each partition at or after it.
+        write: False: only say what would be done.
+
+    Raises:
+        UsageError: not exactly one origin, or a source that cannot take over.
+        Refused: the old job has not ended or finished, the pipeline has already started, or records would be skipped.
+    """
+    origins = {"checkpoint": checkpoint, "group": group, "timestamp": timestamp_ms}
+    given = [name for name, value in origins.items() if value is not None]
+    if len(given) != 1:
+        raise UsageError(
+            "ADOPT_ORIGIN",
+            f"adopt takes the old job's position from one origin, and {' and '.join(given) or 'none'} is given.",
+            next_step="name its checkpoint, its consumer group, or a timestamp",
+        )
+    name, source = next(iter(pipeline.sources.items()))
+    origin = None if len(pipeline.sources) > 1 or source.is_spark_own else source.source()
+    if not isinstance(origin, Adopts):
+        raise UsageError(
+            "ADOPT_SOURCE",
+            f"The pipeline's source is {', '.join(pipeline.sources)} ({source.system}); adopt needs one source, Kafka.",
+            next_step="continue on the old checkpoint (docs/migrate.md)",
+        )
+    _not_started(pipeline)
+    adopter = origin.adopter()
+    view = None
+    if checkpoint is not None:
+        view = _finished(str(checkpoint), pipeline)
+        lines = by_source(view.offsets)
+        if len(lines) != 1:
+            raise Refused(
+                "ADOPT_SOURCES",
+                f"The query of {str(checkpoint)!r} has {len(lines)} sources; one can be taken over.",
+                next_step="continue on the old checkpoint (docs/migrate.md)",
+            )
+        found = adopter.of_offsets(_offsets(next(iter(lines.values())), str(checkpoint)))
+        where = f"batch {view.batch} of the checkpoint {str(checkpoint)!r}, its last one, committed"
+    elif group is not None:
+        found, where = (
+            adopter.of_group(group),
+            f"the committed offsets of the consumer group {group!r}, without members",
+        )
+    else:
+        found, where = adopter.of_time(int(timestamp_ms or 0)), f"the first records at or after {timestamp_ms} ms"
+    adoption = Adoption(where, pipeline.checkpoint, found.partitions, (*found.notes, *_notes(view, group)))
+    _keep(pipeline, name, found, write=False)
+    if not write:
+        return adoption
+    if view is not None and read_view(str(checkpoint)) != view:
+        raise Refused(
+            "ADOPT_RUNNING",
+            f"The query of {str(checkpoint)!r} began another batch meanwhile: it is still running.",
+            next_step="stop it, then repeat",
+        )
+    _keep(pipeline, name, found, write=True)
+    return replace(adoption, written=True)
+
+
+def _not_started(pipeline: Definition) -> None:
+    """
+    Raises:
+        Refused: the checkpoint has a batch, or the ledger one of this pipeline.
+    """
+    _, batch = logged(pipeline.checkpoint)
+    if batch is not None:
+        raise Refused(
+            "ADOPT_STARTED",
+            f"The checkpoint {pipeline.checkpoint!r} already has batch {batch}: it goes on from there.",
+            next_step="give the pipeline a new checkpoint",
+        )
+    spec = pipeline.spec
+    sinks = spec.open()
+    ledger = open_ledger(sinks, spec.scope(sinks))
+    try:
+        state = ledger.look()
+    finally:
+        ledger.close()
+    if state.last is not None or state.earlier or state.begun is not None or state.earlier_begun:
+        raise Refused(
+            "ADOPT_STARTED",
+            f"The ledger already holds batches of pipeline {pipeline.name!r} from another checkpoint.",
+            next_step="give the pipeline a new name; or continue with its own checkpoint",
+        )
+
+
+def _finished(location: str, pipeline: Definition) -> CheckpointView:
+    """The last batch of a query with Spark's own source.
+
+    Raises:
+        Refused: it is not committed, the query keeps state, or it is one of ours.
+    """
+    incarnation, batch = logged(location)
+    if incarnation is None or batch is None:
+        raise Refused(
+            "ADOPT_CHECKPOINT_EMPTY",
+            f"The checkpoint {location!r} has no batch.",
+            next_step="correct the path: the folder with metadata, offsets and commits",
+        )
+    view = read_view(location)
+    if first_offsets.is_ours(location):
+        raise Refused(
+            "ADOPT_OURS",
+            f"The checkpoint {location!r} belongs to a source of delivered.",
+            next_step=f"continue on it: checkpoint: {location}",
+        )
+    if holds_state(location):
+        raise Refused(
+            "ADOPT_STATE",
+            f"The query of {location!r} keeps state, which a new checkpoint would not have.",
+            next_step="continue on the old checkpoint (docs/migrate.md)",
+        )
+    if view.logged != view.batch:
+        raise Refused(
+            "ADOPT_UNFINISHED",
+            f"Batch {view.batch} of {location!r} is logged and not committed: the query is running, or died in it. "
+            f"Of the batch's records, up to {view.offsets[:300]}, the old sink may hold none, some or all.",
+            next_step="run the old query once more with trigger(availableNow=True), so that it finishes the batch",
+        )
+    if Path(location).absolute() == Path(pipeline.checkpoint):
+        raise Refused(
+            "ADOPT_SAME",
+            f"The pipeline's checkpoint is the old one, {location!r}.",
+            next_step="give the pipeline a new checkpoint; or continue on the old one (docs/migrate.md)",
+        )
+    return view
+
+
+def _offsets(text: str, location: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Refused(
+            "ADOPT_OFFSETS",
+            f"The offsets in {location!r} are not those of a Kafka source: {text[:100]!r}.",
+            next_step="adopt needs a query with format('kafka')",
+        )
+    return found
+
+
+def _keep(pipeline: Definition, source: str, found: Resumption, *, write: bool) -> None:
+    """
+    Raises:
+        Refused: the checkpoint keeps another start.
+    """
+    kept = first_offsets.kept(pipeline.checkpoint, source)
+    if kept is None and write:
+        kept = first_offsets.keep(pipeline.checkpoint, lambda: found.offsets, source)
+    if kept is not None and kept != found.offsets:
+        raise Refused(
+            "ADOPT_STARTED",
+            f"The checkpoint {pipeline.checkpoint!r} already keeps another start: {json.dumps(kept)[:300]}.",
+            next_step="give the pipeline a new checkpoint; or start it, and it begins there",
+        )
+
+
+def _notes(view: CheckpointView | None, group: str | None) -> tuple[str, ...]:
+    sink = "the old job's sink is left as it is"
+    if view is not None:
+        sink += (
+            ". If that job was at-least-once, records of batches that it ran again are there twice; its last batch is "
+        )
+        sink += "finished"
+    if view is not None:
+        return (
+            f"{sink}. The audit counts from this start: name these records with audit: own, or write to a new target",
+            "an idle query cannot be told from a stopped one: stop it before the pipeline starts",
+        )
+    if group is not None:
+        return (
+            f"{sink}. Records that it wrote and whose offsets it had not committed are written again; records whose "
+            "offsets it committed before it wrote them are skipped",
+            "a consumer with assign() is no member: stop it before the pipeline starts",
+        )
+    return (
+        f"{sink}. A timestamp says nothing of what it read: records before are skipped, records from then on are "
+        "delivered, whether it wrote them or not",
+    )
