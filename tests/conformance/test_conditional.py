@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -14,6 +15,7 @@ import pytest
 from tests.support.keyed_stores import STORES, Store
 from tests.support.sinks import Rig, offsets
 
+import delivered
 from delivered.contract.powers import CountsLeftOut
 from delivered.engine.context import Context
 from delivered.engine.decide import commit_batch
@@ -239,6 +241,22 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         sink.check_schema(text)
     with pytest.raises(UsageError, match="'was'"):
         sink.check_schema(pa.schema([f for f in SCHEMA if f.name != "was"]))
+
+
+def test_the_plan_says_what_the_table_decides_and_refuses_weaker_guarantees(tmp_path: Path) -> None:
+    def planned(guarantee: str, **options: str) -> str:
+        sink = delivered.sqlite(str(tmp_path / "x.db"), "t", **options)
+        source = delivered.log(str(tmp_path / "log"))
+        made = delivered.Pipeline(
+            name="p", guarantee=guarantee, checkpoint=str(tmp_path / "c"), source=source, sinks=[sink]
+        )
+        return " ".join(str(made.plan(offline=True)).split())
+
+    assert "a key that is there stays: others are skipped and counted" in planned("exactly_once", **INSERT)
+    said = planned("exactly_once", **EXPECT, onConstraint="dead_letter")
+    assert "only if its version is was: others stop the query, broken constraints to dead letters" in said
+    for options in (INSERT, EXPECT, {"onConstraint": "dead_letter"}):
+        assert "MODE_CONDITIONAL" in planned("at_least_once", **options)
 
 
 def test_a_null_key_is_refused(store: Store) -> None:
