@@ -182,7 +182,7 @@ guarantee: exactly_once
 checkpoint: ours
 source: {{format: kafka, kafka.bootstrap.servers: "{migration.bootstrap}", subscribe: "{migration.source}",
          maxOffsetsPerTrigger: 50}}
-transform: SELECT key, value FROM source
+transform: {{sql: "SELECT key, value FROM source"}}
 sinks: [{{format: kafka, kafka.bootstrap.servers: "{migration.bootstrap}", topic: "{migration.target}"}}]
 trigger: available_now
 master: "local[2]"
