@@ -36,10 +36,10 @@ DISK_MB = 24
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked: this sink, this guarantee, this workload, this fault, this seed.
+    """What to run: sink, guarantee, workload, fault and seed.
 
     Attributes:
-        source: empty: the one that the sink is fed from unless somebody asks for another.
+        source: empty: the sink's default source.
     """
 
     sink: str
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Short enough for a pipeline's name."""
+        """Short enough for a pipeline name."""
         short = {"exactly_once": "eo", "at_least_once": "alo", "at_most_once": "amo"}[self.guarantee.value]
         from_source = f"{self.source.replace('_', '-')}-" if self.source else ""
         name = f"{from_source}{self.sink}-{short}-{self.workload}-{self.fault.name}-{self.service[0]}{self.seed}"
@@ -67,15 +67,15 @@ class Case:
 
 @dataclass
 class Result:
-    """What came out of a case. The first ten fields are the format that others read.
+    """The result of a case. The first ten fields are the format that others read.
 
     Attributes:
-        source: empty: the one that the sink is fed from unless somebody asks for another.
-        plain_s: seconds from a plain restart to its first effect: of this case if nothing was killed in it, else the
-            one that recovery is compared with.
+        source: empty: the sink's default source.
+        plain_s: seconds from a plain restart to its first effect: of this case if it killed nothing, else of the
+            baseline that recovery is compared with.
         missing, extra, different: keys of an operator's rows, against its oracle.
-        recovery_s: the same of each restart after a SIGKILL of the driver; recovery: the verdict on them, apart from
-            the case's.
+        recovery_s: the same for each restart after a SIGKILL of the driver; recovery: their verdict, separate from the
+            case's.
     """
 
     sink: str
@@ -118,7 +118,7 @@ class Result:
 
     @property
     def between(self) -> str:
-        """The sink, behind a source that was asked for."""
+        """The sink, with the source if one was chosen."""
         return f"{self.source} to {self.sink}" if self.source else self.sink
 
     def to_json(self) -> dict[str, Any]:
@@ -131,11 +131,11 @@ class Result:
 
 
 def run_case(case: Case, environment: Environment, *, plain_s: float | None = None, audit: bool = False) -> Result:
-    """Run it and judge it. Whatever goes wrong with the judging itself is unknown, never a pass.
+    """Run and judge a case. An error in judging gives unknown, never a pass.
 
     Args:
-        plain_s: time to the first effect of a plain restart; None: not known.
-        audit: also ask `delivered audit`. Under at_most_once it is always asked, for what was given up.
+        plain_s: time to the first effect of a plain restart; None: unknown.
+        audit: also run `delivered audit`. Under at_most_once it always runs, to count what was given up.
     """
     began = time.monotonic()
     folder = environment.folder / case.name
@@ -187,7 +187,7 @@ def _fixture(
         yield fixture
     finally:
         fixture.close()
-        if disk is not folder:  # else a server would miss a part of its data when the disk goes
+        if disk is not folder:  # else a server would lose part of its data along with the disk
             with contextlib.suppress(Exception):
                 fixture.setting.sink.remove()
 
@@ -201,11 +201,11 @@ def _setting(
     stack: contextlib.ExitStack,
     on_fire: Callable[[Fired], None],
 ) -> Setting:
-    """The source, the sink and the network that the case's names ask for.
+    """Source, sink and network of the case.
 
     Args:
-        disk: where checkpoint and files of the sink go: the folder, or a disk of its own that is soon full.
-        on_fire: what a proxy tells of each request that it hit.
+        disk: for the checkpoint and the sink's files: the folder, or a small disk of its own.
+        on_fire: called by a proxy for each request that a rule hit.
         stack: closes the proxy.
     """
     needs, template, kind = case.fault.needs, environment.template, SINK_KINDS[case.sink]
@@ -224,7 +224,7 @@ def _setting(
         stack.callback(proxy.close)
 
     def address(of: str | None) -> str | None:
-        """The network is that of the server that the whole sink is named after."""
+        """Address on the network of that server; the network is the one that the whole sink is named after."""
         return proxy.bootstrap if proxy is not None and of == kind.server else None
 
     def client(name: str) -> SinkClient:
@@ -236,7 +236,7 @@ def _setting(
         return one.client(one, SinkPlace(case.name, at, disk, address(one.server), workload, typed, small, options))
 
     source_server = server_of(source.server)
-    # Only a source that is the sink's own, Kafka's, is reached through its proxy.
+    # Only Kafka as the sink's own source is reached through its proxy.
     through = address(source.server) if source.name == KAFKA else None
     log, connector = folder / "log", environment.source_format
     return Setting(
@@ -289,7 +289,7 @@ def _add_facts(result: Result, fixture: Fixture) -> None:
     evidence = fixture.result
     if evidence is None:
         return
-    if evidence.stays_down:  # nothing was skipped: the records wait behind the stop
+    if evidence.stays_down:  # nothing was skipped: the remaining records are still in the source
         result.lost, result.undelivered = 0, result.lost
     if evidence.final is not None and not evidence.stays_down:
         by_key = {what: len(texts) for what, texts in differences(evidence).items()}
@@ -309,7 +309,7 @@ def _add_facts(result: Result, fixture: Fixture) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Of a case that held, history and output are kept; data and checkpoints are not."""
+    """Keep only history and output of a case that held; delete data and checkpoints."""
     for name in ("checkpoint", "checkpoint.older", "checkpoint.newest", "checkpoint.kept", "log", "disk", "effects"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in [*folder.glob("effects.db*"), *folder.glob("*.spark.log")]:

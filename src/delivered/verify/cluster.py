@@ -1,5 +1,5 @@
-"""A Spark standalone cluster of two machines, as far as one machine can be two: a master, and workers on addresses of
-their own, because Spark never runs a speculative attempt on the host of the first one."""
+"""A Spark standalone cluster of two "machines" on one host: a master, and workers on addresses of their own, because
+Spark never runs a speculative attempt on the host of the first one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KIND = "org.apache.spark.deploy"
 
 
 class Cluster:
-    """Context manager. One core for each worker."""
+    """Context manager. One core per worker."""
 
     def __init__(self, folder: Path) -> None:
         found = importlib.util.find_spec("pyspark")
@@ -39,7 +39,7 @@ class Cluster:
         return f"spark://127.0.0.1:{self._port}"
 
     def conf(self, crash: str, crash_folder: Path) -> dict[str, str]:
-        """Spark configuration of a driver that uses the cluster, whose executors know a crash point."""
+        """Spark configuration of a driver on this cluster whose executors know a crash point."""
         return {
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",

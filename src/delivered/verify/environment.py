@@ -1,4 +1,4 @@
-"""Where cases run: a folder, servers that are started when the first case needs them, and small disks."""
+"""Where cases run: a folder, servers started on first use, and small disks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Say = Callable[[str], None]
 
 
 class Environment:
-    """Cases run in it one after the other.
+    """Runs cases one after the other.
 
     Args:
-        env: of the pipelines' processes.
-        sink_options: over those of every sink in the pipeline file; `format` puts another connector in its place.
-        template: the user's own pipeline, which every case then runs.
-        source_format: another connector in the place of every queue's.
+        env: for the pipelines' processes.
+        sink_options: override the options of every sink in the pipeline file; `format` replaces the connector.
+        template: the user's own pipeline, run by every case.
+        source_format: a connector that replaces the one of every queue.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Environment:
         self._servers: dict[str, brokers.Broker] = {}
 
     def server(self, kind: str) -> brokers.Broker:
-        """The one of this environment, started if need be; `kind` as `delivered.brokers` names it."""
+        """This environment's server, started on first use; `kind` as named by `delivered.brokers`."""
         if kind not in self._servers:
             place = self._place(kind)
             shutil.rmtree(place, ignore_errors=True)
@@ -74,7 +74,7 @@ def can_mount() -> bool:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """A disk of its own for a folder, while it lasts."""
+    """A disk of its own for a folder, unmounted on exit."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True)
     try:

@@ -1,4 +1,4 @@
-"""All that a judge may look at: what went in, what came out, what was seen on the way, what was done to it."""
+"""Everything a judge may look at: input, output, observations during the run, and the faults."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Seen:
     """One effect, as a reader of the sink found it.
 
     Attributes:
-        effect: what tells it from all others: the record's id and a digest of what it says.
-        partition: part of the sink that keeps an order: a partition, a table.
+        effect: its identity: the record's id and a digest of its content.
+        partition: the part of the sink that keeps order: a partition, a table.
         position: grows within a partition in the order in which effects became visible.
-        key, number: the record's key, and its place in the sequence of this key; None: the workload has no sequences.
+        key, number: the record's key, and its position in the key's sequence; None: the workload has no sequences.
         at_s: when this reader saw it, in seconds since the run began.
     """
 
@@ -34,9 +34,9 @@ class Stop:
     """How a run of the pipeline had to end, and how it did.
 
     Attributes:
-        wanted: codes of errors that are right here, without prefix; empty: it had to go on to the end.
-        got: code of the run's error; None: it ended well. "?" when it ended badly and named no code.
-        when: at which moment of the case.
+        wanted: codes of the errors that are correct here, without prefix; empty: it had to run to the end.
+        got: code of the run's error; None: it succeeded. "?" if it failed without a code.
+        when: the moment in the case.
     """
 
     wanted: tuple[str, ...] = ()
@@ -54,24 +54,24 @@ class Evidence:
     Attributes:
         expected: effect -> copies, from the source as read at the end. A record that is in the source twice is
             expected twice.
-        wanted: of an operator, key -> the effect that its newest row must be; None: rows have no such keys.
-        states: of an operator whose rows replace others, the effects that are there after each batch, from the first
-            one on; None: all rows stay.
+        wanted: for an operator, key -> the effect its newest row must be; None: rows have no such keys.
+        states: for an operator whose rows replace others, the effects present after each batch, from the first one on;
+            None: all rows stay.
         acknowledged: ids of records whose sends were confirmed.
         in_source: ids found in the source.
-        offered: ids that were ever sent, whatever became of it.
-        seen: by the reader that ran all along, in its order.
-        final: by the last reader, after everything ended; None: there was no last read.
+        offered: ids ever sent, whatever the outcome.
+        seen: by the continuous reader, in its order.
+        final: by the last reader, after everything ended; None: there was no final read.
         snapshots: moments at which the reader saw the whole sink at once, as (seconds, effects visible).
         batches: effects of each batch, from the checkpoint and the source; None: unknown.
-        batch_atomic: whether the sink claims that a batch is visible whole or not at all.
+        batch_atomic: whether the sink claims that a batch becomes visible atomically.
         ordered: whether effects of one key must become visible in the order in which they were sent.
         given_up: records that the product reports as given up; None: it reports none.
-        audit_verdict: what the product's own audit says, "held" or "broken" or "unknown"; None: nobody asked.
-        open_transactions: what blocks readers after the end; None: nobody looked.
+        audit_verdict: of the product's own audit, "held", "broken" or "unknown"; None: it was not run.
+        open_transactions: what blocks readers after the end; None: not checked.
         required, fired: names of faults.
-        stops: ends of runs on which something depends; the last one is the end of the case.
-        stays_down: the pipeline is right not to go on any more: what it did not get to is not lost.
+        stops: ends of the runs whose outcome matters; the last one is the end of the case.
+        stays_down: the pipeline is right to stay stopped: what it did not reach is not lost.
         recovery_s: seconds from each restart after a SIGKILL to the first new effect; plain_s: of a plain restart.
     """
 
@@ -100,7 +100,7 @@ class Evidence:
 
     @property
     def found(self) -> Counter[str]:
-        """Effect -> copies in the last read.
+        """Effect -> copies in the final read.
 
         Raises:
             ValueError: there was none.

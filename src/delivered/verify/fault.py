@@ -31,14 +31,13 @@ class Fault:
     """
     Attributes:
         place: one of `PLACES`.
-        requires: names that must fire, each as often as it stands here.
+        requires: names that must fire, each as often as it is listed.
         workload: the one that this fault needs; None: the case's.
         extra: more keys of the pipeline file.
         needs: PROXY: the pipeline reaches its sink's server through one; BROKER: a server that may be killed; MOUNT: a
-            small disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads
-            topics.
-        keeps_order: whether a key's effects must still come in order.
-        quick: part of the quick subset; soak: part of the soak alone.
+            small disk of its own; CLUSTER: a Spark with executors on several hosts; TOPICS: a source that reads topics.
+        keeps_order: whether effects of a key must still be in order.
+        quick: part of the quick subset; soak: part of the soak only.
     """
 
     name: str

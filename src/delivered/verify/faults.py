@@ -1,5 +1,5 @@
-"""The catalogue: which fault at which failure point, for which guarantee and sink, and what must fire; and what is done
-to a source and a sink together."""
+"""The fault catalogue: which fault at which failure point, for which guarantee and sink, and what must fire; and the
+faults of a source and a sink together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL_BATCHES = {"rows_per_batch": 20}
 
 
 def catalogue(guarantee: Guarantee, sink: str) -> list[Fault]:
-    """Every fault of a guarantee and a sink, in the order of failure points; the undisturbed run first."""
+    """Every fault of a guarantee and a sink, ordered by failure point; the undisturbed run first."""
     kind = SINK_KINDS[sink]
     if guarantee not in kind.guarantees:
         return []
@@ -56,10 +56,10 @@ def _server(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     if kind.server is not None:
         points = [f"{prepare}:before", f"{decide}:after"]
         if exactly and not kind.two_phase:
-            points.insert(1, "commit.apply:after#2")  # inside the transaction that decides
+            points.insert(1, "commit.apply:after#2")  # inside the deciding transaction
         text = "the server is killed while a shard is sent, and after a batch is decided"
         yield Fault("broker-killed", "F3", text, *interference.broker_killed(*points), needs=(BROKER,))
-        # Half messages block nobody: from outside it cannot be seen whether any is open.
+        # Half messages block nobody, so an open one cannot be detected from outside.
         if exactly and kind.two_phase and not kind.sends:
             restarted = interference.broker_restarted("commit.decide:before", "commit.apply:before")
             text = "the server is restarted with transactions open: before a batch is decided, and before it is applied"
@@ -88,7 +88,7 @@ def _consumer(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     yield Fault("killed-before", "F6a", "killed before a record is processed", *kills(*before))
     between = [f"{write}:after", f"{prepare}:after", f"{decide}:before", f"{decide}:after"]
     if exactly:
-        # The batch decided by the kill before is finished by recovery, which is killed too.
+        # Recovery finishes the batch that was decided before the kill, and is killed too.
         between += ["recover.apply:before", "recover.apply:after@batch=0"] if kind.two_phase else []
         between += ["commit.apply:before", "commit.apply:after"]
     text = "killed at every step between processing and recording"
@@ -104,7 +104,7 @@ def _consumer(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
     yield Fault("killed-reading", "F6a", "killed while records are read, through the JVM", *reading, workload="sql")
     text = "killed while records are read, by the task that writes them"
     yield Fault("killed-reading-directly", "F6a", text, *reading)
-    # Under at_most_once a second attempt gives its shard up, and comes to no further point.
+    # Under at_most_once a second attempt gives its shard up and reaches no further point.
     failing = [f"{write}:after", f"{prepare}:before", f"{prepare}:after"][: 1 if at_most else 3]
     text = f"a task fails {len(failing)} times, and is run again in the same batch"
     yield Fault("task-retried", "F6b", text, *scripts.task_retried(*failing), extra=scripts.RETRIES)
@@ -122,8 +122,8 @@ def _consumer(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
 
 
 def _zombies(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
-    # Paused inside the transaction that decides, or between a decision and its being applied. A driver that is paused
-    # with SQLite's write lock leaves nobody else a way in, which is no guarantee's business.
+    # Paused inside the deciding transaction, or between decide and apply. A driver paused with SQLite's write lock
+    # blocks every takeover, which is outside any guarantee.
     exactly = guarantee is EXACTLY
     for step in ("decide", "prepare", *(["apply"] if exactly and kind.name != SQLITE else [])):
         text = f"a driver is paused before {point(guarantee, step)}, another takes over, the first wakes up"
@@ -184,7 +184,7 @@ def _state(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
 
 
 def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
-    """Many faults in one case, for the number of them."""
+    """Many faults in one case, for their sheer number."""
     text = f"killed {SOAK_KILLS} times at random moments, in small batches"
     yield Fault("soak-kills", "F6b", text, *random_kills(SOAK_KILLS), extra=SMALL_BATCHES, soak=True)
     if sink == KAFKA:
@@ -192,14 +192,14 @@ def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
         yield soak_network(guarantee, text, SMALL_BATCHES)
 
 
-# -- a source and a sink: few faults, which say most of a pair ---------------------------------------------------------
+# -- a source and a sink: the few faults that say most about a pair ----------------------------------------------------
 
 
 def source_catalogue(guarantee: Guarantee, sink: str, source: str) -> list[Fault]:
     """Every fault of a guarantee, a sink and a source; the undisturbed run first.
 
-    The sink's own catalogue is run with one source; what changes with the source is what is read again after a kill,
-    a kill of the server that holds it, and of the receivers of a queue.
+    The sink's own catalogue runs with one source. What depends on the source: what is read again after a kill, a kill
+    of the server that holds it, and kills of a queue's receivers.
     """
     if guarantee not in SINK_KINDS[sink].guarantees:
         return []
@@ -226,7 +226,7 @@ def _of_source(guarantee: Guarantee, source: SourceKind) -> Iterator[Fault]:
 
 
 def _receivers(guarantee: Guarantee) -> Iterator[Fault]:
-    """Messages that come again come behind others: order is not judged."""
+    """Redelivered messages come behind others, so order is not judged."""
     decide = point(guarantee, "decide")
     text = "the receiver is killed at each of its steps, from taking messages to acknowledging them"
     yield Fault("receiver-killed", "F6c", text, *receivers.killed(), keeps_order=False)

@@ -1,4 +1,4 @@
-"""One case while it runs: the pipeline file, its runs, the workload, the reader, and what a fault's script may do."""
+"""One case while it runs: pipeline file, runs, workload, reader, and the actions available to a fault's script."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Part = TypeVar("Part")
 
 @dataclass
 class Setting:
-    """What a case runs on: its place, its records, source and sink, and what stands between them.
+    """What a case runs on: folder, records, source and sink, and any proxy in between.
 
     Attributes:
         checkpoint: its folder.
         extra: more keys of the pipeline file.
         proxy, broker: None without a server.
-        source_broker: holds the source; None: no server does.
-        plain_s: time to the first effect of a plain restart; None: not known.
-        env: of the pipeline's processes.
-        template: a pipeline of the user's to take in place of the verifier's own.
+        source_broker: holds the source; None: the source needs no server.
+        plain_s: time to the first effect of a plain restart; None: unknown.
+        env: for the pipeline's processes.
+        template: a user's pipeline that replaces the verifier's own.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Setting:
 
 
 class Fixture:
-    """See the module. Used by one thread; the reader has its own."""
+    """See the module. Not thread-safe; the reader has its own thread."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -96,12 +96,12 @@ class Fixture:
         self.setting.sink.create()
         self.reader.start()
         if isinstance(source, QueueSource):
-            # A file of its own: a receiver may be reading it while the pipeline's is written anew.
+            # A copy: a receiver may be reading the file while the pipeline's is rewritten.
             file = shutil.copy(self.pipeline_file(), self.folder / "receivers.yaml")
             self.receiving = Receiving(self.folder, source, Path(file), self.history, self.setting.env)
 
     def close(self) -> None:
-        """End everything that this fixture started. May be called again."""
+        """Stop everything that this fixture started. May be called again."""
         for run in self.runs:
             if run.lives:
                 run.kill()
@@ -114,14 +114,14 @@ class Fixture:
 
     @property
     def left(self) -> list[Record]:
-        """Records that were not sent yet."""
+        """Records not sent yet."""
         return self.records[self._sent :]
 
     def send(self, share: float = 1.0, *, arrive: bool = True) -> None:
-        """Send a share of all records, or what is left of them, and wait until they are acknowledged.
+        """Send a share of all records, or those that are left, and wait for the acknowledgements.
 
         Args:
-            arrive: of a queue, also wait until receivers have them in the log, where a start finds them.
+            arrive: for a queue, also wait until receivers have written them to the log, where a start finds them.
         """
         part = self.left[: max(1, round(share * len(self.records)))]
         ids = [self._record_id(r) for r in part]
@@ -133,7 +133,7 @@ class Fixture:
             self.arrive()
 
     def arrive(self) -> None:
-        """Wait until a start of the pipeline finds all acknowledged records, or nothing moves any more."""
+        """Wait until a start of the pipeline would find all acknowledged records, or progress stops."""
         if self.receiving is not None:
             self.receiving.settle({i for i, end in sends(self.history).items() if end is End.OK})
 
@@ -142,10 +142,10 @@ class Fixture:
         return self._present(self.receiving, "NO_RECEIVER", "its source needs no receiver")
 
     def producer(self, portion: int, pause_s: float, again: bool = True) -> Producer:
-        """A producer application for all that is left, as a process that can be killed.
+        """A producer application, in a process that can be killed, for all records that are left.
 
         Args:
-            again: restarted, it sends again what was not acknowledged.
+            again: after a restart it resends what was not acknowledged.
         """
         left = [replace(r, id=self._record_id(r)) for r in self.left]
         producer = Producer(self.folder, self.setting.source, self.history, left, portion, pause_s, again)
@@ -155,7 +155,7 @@ class Fixture:
     # -- the pipeline -----------------------------------------------------------------------------------------------
 
     def pipeline_file(self) -> Path:
-        """The pipeline as a user would write it down."""
+        """The pipeline as a user would write it."""
         s = self.setting
         source = s.source.options()
         if s.workload.rows_per_batch is not None or "rows_per_batch" in self.extra:
@@ -194,11 +194,11 @@ class Fixture:
             return {"sql": self.sql}
         workload = self.setting.workload
         if workload.python:
-            # A static table is no state, and gives other rows when it has changed.
+            # A static table is not state; if it changes, a rerun gives other rows.
             keeps = workload.table is None
             return {"python": workload.python, "stateful": keeps, "deterministic": keeps}
         if workload.topics > 1:
-            # A table has no topics: there both go into one.
+            # A table has no topics: both kinds of rows go into one.
             return (
                 {"select": ["key", "value", "topic"], "arrow": self.arrow}
                 if self.setting.sink.system == "kafka"
@@ -207,7 +207,7 @@ class Fixture:
         return {"select": ["key", "value"]} | ({"arrow": self.arrow} if self.arrow else {})
 
     def start(self, crash: str = "", *arguments: str) -> Run:
-        """Start the pipeline, to stop at these points."""
+        """Start the pipeline with these crash points."""
         if self.receiving is not None:
             self.receiving.ready()
         number = len(self.runs) + 1
@@ -225,7 +225,7 @@ class Fixture:
         return run
 
     def end(self, run: Run, timeout_s: float = END_TIMEOUT_S) -> str | None:
-        """Wait until a run ends by itself; return the code of its error, None if it ended well."""
+        """Wait for a run to end by itself; return its error code, None if it succeeded."""
         try:
             run.wait_end(timeout_s)
         except TimeoutError:
@@ -237,19 +237,19 @@ class Fixture:
         return run.code
 
     def kill(self, run: Run) -> None:
-        """SIGKILL a run and all its processes."""
+        """SIGKILL the process tree of a run."""
         processes = run.kill()
         self._killed = True
         self.history.add(run.name, "run", End.UNKNOWN, {"killed": processes})
 
     def must_stop(self, *codes: str, arguments: Sequence[str] = (), when: str) -> str | None:
-        """Start the pipeline where it is right to stop with one of these errors."""
+        """Start the pipeline where stopping with one of these errors is the correct outcome."""
         code = self.end(self.start("", *arguments))
         self.stops.append(Stop(codes, code, when))
         return code
 
     def drain(self, most: int = 4) -> None:
-        """Start the pipeline without a fault until it ends well, at most so often; then everything is through."""
+        """Start the pipeline without faults until a run succeeds, at most `most` times; then all is delivered."""
         self.arrive()
         code: str | None = "?"
         for _ in range(most):
@@ -259,11 +259,11 @@ class Fixture:
         self.stops.append(Stop((), code, "at the end"))
 
     def fire(self, name: str, **facts: Any) -> None:
-        """Note that a fault did happen."""
+        """Record that a fault fired."""
         self.history.add("fault", name, End.OK, facts)
 
     def audit(self) -> None:
-        """Ask the product itself, by `delivered audit`: a second opinion, and the count of what was given up."""
+        """Run `delivered audit`: a second opinion, and the count of given-up records."""
         self.audited = self.setting.service.audit(self.pipeline_file(), self.folder, self.setting.env)
         self.history.add("audit", "audit", End.OK, {k: self.audited[k] for k in ("verdict", "counts")})
 
@@ -273,7 +273,7 @@ class Fixture:
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def batches_logged(self) -> list[int]:
-        """Batches that Spark logged as done."""
+        """Batches in Spark's commit log."""
         folder = self.checkpoint / "commits"
         return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.exists() else []
 
@@ -307,11 +307,11 @@ class Fixture:
 
     @property
     def effects_seen(self) -> int:
-        """How many effects the reader saw until now."""
+        """How many effects the reader has seen so far."""
         return len(self.reader.seen)
 
     def all_seen(self) -> None:
-        """Wait until the reader saw what is there: what it sees from now on is new."""
+        """Wait until the reader has seen everything there is: whatever it sees from now on is new."""
         there = len(self.setting.sink.read())
         self.wait(lambda: self.effects_seen >= there, f"the reader sees all {there} effects")
 
@@ -320,7 +320,7 @@ class Fixture:
 
 
 def empty(folder: Path) -> None:
-    """Take a case's earlier files away, and a small disk that a verifier that was killed left mounted."""
+    """Delete a case's earlier files, and unmount a small disk left over from a killed verifier."""
     for disk in [p for p in folder.glob("*") if p.is_mount()]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""What there is to judge, put together when everything has ended: what went in, what came out, how runs ended.
+"""Gathers the evidence once everything has ended: what went in, what came out, how runs ended.
 
-What must be in the sink follows from what *is* in the source at the end. A queue holds nothing then: there it
-follows from what was sent. Acknowledged messages must be there once, by their id; the others once, or not at all.
+The expected content of the sink follows from what *is* in the source at the end. A queue is empty then, so it follows
+from what was sent: acknowledged messages must be there once, by id; the others once or not at all.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SETTLE_S = 15.0
 
 
 def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence:
-    """Read source and sink at the end, stop the reader, and put together what there is to judge.
+    """Read source and sink at the end, stop the reader, and build the evidence.
 
     Raises:
         VerifierError: the reader ended early.
     """
     s = fixture.setting
     with suppress(TimeoutError):
-        # The markers of transactions that were just ended arrive a moment later.
+        # The markers of transactions that just ended arrive a moment later.
         fixture.wait(lambda: not s.sink.open_transactions(s.name), "open transactions end", _SETTLE_S)
     hanging = s.sink.open_transactions(s.name)
     source = s.source.read()
@@ -61,7 +61,7 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
         final=final,
         snapshots=fixture.reader.snapshots,
         batches=_batches(fixture, source) if by_record else None,
-        # Which rows of an own transform, or of one with state, make a batch cannot be known from outside.
+        # The rows that a custom or stateful transform makes of a batch cannot be known from outside.
         batch_atomic=s.sink.batch_atomic and (by_record or (results is not None and results.states is not None)),
         ordered=ordered,
         given_up=_audited(fixture, "counts", "given_up"),
@@ -77,12 +77,12 @@ def gather(fixture: Fixture, required: Sequence[str], ordered: bool) -> Evidence
 
 
 def first_effect_s(fixture: Fixture) -> float | None:
-    """Seconds from the first start to the first effect that the reader saw."""
+    """Seconds from the first start to the first effect seen by the reader."""
     return _visible_after(fixture, fixture.runs[0], None) if fixture.runs else None
 
 
 def plain_restart_s(fixture: Fixture) -> float | None:
-    """The same of the last start, in a case whose runs all ended by themselves; None: there was none."""
+    """The same for the last start, in a case whose runs all ended by themselves; None: there was none."""
     plain = [r for r in fixture.runs[1:] if not r.after_kill]
     return _visible_after(fixture, plain[0], None) if plain else None
 
@@ -100,7 +100,7 @@ def _expected(fixture: Fixture, source: Sequence[Row], final: Sequence[Seen]) ->
         return Counter(workload.effect_of(None, v).id for v in workload.together([r.value for r in source]))
     if template is None:
         found = Counter(e for r in source for e in _effects(fixture, r.key, r.value))
-        # One row of a key, however often the source says it.
+        # One row per key, however often the source has it.
         return Counter(dict.fromkeys(found, 1)) if workload.replaces else found
     if template.reference is None:
         template.reference = Counter(s.effect for s in final)
@@ -109,7 +109,7 @@ def _expected(fixture: Fixture, source: Sequence[Row], final: Sequence[Seen]) ->
 
 @dataclass(frozen=True)
 class _Results:
-    """As in the evidence."""
+    """See `Evidence`."""
 
     expected: Counter[str]
     wanted: dict[str, str]
@@ -117,11 +117,11 @@ class _Results:
 
 
 def _results(fixture: Fixture, source: Sequence[Row], final: Sequence[Seen]) -> _Results | None:
-    """What the oracle says, if the workload has one: of all records, and in output mode update of those of every
-    stretch of batches from the first one on.
+    """The oracle's answer, if the workload has one: for all records, and in output mode update for every prefix of the
+    batches.
 
     Raises:
-        VerifierError: output mode update, and the checkpoint has forgotten batches.
+        VerifierError: in output mode update, the checkpoint has already dropped batches.
     """
     workload = fixture.setting.workload
     if workload.oracle is None:
@@ -150,7 +150,7 @@ def _results(fixture: Fixture, source: Sequence[Row], final: Sequence[Seen]) -> 
 
 
 def _expected_of_sent(fixture: Fixture, ends: dict[str, End], final: Sequence[Seen]) -> Counter[str]:
-    """Each id once: that a sender repeats itself is the receiver's to notice."""
+    """Each id once: a resend by the sender is for the receiver to deduplicate."""
     there = {s.effect for s in final}
     found = Counter[str]()
     for record in {r.id: r for r in fixture.records}.values():
@@ -172,8 +172,7 @@ def _effects(fixture: Fixture, key: str | None, value: str) -> list[str]:
 
 
 def _recoveries(fixture: Fixture) -> list[float]:
-    """From each start after a SIGKILL of the driver to the first effect seen after it, if that came before the next
-    start."""
+    """From each start after a SIGKILL of the driver to the first effect after it, if it came before the next start."""
     found = [
         _visible_after(fixture, run, after)
         for run, after in itertools.zip_longest(fixture.runs, fixture.runs[1:])
@@ -190,7 +189,7 @@ def _visible_after(fixture: Fixture, run: Run, next_run: Run | None) -> float | 
 
 
 def _batches(fixture: Fixture, source: Sequence[Row]) -> dict[int, frozenset[str]] | None:
-    """Effects of each batch that the checkpoint still knows; None if it has a gap."""
+    """Effects of each batch that the checkpoint still has; None if it has a gap."""
     batches = _by_batch(fixture, source)
     if batches is None:
         return None

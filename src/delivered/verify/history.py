@@ -1,6 +1,6 @@
-"""What happened in a run, in order: one line of JSON for each operation's begin and end, and for each fault.
+"""What happened in a run, in order: one line of JSON for the begin and end of each operation, and for each fault.
 
-An operation ends ok, failed or unknown. Unknown: it may be in, now or later, or not at all.
+An operation ends ok, failed or unknown. Unknown: it may have taken effect, may still do so, or never will.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class End(StrEnum):
-    """How an operation ended; BEGUN for the line that opens it."""
+    """How an operation ended; BEGUN marks the line that opens it."""
 
     BEGUN = "begun"
     OK = "ok"
@@ -31,8 +31,8 @@ class Operation:
     """
     Attributes:
         at_s: seconds since the run began.
-        process: who did it: "producer", "driver 2", "reader", "fault".
-        name: what: "send", "run", "read", "kill".
+        process: the actor: "producer", "driver 2", "reader", "fault".
+        name: the operation: "send", "run", "read", "kill".
         value: JSON values only.
     """
 
@@ -52,7 +52,7 @@ class Operation:
 
 
 class History(AbstractContextManager["History"]):
-    """Grows while the run goes on; thread-safe. With a file, every line is on disk before the call returns."""
+    """Append-only and thread-safe. With a file, every line is on disk before the call returns."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._operations: list[Operation] = []
@@ -89,7 +89,7 @@ class History(AbstractContextManager["History"]):
 
 
 def load(path: Path) -> list[Operation]:
-    """Read a history back. A last line that was cut off by a crash is left out.
+    """Read a history back. A last line that a crash truncated is skipped.
 
     Raises:
         ValueError: a line before the last is not an operation.
@@ -107,12 +107,12 @@ def load(path: Path) -> list[Operation]:
 
 
 def fired(history: Iterable[Operation]) -> list[str]:
-    """Names of the faults that did fire, in order."""
+    """Names of the faults that fired, in order."""
     return [o.name for o in history if o.process == "fault" and o.end is End.OK]
 
 
 def sends(history: Iterable[Operation]) -> dict[str, End]:
-    """Record id -> how its send ended. One that never ended is unknown; of several, ok beats unknown beats failed."""
+    """Record id -> outcome of its send. One that never ended is unknown; of several, ok beats unknown beats failed."""
     rank = {End.OK: 3, End.UNKNOWN: 2, End.BEGUN: 2, End.FAILED: 1}
     best: dict[str, End] = {}
     for o in history:

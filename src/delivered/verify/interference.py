@@ -1,5 +1,5 @@
-"""Scripts about what happens around a pipeline: its producer, the network, servers and disk; others who hold, read,
-write and alter its table, end what it prepared, or start a second driver."""
+"""Scripts for interference around a pipeline: its producer, network, servers and disk; others that lock, read, write or
+alter its table, end its prepared transactions, or start a second driver."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from delivered.verify.services import Run, VerifierError
 from delivered.verify.systems.base import Lockable, LongReads, ReadDisturbed, SharedTable, TwoPhase
 
 TRANSACTION_TIMEOUT_S = 10
-"""Of cases in which transactions must expire. Longer than a batch on a busy machine, its first imports included."""
+"""For cases in which transactions must expire. Longer than a batch on a busy machine, including its first imports."""
 _EXPIRED_TIMEOUT_S = 60
 _HELD_S = 3.0
 _KEYS_HELD = "LOCK_TIMEOUT"
-"""How a writer is turned away whose keys another one's open transaction holds."""
+"""The error of a writer whose keys are locked by another open transaction."""
 
 
 def _able(fixture: Fixture, power: Any, what: str) -> Any:
     """
     Raises:
-        VerifierError: the sink is no such one.
+        VerifierError: the sink lacks this ability.
     """
     sink = fixture.setting.sink
     if not isinstance(sink, power):
@@ -42,7 +42,7 @@ def _able(fixture: Fixture, power: Any, what: str) -> Any:
 
 
 def producer_killed(fixture: Fixture) -> None:
-    """The producing application is killed twice; it sends again what was not acknowledged."""
+    """The producer application is killed twice; it resends what was not acknowledged."""
     fixture.send(0.2)
     producer = fixture.producer(portion=40, pause_s=0.05)
     producer.start()
@@ -58,8 +58,8 @@ def producer_killed(fixture: Fixture) -> None:
 
 
 def producer_killed_at(*moments: str) -> Scripted:
-    """The producing application is killed right before it sends a portion, and right after the portion was acknowledged
-    and before it could note that."""
+    """The producer application is killed right before it sends a portion, and right after the acknowledgement, before
+    it could record it."""
 
     def script(fixture: Fixture) -> None:
         fixture.send(0.2)
@@ -82,7 +82,7 @@ def producer_killed_at(*moments: str) -> Scripted:
 
 
 def network(*rules: Rule, most: int = 4) -> Scripted:
-    """Rules of the proxy, while one start goes through all batches, or as many as it takes, and at most `most`."""
+    """Proxy rules, while one start goes through all batches, or as many starts as it takes, at most `most`."""
 
     def script(fixture: Fixture) -> None:
         fixture.send()
@@ -94,8 +94,8 @@ def network(*rules: Rule, most: int = 4) -> Scripted:
 
 
 def black_hole(fixture: Fixture) -> None:
-    """For some seconds nothing arrives anywhere; then every connection is reset. A pipeline may live through the first
-    time, or end with an error; the second time comes in a batch all the same."""
+    """A black hole for some seconds, then every connection is reset. The first time the pipeline may survive or fail;
+    the second time still hits a batch."""
     fixture.send(0.5)
     run = fixture.start()
     for _ in range(2):
@@ -113,7 +113,7 @@ def black_hole(fixture: Fixture) -> None:
 
 
 def _in_a_batch(fixture: Fixture, run: Run) -> Run:
-    """Until a run, or the one that is started when it ended, begins its next batch. Returns the run."""
+    """Wait until a run, or its restart if it ended, begins its next batch. Returns the run."""
     for _ in range(TRIES_MAX):
         seen = len(fixture.batches_planned())
 
@@ -132,7 +132,7 @@ def _in_a_batch(fixture: Fixture, run: Run) -> Run:
 
 
 def broker_killed(*points: str) -> Scripted:
-    """At each point the broker is killed and started again."""
+    """At each point the broker is killed and restarted."""
 
     def harm(fixture: Fixture, run: Run, stands: Path, _: Hit, name: str) -> None:
         fixture.broker.kill()
@@ -145,7 +145,7 @@ def broker_killed(*points: str) -> Scripted:
 
 
 def broker_restarted(*points: str) -> Scripted:
-    """At each point the broker is stopped as an operator does it, with transactions open, and started again."""
+    """At each point the broker is shut down cleanly, with transactions open, and restarted."""
 
     def harm(fixture: Fixture, run: Run, stands: Path, _: Hit, name: str) -> None:
         opened = _open(fixture)
@@ -159,8 +159,8 @@ def broker_restarted(*points: str) -> Scripted:
 
 
 def source_killed(fixture: Fixture) -> None:
-    """The server that holds the source is killed while a task is about to read from it and a producer sends to it,
-    which does not send again what was not acknowledged."""
+    """The source's server is killed while a task is about to read from it and a producer, which does not resend
+    unacknowledged records, sends to it."""
     fixture.send(0.3)
     run = fixture.start("source.read:before!wait")
     hit = waits(fixture, run)
@@ -175,7 +175,7 @@ def source_killed(fixture: Fixture) -> None:
 
 
 def source_restarted(fixture: Fixture, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Kill the server that holds the source, and start it again a second later."""
+    """Kill the server that holds the source, and restart it a second later."""
     broker = fixture.source_broker
     broker.kill()
     fixture.fire("source killed", pid=broker.pid)
@@ -188,7 +188,7 @@ def source_restarted(fixture: Fixture, meanwhile: Callable[[], None] = lambda: N
 
 
 def disk_full(fixture: Fixture) -> None:
-    """The disk of checkpoint, staging and table has no byte left for a while."""
+    """The disk of checkpoint, staging and table is full for a while."""
     fixture.send()
     run = fixture.start(f"{point_of(fixture, 'write')}:before!wait")
     hit = waits(fixture, run)
@@ -208,11 +208,11 @@ def disk_full(fixture: Fixture) -> None:
     fixture.drain()
 
 
-# -- others at the table -----------------------------------------------------------------------------------------------
+# -- other users of the table ------------------------------------------------------------------------------------------
 
 
 def lock_held(step: str) -> Script:
-    """Another program holds what a writer must wait for when it comes to a step."""
+    """Another program holds the lock that a writer needs when it reaches a step."""
 
     def harm(fixture: Fixture, run: Run, hit: Path) -> None:
         with _able(fixture, Lockable, "be locked").locked():
@@ -236,11 +236,11 @@ def _read_slowly(fixture: Fixture, run: Run, hit: Path) -> None:
 
 
 slow_reader = at_point(lambda fixture: f"{point_of(fixture, 'decide')}:before@batch=1", _read_slowly)
-"""A reader is in the middle of its read while a batch commits: neither may harm the other."""
+"""A batch commits in the middle of a read: reader and writer must not disturb each other."""
 
 
 def other_writers(where: str) -> Scripted:
-    """Between a batch's look at the log and its commit, others commit: one without rows, one that only moves rows."""
+    """Others commit between a batch's read of the log and its commit: one without rows, one that only moves rows."""
 
     def harm(fixture: Fixture, run: Run, hit: Path) -> None:
         table = _able(fixture, SharedTable, "be written to by others")
@@ -255,8 +255,8 @@ def other_writers(where: str) -> Scripted:
 
 
 def table_altered(where: str) -> Scripted:
-    """The same with a commit after which the format lets nobody commit what rests on the state before: the batch may
-    fail, and runs again."""
+    """The same with a commit after which the format rejects any commit based on the earlier state: the batch may fail,
+    and runs again."""
 
     def harm(fixture: Fixture, run: Run, hit: Path) -> None:
         _able(fixture, SharedTable, "be written to by others").describe("altered meanwhile")
@@ -266,7 +266,7 @@ def table_altered(where: str) -> Scripted:
     return at_point(lambda _: f"{where}@batch=1", harm), ("table altered",)
 
 
-# -- F7: promises that expire, or are ended by others ------------------------------------------------------------------
+# -- F7: prepared transactions that expire, or are ended by others -----------------------------------------------------
 
 
 def _open(fixture: Fixture) -> list[str]:
@@ -274,17 +274,17 @@ def _open(fixture: Fixture) -> list[str]:
 
 
 def _expire(fixture: Fixture) -> list[str]:
-    """Wait until all transactions that are open now have expired; returns them."""
+    """Wait until all currently open transactions have expired; return them."""
     opened = _open(fixture)
     fixture.wait(lambda: not _open(fixture), "transactions expire", _EXPIRED_TIMEOUT_S)
     return opened
 
 
 def _promise_lost(moment: str, deterministic: bool, lose: Callable[[Fixture], None]) -> Script:
-    """What tasks prepared is lost before, or after, their batch is decided.
+    """What tasks prepared is lost before, or after, the decision on their batch.
 
     Args:
-        lose: sees to it, and notes it.
+        lose: causes the loss and records it.
     """
 
     def script(fixture: Fixture) -> None:
@@ -309,7 +309,7 @@ def _promise_lost(moment: str, deterministic: bool, lose: Callable[[Fixture], No
 
 
 def expired(moment: str, deterministic: bool) -> Script:
-    """The broker aborts prepared transactions before, or after, their batch is decided."""
+    """The broker aborts prepared transactions before, or after, the decision on their batch."""
 
     def lose(fixture: Fixture) -> None:
         if opened := _expire(fixture):
@@ -319,7 +319,7 @@ def expired(moment: str, deterministic: bool) -> Script:
 
 
 def rolled_back(moment: str, deterministic: bool) -> Script:
-    """An operator ends prepared transactions by hand before, or after, their batch is decided."""
+    """An operator ends prepared transactions by hand before, or after, the decision on their batch."""
 
     def lose(fixture: Fixture) -> None:
         if ended := _able(fixture, TwoPhase, "prepare").roll_back_prepared():
@@ -337,22 +337,21 @@ def _pause_until_expired(fixture: Fixture, run: Run, hit: Path) -> None:
 
 
 paused_past_timeout = at_point(lambda _: "commit.decide:before@batch=1", _pause_until_expired)
-"""All of a driver is paused with a prepared batch until its transactions are gone; then it wakes up and decides."""
+"""A whole driver is paused with a prepared batch until its transactions have expired; then it resumes and decides."""
 
 
 # -- F7: two drivers on one checkpoint ---------------------------------------------------------------------------------
 
 
 def zombie(step: str, locked: str | None) -> Script:
-    """A driver is paused before a step; another takes over and finishes; the first one wakes up and goes on.
+    """A driver is paused before a step; another takes over and finishes; then the first one resumes.
 
     Args:
-        locked: how others are turned away while one writer holds all of the sink.
+        locked: the error of other writers while one writer locks the whole sink.
 
-    One that holds all of the sink while it is paused cannot be taken over from: the other must say so, and the first
-    ends well. With upserts by two phases it holds its keys: the other may be turned away by them, and whoever starts
-    when the first one has ended goes on. One that had decided has nothing left that it could be stopped from: it may
-    end either way.
+    A paused driver that locks the whole sink cannot be taken over: the second one must report so, and the first must
+    succeed. A two-phase upsert locks its keys: the second driver may be rejected because of them, and a start after the
+    first one has ended goes on. A driver that had already decided can no longer be stopped: it may end either way.
     """
 
     def script(fixture: Fixture) -> None:
@@ -393,4 +392,4 @@ second_driver = at_point(
     _start_a_second,
     must="the first driver, which nobody may disturb",
 )
-"""A second driver starts while the first one is in the middle of a batch; nobody asked it to take over."""
+"""A second driver starts, without a takeover request, while the first one is in the middle of a batch."""

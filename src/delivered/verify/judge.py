@@ -1,8 +1,8 @@
 """Judges: each checker looks at the evidence for one kind of damage; one table says which damage a guarantee forbids.
 None knows the product.
 
-A checker that throws gives unknown, never a pass. A checker that has nothing to look at says unknown as well, and the
-table knows which of them may stay silent.
+A checker that raises gives unknown, never a pass. A checker without evidence gives unknown as well; the table knows
+which of them may.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ RECOVERY_RATIO_MAX = 2.0
 
 
 class Verdict(StrEnum):
-    """In the order in which they beat each other: false, unknown, true.
+    """Precedence: false, unknown, true.
 
-    `INVALID` speaks of the run, not of the pipeline: a fault that was required did not fire, or nobody read the sink
-    at the end. Such a run never passes, whatever its checkers say; and what they saw broken stays broken.
+    `INVALID` is about the run, not the pipeline: a required fault did not fire, or there was no final read of the sink.
+    Such a run never passes, whatever its checkers report; what they found broken stays broken.
     """
 
     BROKEN = "broken"
@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
     @classmethod
     def worst(cls, verdicts: Iterable[Verdict]) -> Verdict:
-        """The one that beats all others; UNKNOWN of none."""
+        """The one that takes precedence; UNKNOWN for none."""
         rank = list(cls)
         return min(verdicts, key=rank.index, default=cls.UNKNOWN)
 
@@ -48,7 +48,7 @@ class Finding:
     """
     Attributes:
         checker: its name.
-        count: how many records, batches or transactions are damaged.
+        count: number of damaged records, batches or transactions.
         samples: some of them.
     """
 
@@ -66,7 +66,7 @@ Checker = Callable[[Evidence], Finding]
 
 
 def run(name: str, checker: Checker, evidence: Evidence) -> Finding:
-    """Ask one checker; what it cannot say is unknown."""
+    """Run one checker; if it cannot decide, the finding is unknown."""
     try:
         return checker(evidence)
     except Exception as error:
@@ -80,7 +80,7 @@ def _found(name: str, damage: Counter[str] | Iterable[str], note: str = "") -> F
 
 
 def lost(evidence: Evidence) -> Finding:
-    """In the source, and not in the sink at the end, or not as often."""
+    """In the source, but missing from the sink at the end, or there fewer times."""
     return _found("lost", evidence.expected - evidence.found)
 
 
@@ -91,12 +91,12 @@ def duplicated(evidence: Evidence) -> Finding:
 
 
 def unexpected(evidence: Evidence) -> Finding:
-    """In the sink, and nobody sent it: made up, altered, or of another run."""
+    """In the sink, but never sent: made up, altered, or from another run."""
     return _found("unexpected", Counter({e: n for e, n in evidence.found.items() if e not in evidence.expected}))
 
 
 def differences(evidence: Evidence) -> dict[str, list[str]]:
-    """Keys of an operator's rows: missing, extra, and different from what the oracle says."""
+    """Keys of an operator's rows: missing, extra, and different from the oracle."""
     if evidence.wanted is None:
         return {}
     newest = {s.key: s.effect for s in sorted(_final(evidence), key=lambda s: (s.partition, s.position))}
@@ -110,7 +110,7 @@ def differences(evidence: Evidence) -> dict[str, list[str]]:
 
 
 def by_key(evidence: Evidence) -> Finding:
-    """The newest row of each key is another one than recomputed from the source, or there is none, or no such key."""
+    """The newest row of a key differs from the one recomputed from the source, is missing, or has an unknown key."""
     found = differences(evidence)
     if not found:
         return Finding("by_key", Verdict.HELD, note="this workload has no keys that tell rows apart")
@@ -119,21 +119,21 @@ def by_key(evidence: Evidence) -> Finding:
 
 
 def source_kept(evidence: Evidence) -> Finding:
-    """Every acknowledged record is in the source, and nothing that nobody sent."""
+    """Every acknowledged record is in the source, and nothing that was never sent."""
     missing = [f"acknowledged, not in the source: {r}" for r in evidence.acknowledged if r not in evidence.in_source]
     foreign = [] if evidence.offered is None else [r for r in evidence.in_source if r not in evidence.offered]
     return _found("source_kept", [*missing, *(f"in the source, never sent: {r}" for r in foreign)])
 
 
 def unseen(evidence: Evidence) -> Finding:
-    """There at the end, and the reader that ran all along never got it, or not as often."""
+    """There at the end, but the continuous reader never saw it, or saw it fewer times."""
     return _found("unseen", evidence.found - Counter(s.effect for s in evidence.seen))
 
 
 def aborted_read(evidence: Evidence) -> Finding:
-    """G1a: the reader got something that is not there at the end: it read what was rolled back.
+    """G1a, aborted read: the reader saw something that is not there at the end because it was rolled back.
 
-    Of rows that replace others: a state came back that a newer one had replaced.
+    For rows that replace others: a state came back that a newer one had replaced.
     """
     if evidence.states is not None:
         return _found("aborted_read", [text for text, known in _strange_states(evidence) if known])
@@ -143,10 +143,10 @@ def aborted_read(evidence: Evidence) -> Finding:
 
 
 def torn_batch(evidence: Evidence) -> Finding:
-    """A reader saw a part of a batch, where the sink claims that a batch is visible whole or not at all.
+    """A reader saw part of a batch, where the sink claims that a batch becomes visible atomically.
 
-    An effect that several batches have in common does not tell which of them was seen. Of rows that replace others:
-    a state that no batch leaves behind.
+    An effect shared by several batches does not identify the batch. For rows that replace others: a state that no batch
+    leaves behind.
     """
     if not evidence.batch_atomic:
         return Finding("torn_batch", Verdict.HELD, note="the sink does not claim it")
@@ -169,8 +169,8 @@ def torn_batch(evidence: Evidence) -> Finding:
 
 
 def _strange_states(evidence: Evidence) -> Iterator[tuple[str, bool]]:
-    """Snapshots that are not the state after any batch, and those of a batch before the one that was seen last; and
-    whether they are of a batch."""
+    """Snapshots that are not the state after any batch, and those of a batch older than the last one seen; and whether
+    they match a batch."""
     states, newest = [frozenset[str](), *(evidence.states or ())], 0
     for at_s, visible in evidence.snapshots:
         number = next((n for n in range(newest, len(states)) if states[n] == visible), None)
@@ -188,7 +188,7 @@ def _strange_states(evidence: Evidence) -> Iterator[tuple[str, bool]]:
 
 
 def order(evidence: Evidence) -> Finding:
-    """Within a key, effects became visible in another order than they were sent. Copies count by their first."""
+    """Within a key, effects became visible out of send order. For copies, the first one counts."""
     if not evidence.ordered:
         return Finding("order", Verdict.HELD, note="this workload keeps no order")
     newest: dict[tuple[str, str], int] = {}
@@ -206,14 +206,14 @@ def order(evidence: Evidence) -> Finding:
 
 
 def hanging(evidence: Evidence) -> Finding:
-    """A transaction is still open after recovery, and blocks every read-committed reader behind it."""
+    """A transaction is still open after recovery and blocks every read-committed reader behind it."""
     if evidence.open_transactions is None:
         return Finding("hanging", Verdict.UNKNOWN, note="nobody looked for open transactions")
     return _found("hanging", evidence.open_transactions)
 
 
 def accounts(evidence: Evidence) -> Finding:
-    """What the product says of itself is true: its audit agrees, and what it gave up covers what is missing."""
+    """The product's own account is true: its audit agrees, and what it gave up covers what is missing."""
     missing = (evidence.expected - evidence.found).total()
     more = (evidence.found - evidence.expected).total()
     wrong: list[str] = []
@@ -231,7 +231,7 @@ def accounts(evidence: Evidence) -> Finding:
 
 
 def stopped_right(evidence: Evidence) -> Finding:
-    """The pipeline went on where it had to, and stopped with the right error where going on would have been wrong."""
+    """The pipeline went on where it had to, and stopped with the right error where going on would be wrong."""
     wrong = [
         f"{s.when}: it had to end with {' or '.join(s.wanted) or 'no error'}, it ended with {s.got or 'no error'}"
         for s in evidence.stops
@@ -282,7 +282,7 @@ CHECKERS: dict[str, Checker] = {
 }
 
 
-# -- the only place where findings become a verdict --------------------------------------------------------------------
+# -- the only place that turns findings into a verdict -----------------------------------------------------------------
 
 _ALWAYS = frozenset({"unexpected", "source_kept", "unseen", "aborted_read", "hanging", "accounts", "stopped_right"})
 
@@ -291,7 +291,7 @@ FORBIDDEN: dict[Guarantee, frozenset[str]] = {
     Guarantee.AT_LEAST_ONCE: _ALWAYS | {"lost"},
     Guarantee.EXACTLY_ONCE: _ALWAYS | {"lost", "duplicated", "by_key", "torn_batch", "order"},
 }
-"""Guarantee -> checkers whose finding breaks it. The others are asked too, and only reported."""
+"""Guarantee -> checkers whose finding breaks it. The others also run, and are only reported."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Judgement:
     """
     Attributes:
         findings: of every checker, in the order of `CHECKERS`.
-        reasons: why it is not held, as sentences.
+        reasons: why it does not hold, as sentences.
     """
 
     verdict: Verdict
@@ -311,9 +311,9 @@ class Judgement:
 
 
 def judge(evidence: Evidence) -> Judgement:
-    """Ask every checker; broken beats invalid beats unknown beats held.
+    """Run every checker; broken beats invalid beats unknown beats held.
 
-    A pipeline that had to stop leaves what it did not get to: then nothing is lost, because nothing was skipped.
+    A pipeline that had to stop leaves records behind: they are not lost, because nothing was skipped.
     """
     findings = tuple(run(name, checker, evidence) for name, checker in CHECKERS.items())
     forbidden = set(FORBIDDEN[evidence.guarantee])

@@ -2,10 +2,10 @@
 
     python -m delivered.verify.loop pipeline.yaml [--takeover] [--accounts]
 
-It keeps a checkpoint as Spark keeps one (metadata, offsets/N before a batch, commits/N after it), runs each shard in a
-worker process, runs a task that failed again as often as the master allows (`local[2,4]`: three times), and starts a
-batch again with the same number and offsets after a crash. What it cannot show is what Spark itself does; for that the
-verifier's service is `spark`. Transforms: none, or Arrow to Arrow.
+It keeps a checkpoint as Spark does (metadata, offsets/N before a batch, commits/N after it), runs each shard in a worker
+process, retries a failed task as often as the master allows (`local[2,4]`: three times), and reruns a batch with the same
+number and offsets after a crash. It cannot show what Spark itself does; for that, use the verifier's service `spark`.
+Transforms: none, or Arrow to Arrow.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CLIENTS = {"kafka": ("confluent_kafka",), "postgres": ("psycopg",), "delta": ("
 
 
 class Checkpoint:
-    """Spark's layout. Every file appears whole or not at all."""
+    """Spark's layout. Every file is written atomically."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,8 +90,8 @@ def task(
 
 
 class NoPandas(MetaPathFinder):
-    """`pyarrow.array` imports pandas if it can, to ask whether what it got is a part of it: 1.3 s of CPU in each of the
-    three processes of a start, and two thirds of all that a start takes. Nothing here has use for it."""
+    """Blocks pandas, which `pyarrow.array` imports if it can, to check its input's type: 1.3 s of CPU in each of the three
+    processes of a start, and two thirds of the time of a start. Nothing here needs it."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         del path, target
@@ -114,7 +114,9 @@ class Loop:
         (source,) = self.pipeline.sources.values()
         self.source = planned(source.source())
         self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
-        if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may want it
+        if transform.function is None or transform.function.__module__.startswith(
+            "delivered."
+        ):  # else it may need pandas
             sys.meta_path.insert(0, NoPandas())
         failures = re.fullmatch(r"local\[\w+,(\d+)\]", self.pipeline.master or "")
         self.attempts_max = int(failures[1]) if failures else 1
@@ -132,8 +134,8 @@ class Loop:
         return {"decided": sum(a.total.count for a in accounts), "given_up": sum(a.given_up.count for a in accounts)}
 
     def run(self, takeover: bool) -> int:
-        """Until everything is delivered that was there at the start. Returns how many batches were run."""
-        # First of all, while this process has neither threads nor connections: workers die and take nothing along.
+        """Deliver everything that was there at the start. Returns the number of batches run."""
+        # First of all, while this process has no threads or connections, so that dying workers take nothing along.
         pool = self._workers()
         try:
             return self._run(takeover, pool)
@@ -141,7 +143,7 @@ class Loop:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _workers(self) -> ProcessPoolExecutor:
-        """Forked when all that they need is imported: a start of a case would spend most of its time on that, twice."""
+        """Forked after all imports, which would otherwise dominate the start of a case, twice."""
         systems = [s.system for s in self.pipeline.sinks]
         wanted = [m for s in systems for m in (f"delivered.connectors.{s}.writer", *_CLIENTS.get(s, ()))]
         for module in wanted:
@@ -209,7 +211,7 @@ class Loop:
                 raise failed
             commit_batch(context, plan.batch, plan.offsets, messages)
         except Exception:
-            # What the other tasks prepared goes back. Spark does so for those that succeeded; running ones it kills.
+            # Abort what the other tasks prepared. Spark does so for those that succeeded; running ones it kills.
             abort_batch(context, messages)
             raise
         reach(StepId.LOG, Moment.BEFORE, batch=plan.batch)
@@ -235,7 +237,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The workers must find `task` under the module's own name.
+    # Workers must find `task` under the module's own name.
     from delivered.verify.loop import main as run
 
     sys.exit(run())

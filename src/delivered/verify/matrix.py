@@ -1,4 +1,4 @@
-"""Which cases there are, and how they are run: in parallel, seeded, resumable, with every result on disk at once."""
+"""Which cases exist, and how they run: in parallel, seeded, resumable, with every result on disk at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from delivered.verify.workload import Workload
 from delivered.verify.workloads import WORKLOADS
 
 FORMAT = 1
-"""Of stored results. 1: {"format": 1, "results": ...}; 0, until 0.1: a bare list of results, or a run."""
+"""Version of stored results. 1: {"format": 1, "results": ...}; 0, until 0.1: a bare list of results, or a run."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: a newer version of this package wrote it.
-        ValueError: it is not JSON.
+        ValueError: not JSON.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
     if not (isinstance(data, dict) and "results" in data):
@@ -72,17 +72,17 @@ class Choice:
     """What to run.
 
     Attributes:
-        only: patterns as in sink/guarantee/workload/fault, where * stands for anything; also a place (F7) or a part of
-            one of the four; empty: everything.
+        only: patterns such as sink/guarantee/workload/fault, where * matches anything; also a failure point (F7) or a
+            part of one of the four; empty: everything.
         quick: the quick subset.
         service: what runs the pipelines: "spark", or "engine", which is the product without Spark.
-        minutes: no case begins after so long; None: no bound.
-        faults: go on with the next seeds until so many faults fired; None: one seed. The soak's cases, and no others.
-        per_place: of each failure point, guarantee and sink only so many cases: those with the fewest faults, which
+        minutes: start no case after this long; None: no limit.
+        faults: continue with the next seeds until this many faults fired; None: one seed. Runs only the soak's cases.
+        per_place: at most this many cases per failure point, guarantee and sink: those with the fewest faults, which
             need the fewest starts; None: all.
-        sources: feed every sink from each of these, and do what is done to a source and a sink; empty: the one that
-            each sink has, and all that is done to a sink.
-        workloads: these and no others; empty: all.
+        sources: feed every sink from each of these, with the faults of a source and a sink; empty: each sink's own
+            source, with all faults of a sink.
+        workloads: only these; empty: all.
     """
 
     only: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class Choice:
 
 
 def cases(choice: Choice) -> list[Case]:
-    """In the order in which they run: the strictest guarantee first, the default workload before the others."""
+    """In run order: the strictest guarantee first, the default workload before the others."""
     found = _of_sources(choice) if choice.sources else _of_sinks(choice)
     if choice.quick:
         found = [c for c in found if c.fault.quick and c.workload == DEFAULT_WORKLOAD]
@@ -141,7 +141,7 @@ def _takes(sink: str, guarantee: Guarantee, workload: Workload) -> bool:
 
 
 def _few(found: Sequence[Case], per_place: int) -> list[Case]:
-    """In the order in which they are. What an undisturbed run shows is needed to judge the others, so it stays."""
+    """Order is kept. The undisturbed run always stays: it is needed to judge the others."""
     groups: dict[tuple[str, str, str, str], list[Case]] = {}
     for c in found:
         groups.setdefault((c.fault.place, c.guarantee.value, c.sink, c.source), []).append(c)
@@ -155,8 +155,8 @@ def _possible(case: Case) -> bool:
 
 
 def own_cases(choice: Choice, template: Template) -> list[Case]:
-    """Of a user's pipeline: its guarantee, its sink, and every fault that needs no workload of its own. The undisturbed
-    run comes first: it says what must come out."""
+    """Cases of a user's pipeline: its guarantee, its sink, and every fault that needs no workload of its own. The
+    undisturbed run comes first: it defines the expected output."""
     found = [
         Case(template.sink, template.guarantee, template.workload.name, fault, choice.seed, choice.service)
         for fault in catalogue(template.guarantee, template.sink)
@@ -178,7 +178,7 @@ def _matches(case: Case, pattern: str) -> bool:
 
 @dataclass
 class Store:
-    """Results on disk, as a list; whole at any moment."""
+    """Results on disk, as a list; always complete."""
 
     path: Path
     results: dict[tuple[Any, ...], Result] = field(default_factory=dict)
@@ -203,8 +203,8 @@ class Store:
         return found is not None and found.verdict in _SETTLED
 
     def plain_s(self, case: Case) -> float | None:
-        """How long a plain restart took to its first effect, with this sink, guarantee and service; of this workload
-        if that is known, else of the default one."""
+        """Time of a plain restart to its first effect, with this sink, guarantee and service; of this workload if known, else
+        of the default one."""
         for workload in (case.workload, DEFAULT_WORKLOAD):
             key = (case.sink, case.guarantee.value, workload, "none", case.seed, case.service, case.source)
             found = self.results.get(key)
@@ -227,10 +227,10 @@ def run_matrix(
     """Run the chosen cases; return the results of this call.
 
     Args:
-        resume: leave out cases that have a verdict in the store; else results of earlier runs are forgotten case by
-            case as they are run again.
-        done: called after each case with its result, how many are done, and how many there are.
-        template: a user's pipeline in place of the verifier's own; then one case at a time.
+        resume: skip cases that have a verdict in the store; else each earlier result is replaced as its case is run
+            again.
+        done: called after each case with its result, the number done, and the total.
+        template: a user's pipeline that replaces the verifier's own; then one case at a time.
     """
     todo = cases(choice) if template is None else own_cases(choice, template)
     if choice.faults is not None:
@@ -285,8 +285,8 @@ def run_matrix(
 
 
 def _plain_now(case: Case, result: Result, environment: Environment) -> Result | None:
-    """A restart after a kill that seems slow is held against a plain restart of the same minutes: the one that was
-    known may come from quieter ones. Returns the undisturbed case that was run for this."""
+    """Compare a seemingly slow restart after a kill with a plain restart of the same minutes: the known one may be from
+    quieter times. Returns the undisturbed case that was run for this."""
     if result.recovery != Verdict.BROKEN.value or environment.template is not None:
         return None
     undisturbed = next(f for f in catalogue(case.guarantee, case.sink) if f.name == "none")
@@ -301,12 +301,12 @@ def _plain_now(case: Case, result: Result, environment: Environment) -> Result |
 
 
 def worst(results: Sequence[Result]) -> Verdict:
-    """Of many cases; UNKNOWN if there was none."""
+    """The worst verdict of many cases; UNKNOWN if there are none."""
     return Verdict.worst([Verdict(r.verdict) for r in results])
 
 
 def versions() -> dict[str, str]:
-    """Of what the verdicts rest on."""
+    """Versions of what the verdicts depend on."""
     found = {"python": platform.python_version()}
     for name in ("delivered", "pyspark", "confluent-kafka", "kafka-python", "psycopg", "deltalake", "pyarrow"):
         try:

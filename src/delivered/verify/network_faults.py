@@ -1,4 +1,4 @@
-"""Faults of the catalogue between a pipeline and its servers: what is lost, late, held, or done by others meanwhile."""
+"""Faults of the catalogue between a pipeline and its servers: loss, delay, locks, and concurrent actions of others."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DROP, LOSE, DELAY = NetworkFault.LOSE_REQUEST, NetworkFault.LOSE_REPLY, NetworkF
 LATE = NetworkFault.LATE_REQUEST
 SOAK_FRAMES = 12
 SOAK_STARTS_MAX = 30
-"""A decision whose request was lost ends a start; every start meets some of those."""
+"""A lost decision request ends the start; every start meets some of them."""
 _DECISION = ".decision"
-"""What tells a transaction that decides from others: a statement in it holds this text."""
+"""Identifies a deciding transaction: one of its statements contains this text."""
 _BLACK_HOLE = (
     "for 3 s nothing arrives anywhere, then every connection is reset; twice",
     interference.black_hole,
@@ -30,11 +30,11 @@ _BLACK_HOLE = (
 
 
 def before_sink(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
-    """F2, by what the sink is."""
+    """F2, by kind of sink."""
     if kind.server == KAFKA:
         yield from _kafka(guarantee)
     elif kind.locks:
-        # When shards are prepared they hold locks themselves: nobody else can have the table before the decision.
+        # Prepared shards hold locks themselves, so nobody else can lock the table before the decision.
         step, when = ("write", "its rows are sent") if kind.two_phase else ("decide", "it is decided")
         text = f"another program holds the table for 3 s when a batch comes to the point where {when}"
         yield Fault("lock-held", "F2", text, interference.lock_held(step), ("lock held",))
@@ -47,7 +47,7 @@ def before_sink(guarantee: Guarantee, kind: SinkKind) -> Iterator[Fault]:
 
 
 def behind_source(kind: SinkKind) -> Iterator[Fault]:
-    """F5: of Kafka the source that feeds it, of others who reads the sink."""
+    """F5: for Kafka, the source that feeds it; for others, the reader of the sink."""
     if "F5" in kind.absent:
         return
     if kind.server != KAFKA:
@@ -65,7 +65,7 @@ def behind_source(kind: SinkKind) -> Iterator[Fault]:
 
 
 def soak_network(guarantee: Guarantee, text: str, extra: dict[str, Any]) -> Fault:
-    """Many frames of Kafka's."""
+    """Faults in many of Kafka's frames."""
     apis = [Api.PRODUCE] if guarantee is not EXACTLY else [Api.PRODUCE, Api.ADD_PARTITIONS_TO_TXN, Api.END_TXN]
     lost = network(
         *(Rule(a, LOSE, skip=3, times=SOAK_FRAMES, every=11) for a in apis),
@@ -95,7 +95,7 @@ def _kafka(guarantee: Guarantee) -> Iterator[Fault]:
 
 
 def _sql(two: bool, words: Statements) -> Iterator[Fault]:
-    """Statements that end something. Under two phases a shard ends twice: prepared, then committed."""
+    """Statements that end a transaction. With two phases a shard ends twice: prepared, then committed."""
     shard = (words.prepare, "") if two else ("COMMIT", words.rows)
     named = f"{words.prepare}, {words.commit} and decision's COMMIT" if two else "COMMIT of a shard and a decision"
 
@@ -117,7 +117,7 @@ def _sql(two: bool, words: Statements) -> Iterator[Fault]:
 
 
 def _stream() -> Iterator[Fault]:
-    """Between a sender and a broker of whose protocol the proxy knows nothing."""
+    """Between a sender and a broker whose protocol the proxy does not know."""
     broken = network(
         Rule(ANSWERED, LOSE, skip=12, times=2, every=9), Rule(ASKED, DROP, skip=20, times=2, every=9), most=6
     )
@@ -127,7 +127,7 @@ def _stream() -> Iterator[Fault]:
 
 
 def _table_log(guarantee: Guarantee) -> Iterator[Fault]:
-    # Where the writer has read the log, and has not committed yet.
+    # After the writer has read the log, before it commits.
     where = "commit.apply:before" if guarantee is EXACTLY else f"{point(guarantee, 'prepare')}:before"
     text = "others append to the table, and compact it, between a batch's look at the log and its commit"
     yield Fault("other-writers", "F2", text, *interference.other_writers(where))

@@ -1,4 +1,4 @@
-"""Workloads of operators: records with an event time and amounts, a transform that keeps state, and its oracle."""
+"""Workloads of operators: records with an event time and amounts, a stateful transform, and its oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delivered.verify import oracles
 from delivered.verify.workload import PARTITIONS, Record, Workload
 
 _COUNTING = 0.6
-"""Of the records; the rest is the tail, see oracles.py."""
+"""Share of the records; the rest is the tail, see oracles.py."""
 
 
 def _event(number: int, key: str | None, at: int, amount: int, copied: str = "", **more: str) -> Record:
@@ -33,7 +33,7 @@ def _timed(random: random.Random, count: int) -> Iterator[Record]:
 
 
 def _bursts(random: random.Random, count: int) -> Iterator[Record]:
-    """Four keys at a time, each for a while, then four others; all come again later."""
+    """Four keys at a time, each for a while, then four others; all return later."""
     for record in _timed(random, count):
         i = record.number
         data = json.loads(record.value)
@@ -43,7 +43,7 @@ def _bursts(random: random.Random, count: int) -> Iterator[Record]:
 
 
 def _copies(random: random.Random, count: int) -> Iterator[Record]:
-    """Every fifth record again a little later, every tenth much later; copies differ in their event time if much."""
+    """Every fifth record again a little later, every tenth much later; only late copies have a new event time."""
     made: list[Record] = []
     far = oracles.LATE_S + 20
     for i in range(count):
@@ -77,14 +77,14 @@ def _payments(random: random.Random, count: int) -> Iterator[Record]:
 
 
 def _visits(random: random.Random, count: int) -> Iterator[Record]:
-    """Four visits at a time; each of them ends, and never begins again."""
+    """Four visits at a time; an ended visit never resumes."""
     for i in range(count):
         key = f"v{i // 15 + random.randrange(4)}" if i < _COUNTING * count else oracles.TAIL
         yield _event(i, key, i, random.randrange(1_000))
 
 
 def _regions(folder: Path, number: int) -> None:
-    """A line for each key, which says the number of the start."""
+    """A line per key, with the number of the start."""
     folder.mkdir(exist_ok=True)
     keys = [*(f"k{i}" for i in range(16)), oracles.NOBODY, oracles.TAIL]
     lines = [json.dumps({"k": k, "says": f"{k}/{number}"}) for k in keys]
@@ -109,7 +109,7 @@ def _operator(
     *sinks: str,
     **more: Any,
 ) -> Workload:
-    """One that keeps state: in small batches, so that most of them find state of an earlier one."""
+    """A stateful workload, in small batches, so that most of them find state of an earlier one."""
     shape: dict[str, Any] = {"faults": _FAULTS, "records": 750, "rows_per_batch": 75} | more
     spark = {"spark.sql.shuffle.partitions": "3", **shape.pop("spark", {})}
     return Workload(

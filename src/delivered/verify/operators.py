@@ -1,6 +1,6 @@
-"""Transforms of queries that keep state, as a user writes them: from DataFrame to DataFrame with columns key and value.
+"""Transforms of stateful queries, as a user writes them: from DataFrame to DataFrame with columns key and value.
 
-oracles.py says what must come out.
+oracles.py defines the expected output.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def totals(frame: DataFrame) -> DataFrame:
 
 def _summed(frame: DataFrame, over: Column) -> DataFrame:
     grouped = _timed(frame).groupBy("k", over.alias("w"))
-    # Spark moves a filter by a grouping key below the watermark, which would then stand still in the tail.
+    # Spark moves a filter on a grouping key below the watermark, which would then stand still in the tail.
     summed = grouped.agg(F.count("*").alias("n"), F.sum("amount").alias("s"), F.max("k").alias("who"))
     return summed.where(F.col("who") != TAIL).drop("who")
 
@@ -76,7 +76,7 @@ def chained(frame: DataFrame) -> DataFrame:
 
 
 def sessions(frame: DataFrame) -> DataFrame:
-    # A gap that is no whole number of seconds: records at whole seconds never lie on its border.
+    # A fractional gap: records at whole seconds never lie on its border.
     found = _summed(frame, F.session_window("time", f"{SESSION_GAP_S} seconds 500 milliseconds"))
     return _rows(found, F.concat_ws("@", "k", _at(F.col("w.start"), 1)), "n", "s")
 
@@ -91,7 +91,7 @@ def distinct_within(frame: DataFrame) -> DataFrame:
 
 
 def _joined(frame: DataFrame, how: str) -> DataFrame:
-    """The stream with itself: its orders with its payments."""
+    """A self-join of the stream: its orders with its payments."""
     events = _timed(frame)
     orders = events.where("kind = 'order'").select(
         "k", F.col("id").alias("order"), F.col("amount").alias("a"), F.col("time").alias("from")
@@ -116,7 +116,7 @@ def looked_up(frame: DataFrame) -> DataFrame:
 
 
 class Visits(StatefulProcessor):
-    """A row at every fifth record, and one when a timer says that nothing came any more."""
+    """A row at every fifth record, and one when a timer reports that no more came."""
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         self.handle = handle

@@ -1,12 +1,12 @@
-"""What an operator must leave in the sink, recomputed in plain Python from all that the source holds.
+"""What an operator must leave in the sink, recomputed in plain Python from the whole source.
 
-Pipelines (operators.py) use nothing of this but the numbers below. Each oracle takes the values of a source's records,
-in any order, and returns value by key of the rows that are determined, however the records were cut into batches:
+Pipelines (operators.py) share only the numbers below. Each oracle takes the values of a source's records, in any order,
+and returns value by key of the rows that are determined however the records were cut into batches:
 
-- A record is on time (at most `JITTER_S` behind its place in the stream) or late beyond all doubt (`LATE_S`): the
-  watermark is `DELAY_S` behind, and lags behind the records by two batches at most.
-- Behind the records that count come those of the key `TAIL`, whose event time goes on. They move the watermark past
-  everything else, and what is still open of them at the end is nobody's: transforms leave their rows out.
+- A record is either on time (at most `JITTER_S` behind its place in the stream) or certainly late (`LATE_S`): the
+  watermark is `DELAY_S` behind, and lags the records by at most two batches.
+- After the records that count come those of the key `TAIL`, whose event time goes on. They move the watermark past
+  everything else. Their own state is still open at the end: transforms leave their rows out.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TAIL, NOBODY = "tail", "nobody"
 class Event:
     """
     Attributes:
-        number: its place in the stream, from 0; at: its event time in seconds, from `START_S`, one more at each place.
-        kind, ref: of a join: "order", or "payment" for the order with this id.
+        number: its place in the stream, from 0; at: its event time in seconds from `START_S`, one more per place.
+        kind, ref: in a join: "order", or "payment" for the order with this id.
     """
 
     id: str
@@ -50,7 +50,7 @@ class Event:
 
 
 def _events(values: Sequence[str], tail: bool = False) -> Iterator[Event]:
-    """Those that count, unless the tail is asked for too."""
+    """Those that count, plus the tail if requested."""
     for value in values:
         event = Event(**json.loads(value))
         if tail or event.k != TAIL:
@@ -62,7 +62,7 @@ def _row(*parts: object) -> str:
 
 
 def totals(values: Sequence[str]) -> dict[str, str]:
-    """Count and sum by key; without a key: nobody's."""
+    """Count and sum by key; records without a key count for `NOBODY`."""
     counts, sums = Counter[str](), Counter[str]()
     for e in _events(values, tail=True):
         counts[e.k or NOBODY] += 1
@@ -84,7 +84,7 @@ def windows(values: Sequence[str]) -> dict[str, str]:
 
 
 def chained(values: Sequence[str]) -> dict[str, str]:
-    """Of each long window: how many short ones of any key ended in it, and the greatest sum of one."""
+    """For each long window: how many short windows of any key ended in it, and the greatest sum of one."""
     found: dict[int, list[int]] = defaultdict(list)
     for (_, n), amounts in _windows(values).items():
         found[n * WINDOW_S // SPAN_S].append(sum(amounts))
@@ -92,7 +92,8 @@ def chained(values: Sequence[str]) -> dict[str, str]:
 
 
 def sessions(values: Sequence[str]) -> dict[str, str]:
-    """Records of a key with gaps of at most so long, by the first one's time."""
+    """Records of a key with gaps up to the session gap, by the first one's time."""
+    """A copy soon after the first is dropped; one after the first has expired is delivered again."""
     by_key: dict[str, list[Event]] = defaultdict(list)
     for e in _events(values):
         if not e.late:
@@ -125,7 +126,7 @@ def distinct_within(values: Sequence[str]) -> dict[str, str]:
 
 
 def joined(values: Sequence[str]) -> dict[str, str]:
-    """Each payment of an order, at most so long after it."""
+    """Each payment of an order within the time limit."""
     events = list(_events(values))
     orders = {e.id: e for e in events if e.kind == "order"}
     return {
@@ -136,7 +137,7 @@ def joined(values: Sequence[str]) -> dict[str, str]:
 
 
 def joined_outer(values: Sequence[str]) -> dict[str, str]:
-    """The same, and each order that nobody paid in time."""
+    """The same, and each order not paid in time."""
     paid = joined(values)
     orders = {e.id: e for e in _events(values) if e.kind == "order"}
     left = orders.keys() - {key.partition("/")[0] for key in paid}
@@ -144,17 +145,17 @@ def joined_outer(values: Sequence[str]) -> dict[str, str]:
 
 
 def looked_up(values: Sequence[str]) -> dict[str, str]:
-    """Without the table's line for the key: that depends on when the batch ran."""
+    """Without the table's line for the key, which depends on when the batch ran."""
     return {e.id: _row(e.amount, e.k or NOBODY) for e in _events(values, tail=True)}
 
 
 def is_version(wanted: str, found: str) -> bool:
-    """Whether a row joined with any version of the table, and with the right line of it, is the wanted one."""
+    """Whether `found` is the wanted row, joined with its key's line in any version of the table."""
     return re.fullmatch(re.escape(wanted) + r"/[1-9]\d*", found) is not None
 
 
 def visits(values: Sequence[str]) -> dict[str, str]:
-    """A row at every fifth record of a visit, and one when nothing came any more: how many, and their sum."""
+    """A row at every fifth record of a visit, and one after the last: their count and sum."""
     found: dict[str, str] = {}
     amounts: dict[str, list[int]] = defaultdict(list)
     for e in _events(values):

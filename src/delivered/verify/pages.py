@@ -1,4 +1,4 @@
-"""What the pages of runs share: their frame, their colours, the signs of verdicts."""
+"""Shared by the pages of runs: frame, colours, verdict symbols."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def html_page(title: str, body: str, **values: Any) -> str:
     """The whole file.
 
     Args:
-        body: a template of Jinja; it knows `signs` by verdict.
+        body: a Jinja template; `signs` maps verdicts to symbols.
 
     Raises:
         MissingExtra: the extra `report` is not installed.
@@ -54,7 +54,7 @@ STYLE = """
   svg rect.run { fill: var(--bar); } svg rect.killed { fill: var(--broken); } svg rect.failed { fill: var(--unknown); }
   svg circle.send { fill: var(--soft); } svg path.seen { fill: none; stroke: var(--seen); stroke-width: 1.5; }
 """
-"""Of every page: light and dark, colours of the Okabe-Ito palette."""
+"""Style of every page: light and dark, colours of the Okabe-Ito palette."""
 
 _HEAD = """<!doctype html>
 <html lang="en">

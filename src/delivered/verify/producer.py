@@ -1,11 +1,11 @@
-"""A producer application, to be killed: sends the records of a file in small portions and notes what was acknowledged;
-and who starts it, as a process of its own, kills it and starts it again.
+"""A killable producer application: sends the records of a file in small portions and journals the acknowledgements; and
+the controller that starts, kills and restarts it in a process of its own.
 
     python -m delivered.verify.producer '{"source": ..., "records": file, "notes": file, "portion": 20, "pause_s": 0.1}'
 
-A note is written before a portion leaves and after it was acknowledged, each on disk before it goes on. Started again,
-it sends again what was begun and not acknowledged: the source may then hold these twice. With `"again": false` it
-leaves that out: the source may then hold it or not.
+It writes a note before it sends a portion and one after the acknowledgement, each on disk before it goes on. After a
+restart it resends what was begun and not acknowledged: the source may then hold these twice. With `"again": false` it
+skips them: the source may then hold them or not.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from delivered.verify.workload import Record
 
 
 class Producer:
-    """A producer application that can be killed and started again.
+    """A producer application that can be killed and restarted.
 
     Args:
-        again: started again, it sends again what was not acknowledged; else it leaves that out.
+        again: after a restart, resend what was not acknowledged; else skip it.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Producer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, stop_at: int | None = None, moment: str = "before") -> Path:
-        """Start it, to stand still `moment` ("before", "after") it sends portion `stop_at`; None: not at all.
+        """Start it, to stop `moment` ("before", "after") it sends portion `stop_at`; None: never.
 
-        Returns the file that appears when it stands there.
+        Returns the file that appears when it has stopped there.
         """
         stands = self._folder / f"producer.{moment}-{stop_at}"
         stop = {} if stop_at is None else {"stop": {"portion": stop_at, "moment": moment, "file": str(stands)}}
@@ -79,18 +79,18 @@ class Producer:
 
     @property
     def acknowledged(self) -> int:
-        """Portions that were acknowledged."""
+        """Number of acknowledged portions."""
         return sum(n["end"] == "ok" for n in read_notes(self._notes))
 
     def kill(self) -> None:
-        """SIGKILL, wherever it is: before it sends, or while it waits for the acknowledgement."""
+        """SIGKILL it, before a send or while it waits for the acknowledgement."""
         if self._process is not None:
             psutil.Process(self._process.pid).kill()
             self._process.wait()
         self._note()
 
     def finish(self, timeout_s: float, most: int = 1) -> None:
-        """Wait until it has sent everything; if it fails, start it again, at most so often in all.
+        """Wait until it has sent everything; if it fails, restart it, at most `most` starts in all.
 
         Raises:
             VerifierError: it failed.
@@ -111,7 +111,7 @@ class Producer:
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:
-    """What a producer noted: {"at": portion, "end": "begun" | "ok", "ids": [...]}."""
+    """A producer's notes: {"at": portion, "end": "begun" | "ok", "ids": [...]}."""
     if not path.exists():
         return []
     found = []
@@ -119,7 +119,7 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError:
-            continue  # killed while it wrote
+            continue  # killed in the middle of a write
     return found
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     done = {n["at"] for n in read_notes(notes) if n["end"] == "ok" or not order.get("again", True)}
     portion = int(order["portion"])
     with notes.open("a", encoding="utf-8") as file:
-        file.write("\n")  # a line that was cut off by a kill stays alone
+        file.write("\n")  # ends a line that a kill truncated
 
         def note(at: int, end: str, ids: list[str]) -> None:
             file.write(json.dumps({"at": at, "end": end, "ids": ids}) + "\n")

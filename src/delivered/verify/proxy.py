@@ -1,8 +1,8 @@
-"""A network between clients and a server that stands still, breaks and is put under rules.
+"""A network between clients and a server that stalls, breaks, and follows rules.
 
-What it carries, a proxy of one protocol knows (proxy_kafka.py, proxy_sql.py); `StreamProxy` knows nothing of it, and
-breaks connections when so many pieces have gone one way. A reply alone cannot vanish from a TCP stream: to lose one is
-to lose the connection after the server did the work.
+Proxies of one protocol know the messages (proxy_kafka.py, proxy_sql.py); `StreamProxy` knows none, and breaks connections
+after a number of pieces in one direction. TCP cannot lose a reply alone: to lose one is to lose the connection after the
+server did the work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 HOST = "127.0.0.1"
 ASKED, ANSWERED = "asked", "answered"
-"""Ways of a piece through a `StreamProxy`; a piece is what one read of a socket gives."""
+"""Directions of a piece through a `StreamProxy`; a piece is the result of one socket read."""
 _PIECE = 1 << 16
 _CONNECT_TIMEOUT_S = 5.0
 _LATE_ANSWER_S = 15.0
@@ -32,9 +32,9 @@ class NetworkFault(StrEnum):
     LOSE_REPLY = "lose_reply"
     """The server does the work; its reply never arrives; the connection breaks."""
     DELAY_REPLY = "delay_reply"
-    """The reply, and all behind it on this connection, comes later."""
+    """The reply, and everything behind it on this connection, is late."""
     LATE_REQUEST = "late_request"
-    """The connection breaks for the client at once; the request arrives at the server later all the same."""
+    """The connection breaks for the client at once; the request still reaches the server later."""
     RESET = "reset"
     """The connection is reset before the request leaves."""
 
@@ -44,7 +44,7 @@ class Fired:
     """A request that a rule hit.
 
     Attributes:
-        api: which kind of request; client: who sent it, as far as the protocol says.
+        api: kind of request; client: its sender, as far as the protocol tells.
     """
 
     rule: str
@@ -59,12 +59,12 @@ class Rule:
     """What to do with some requests.
 
     Attributes:
-        request: which: an API of Kafka, the beginning of a statement ("COMMIT" is that alone, and not COMMIT
-            PREPARED), or the way of a piece.
-        within: of a statement, a text that another one of the same transaction must have held; of an API, a part of
-            the client's id; empty: any.
-        skip: so many matching requests pass first.
-        times: so many are hit then; every: of so many matching requests one, from then on.
+        request: which: an API of Kafka, the beginning of a statement ("COMMIT" matches only that, not COMMIT PREPARED), or
+            the direction of a piece.
+        within: for a statement, a text in an earlier statement of its transaction; for an API, a part of the client id;
+            empty: any.
+        skip: let this many matching requests pass first.
+        times: then hit this many; every: one in this many matching requests, from then on.
         seconds: of a delay.
     """
 
@@ -85,11 +85,11 @@ S = TypeVar("S")
 
 
 class Proxy(ABC, Generic[S]):
-    """Listens on a free port of 127.0.0.1 until it is closed. `S` is what it remembers of a connection.
+    """Listens on a free port of 127.0.0.1 until closed. `S` is its state per connection.
 
     Args:
         server: address of the real server, "127.0.0.1:port".
-        on_fire: called with every request that a rule hit, from a thread of the proxy, before anything is done to it.
+        on_fire: called for every request that a rule hit, from a thread of the proxy, before anything is done to it.
     """
 
     def __init__(self, server: str, on_fire: Callable[[Fired], None] | None = None) -> None:
@@ -121,12 +121,12 @@ class Proxy(ABC, Generic[S]):
 
     @property
     def waiting(self) -> list[str]:
-        """Names of rules that did not fire in full."""
+        """Names of rules that have not fired in full."""
         with self._lock:
             return [r.name for r in self._rules if r.times > 0]
 
     def reset_all(self) -> int:
-        """Break every connection; return how many sockets were open."""
+        """Break every connection; return the number of open sockets."""
         with self._lock:
             sockets = list(self._sockets)
         for s in sockets:
@@ -135,7 +135,7 @@ class Proxy(ABC, Generic[S]):
 
     @contextlib.contextmanager
     def black_hole(self) -> Iterator[None]:
-        """While it lasts, nothing arrives anywhere, and no connection breaks."""
+        """While the context is open, nothing arrives anywhere, and no connection breaks."""
         self._open.clear()
         try:
             yield
@@ -148,11 +148,11 @@ class Proxy(ABC, Generic[S]):
         close(self._listening)
         self.reset_all()
 
-    # -- what a protocol knows ---------------------------------------------------------------------------------------
+    # -- for the subclass of a protocol ------------------------------------------------------------------------------
 
     @abstractmethod
     def session(self) -> S:
-        """Of a new connection. Its requests and its replies run in a thread each."""
+        """State of a new connection. Its requests and its replies run in a thread each."""
 
     @abstractmethod
     def request(self, client: socket.socket) -> bytes:
@@ -160,18 +160,18 @@ class Proxy(ABC, Generic[S]):
 
     @abstractmethod
     def match(self, message: bytes, session: S) -> Rule | None:
-        """The rule that a message falls under."""
+        """The rule that a message matches."""
 
     @abstractmethod
     def reply(self, server: socket.socket) -> bytes:
-        """The same of the server."""
+        """The same for the server."""
 
     @abstractmethod
     def answered(self, reply: bytes, session: S) -> tuple[bytes, Rule | None]:
-        """What the client gets for a reply, and the rule that it falls under."""
+        """What the client gets for a reply, and the rule that it matches."""
 
     def greet(self, client: socket.socket, server: socket.socket) -> None:
-        """Carry what a client says before its first message."""
+        """Forward what a client sends before its first message."""
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -234,8 +234,8 @@ class Proxy(ABC, Generic[S]):
             client.sendall(part)
 
     def _late(self, client: socket.socket, server: socket.socket, message: bytes, seconds: float) -> None:
-        """The client sees a broken connection; the server gets the request when its sender has long moved on. Only for
-        requests that are one message."""
+        """The client sees a broken connection; the server gets the request long after its sender has moved on. Only for requests
+        of one message."""
         with self._lock:
             self._sockets.discard(server)
         reset(client)
@@ -246,7 +246,7 @@ class Proxy(ABC, Generic[S]):
             self.reply(server)
 
     def _hit(self, name: str, fits: Callable[[Rule], bool], fired: Callable[[str], Fired]) -> Rule | None:
-        """Count a request of this name; return the rule that it falls under, if its turn has come."""
+        """Count a request of this name; return the rule that it matches, if its turn has come."""
         hit = self._next(name, fits)
         if hit is not None and self._on_fire is not None:
             self._on_fire(fired(hit.name))
@@ -268,7 +268,7 @@ class Proxy(ABC, Generic[S]):
 
 
 class StreamProxy(Proxy[None]):
-    """Of a protocol that nobody reads along: a rule breaks the connection with the piece that it hits."""
+    """For an unknown protocol: a rule breaks the connection at the piece that it hits."""
 
     def session(self) -> None:
         return None
@@ -294,7 +294,7 @@ class StreamProxy(Proxy[None]):
 def read_exactly(source: socket.socket, size: int) -> bytes:
     """
     Raises:
-        EOFError: the connection ended before.
+        EOFError: the connection ended early.
     """
     parts = bytearray()
     while len(parts) < size:
@@ -306,7 +306,7 @@ def read_exactly(source: socket.socket, size: int) -> bytes:
 
 
 def close(s: socket.socket) -> None:
-    # A socket that is only closed would leave a thread that reads from it waiting for ever.
+    # Closing alone would leave a thread that reads from the socket blocked forever.
     with contextlib.suppress(OSError):
         s.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):

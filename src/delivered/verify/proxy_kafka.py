@@ -1,8 +1,8 @@
 """A network between Kafka's clients and its broker that loses, delays and repeats frames as its rules say.
 
-Knows only what every frame has: its length, and of a request the API's key, its version and a correlation id. Where a
-response names the broker's address, the port is overwritten by the proxy's own: the port follows the host as four
-bytes in every version of these responses, so their layout need not be known.
+Knows only what all frames share: the length, and in a request the API key, its version and a correlation id. Where a
+response names the broker's address, the proxy replaces the port with its own: in every version of these responses the
+port follows the host as four bytes, so their layout need not be known.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Api(StrEnum):
 
 
 API_KEYS = dict(zip((0, 1, 2, 3, 10, 22, 24, 26, 60), Api, strict=True))
-# Produce and Fetch name the partition's leader when the broker that was asked is not, or not yet, the leader (KIP-951):
-# a client that reads this goes there at once, without asking for metadata.
+# Produce and Fetch name the partition's leader if the addressed broker is not, or not yet, the leader (KIP-951): a client
+# then goes there at once, without asking for metadata.
 _NAMES_BROKERS = frozenset({Api.METADATA, Api.FIND_COORDINATOR, Api.DESCRIBE_CLUSTER, Api.PRODUCE, Api.FETCH})
 
 
 @dataclass
 class _Pending:
-    """Requests of one connection that wait for their reply."""
+    """Requests of one connection that await their reply."""
 
     asked: dict[int, tuple[str, Rule | None]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -84,7 +84,7 @@ class KafkaProxy(Proxy[_Pending]):
 
 
 def _read_frame(source: socket.socket) -> bytes:
-    """With its length before it."""
+    """Including its length prefix."""
     head = read_exactly(source, 4)
     (size,) = struct.unpack(">i", head)
     if not 0 <= size <= _FRAME_BYTES_MAX:

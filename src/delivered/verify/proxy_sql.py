@@ -1,7 +1,6 @@
 """A network between the clients of a SQL database and its server that loses and delays statements and their answers.
 
-Of each protocol it knows how messages are cut, and which of them carry the text of a statement. Clients must connect
-without TLS.
+It knows the message framing of each protocol, and which messages carry a statement. Clients must connect without TLS.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _BEGINS = ("BEGIN", "START TRANSACTION", "XA START")
 
 @dataclass
 class _Session:
-    """Of one connection.
+    """State of one connection.
 
     Attributes:
-        statements: since its transaction began.
-        hit: a rule that waits for the next answer.
+        statements: of the current transaction.
+        hit: a rule that awaits the next answer.
     """
 
     statements: list[str] = field(default_factory=list)
@@ -39,7 +38,7 @@ class SqlProxy(Proxy[_Session]):
 
     @abstractmethod
     def statement(self, message: bytes) -> str | None:
-        """What a message of the client's carries; None: no statement."""
+        """The statement in a client message; None: there is none."""
 
     def session(self) -> _Session:
         return _Session()
@@ -62,7 +61,7 @@ class SqlProxy(Proxy[_Session]):
         return server.recv(1 << 16)
 
     def answered(self, reply: bytes, session: _Session) -> tuple[bytes, Rule | None]:
-        """Clients ask one thing at a time, but for what opens a session: what comes next answers the statement."""
+        """Clients send one request at a time, except when they open a session: the next message answers the statement."""
         with session.lock:
             hit, session.hit = session.hit, None
         return reply, hit
@@ -74,8 +73,8 @@ def _fits(rule: Rule, statement: str, transaction: list[str]) -> bool:
 
 
 class PostgresProxy(SqlProxy):
-    """Protocol version 3: a client's first message is its length and no type; all others are a type, a length that
-    counts itself, and the rest. Clients connect with `sslmode=disable&gssencmode=disable`."""
+    """Protocol version 3: a client's first message has a length and no type; all others have a type, a length that counts
+    itself, and the rest. Clients connect with `sslmode=disable&gssencmode=disable`."""
 
     def greet(self, client: socket.socket, server: socket.socket) -> None:
         server.sendall(_counted(client))
@@ -91,8 +90,8 @@ class PostgresProxy(SqlProxy):
 
 
 class MysqlProxy(SqlProxy):
-    """MySQL's and MariaDB's: a length of three bytes, a number within the exchange, and the rest. The server speaks
-    first; a client's command has number 0, and its first byte says which one it is."""
+    """MySQL and MariaDB: a length of three bytes, a sequence number within the exchange, and the rest. The server speaks
+    first; a client's command has number 0, and its first byte is the command."""
 
     def request(self, client: socket.socket) -> bytes:
         head = read_exactly(client, 4)

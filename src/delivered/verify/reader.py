@@ -1,4 +1,4 @@
-"""Who reads the sink all along, in a thread of its own, and what a row found there says."""
+"""The continuous reader of the sink, in a thread of its own, and the interpretation of its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POLL_S = 0.1
 class Reader:
     """
     Attributes:
-        seen: every effect, in the order in which it was found.
+        seen: every effect, in the order found.
         snapshots: moments at which the whole sink was seen at once, as (seconds, effects visible).
         upserted: an operator's rows replace those with their key.
     """
@@ -43,7 +43,7 @@ class Reader:
         self._thread.start()
 
     def close(self) -> None:
-        """Let it see what is there, and end. May be called again."""
+        """Let it read what is there, then stop it. May be called again."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
@@ -57,7 +57,7 @@ class Reader:
             raise VerifierError("READER_DIED", f"The reader of case {self._name} ended early: {self._error}")
 
     def as_seen(self, rows: Sequence[Row]) -> list[Seen]:
-        """What rows say that were read at one moment."""
+        """The effects of rows that were read at one moment."""
         if self._newest is not None:
             return self._newest.seen_in(rows, self._history.now_s)
         return [self._one(r) for r in rows]
@@ -87,7 +87,7 @@ class Reader:
             self._error = f"{type(error).__name__}: {error}"
 
     def _follow_newest(self) -> None:
-        """All of the sink again and again. While it cannot be read, there is nothing to see."""
+        """Read the whole sink again and again. While it cannot be read, there is nothing to see."""
         before: frozenset[str] = frozenset()
         for last in polling(self._stop, _POLL_S):
             try:
@@ -109,14 +109,13 @@ class Reader:
 
 
 class LatestByKey:
-    """What a sink that keeps the newest row of each key says, put as if it kept all of them.
+    """Translates a sink that keeps the newest row per key into one that keeps all rows.
 
-    A row of number n of its key says that the records 0 to n of this key came through: that is what judges of lost,
-    torn and rolled-back records see. A key whose number was higher before shows as an effect that is not there at the
-    end.
+    Row n of a key implies that its records 0 to n came through: the checkers for lost, torn and rolled-back records see
+    those. A key whose number decreased appears as an effect that is missing at the end.
 
     Args:
-        sent: all records that may be, with a number for each of a key.
+        sent: all possible records, numbered within each key.
     """
 
     def __init__(self, workload: Workload, sent: Sequence[Record]) -> None:
@@ -125,7 +124,7 @@ class LatestByKey:
         self._at: dict[str, int] = {}
 
     def seen_in(self, rows: Sequence[Row], at_s: float) -> list[Seen]:
-        """All that the rows of a sink, seen at one moment, say."""
+        """All effects that the rows of a sink, seen at one moment, imply."""
         found: list[Seen] = []
         for row in rows:
             effect = self._workload.effect_of(row.key, row.value)
@@ -138,7 +137,7 @@ class LatestByKey:
         return found
 
     def went_back(self, found: Sequence[Seen], at_s: float) -> list[Seen]:
-        """Keys that stand behind where they stood at the call before, or are gone."""
+        """Keys whose number is lower than at the previous call, or that are gone."""
         now: dict[str, int] = {}
         for s in found:
             if s.key is not None and s.number is not None:

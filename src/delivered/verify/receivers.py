@@ -1,5 +1,5 @@
-"""Scripts about receivers of a queue: they are killed at each of their steps, at random moments, together with the
-driver, and wake up late; the queue's server is killed under them."""
+"""Scripts for a queue's receivers: killed at each of their steps, at random moments, or together with the driver; waking
+up late; and losing the queue's server."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ POINTS = tuple(
     for m in Moment
     if (s, m) != (StepId.RECEIVE_TAKE, Moment.BEFORE)
 )
-"""That a receiver of good messages meets, in this order: nothing stands before it takes any."""
+"""What a receiver of good messages reaches, in this order: nothing stops before it takes a message."""
 
 
 def killed(*points: str) -> tuple[Script, tuple[str, ...]]:
-    """At each point, or at all of them, the receiver is killed, and another one goes on. The pipeline reads half way,
-    so that what comes again is in the sink already."""
+    """At each point, or at all of them, the receiver is killed and another one continues. The pipeline reads half way
+    through, so that redelivered messages are already in the sink."""
     points = points or POINTS
 
     def script(fixture: Fixture) -> None:
@@ -39,7 +39,7 @@ def killed(*points: str) -> tuple[Script, tuple[str, ...]]:
 
 
 def killed_at_random(times: int) -> tuple[Script, tuple[str, ...]]:
-    """A moment is a share of how long a receiver worked on as many messages, from the first ones it took."""
+    """A moment is a fraction of the time that a receiver needed for as many messages, counted from its first ones."""
 
     def script(fixture: Fixture) -> None:
         share = 1 / (times + 2)
@@ -58,7 +58,7 @@ def killed_at_random(times: int) -> tuple[Script, tuple[str, ...]]:
 
 
 def killed_with_driver(*pairs: tuple[str, str]) -> tuple[Script, tuple[str, ...]]:
-    """Each pair: the receiver stands at one point, the driver at the other, and both are killed."""
+    """For each pair, the receiver stops at one point, the driver at the other, and both are killed."""
 
     def script(fixture: Fixture) -> None:
         share = 1 / (2 * len(pairs) + 1)
@@ -79,8 +79,8 @@ def killed_with_driver(*pairs: tuple[str, str]) -> tuple[Script, tuple[str, ...]
 
 
 def queue_killed(fixture: Fixture) -> None:
-    """The server is killed when a receiver has persisted messages and not acknowledged them, while a producer sends,
-    which does not send again what was not acknowledged."""
+    """The server is killed when a receiver has persisted messages but not acknowledged them, while a producer, which does not
+    resend unacknowledged records, sends."""
     fixture.send(0.2)
     receiver = fixture.receivers.start("receive.ack:before!wait")
     fixture.send(0.2, arrive=False)
@@ -95,14 +95,14 @@ def queue_killed(fixture: Fixture) -> None:
 
 
 def zombie(fixture: Fixture) -> None:
-    """A receiver stands with what it took and is paused, until another one took all of it; then it goes on, and must
-    not append again what the log holds."""
+    """A receiver is paused with the messages it took, until another one took all of them; then it resumes, and must not
+    append again what the log holds."""
     first = fixture.receivers.start("receive.persist:before!wait")
     fixture.send(0.4, arrive=False)
     hit = _hit(first)
     first.pause()
     fixture.fire("receiver paused")
-    source_restarted(fixture)  # who does not answer is given up, and its messages are handed to others
+    source_restarted(fixture)  # an unresponsive consumer is dropped, and its messages are redelivered to others
     fixture.receivers.start(alongside=True)
     fixture.arrive()
     fixture.end(fixture.start())
@@ -119,7 +119,7 @@ def _kill_at(fixture: Fixture, point: str, share: float) -> None:
 
 
 def _standing(fixture: Fixture, point: str, share: float) -> Run:
-    """Start a receiver and send it a share of the records; returns it when it stands at its point."""
+    """Start a receiver and send it a share of the records; returns it once it has stopped at its point."""
     run = fixture.receivers.start(point)
     fixture.send(share, arrive=False)
     _hit(run)
@@ -127,7 +127,7 @@ def _standing(fixture: Fixture, point: str, share: float) -> Run:
 
 
 def _at_work(fixture: Fixture, share: float) -> tuple[Run, float]:
-    """Start a receiver with a share of the records before it; returns it when it took the first ones, and the time."""
+    """Start a receiver with a share of the records ahead of it; returns it, with the time, once it took the first ones."""
     run = fixture.receivers.start("receive.take:after!wait")
     fixture.send(share, arrive=False)
     hit = _hit(run)

@@ -1,4 +1,4 @@
-"""Receivers of a queue, alongside the pipeline: processes to be killed, and whether all messages came through them."""
+"""Receivers of a queue, next to the pipeline: processes to kill, and whether all messages came through them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _POLL_S = 0.05
 
 
 class Receiving:
-    """One receiver at a time, unless a script starts another alongside. Used by one thread.
+    """One receiver at a time, unless a script starts another alongside. Not thread-safe.
 
     Attributes:
-        stops: ends of receivers that nobody killed; they must have been asked to.
+        stops: ends of receivers that were not killed; they must have been asked to stop.
 
     Args:
         pipeline: a file of which only the source is read.
@@ -41,7 +41,7 @@ class Receiving:
         self._given_up: frozenset[str] = frozenset()
 
     def ready(self) -> None:
-        """See that the log is there: before, no pipeline can be planned.
+        """Ensure that the log exists: without it no pipeline can be planned.
 
         Raises:
             VerifierError: the receiver that was started for it ended.
@@ -55,10 +55,10 @@ class Receiving:
             raise VerifierError("RECEIVER_FAILED", f"The first receiver ended with {run.code}: {last_words(run)}")
 
     def start(self, crash: str = "", *, alongside: bool = False) -> Run:
-        """Start a receiver, to stop at these points.
+        """Start a receiver with these crash points.
 
         Args:
-            alongside: others go on; else they are asked to end first.
+            alongside: leave others running; else stop them first.
         """
         if not alongside:
             self.stop()
@@ -74,7 +74,7 @@ class Receiving:
         return run
 
     def stop(self) -> None:
-        """Ask all that live to end, and wait: what they hold is persisted and acknowledged."""
+        """Stop all running receivers and wait: what they hold is persisted and acknowledged."""
         for run in self._runs:
             if run.lives:
                 run.stop(_STOP_TIMEOUT_S)
@@ -86,16 +86,16 @@ class Receiving:
         self._over.add(run.number)
 
     def close(self) -> None:
-        """End all that live: nothing is left for them. May be called again."""
+        """Kill all that are running. May be called again."""
         for run in self._runs:
             if run.lives:
                 self._history.add(run.name, "run", End.OK, {"ended with the case": run.kill()})
 
     def settle(self, sent: Collection[str]) -> None:
-        """Wait until all of these ids are in the log, or nothing is left that could come there. What was waited for
-        in vain is not waited for again.
+        """Wait until all of these ids are in the log, or no more can arrive. Ids that were waited for in vain are not waited
+        for again.
 
-        If no receiver lives, one is started.
+        Starts a receiver if none is running.
         """
         wanted = frozenset(sent) - self._given_up
         grew_at, before = time.monotonic(), self._queue.arrived()
@@ -108,7 +108,7 @@ class Receiving:
             if now != before or begins:
                 grew_at, before = time.monotonic(), now
             if time.monotonic() - grew_at > self._queue.patience_s:
-                self.stop()  # what it held is in the log now, and acknowledged; the rest is in the queue
+                self.stop()  # what it held is now in the log and acknowledged; the rest is in the queue
                 left = self._queue.left()
                 if left or self._queue.arrived() != before:
                     grew_at = time.monotonic()

@@ -1,8 +1,8 @@
-"""A run of the matrix as one HTML file: verdicts, reasons, a timeline per case, how to run each again.
+"""A run of the matrix as one HTML file: verdicts, reasons, a timeline per case, and how to rerun each.
 
-Nothing is fetched and no script runs. Verdicts are words and shapes as well as colours of the Okabe-Ito palette, on a
-light and on a dark page. Timelines are drawn by hand: by Altair and vl-convert one takes 240 ms and 10 kB in place of
-0.3 ms and 1.5 kB, which is six minutes for a page of all stored cases.
+No network access, no scripts. Verdicts are words and shapes as well as colours of the Okabe-Ito palette, on a light and
+on a dark page. Timelines are drawn by hand: with Altair and vl-convert one takes 240 ms and 10 kB instead of 0.3 ms and
+1.5 kB, which is six minutes for a page of all stored cases.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) -> Square | None:
-    """None: nothing was run there."""
+    """None: no case ran there."""
     found = [r for r in results if r.place == place and (r.between, r.guarantee, r.service) == column]
     if not found:
         return None
@@ -77,10 +77,10 @@ def square(results: Iterable[Result], place: str, column: tuple[str, str, str]) 
 
 @dataclass(frozen=True)
 class Speed:
-    """How soon the first new record was visible after a SIGKILL of the driver, for one guarantee and sink.
+    """Time to the first new visible record after a SIGKILL of the driver, for one guarantee and sink.
 
     Attributes:
-        cases: in which that was measured; slow: those that took longer than twice a plain restart.
+        cases: those with a measurement; slow: those that took longer than twice a plain restart.
         plain_s, slowest_s: a plain restart, and the slowest restart after a kill, of the case with the worst ratio.
     """
 
@@ -95,7 +95,7 @@ class Speed:
 
 
 def recovery(results: Iterable[Result], column: tuple[str, str, str]) -> Speed | None:
-    """None: it was measured in no case."""
+    """None: no case measured it."""
     found = [
         (r.plain_s, max(r.recovery_s))
         for r in results
@@ -119,7 +119,7 @@ def _timeline_of(result: Result) -> str:
 
 
 def timeline(history: Sequence[Operation]) -> str:
-    """A drawing of who did what when: runs as bars with their end, faults as lines, what the reader saw as a curve."""
+    """Timeline of the actors: runs as bars with their end, faults as lines, what the reader saw as a curve."""
     until = max((o.at_s for o in history), default=1.0) or 1.0
 
     def x(at_s: float) -> float:
@@ -169,7 +169,7 @@ def _run_bar(begin: float, end: float, y: int, o: Operation) -> str:
 
 
 def _seen(history: Sequence[Operation], x: Any, y: int) -> list[str]:
-    """Effects that the reader had seen by then, as a step curve over its row."""
+    """Effects seen by the reader so far, as a step curve over its row."""
     points = [(o.at_s, int(o.value["all"])) for o in history if o.process == "reader"]
     if not points:
         return []

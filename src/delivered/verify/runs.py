@@ -1,7 +1,7 @@
 """Runs of `delivered verify`, each kept as it was: a file of results, a page, and a page that lists them all.
 
-runs/<when>.json    written anew after every case, so that a run that was killed is listed too
-runs/<when>.html    the run's own page, with its timelines; nothing else is needed to read it later
+runs/<when>.json    rewritten after every case, so that a killed run is listed too
+runs/<when>.html    the run's own page with its timelines, self-contained
 index.html          every run of the folder, newest first
 """
 
@@ -31,9 +31,9 @@ RUNS, INDEX = "runs", "index.html"
 class Run:
     """
     Attributes:
-        name: of its files: the moment at which it began, and the process.
-        asked: what was asked for, as on the command line.
-        ended: None: it goes on, or was killed.
+        name: of its files: start time and process.
+        asked: what was requested, as on the command line.
+        ended: None: still running, or killed.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Run:
 
 
 class RunLog:
-    """The run that goes on now."""
+    """The current run."""
 
     def __init__(self, folder: Path, asked: str) -> None:
         self._folder = folder
@@ -72,12 +72,12 @@ class RunLog:
         self.run = Run(name, asked, now.isoformat(timespec="seconds"), versions=versions())
 
     def add(self, result: Result) -> None:
-        """Keep a result. The file appears whole or not at all."""
+        """Add a result. The file is replaced atomically."""
         self.run.results.append(result)
         self._save()
 
     def end(self) -> Path | None:
-        """Write the run's page and the list of all runs. Returns the list; None: no case was run.
+        """Write the run's page and the list of all runs. Returns the list; None: no case ran.
 
         Raises:
             MissingExtra: the pages need the extra `report`.
@@ -95,7 +95,7 @@ class RunLog:
 
 
 def load_runs(folder: Path) -> list[Run]:
-    """Newest first. A file that is no run, or of a newer format, is left out."""
+    """Newest first. Files that are not runs, or have a newer format, are skipped."""
     found = []
     for path in (folder / RUNS).glob("*.json"):
         try:

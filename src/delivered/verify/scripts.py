@@ -1,8 +1,7 @@
-"""What is done to a pipeline: each fault is a script over a fixture, and notes what it did. Here: pieces of scripts,
-kills of driver, worker and task, and state that is put back; interference.py has what others do meanwhile.
+"""What is done to a pipeline: each fault is a script over a fixture, and records what it did. Here: building blocks,
+kills of driver, worker and task, and restored state; interference.py has concurrent actions of others.
 
-A script may be started with the same seed again: it does the same. What it cannot cause it does not note, and the
-case is then invalid.
+With the same seed a script does the same again. A fault that it cannot cause is not recorded; the case is then invalid.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Script = Callable[[Fixture], None]
 Scripted = tuple[Script, tuple[str, ...]]
 """A script, and the names that must fire in it."""
 TRIES_MAX = 6
-"""How often a moment is tried, if the run ends before it, until the case is called invalid."""
+"""Attempts to reach a moment that runs keep missing; after that the case is invalid."""
 ATTEMPTS_MAX = 4
 RETRIES = {"master": f"local[2,{ATTEMPTS_MAX}]"}
-"""More keys of a pipeline file whose tasks may fail three times. A local master gives up at once by default."""
+"""More keys for a pipeline file whose tasks may fail three times. By default a local master gives up at once."""
 _SPECULATION = {
     "spark.speculation": "true",
     "spark.speculation.interval": "100ms",
@@ -44,11 +43,11 @@ _POINTS = {
 }
 
 
-# -- pieces of scripts -------------------------------------------------------------------------------------------------
+# -- building blocks ---------------------------------------------------------------------------------------------------
 
 
 def point(guarantee: Guarantee, step: str) -> str:
-    """What a step is called under a guarantee."""
+    """A step's name under a guarantee."""
     return _POINTS[guarantee][step]
 
 
@@ -58,13 +57,13 @@ def point_of(fixture: Fixture, step: str) -> str:
 
 
 def after(seconds: float) -> Callable[[], bool]:
-    """A fact that becomes true in so many seconds."""
+    """A condition that becomes true after this many seconds."""
     until = time.monotonic() + seconds
     return lambda: time.monotonic() >= until
 
 
 def waits(fixture: Fixture, run: Run) -> Path | None:
-    """Until the run stands at its point; None: it ended before."""
+    """Wait until the run has stopped at its point; None: it ended before."""
     found = run.wait_hit(HIT_TIMEOUT_S)
     if found is None:
         fixture.end(run)
@@ -73,11 +72,11 @@ def waits(fixture: Fixture, run: Run) -> Path | None:
 
 
 def at_point(where: Callable[[Fixture], str], harm: Callable[[Fixture, Run, Path], None], must: str = "") -> Script:
-    """Something is done while the pipeline stands at a point; then it ends, and another start goes through.
+    """Do harm while the pipeline is stopped at a point; then that run ends, and another one must succeed.
 
     Args:
-        harm: lets the run go on itself.
-        must: this run must end well, at the moment that is named so; empty: it may fail.
+        harm: must release the run itself.
+        must: names the moment if this run must succeed; empty: it may fail.
     """
 
     def script(fixture: Fixture) -> None:
@@ -97,15 +96,15 @@ def at_point(where: Callable[[Fixture], str], harm: Callable[[Fixture, Run, Path
 def at_each(
     name: str, points: tuple[str, ...], harm: Callable[[Fixture, Run, Path, Hit, str], None], action: str = "!wait"
 ) -> Scripted:
-    """At each point, in a start of its own, something is done, while the pipeline goes on or fails as it likes.
+    """Do harm at each point, in a start of its own, whether the pipeline survives or fails.
 
     Args:
-        harm: lets the run go on itself, and notes what happened under this name.
+        harm: must release the run itself, and record what happened under this name.
     """
 
     def script(fixture: Fixture) -> None:
         for where in points:
-            # A run may live through it and go on to the end: the next one needs records of its own.
+            # A run may survive and go on to the end: the next one needs records of its own.
             fixture.send(1 / (len(points) + 1))
             run = fixture.start(f"{where}{action}")
             found = run.wait_hit(HIT_TIMEOUT_S)
@@ -119,7 +118,7 @@ def at_each(
 
 
 def must_go_through(fixture: Fixture, when: str) -> None:
-    """One start, which must end well."""
+    """One start, which must succeed."""
     fixture.stops.append(Stop((), fixture.end(fixture.start()), when))
 
 
@@ -127,7 +126,7 @@ def must_go_through(fixture: Fixture, when: str) -> None:
 
 
 def nothing(fixture: Fixture) -> None:
-    """Two starts, each with something to do: the second one is the plain restart that recovery is compared with."""
+    """Two starts, each with records to deliver: the second one is the plain restart that recovery is compared with."""
     fixture.send(0.5)
     must_go_through(fixture, "the first half")
     fixture.all_seen()
@@ -136,7 +135,7 @@ def nothing(fixture: Fixture) -> None:
 
 
 def _kill_at(fixture: Fixture, where: str) -> None:
-    """Start the pipeline, and kill all of it where it stands at a named point."""
+    """Start the pipeline, and kill the whole process tree when it has stopped at a point."""
     run = fixture.start(where)
     found = run.wait_hit(HIT_TIMEOUT_S)
     if found is None:
@@ -147,7 +146,7 @@ def _kill_at(fixture: Fixture, where: str) -> None:
 
 
 def kills(*points: str) -> Scripted:
-    """One kill after the other, each in a start of its own; then a start that ends."""
+    """One kill after the other, each in a start of its own; then a start that succeeds."""
 
     def script(fixture: Fixture) -> None:
         fixture.send()
@@ -159,10 +158,10 @@ def kills(*points: str) -> Scripted:
 
 
 def random_kills(times: int) -> Scripted:
-    """The tree is killed at moments that only the seed knows, after a batch began.
+    """Kill the process tree at seeded random moments after a batch began.
 
-    A moment is a share of how long the run before worked from its first batch to its end: a fixed number of seconds
-    would come too late for one service and always in the first batch for another.
+    A moment is a fraction of the time that the previous run worked from its first batch to its end: a fixed number of
+    seconds would be too late for one service and always in the first batch for another.
     """
 
     def script(fixture: Fixture) -> None:
@@ -194,7 +193,7 @@ def _begun(fixture: Fixture, share: float) -> tuple[float, Run]:
     run = fixture.start()
 
     def begun() -> bool:
-        # A batch that runs again has its file already: what is logged next shows that work goes on.
+        # A rerun batch already has its file: a new log entry shows progress.
         return not run.lives or len(fixture.batches_planned()) > planned or len(fixture.batches_logged()) > logged
 
     fixture.wait(begun, "a batch begins")
@@ -205,7 +204,7 @@ def _begun(fixture: Fixture, share: float) -> tuple[float, Run]:
 
 
 def worker_killed(*points: str) -> Scripted:
-    """At each point the one Python worker that stands there is killed, and nothing else."""
+    """At each point only the Python worker that stopped there is killed."""
 
     def harm(fixture: Fixture, run: Run, _: Path, hit: Hit, name: str) -> None:
         if run.kill_one(hit.pid):
@@ -230,8 +229,8 @@ def task_retried(*points: str) -> Scripted:
 
 
 def speculation(where: str) -> Script:
-    """An attempt stands still until a second one of the same task, on another host, has brought the batch to its end;
-    then the first one goes on."""
+    """An attempt is stopped until a second one of the same task, on another host, has completed the batch; then it
+    resumes."""
 
     def script(fixture: Fixture) -> None:
         fixture.send()
@@ -255,10 +254,10 @@ def speculation(where: str) -> Script:
 
 
 def poison(fixture: Fixture) -> None:
-    """The transform fails at a record, every time; then it is mended, and everything else must come out."""
+    """The transform always fails at a record; once it is fixed, everything else must be delivered."""
     fixture.send()
     for _ in range(2):
-        # The transform's own error; a query of Spark's ends with its code for what is nobody's but the user's.
+        # The transform's own error; a Spark query ends with its own code if only the user can be the cause.
         code = fixture.must_stop("?", "QUERY_FAILED", when="a record that the transform cannot take")
         if code is not None and POISON in last_words(fixture.runs[-1]):
             fixture.fire("poison met")
@@ -267,7 +266,7 @@ def poison(fixture: Fixture) -> None:
 
 
 def oversized(fixture: Fixture) -> None:
-    """A record is above the client's limit, every time; then the limit is raised, and it must come out too."""
+    """A record always exceeds the client's limit; once the limit is raised, it must be delivered too."""
     fixture.send()
     for _ in range(2):
         code = fixture.must_stop("RECORD_TOO_LARGE", when="a record that is too large")
@@ -278,7 +277,7 @@ def oversized(fixture: Fixture) -> None:
 
 
 def oversized_given_up(fixture: Fixture) -> None:
-    """Under at_most_once a record that the sink does not take is given up, and counted; the others go on."""
+    """Under at_most_once a record that the sink rejects is given up, and counted; the others go on."""
     fixture.send()
     fixture.drain()
     fixture.audit()
@@ -287,11 +286,11 @@ def oversized_given_up(fixture: Fixture) -> None:
         fixture.fire("record too large", **counts)
 
 
-# -- F8: state put back ------------------------------------------------------------------------------------------------
+# -- F8: restored or damaged state -------------------------------------------------------------------------------------
 
 
 def log_entry_removed(fixture: Fixture) -> None:
-    """The last file of commits/ is gone: Spark runs the last batch again."""
+    """The last file of commits/ is missing: Spark reruns the last batch."""
     fixture.send(0.5)
     must_go_through(fixture, "the first half")
     newest = fixture.batches_logged()[-1]
@@ -303,7 +302,7 @@ def log_entry_removed(fixture: Fixture) -> None:
 
 
 def older_checkpoint(fixture: Fixture) -> None:
-    """An older copy of the checkpoint is put back: going on would skip or repeat records, so it must not."""
+    """An older copy of the checkpoint is restored: going on would skip or repeat records, so it must stop."""
     kept, newest = fixture.folder / "checkpoint.older", fixture.folder / "checkpoint.newest"
     fixture.send(0.3)
     must_go_through(fixture, "the first third")
@@ -322,7 +321,7 @@ def older_checkpoint(fixture: Fixture) -> None:
 
 
 def checkpoint_deleted(fixture: Fixture) -> None:
-    """The checkpoint is gone: reading from the start again would write everything twice."""
+    """The checkpoint is gone: reading from the start would write everything twice."""
     fixture.send(0.5)
     must_go_through(fixture, "the first half")
     kept = fixture.folder / "checkpoint.kept"
@@ -338,7 +337,7 @@ def checkpoint_deleted(fixture: Fixture) -> None:
 
 
 def state_damaged(fixture: Fixture) -> None:
-    """The newest state of each partition cannot be read: going on would forget what was summed. It is put back."""
+    """The newest state of each partition is unreadable: going on would lose its sums. Then it is restored."""
     fixture.send(0.5)
     must_go_through(fixture, "the first half")
     folders = [p for p in (fixture.checkpoint / "state" / "0").iterdir() if p.name.isdigit()]
@@ -358,7 +357,7 @@ def state_damaged(fixture: Fixture) -> None:
 
 
 def shards_changed(change: Callable[[Fixture, int], None]) -> Script:
-    """A batch runs again with another number of shards than it was staged, and decided, with."""
+    """A batch reruns with a different number of shards than it was staged, and decided, with."""
 
     def script(fixture: Fixture) -> None:
         fixture.send()
@@ -380,5 +379,5 @@ def by_slices(fixture: Fixture, shards: int) -> None:
 
 
 def by_shuffle(fixture: Fixture, shards: int) -> None:
-    """Of a query with state. Spark goes on with the number that the checkpoint began with, whatever is asked for."""
+    """For a stateful query. Spark keeps the number with which the checkpoint began, whatever is configured."""
     fixture.extra["spark"] = {"spark.sql.shuffle.partitions": str(shards)}

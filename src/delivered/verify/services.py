@@ -1,4 +1,4 @@
-"""What a run starts, stops, pauses and kills: the pipeline and its receivers, as a user starts them."""
+"""Starts, stops, pauses and kills the pipeline and its receivers, as a user runs them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ AUDIT_TIMEOUT_S = 240.0
 DRIVER, RECEIVER = "driver", "receiver"
 _CODE = re.compile(r"\[DELIVERED_([A-Z0-9_]+)\]")
 DELIVERED = (sys.executable, "-m", "delivered.cli.main")
-"""`delivered`, as a user types it, but for the interpreter's path."""
+"""`delivered` as on the command line, but with the interpreter's path."""
 
 QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
-"""A JVM that lives for seconds starts faster without its second compiler."""
+"""A short-lived JVM starts faster without its second compiler."""
 
 
 def wait_for(what: Callable[[], bool], timeout_s: float, text: str) -> None:
-    """Until a fact is true.
+    """Wait until a condition is true.
 
     Raises:
         TimeoutError: it did not become true in time.
@@ -48,13 +48,13 @@ def wait_for(what: Callable[[], bool], timeout_s: float, text: str) -> None:
 
 @dataclass
 class Run:
-    """One start of `delivered run`, or of `delivered receive`, in a session of its own.
+    """One start of `delivered run` or `delivered receive`, in a session of its own.
 
     Attributes:
         number: 1 for the first of a case.
-        output: file with what it printed.
-        after_kill: it was started because the run before it was killed.
-        role: what it is, for people.
+        output: file with its output.
+        after_kill: started because the previous run was killed.
+        role: for display.
     """
 
     number: int
@@ -75,7 +75,7 @@ class Run:
         return self.process.poll() is None
 
     def wait_hit(self, timeout_s: float) -> tuple[Path, Hit] | None:
-        """The next crash point that is reached; None: the run ended before.
+        """The next crash point reached; None: the run ended before.
 
         Raises:
             TimeoutError: neither happened in time. The run goes on.
@@ -106,18 +106,18 @@ class Run:
 
     @property
     def code(self) -> str | None:
-        """None: it ended well. Else the code of its last error, "?" if it named none."""
+        """None: it succeeded. Else the code of its last error, "?" if it named none."""
         if self.process.poll() == 0:
             return None
         found = _CODE.findall(self.output.read_text(encoding="utf-8", errors="replace"))
         return found[-1] if found else "?"
 
     def go_on(self, hit: Path) -> None:
-        """Release it from a point at which it waits."""
+        """Release it from a crash point at which it waits."""
         release(hit)
 
     def stop(self, timeout_s: float) -> int:
-        """SIGTERM: what it holds it brings to an end. Returns its exit code.
+        """SIGTERM: a graceful stop. Returns its exit code.
 
         Raises:
             TimeoutError: it did not end in time. It goes on.
@@ -126,20 +126,20 @@ class Run:
         return self.wait_end(timeout_s)
 
     def kill(self) -> int:
-        """SIGKILL the driver, its JVM and its workers; return how many processes. May be called again."""
+        """SIGKILL the driver, its JVM and its workers; return the number of processes. May be called again."""
         killed = kill_tree(self.process.pid)
         self.process.wait()
         return killed
 
     def pause(self) -> int:
-        """SIGSTOP the whole tree; return how many processes."""
+        """SIGSTOP the whole tree; return the number of processes."""
         return self._signal(signal.SIGSTOP)
 
     def resume(self) -> int:
         return self._signal(signal.SIGCONT)
 
     def kill_one(self, pid: int) -> bool:
-        """SIGKILL one process of the tree; False if it is gone or not of this tree."""
+        """SIGKILL one process of the tree; False if it is gone or not in this tree."""
         for p in self._tree():
             if p.pid == pid:
                 p.kill()
@@ -148,7 +148,7 @@ class Run:
         return False
 
     def workers(self) -> list[psutil.Process]:
-        """Spark's Python workers: what the daemon below the JVM forked."""
+        """Spark's Python workers, forked by the daemon below the JVM."""
         found = []
         for p in self._tree():
             with contextlib.suppress(psutil.Error):
@@ -183,8 +183,8 @@ def start(
     """Start a driver or a receiver.
 
     Args:
-        folder: of the case; the run's output and crash points get into it.
-        crash: points to stop at, as in DELIVERED_CRASH.
+        folder: of the case; receives the run's output and crash points.
+        crash: crash points, as in DELIVERED_CRASH.
     """
     name = f"{'run' if role == DRIVER else role}{number}"
     crash_folder, output = folder / f"{name}.hits", folder / f"{name}.log"
@@ -206,7 +206,7 @@ def start(
 
 
 def _asked(command: list[str], log: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
-    """What a command of the product prints as JSON.
+    """The JSON output of a product command.
 
     Raises:
         VerifierError: it printed none.
@@ -246,7 +246,7 @@ def _engine_command(pipeline: Path, *_: object) -> list[str]:
 
 
 def _engine_accounts(pipeline: Path, folder: Path, env: Mapping[str, str] | None) -> dict[str, Any]:
-    """Without Spark there is no audit job; what the ledger says was given up can be asked all the same."""
+    """Without Spark there is no audit job, but the ledger still has the count of given-up records."""
     counts = _asked([*_engine_command(pipeline), "--accounts"], folder / "audit.log", env)
     return {"verdict": None, "counts": counts}
 
@@ -257,8 +257,8 @@ class Service:
 
     Attributes:
         command: (pipeline file, the case's folder, number of the run) -> what to start.
-        audit: (pipeline file, the case's folder, env) -> what the product says of itself.
-        sql: whether it can run a transform in SQL, or one of DataFrames.
+        audit: (pipeline file, the case's folder, env) -> the product's own account.
+        sql: whether it can run a transform in SQL or over DataFrames.
     """
 
     name: str
@@ -275,8 +275,8 @@ SERVICES = {
     SPARK: Service(SPARK, _spark_command, _spark_audit, sql=True),
     ENGINE: Service(ENGINE, _engine_command, _engine_accounts, sql=False),
 }
-"""`spark`: the product as a user runs it. `engine`: the same connectors and the same commit engine in a small loop that
-stands in for Spark, a hundred times cheaper to kill and start again; its verdicts do not speak of Spark."""
+"""`spark`: the product as a user runs it. `engine`: the same connectors and commit engine in a small loop that stands in
+for Spark, a hundred times cheaper to kill and restart; its verdicts say nothing about Spark."""
 
 
 def last_words(run: Run) -> str:

@@ -1,7 +1,7 @@
-"""A user's own pipeline, to be broken on purpose: its transform, guarantee and options, between a source and a sink of
-the verifier's. Nothing of the user's is written to; of the source a few records are read.
+"""A user's own pipeline, to be broken on purpose: its transform, guarantee and options, between the verifier's own source
+and sink. Nothing of the user's is written to; a few records of the source are read.
 
-What must come out is what comes out of a run that nobody disturbs, so the transform must give the same rows each time.
+The expected output is that of an undisturbed run, so the transform must give the same rows each time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REPLACED = {
     "startingoffsetsbytimestamp", "maxoffsetspertrigger", "commitoffsetstogroup", "ledgertopic", "url", "dbtable",
     "user", "password", "ifnotexists", "fileformat", "partitionby",
 }  # fmt: skip
-"""Options that say where and how much; the others are kept."""
+"""Options that say where and how much; all others are kept."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Template:
         data: the pipeline as its file has it.
         folder: of the file; modules of its transform may lie there.
         sample: records of its source.
-        reference: effects of an undisturbed run; None: there was none yet.
+        reference: effects of an undisturbed run; None: not run yet.
     """
 
     data: dict[str, Any]
@@ -71,7 +71,7 @@ class Template:
 
     @property
     def sink(self) -> str:
-        """As the verifier names sinks: the mechanism is a part of it."""
+        """The verifier's name of the sink, which includes the mechanism."""
         sink = self.data["sinks"][0]
         two_phase = (_option(sink, "mechanism") or "").lower() == "two_phase"
         return POSTGRES_2PC if two_phase else _system(sink)
@@ -87,7 +87,7 @@ class Template:
         for place, new in ((data["source"], source), (data["sinks"][0], sink)):
             ours = {k.lower() for k in new} | _REPLACED
             kept = {k: v for k, v in place.items() if k.lower() not in ours}
-            # The verifier's broker knows no secrets and no certificates.
+            # The verifier's broker has no secrets or certificates.
             secret = ("kafka.security", "kafka.s", "storage.")
             kept = {k: v for k, v in kept.items() if not k.lower().startswith(secret)}
             place.clear()
@@ -99,7 +99,7 @@ def load(path: Path) -> Template:
     """Read a pipeline file and a few records of its source.
 
     Raises:
-        UsageError: the file is no pipeline, its formats cannot be verified yet, or its source holds no record.
+        UsageError: the file is not a pipeline, its formats cannot be verified yet, or its source has no records.
     """
     data = load_file(path).model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     source, sinks = data["source"], data["sinks"]
@@ -124,7 +124,7 @@ def load(path: Path) -> Template:
 
 
 def row_effect(key: str | None, value: str) -> Effect:
-    """An effect is all that a row says."""
+    """The effect is the whole content of a row."""
     digest = hashlib.blake2b(json.dumps([key, value]).encode(), digest_size=10).hexdigest()
     return Effect(digest, key, None)
 
@@ -147,7 +147,7 @@ def _log_rows(source: Mapping[str, Any], folder: Path) -> Iterable[tuple[str | N
 
 
 def _kafka_rows(source: Mapping[str, Any]) -> Iterable[tuple[str | None, str]]:
-    """The first records of the topics, read by a consumer of the verifier's own that commits nothing."""
+    """The first records of the topics, read by the verifier's own consumer, which commits nothing."""
     from confluent_kafka import Consumer
 
     from delivered.connectors.kafka.settings import client_options, resolved

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 POISON = "poison"
 WINDOW_S, WATERMARK_S, WINDOWS = 20, 100, 36
-"""Of event time, which is the record's number in seconds: 36 windows end at 720, and records go on until 1,200."""
+"""In event time, which is the record's number in seconds: 36 windows end at 720, and records go on until 1,200."""
 _STRETCH = 300
 
 
@@ -22,7 +22,7 @@ def _made(batch: pa.RecordBatch, rows: list[tuple[bytes | None, bytes]]) -> pa.R
 
 
 def fan_out(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Multiples of three vanish; even numbers come out twice."""
+    """Drop multiples of three; duplicate even numbers."""
     rows = []
     for key, value in zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True):
         n = int(json.loads(value)["n"])
@@ -38,14 +38,14 @@ def other_each_time(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def to_topics(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Every row goes to the sink's topic of the same number."""
+    """Send every row to the sink's topic of the same number."""
     targets = ["-out".join(name.rsplit("-in", 1)) for name in batch.column("topic").to_pylist()]
     columns = [batch.column("key"), batch.column("value"), pa.array(targets, pa.string())]
     return pa.RecordBatch.from_arrays(columns, names=["key", "value", "topic"])
 
 
 def in_kept_stretch(record_id: str) -> bool:
-    """Stretches of 300 records, of which every second one stays."""
+    """Keep every second stretch of 300 records."""
     return int(record_id[1:]) // _STRETCH % 2 == 0
 
 
@@ -59,7 +59,7 @@ def _is_poison(value: bytes) -> bool:
 
 
 def refuses_poison(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """What a transform does that was not written for such a record."""
+    """A transform that was not written for such a record."""
     for value in batch.column("value").to_pylist():
         if _is_poison(value):
             raise ValueError(f"{POISON}: cannot parse {value[:40]!r}")
@@ -67,13 +67,13 @@ def refuses_poison(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def drops_poison(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same after it was mended."""
+    """The fixed version."""
     kept = [not _is_poison(v) for v in batch.column("value").to_pylist()]
     return batch.filter(pa.array(kept, pa.bool_()))
 
 
 def windowed(frame: Any) -> Any:
-    """Count and sum per key and window. Written in SQL expressions: this module is loaded where there is no Spark."""
+    """Count and sum per key and window. In SQL expressions: this module is also loaded without Spark."""
     return (
         frame.selectExpr(
             "CAST(key AS STRING) AS k", "CAST(substr(get_json_object(CAST(value AS STRING), '$.id'), 2) AS INT) AS i"

@@ -1,4 +1,4 @@
-"""What a workload is: records of a source, what they must become, and how the pipeline has to be set up for it."""
+"""A workload: records of a source, what they must become, and the pipeline set-up it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 PARTITIONS = 4
 TABLE = "DELIVERED_VERIFY_TABLE"
-"""The variable of the environment that names the folder of a workload's static table."""
+"""Environment variable with the folder of a workload's static table."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Record:
 
     Attributes:
         id: unique, unless the workload sends a record twice on purpose.
-        number: its place in the sequence of its key, from 0.
-        filler: characters of payload beyond the header; raw: the whole value, in place of a made one.
+        number: its position in the sequence of its key, from 0.
+        filler: characters of payload beyond the header; raw: the whole value, in place of a generated one.
     """
 
     id: str
@@ -35,7 +35,7 @@ class Record:
     def value(self) -> str:
         if self.raw is not None:
             return self.raw
-        # The payload is made from the id, so that a record that changed on its way is another effect.
+        # The payload derives from the id, so a record altered on its way is a different effect.
         pad = hashlib.blake2b(self.id.encode(), digest_size=16).hexdigest() * (self.filler // 32 + 1)
         return json.dumps({"id": self.id, "k": self.key, "n": self.number, "pad": pad[: self.filler]})
 
@@ -45,7 +45,7 @@ class Effect:
     """What the sink must hold because of a record.
 
     Attributes:
-        id: of the record, with a suffix where a record has several effects, and a digest of what it says.
+        id: the record's, with a suffix if the record has several effects, and a digest of the content.
     """
 
     id: str
@@ -57,22 +57,22 @@ class Effect:
 class Workload:
     """
     Attributes:
-        make: (random, how many) -> records, in the order of sending.
+        make: (random, count) -> records, in send order.
         effects: value of a source record -> values that the sink must hold for it.
         together: values of all source records -> values that the sink must hold, where an effect has many causes.
         sql: the transform, over the view `source`; arrow, python: the same as "module:function"; all None: none.
-        kinds: SQL types of the key and the value that come out.
+        kinds: SQL types of key and value in the output.
         ordered: effects of one key must appear in the order of their numbers.
-        topics: of source and sink; more than one wants a source with topics.
-        faults: those that are tried with it, besides what needs it by name.
-        teller: (key, value) of the sink -> effect; None: the value says it, as `Record.value` made it.
+        topics: of source and sink; more than one needs a source with topics.
+        faults: those that are tried with it, besides those that name it.
+        teller: (key, value) of the sink -> effect; None: from the value, as `Record.value` made it.
         sink: more options of the sink in the pipeline file.
         oracle: values of all source records -> value by key of the rows that the sink must hold; None: rows have no
-            keys that tell them apart. accepts: (wanted, found) -> whether a value is as good; None: none is.
-        output_mode: of the query. Of "update" an oracle speaks of any stretch of batches from the first one on.
+            identifying keys. accepts: (wanted, found) -> whether a value is as good; None: none is.
+        output_mode: of the query. For "update" an oracle answers for any prefix of the batches.
         spark: configuration of the pipeline's session.
-        table: (folder, number of the start): what a static table holds in this start.
-        sinks: that it is run with; empty: all.
+        table: (folder, number of the start): writes the static table for this start.
+        sinks: those that it runs with; empty: all.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Workload:
 
     @property
     def replaces(self) -> bool:
-        """A row takes the place of the one with its key, so the sink holds the newest of each."""
+        """A row replaces the one with its key, so the sink holds the newest of each."""
         return self.sink.get("mode") == "upsert"
 
     @property
@@ -109,7 +109,7 @@ class Workload:
         return self.sql is not None or self.python is not None
 
     def effect_of(self, key: str | None, value: str) -> Effect:
-        """What a row in the sink says of itself."""
+        """The effect that a row in the sink stands for."""
         if self.oracle is not None:
             return Effect(f"{key} = {value}", key, None)
         return self.teller(key, value) if self.teller is not None else effect_of(value, self.deterministic)
@@ -117,14 +117,14 @@ class Workload:
     def sink_options(self, upserts: bool) -> dict[str, str]:
         """
         Args:
-            upserts: the sink can put a row into the place of the one with its key.
+            upserts: the sink can replace the row with the same key.
         """
         by_key = {"mode": "upsert", "keyColumns": "key"} if self.output_mode == "update" and upserts else {}
         return {**by_key, **self.sink}
 
 
 def effect_of(value: str, deterministic: bool = True) -> Effect:
-    """Read an effect off a value in the sink; whatever cannot be read is an effect that nobody sent."""
+    """Parse an effect from a value in the sink; an unreadable one is an effect that was never sent."""
     digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest() if deterministic else "-"
     try:
         head, _, tail = value.partition("}")

@@ -1,4 +1,4 @@
-"""What goes in, made from a seed, and what must come out of it."""
+"""Seeded input, and the expected output."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from delivered.verify.operator_workloads import OPERATORS
 from delivered.verify.workload import PARTITIONS, Record, Workload
 
 _BIG = 1 << 20
-"""A record that fills a broker's default limit but for its own frame."""
+"""A record that fills a broker's default limit, except for its own framing."""
 _OVERSIZE = 1_200_000
-"""Above the limit of a client with default settings, 1,000,000 bytes, and below the test broker's."""
+"""Above a client's default limit, 1,000,000 bytes, and below the test broker's."""
 
 
 def _plain(random: random.Random, count: int) -> Iterator[Record]:
@@ -28,12 +28,12 @@ def _keyed(random: random.Random, count: int) -> Iterator[Record]:
     for i in range(count):
         key = random.randrange(16)
         numbers[key] = numbers.get(key, -1) + 1
-        # A key lives in one partition, as producers that hash keys do it.
+        # A key lives in one partition, as with producers that hash keys.
         yield Record(f"r{i}", f"k{key}", numbers[key], key % PARTITIONS, random.randrange(200))
 
 
 def _skewed(random: random.Random, count: int) -> Iterator[Record]:
-    """Nine of ten records in partition 0, none at all in the last."""
+    """Nine of ten records in partition 0, none in the last."""
     numbers: dict[int, int] = {}
     for i in range(count):
         partition = 0 if random.random() < 0.9 else random.randrange(1, PARTITIONS - 1)
@@ -42,7 +42,7 @@ def _skewed(random: random.Random, count: int) -> Iterator[Record]:
 
 
 def _doubled(random: random.Random, count: int) -> Iterator[Record]:
-    """Every fifth record is sent twice, every fiftieth three times: the source holds it so often."""
+    """Every fifth record is sent twice, every fiftieth three times; the source holds all copies."""
     for record in _keyed(random, count):
         i = int(record.id[1:])
         for _ in range(3 if i % 50 == 0 else 2 if i % 5 == 0 else 1):
@@ -62,7 +62,7 @@ def _topics(random: random.Random, count: int) -> Iterator[Record]:
 
 
 def _poisoned(random: random.Random, count: int) -> Iterator[Record]:
-    """Two records in the middle that no transform can take."""
+    """Two records in the middle that no transform accepts."""
     for i, record in enumerate(_keyed(random, count)):
         yield record
         if i in (count // 2, count // 2 + 1):
@@ -70,7 +70,7 @@ def _poisoned(random: random.Random, count: int) -> Iterator[Record]:
 
 
 def _oversized(random: random.Random, count: int) -> Iterator[Record]:
-    """One record that the sink's client does not take by its own limit."""
+    """One record above the limit of the sink's client."""
     for i, record in enumerate(_keyed(random, count)):
         yield replace(record, filler=_OVERSIZE) if i == count // 2 else record
 
@@ -81,7 +81,7 @@ def _big(random: random.Random, count: int) -> Iterator[Record]:
 
 
 def _fan_out(value: str) -> list[str]:
-    """Multiples of three vanish; even numbers come out twice."""
+    """Multiples of three are dropped; even numbers are duplicated."""
     n = int(json.loads(value)["n"])
     if n % 3 == 0:
         return []
@@ -97,7 +97,7 @@ def _no_poison(value: str) -> list[str]:
 
 
 def _windows(values: Sequence[str]) -> list[str]:
-    """Count and sum per key and window, of the windows that close before the records end."""
+    """Count and sum per key and window, for windows that close before the records end."""
     found: dict[tuple[str, int], list[int]] = {}
     for value in values:
         data = json.loads(value)
@@ -158,7 +158,7 @@ WORKLOADS: dict[str, Workload] = {
             "upserts: the newest record of each of 16 keys is in the sink",
             _keyed,
             faults=_OF_CHANGES,
-            # Without a version, so that a batch that is applied late or twice shows.
+            # Without a version, so that a batch applied late or twice shows.
             sink={"mode": "upsert", "keyColumns": "key"},
         ),
         Workload("big", "records of 1 MB", _big, records=48, rows_per_batch=12),
