@@ -2,10 +2,10 @@
 
     python -m delivered.verify.loop pipeline.yaml [--takeover] [--accounts]
 
-It keeps a checkpoint as Spark does (metadata, offsets/N before a batch, commits/N after it), runs each shard in a worker
-process, retries a failed task as often as the master allows (`local[2,4]`: three times), and reruns a batch with the same
-number and offsets after a crash. It cannot show what Spark itself does; for that, use the verifier's service `spark`.
-Transforms: none, or Arrow to Arrow.
+It keeps a checkpoint as Spark does (metadata, offsets/N before a batch, commits/N after it), runs each shard in a
+worker process, retries a failed task as often as the master allows (`local[2,4]`: three times), and reruns a batch with
+the same number and offsets after a crash. It cannot show what Spark itself does; for that, use the verifier's service
+`spark`. Transforms: none, or Arrow to Arrow.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def task(
 
 
 class NoPandas(MetaPathFinder):
-    """Blocks pandas, which `pyarrow.array` imports if it can, to check its input's type: 1.3 s of CPU in each of the three
-    processes of a start, and two thirds of the time of a start. Nothing here needs it."""
+    """Blocks pandas, which `pyarrow.array` imports if it can, to check its input's type: 1.3 s of CPU in each of the
+    three processes of a start, and two thirds of the time of a start. Nothing here needs it."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         del path, target

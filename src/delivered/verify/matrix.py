@@ -203,8 +203,8 @@ class Store:
         return found is not None and found.verdict in _SETTLED
 
     def plain_s(self, case: Case) -> float | None:
-        """Time of a plain restart to its first effect, with this sink, guarantee and service; of this workload if known, else
-        of the default one."""
+        """Time of a plain restart to its first effect, with this sink, guarantee and service; of this workload if
+        known, else of the default one."""
         for workload in (case.workload, DEFAULT_WORKLOAD):
             key = (case.sink, case.guarantee.value, workload, "none", case.seed, case.service, case.source)
             found = self.results.get(key)

@@ -1,8 +1,8 @@
 """A network between clients and a server that stalls, breaks, and follows rules.
 
-Proxies of one protocol know the messages (proxy_kafka.py, proxy_sql.py); `StreamProxy` knows none, and breaks connections
-after a number of pieces in one direction. TCP cannot lose a reply alone: to lose one is to lose the connection after the
-server did the work.
+Proxies of one protocol know the messages (proxy_kafka.py, proxy_sql.py); `StreamProxy` knows none, and breaks
+connections after a number of pieces in one direction. TCP cannot lose a reply alone: to lose one is to lose the
+connection after the server did the work.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Rule:
     """What to do with some requests.
 
     Attributes:
-        request: which: an API of Kafka, the beginning of a statement ("COMMIT" matches only that, not COMMIT PREPARED), or
-            the direction of a piece.
+        request: which: an API of Kafka, the beginning of a statement ("COMMIT" matches only that, not COMMIT PREPARED),
+            or the direction of a piece.
         within: for a statement, a text in an earlier statement of its transaction; for an API, a part of the client id;
             empty: any.
         skip: let this many matching requests pass first.
@@ -234,8 +234,8 @@ class Proxy(ABC, Generic[S]):
             client.sendall(part)
 
     def _late(self, client: socket.socket, server: socket.socket, message: bytes, seconds: float) -> None:
-        """The client sees a broken connection; the server gets the request long after its sender has moved on. Only for requests
-        of one message."""
+        """The client sees a broken connection; the server gets the request long after its sender has moved on. Only for
+        requests of one message."""
         with self._lock:
             self._sockets.discard(server)
         reset(client)

@@ -33,8 +33,8 @@ class Api(StrEnum):
 
 
 API_KEYS = dict(zip((0, 1, 2, 3, 10, 22, 24, 26, 60), Api, strict=True))
-# Produce and Fetch name the partition's leader if the addressed broker is not, or not yet, the leader (KIP-951): a client
-# then goes there at once, without asking for metadata.
+# Produce and Fetch name the partition's leader if the addressed broker is not, or not yet, the leader (KIP-951): a
+# client then goes there at once, without asking for metadata.
 _NAMES_BROKERS = frozenset({Api.METADATA, Api.FIND_COORDINATOR, Api.DESCRIBE_CLUSTER, Api.PRODUCE, Api.FETCH})
 
 

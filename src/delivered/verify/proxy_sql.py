@@ -61,7 +61,7 @@ class SqlProxy(Proxy[_Session]):
         return server.recv(1 << 16)
 
     def answered(self, reply: bytes, session: _Session) -> tuple[bytes, Rule | None]:
-        """Clients send one request at a time, except when they open a session: the next message answers the statement."""
+        """Except while a session opens, clients send one request at a time: the next message answers the statement."""
         with session.lock:
             hit, session.hit = session.hit, None
         return reply, hit
@@ -73,8 +73,8 @@ def _fits(rule: Rule, statement: str, transaction: list[str]) -> bool:
 
 
 class PostgresProxy(SqlProxy):
-    """Protocol version 3: a client's first message has a length and no type; all others have a type, a length that counts
-    itself, and the rest. Clients connect with `sslmode=disable&gssencmode=disable`."""
+    """Protocol version 3: a client's first message has a length and no type; all others have a type, a length that
+    counts itself, and the rest. Clients connect with `sslmode=disable&gssencmode=disable`."""
 
     def greet(self, client: socket.socket, server: socket.socket) -> None:
         server.sendall(_counted(client))
@@ -90,8 +90,8 @@ class PostgresProxy(SqlProxy):
 
 
 class MysqlProxy(SqlProxy):
-    """MySQL and MariaDB: a length of three bytes, a sequence number within the exchange, and the rest. The server speaks
-    first; a client's command has number 0, and its first byte is the command."""
+    """MySQL and MariaDB: a length of three bytes, a sequence number within the exchange, and the rest. The server
+    speaks first; a client's command has number 0, and its first byte is the command."""
 
     def request(self, client: socket.socket) -> bytes:
         head = read_exactly(client, 4)

@@ -1,5 +1,5 @@
-"""Scripts for a queue's receivers: killed at each of their steps, at random moments, or together with the driver; waking
-up late; and losing the queue's server."""
+"""Scripts for a queue's receivers: killed at each of their steps, at random moments, or together with the driver;
+waking up late; and losing the queue's server."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def killed_with_driver(*pairs: tuple[str, str]) -> tuple[Script, tuple[str, ...]
 
 
 def queue_killed(fixture: Fixture) -> None:
-    """The server is killed when a receiver has persisted messages but not acknowledged them, while a producer, which does not
-    resend unacknowledged records, sends."""
+    """The server is killed when a receiver has persisted messages but not acknowledged them, while a producer, which
+    does not resend unacknowledged records, sends."""
     fixture.send(0.2)
     receiver = fixture.receivers.start("receive.ack:before!wait")
     fixture.send(0.2, arrive=False)
@@ -127,7 +127,7 @@ def _standing(fixture: Fixture, point: str, share: float) -> Run:
 
 
 def _at_work(fixture: Fixture, share: float) -> tuple[Run, float]:
-    """Start a receiver with a share of the records ahead of it; returns it, with the time, once it took the first ones."""
+    """Start a receiver with a share of the records ahead of it; once it took some, returns it and the time."""
     run = fixture.receivers.start("receive.take:after!wait")
     fixture.send(share, arrive=False)
     hit = _hit(run)

@@ -92,8 +92,8 @@ class Receiving:
                 self._history.add(run.name, "run", End.OK, {"ended with the case": run.kill()})
 
     def settle(self, sent: Collection[str]) -> None:
-        """Wait until all of these ids are in the log, or no more can arrive. Ids that were waited for in vain are not waited
-        for again.
+        """Wait until all of these ids are in the log, or no more can arrive. Ids that were waited for in vain are not
+        waited for again.
 
         Starts a receiver if none is running.
         """

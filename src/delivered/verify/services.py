@@ -275,8 +275,8 @@ SERVICES = {
     SPARK: Service(SPARK, _spark_command, _spark_audit, sql=True),
     ENGINE: Service(ENGINE, _engine_command, _engine_accounts, sql=False),
 }
-"""`spark`: the product as a user runs it. `engine`: the same connectors and commit engine in a small loop that stands in
-for Spark, a hundred times cheaper to kill and restart; its verdicts say nothing about Spark."""
+"""`spark`: the product as a user runs it. `engine`: the same connectors and commit engine in a small loop that stands
+in for Spark, a hundred times cheaper to kill and restart; its verdicts say nothing about Spark."""
 
 
 def last_words(run: Run) -> str:

@@ -1,5 +1,5 @@
-"""A user's own pipeline, to be broken on purpose: its transform, guarantee and options, between the verifier's own source
-and sink. Nothing of the user's is written to; a few records of the source are read.
+"""A user's own pipeline, to be broken on purpose: its transform, guarantee and options, between the verifier's own
+source and sink. Nothing of the user's is written to; a few records of the source are read.
 
 The expected output is that of an undisturbed run, so the transform must give the same rows each time.
 """
