@@ -114,9 +114,7 @@ class Loop:
         (source,) = self.pipeline.sources.values()
         self.source = planned(source.source())
         self.direct = Direct(self.source, ArrowTransform(transform.select, transform.function))
-        if transform.function is None or transform.function.__module__.startswith(
-            "delivered."
-        ):  # else it may need pandas
+        if transform.function is None or transform.function.__module__.startswith("delivered."):  # else it may use it
             sys.meta_path.insert(0, NoPandas())
         failures = re.fullmatch(r"local\[\w+,(\d+)\]", self.pipeline.master or "")
         self.attempts_max = int(failures[1]) if failures else 1

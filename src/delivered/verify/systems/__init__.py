@@ -1,9 +1,9 @@
-"""Systems that the verifier can break and feed a pipeline from, each in a module of its own that is found by itself.
+"""Systems that the verifier can break, and feed a pipeline from, one auto-discovered module each.
 
-Clients are the judge's own: they share no code with the product's connectors, so that one mistake is not made twice.
+Clients are the judge's own: they share no code with the product's connectors, so as not to repeat its mistakes.
 
-base.py      what a client must offer, and what the catalogue of faults must know of a system
-sql.py, tables.py, messages.py   what SQL servers, tables of files and brokers have in common
+base.py      the client protocols, and what the fault catalogue must know of a system
+sql.py, tables.py, messages.py   shared code for SQL servers, tables of files, and brokers
 group.py     several sinks that share every batch
 """
 
@@ -22,7 +22,7 @@ RABBITMQ, PULSAR, RABBITMQ_STREAM, LOG = "rabbitmq", "pulsar", "rabbitmq_stream"
 GROUP = f"{KAFKA}-{POSTGRES}-{DELTA}"
 _SINK_ORDER = (SQLITE, KAFKA, POSTGRES, POSTGRES_2PC, MYSQL, MYSQL_XA, DELTA, ICEBERG, FILES, GROUP, RABBITMQ)
 _SOURCE_ORDER = (LOG, KAFKA, PULSAR, RABBITMQ_STREAM, RABBITMQ)
-"""In which cases run and pages list them; all others follow by name."""
+"""In the order of cases and pages; all others follow by name."""
 
 Kind = TypeVar("Kind", SinkKind, SourceKind)
 
@@ -46,6 +46,6 @@ SOURCE_KINDS = _ordered([k for s in SYSTEMS.values() for k in s.sources], _SOURC
 
 
 def from_address(address: Mapping[str, Any]) -> SourceClient:
-    """The same client again, from `base.address`."""
+    """Recreate a client from `base.address`."""
     arguments = dict(address)
     return SOURCE_KINDS[arguments.pop("system")].client(**arguments)

@@ -1,8 +1,8 @@
 """A queue of ActiveMQ Artemis, over STOMP.
 
-As the sink it is consumed: what was handed out and not acknowledged when the broker died comes again, under the
-broker's own number, by which it is known. As the source it is made by a question to the broker's management, and filled
-with a receipt for each message.
+As the sink it is consumed: messages delivered but not acknowledged when the broker died are redelivered under the
+broker's own number, which identifies them. As the source it is created through the broker's management address, and
+filled with a receipt for each message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from delivered.verify.workload import Record
 ID, KEY = "sent-as", "key"
 _WAIT_S = 0.2
 Frames = queue.Queue[tuple[str, Any]]
-"""What came: "message", "receipt", or the text of an error; and its frame."""
+"""What arrived: "message", "receipt", or the text of an error; and its frame."""
 
 
 class ArtemisQueue(Messages):
@@ -50,7 +50,7 @@ class ArtemisQueue(Messages):
                     self._frames.put((kind, frame))
                     break
                 raise ConnectionError(kind)
-            number = frame.headers["message-id"].rpartition(",")[2]  # behind that of the consumer
+            number = frame.headers["message-id"].rpartition(",")[2]  # follows the consumer's
             if number not in self._known:
                 self._known.add(number)
                 if frame.headers.get("judge") == END:
@@ -62,7 +62,7 @@ class ArtemisQueue(Messages):
         return found
 
     def mark(self) -> None:
-        """The queue is in order: this comes behind everything."""
+        """The queue is ordered: this comes after everything."""
         super().mark()
         headers = {"judge": END, "persistent": "true", "destination-type": "ANYCAST"}
         self._subscribed().send(self.name, self.last.encode(), headers=headers)
@@ -113,7 +113,7 @@ class ArtemisSource(Queue):
         connection.disconnect()
 
     def _ask(self, headers: dict[str, str], body: str) -> Any:
-        """A question to the broker's management."""
+        """Send a request to the broker's management."""
         connection, frames = _open(self.bootstrap)
         connection.auto_content_length = False  # a text message: management reads no other
         replies = f"judge.{uuid.uuid4().hex}"
@@ -173,6 +173,6 @@ def _source(at: SourcePlace) -> ArtemisSource:
 SYSTEM = System(
     (sending(ArtemisQueue),),
     (SourceKind("activemq", ArtemisSource, _source, server="activemq", queue=True),),
-    # What a killed server wrote, the system keeps: no case pulls a plug.
+    # What a killed server wrote stays in the page cache: no case cuts the power.
     properties={"journalDatasync": "false"},
 )

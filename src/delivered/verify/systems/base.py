@@ -1,4 +1,4 @@
-"""What a system must offer to be written to and read by the judge, and what a fault can take hold of in it."""
+"""What a system must offer so that the judge can write and read it, and the handles that faults use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row:
 
     Attributes:
         partition: of a topic, or the table; position: grows within it.
-        sink: which sink of a group holds it; empty: there is one.
+        sink: the sink of a group that holds it; empty: there is only one.
     """
 
     partition: str
@@ -37,11 +37,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Poll:
-    """What a reader that runs all along found in one step.
+    """One step of the continuous reader.
 
     Attributes:
-        rows: new since the step before.
-        snapshot: whether the step saw all of the sink at one moment.
+        rows: new since the previous step.
+        snapshot: whether the step saw the whole sink at one moment.
     """
 
     rows: Sequence[Row]
@@ -52,39 +52,39 @@ class Poll:
 
 
 class SourceClient(Protocol):
-    """Where the workload goes: the pipeline's source. A dataclass, so that another process makes the same client."""
+    """Where the workload goes: the pipeline's source. A dataclass, so that another process can recreate the client."""
 
     system: str
 
     def create(self) -> None:
-        """Make it, empty."""
+        """Create it, empty."""
 
     def options(self) -> dict[str, Any]:
-        """Of the source in the pipeline file."""
+        """Source options in the pipeline file."""
 
     def send(self, records: Sequence[Record]) -> None:
         """Write all of them; raise unless all are acknowledged."""
 
     def read(self) -> list[Row]:
-        """All that is there."""
+        """Everything there is."""
 
     def offsets(self, logged: Any) -> dict[str, int]:
-        """Partition -> end of a batch, from what the checkpoint says of this source."""
+        """Partition -> end of a batch, from the checkpoint's entry for this source."""
 
 
 @runtime_checkable
 class QueueSource(Protocol):
-    """A source that drops what was acknowledged. `SourceClient.read` reads the log that receivers fill."""
+    """A source that drops acknowledged messages. `SourceClient.read` reads the log that receivers fill."""
 
     log: Path
     patience_s: float
-    """Nothing that a killed receiver held stays hidden for so long."""
+    """Upper bound on how long messages of a killed receiver stay hidden."""
 
     def arrived(self) -> frozenset[str]:
         """Ids of the records that are in the log."""
 
     def left(self) -> int | None:
-        """Messages that the queue still holds, while nobody receives; None: it does not tell."""
+        """Messages still in the queue, while nobody receives; None: unknown."""
 
 
 class SinkClient(Protocol):
@@ -94,60 +94,60 @@ class SinkClient(Protocol):
     batch_atomic: bool
 
     def create(self) -> None:
-        """Make it, empty, unless the pipeline does."""
+        """Create it, empty, unless the pipeline does."""
 
     def options(self) -> dict[str, Any]:
-        """Of the sink in the pipeline file."""
+        """Sink options in the pipeline file."""
 
     def read(self) -> list[Row]:
-        """All that a committed reader finds now."""
+        """Everything a committed reader sees now."""
 
     def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
-        """Read all along, in the calling thread, until `stop` is set and everything that is there was seen."""
+        """Read continuously, in the calling thread, until `stop` is set and everything there has been seen."""
 
     def open_transactions(self, pipeline: str) -> list[str]:
         """What blocks committed readers."""
 
     def remove(self) -> None:
-        """Give space back. May be called again."""
+        """Free its space. May be called again."""
 
 
 class ReadDisturbed(Exception):
-    """What a reader had begun to read was taken away from under it."""
+    """The data was removed or changed in the middle of a read."""
 
 
 @runtime_checkable
 class LongReads(Protocol):
-    """A sink whose readers need time, and must be left alone meanwhile."""
+    """A sink whose reads take time and must not be disturbed."""
 
     def reading(self) -> AbstractContextManager[None]:
-        """From its begin to its end, a reader is in the middle of reading what is there now.
+        """While the context is open, a reader is in the middle of reading the current data.
 
         Raises:
-            ReadDisturbed: at the end, what was there at the begin cannot be read as it was.
+            ReadDisturbed: on exit, the data seen at the start can no longer be read as it was.
         """
 
 
 @runtime_checkable
 class Lockable(Protocol):
-    """A sink of which another program can hold what a writer must wait for."""
+    """A sink in which another program can hold a lock that writers need."""
 
     def locked(self) -> AbstractContextManager[None]:
-        """Another program holds it."""
+        """Another program holds the lock."""
 
 
 @runtime_checkable
 class SharedTable(Protocol):
-    """A table to which others write too, none of whom reads or changes a row that is there."""
+    """A table with other writers, none of whom reads or changes existing rows."""
 
     def append_nothing(self) -> None:
-        """A commit of another writer, without rows."""
+        """Commit as another writer, without rows."""
 
     def compact(self) -> None:
-        """A commit that puts the rows that are there into other files."""
+        """Commit existing rows into other files."""
 
     def describe(self, text: str) -> None:
-        """A commit that changes what the table says of itself."""
+        """Commit a change of the table's description."""
 
 
 @runtime_checkable
@@ -155,10 +155,10 @@ class TwoPhase(Protocol):
     """A server whose prepared transactions an operator can end by hand."""
 
     def roll_back_prepared(self) -> list[str]:
-        """All of them; returns their ids."""
+        """Roll back all of them; return their ids."""
 
 
-# -- kinds: what the catalogue of faults and the environment know of a system ------------------------------------
+# -- kinds: what the fault catalogue and the environment know of a system ----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class SourcePlace:
 
     Attributes:
         name: of the case.
-        broker: holds the source; None: files of this machine do.
-        log: folder for what receivers keep, or for the log that is the source.
+        broker: holds the source; None: it is in local files.
+        log: folder for the receivers' log, or for the log that is the source.
         pipeline_address: of a proxy before the server; None: the server's own.
-        connector: another one of the same queues, in the pipeline file.
+        connector: another connector for the same queues, in the pipeline file.
     """
 
     name: str
@@ -186,7 +186,7 @@ class SourcePlace:
 
     @property
     def queue(self) -> str:
-        """A name of every server's own alphabet, however long the case's is."""
+        """A name in every server's alphabet, however long the case's name is."""
         return f"source-{digest(self.name)}"
 
 
@@ -196,11 +196,11 @@ class SinkPlace:
 
     Attributes:
         name: of the case.
-        broker: holds the sink; None: files of this machine do.
+        broker: holds the sink; None: it is in local files.
         disk: for files.
         pipeline_address: of a proxy before the server; None: the server's own.
-        typed: the judge makes the table, with the columns of the workload; else the pipeline does.
-        small: a small disk that the server must put the table on; None: where it likes.
+        typed: the judge creates the table, with the workload's columns; else the pipeline does.
+        small: a small disk that the server must put the table on; None: the server's default.
         extra: more options of the sink in the pipeline file.
     """
 
@@ -220,10 +220,10 @@ class SinkPlace:
 
 @dataclass(frozen=True)
 class Statements:
-    """How a SQL database words what a proxy must tell apart.
+    """Statements of a SQL database that a proxy must recognize.
 
     Attributes:
-        rows: in a transaction of a task.
+        rows: in a task's transaction.
     """
 
     prepare: str
@@ -236,20 +236,20 @@ class SinkKind:
     """
     Attributes:
         format: in a pipeline file.
-        client: of a place; None: it is a group.
-        server: kind of the server that holds it, as `delivered.brokers` names it; None: files of this machine.
+        client: made from a place; None: it is a group.
+        server: kind of the server that holds it, as named by `delivered.brokers`; None: local files.
         source: what feeds its pipelines unless a workload or a fault needs topics.
-        two_phase: under exactly_once, shards stay open between their promise and the decision's being applied.
-        locks: another program can hold what a writer must wait for.
-        locked: how others are turned away while one writer holds all of the sink; None: nobody can hold it.
+        two_phase: under exactly_once, shards stay open from prepare to apply.
+        locks: another program can hold a lock that writers need.
+        locked: error of other writers while one writer locks the whole sink; None: the sink cannot be locked.
         shared: others commit to the table meanwhile.
-        statements: of its protocol, which a proxy reads along; None: it is no SQL server.
-        members: several sinks that share every batch, all or nothing; empty: it is one.
-        absent: failure point -> why nothing can be done to this sink there.
-        guarantees: that it can give; of the others it is shown elsewhere that they are refused.
-        sends: what a task sends is there at once, for everybody.
+        statements: of its protocol, which a proxy parses; None: not a SQL server.
+        members: several sinks that share every batch, all or nothing; empty: a single sink.
+        absent: failure point -> why there is no fault for this sink there.
+        guarantees: those it supports; other tests show that the rest are refused.
+        sends: what a task sends is visible to everybody at once.
         ordered: a key's rows arrive in the order in which a task wrote them.
-        upserts: under exactly_once a row can take the place of the one with its key.
+        upserts: under exactly_once a row can replace the one with its key.
         own: a user's own pipeline into it can be verified.
     """
 
@@ -277,9 +277,9 @@ class SourceKind:
     """
     Attributes:
         name: its format in a pipeline file.
-        client: made again in another process by `address`; at: the client of a place.
-        server: kind of the server that holds it, as `delivered.brokers` names it; None: files of this machine.
-        queue: it drops what was acknowledged, so receivers keep its messages in a log first.
+        client: recreated in another process by `address`; at: the client of a place.
+        server: kind of the server that holds it, as named by `delivered.brokers`; None: local files.
+        queue: it drops acknowledged messages, so receivers first store them in a log.
         ordered: a key's records are read in the order in which they were sent.
     """
 
@@ -293,11 +293,11 @@ class SourceKind:
 
 @dataclass(frozen=True)
 class System:
-    """All that the verifier knows of a system: a module of this folder that has one as `SYSTEM` is found by itself.
+    """Everything the verifier knows of a system: found as `SYSTEM` in a module of this folder.
 
     Attributes:
-        properties: of its server, while it is verified.
-        proxy: between its clients and its server; None: one that knows nothing of the protocol.
+        properties: of its server, during verification.
+        proxy: between its clients and its server; None: one that does not know the protocol.
     """
 
     sinks: tuple[SinkKind, ...] = ()
@@ -306,17 +306,17 @@ class System:
     proxy: Callable[..., Proxy[Any]] | None = None
 
 
-# -- what clients share ------------------------------------------------------------------------------------------
+# -- shared by clients -------------------------------------------------------------------------------------------
 
 
 def address(client: SourceClient) -> dict[str, Any]:
-    """JSON values by which another process makes the same client: `system`, and the arguments of its class."""
+    """JSON values from which another process recreates the client: `system`, and the arguments of its class."""
     found = {f.name: getattr(client, f.name) for f in fields(client) if f.init}  # type: ignore[arg-type]
     return {"system": client.system, **{k: str(v) if isinstance(v, Path) else v for k, v in found.items()}}
 
 
 def polling(stop: threading.Event, pause_s: float = _POLL_S) -> Iterator[bool]:
-    """Rounds of a reader, the last of which begins when `stop` is set already; yields whether it is the last."""
+    """Rounds of a reader; yields whether it is the last one, which begins after `stop` was set."""
     while True:
         last = stop.is_set()
         yield last
@@ -330,7 +330,7 @@ def digest(name: str) -> str:
 
 
 def as_row(partition: str, position: int, columns: Mapping[str, Any]) -> Row:
-    """A row of a table. Of one with other columns than key and value, all of the row is its value."""
+    """A row of a table. With columns other than key and value, the whole row is its value."""
     if list(columns) == ["key", "value"]:
         return Row(partition, position, as_text(columns["key"]), as_text(columns["value"]) or "")
     return Row(partition, position, None, json.dumps({name: as_text(v) for name, v in columns.items()}))

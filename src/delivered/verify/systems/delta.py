@@ -1,5 +1,5 @@
-"""A Delta table: its log read as the format's specification says, its rows with pyarrow, and what is there at the end
-with deltalake, as anybody would."""
+"""A Delta table: its log read according to the format's specification, its rows with pyarrow, and the final state with
+deltalake, as any user would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeltaTable(FileTable):
         return {"path": str(self.path)}
 
     def commits(self, known: Set[Any]) -> Iterator[tuple[Set[Any], list[str]]]:
-        """Files with new rows. What only puts rows into other files says so: `dataChange` is false."""
+        """Files with new rows. A commit that only moves rows into other files is marked: `dataChange` is false."""
         for version in (v for v in self._versions() if v not in known):
             text = (self.path / "_delta_log" / f"{version:020d}.json").read_text(encoding="utf-8")
             actions = [json.loads(line) for line in text.splitlines() if line.strip()]

@@ -9,7 +9,7 @@ from delivered.verify.systems.base import Row, SinkKind, System
 from delivered.verify.systems.tables import FileTable, on_disk
 
 _PATTERN = "batch=*/*.parquet"
-"""What the sink's page tells readers to take."""
+"""The pattern that the sink's documentation gives to readers."""
 
 
 class Files(FileTable):
@@ -17,7 +17,7 @@ class Files(FileTable):
         return {"path": str(self.path), "fileFormat": "parquet"}
 
     def commits(self, known: Set[Any]) -> Iterator[tuple[Set[Any], list[str]]]:
-        """What is new in one listing."""
+        """New files in one listing."""
         new = [name for name in self._listed() if name not in known]
         yield set(new), new
 

@@ -1,4 +1,4 @@
-"""Several sinks that share every batch: each with its own client, all of them read and judged."""
+"""Several sinks that share every batch: each has its own client, and all are read and judged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delivered.verify.systems.base import Poll, Row, SinkClient, SinkKind, Syste
 class GroupClient:
     """
     Args:
-        members: by their names in the pipeline file, in its order.
+        members: by name in the pipeline file, in its order.
     """
 
     system = "group"
@@ -59,23 +59,23 @@ class GroupClient:
 
 
 def names_of(sink: SinkClient) -> tuple[str, ...]:
-    """As in `Row.sink`: one empty name if there is one sink."""
+    """As in `Row.sink`: one empty name for a single sink."""
     return tuple(sink.members) if isinstance(sink, GroupClient) else ("",)
 
 
 def sinks_of(sink: SinkClient) -> list[dict[str, Any]]:
-    """Of the pipeline file."""
+    """Sinks in the pipeline file."""
     if isinstance(sink, GroupClient):
         return [{"name": name, **member.options()} for name, member in sink.members.items()]
     return [sink.options()]
 
 
 def at_sink(sink: str, name: str) -> str:
-    """Sinks of a group get the same effects: at each of them it is one of its own."""
+    """Sinks of a group get the same effects; each sink's effect is distinct."""
     return f"{sink}: {name}" if sink else name
 
 
-# Two prepare, and Delta, which cannot, decides as the last resource.
+# Two prepare; Delta, which cannot, decides as the last resource.
 _MEMBERS = ("kafka", "postgres-2pc", "delta")
 _NAME = "kafka-postgres-delta"
 SYSTEM = System((SinkKind(_NAME, "", None, server="kafka", source="kafka", two_phase=True, members=_MEMBERS),))

@@ -1,5 +1,5 @@
-"""An Iceberg table of an embedded catalog, read with pyiceberg: snapshot by snapshot, and what is there at the end by
-a scan, as anybody would."""
+"""An Iceberg table of an embedded catalog, read with pyiceberg: snapshot by snapshot, and the final state by a scan, as
+any user would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delivered.verify.systems.tables import PARTITION, FileTable, on_disk
 _TABLE = "judged.effects"
 _TRIES = 20
 _REWRITTEN = "rewritten-by"
-"""In the summary of a snapshot of ours that moves rows, and brings none."""
+"""Key in the summary of the judge's own snapshots that move rows and add none."""
 
 
 class IcebergTable(FileTable):
@@ -46,7 +46,7 @@ class IcebergTable(FileTable):
         self._changed(lambda table: table.append(table.schema().as_arrow().empty_table()))
 
     def compact(self) -> None:
-        """All rows into one file, as one change of the table: the client knows no operation of that name."""
+        """Rewrite all rows into one file in a single commit: the client has no such operation."""
 
         def rewrite(table: Any) -> None:
             with table.transaction() as change:
@@ -62,7 +62,7 @@ class IcebergTable(FileTable):
         self._changed(comment)
 
     def _changed(self, change: Callable[[Any], None]) -> None:
-        """Tried again while the pipeline's tasks commit, too."""
+        """Retries, because the pipeline's tasks commit too."""
         from pyiceberg.exceptions import CommitFailedException
 
         for left in reversed(range(_TRIES)):
@@ -80,7 +80,7 @@ class IcebergTable(FileTable):
         return table
 
     def _open(self) -> Any:
-        """None: it was not made yet."""
+        """None: it does not exist yet."""
         from pyiceberg.catalog.sql import SqlCatalog
         from pyiceberg.exceptions import NoSuchTableError
         from sqlalchemy.exc import OperationalError
@@ -95,7 +95,7 @@ class IcebergTable(FileTable):
         except NoSuchTableError:
             return None
         except OperationalError as error:
-            if "no such table" in str(error):  # of the catalog, which is being made
+            if "no such table" in str(error):  # the catalog is still being created
                 return None
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Topics, written and read with confluent-kafka, by settings of the judge's own."""
+"""Topics, written and read with confluent-kafka, with the judge's own settings."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from delivered.verify.workload import PARTITIONS, Record
 
 ANSWER_TIMEOUT_S = 60.0
 MESSAGE_BYTES_MAX = 2 << 20
-"""The judge may send what a pipeline with default settings may not."""
+"""The judge may send more than a pipeline with default settings."""
 _QUIET: dict[str, Any] = {"log_level": 0, "reconnect.backoff.max.ms": 500}
-"""A broker that was killed on purpose is no news."""
+"""Brokers are killed on purpose: do not log it."""
 _END_TIMEOUT_S = 30.0
 _RETRY_S = 0.2
 
 
 @dataclass
 class Topic:
-    """One topic or several, as the sink.
+    """One or several topics, as the sink.
 
     Attributes:
         bootstrap: of the broker itself, for the judge.
-        pipeline_address: the broker's as the pipeline knows it: its own, or a proxy's.
+        pipeline_address: the broker's address for the pipeline: its own, or a proxy's.
         extra: more options in the pipeline file.
         topics: how many; the second one's name ends in "-1".
     """
@@ -68,7 +68,7 @@ class Topic:
             gone.result(ANSWER_TIMEOUT_S)
 
     def options(self) -> dict[str, Any]:
-        # Of several topics, every row names its own.
+        # With several topics, every row names its own.
         return self._place() | ({"topic": self.name} if self.topics == 1 else {})
 
     def _place(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Topic:
             )
 
     def read(self) -> list[Row]:
-        """To the last stable offset of every partition, as it is now.
+        """Up to the current last stable offset of every partition.
 
         Raises:
             TimeoutError: the end was not reached within 60 s.
@@ -160,7 +160,7 @@ class Topic:
             try:
                 return self._ends(committed)
             except KafkaException:
-                # A client that knew the broker before its restart asks with an epoch that is over.
+                # A client that knew the broker before its restart sends a stale epoch.
                 if time.monotonic() > deadline:
                     raise
                 self._client = None
@@ -177,7 +177,7 @@ class Topic:
         return {(tp.topic, tp.partition): f.result().offset for tp, f in answers.items()}
 
     def open_transactions(self, pipeline: str) -> list[str]:
-        """Partitions where committed readers cannot get to the end, and transactions of the pipeline that are open."""
+        """Partitions where committed readers cannot reach the end, and the pipeline's open transactions."""
         from kafka.admin import KafkaAdminClient
 
         stable, high = self.ends(), self.ends(committed=False)
@@ -221,7 +221,7 @@ class Topic:
         return [(name, p) for name in self.names for p in range(self.partitions)]
 
     def _reached(self, consumer: Any, ends: dict[tuple[str, int], int]) -> bool:
-        """Positions move past markers and aborted records too, so they get to the end; counts would not."""
+        """By position: it moves past markers and aborted records too, so it reaches the end; a count would not."""
         from confluent_kafka import TopicPartition
 
         at = consumer.position([TopicPartition(name, p) for name, p in ends])
@@ -237,7 +237,7 @@ class Topic:
 
 
 class TopicSource(Topic, SourceClient):
-    """The same as the source."""
+    """The same, as the source."""
 
     def options(self) -> dict[str, Any]:
         return {**self._place(), "subscribe": ",".join(self.names), "startingOffsets": "earliest"}
@@ -264,7 +264,7 @@ SYSTEM = System(
     (SinkKind("kafka", "kafka", _sink, server="kafka", source="kafka", two_phase=True, own=True),),
     (SourceKind("kafka", TopicSource, _source, server="kafka"),),
     properties={
-        # Expired transactions are looked for every ten seconds by default; a case should not wait for that.
+        # By default the broker looks for expired transactions every ten seconds: too long for a case.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
         "message.max.bytes": str(MESSAGE_BYTES_MAX),
     },

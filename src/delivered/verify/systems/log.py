@@ -1,4 +1,4 @@
-"""A durable log: read with deltalake, written as every producer writes it."""
+"""A durable log: read with deltalake, written as any producer does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Log(SourceClient):
     partitions: int = PARTITIONS
 
     def create(self) -> None:
-        """The first record makes it."""
+        """Created by the first record."""
 
     def options(self) -> dict[str, Any]:
         return {"format": "log", "path": str(self.path)}

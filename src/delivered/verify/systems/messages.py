@@ -1,5 +1,5 @@
-"""What brokers have in common for the judge: sinks whose messages are read once, in the broker's order, by readers that
-take nothing away; and queues that drop what was acknowledged, whose receivers keep their messages in a log."""
+"""Shared by brokers: sinks whose messages are read once, in the broker's order, by readers that remove nothing; and
+queues that drop acknowledged messages, whose receivers store them in a log."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from delivered.verify.workload import PARTITIONS, source_id
 ANSWER_TIMEOUT_S = 60.0
 CONFIRM_TIMEOUT_S = 30.0
 APPEND_MAX = 40
-"""Messages in one append: few, so that a receiver comes by its points often."""
+"""Messages per append: few, so that a receiver reaches its crash points often."""
 END = "delivered-verify-end"
-"""Names a message of the judge's own, behind everything that it has to read."""
+"""Identifies the judge's own message, behind everything that it has to read."""
 _RETRY_S = 0.2
 OWN_ADDRESS = {"F2": "its client connects to the address that the broker advertises, bypassing a proxy"}
 
 
 class Messages(ABC):
-    """Rows hold values alone: where a message carries its key, if it does, is the broker's own way.
+    """Rows hold only values: each broker carries keys in its own way, if at all.
 
     Attributes:
-        last: what the newest message of the judge's own holds; met: what those held that came.
+        last: content of the judge's newest own message; met: contents of those that arrived.
 
     Args:
         server: that the judge may kill.
         name: of the case.
-        ledger: a file of the driver's machine, for what the broker has no place for.
-        pipeline_address: the server's as the pipeline knows it: its own, or a proxy's.
+        ledger: a file on the driver's machine, for what the broker cannot store.
+        pipeline_address: the server's address for the pipeline: its own, or a proxy's.
     """
 
     system = "messages"
@@ -65,27 +65,27 @@ class Messages(ABC):
 
     @abstractmethod
     def create(self) -> None:
-        """Make it, empty."""
+        """Create it, empty."""
 
     @abstractmethod
     def take(self, after: int | None) -> list[Row]:
-        """What has come behind this position, as far as it is at hand; None: from the first message on."""
+        """Available messages after this position; None: from the first message on."""
 
     def mark(self) -> None:
-        """Begin a look at everything. Where the end is known by a message of the judge's own, send it: `self.last`."""
+        """Begin a full read. Where the end is marked by a message of the judge's own, send it: `self.last`."""
         self.last = uuid4().hex
 
     def all_taken(self) -> bool:
-        """Whether everything that was there when `mark` was called is in what `take` gave until now."""
+        """Whether `take` has returned everything that was there when `mark` was called."""
         return self.last in self.met
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Forget the connection, which may be broken. May be called again."""
+        """Drop the connection, which may be broken. May be called again."""
 
     @abstractmethod
     def place(self) -> dict[str, Any]:
-        """Of the sink in the pipeline file, without the ledger."""
+        """Sink options in the pipeline file, without the ledger."""
 
     def remove(self) -> None:
         self.disconnect()
@@ -116,7 +116,7 @@ class Messages(ABC):
         raise TimeoutError(f"{self.name} could not be read to its end within {ANSWER_TIMEOUT_S:.0f} s: {failure}")
 
     def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
-        """While the server is down, there is nothing to see. What a final reader took is seen here, too."""
+        """While the server is down, there is nothing to see. Messages taken by a final reader are seen here too."""
         count = 0
         for _ in polling(stop):
             try:
@@ -130,7 +130,7 @@ class Messages(ABC):
                 seen(Poll(new, snapshot=False))
 
     def open_transactions(self, pipeline: str) -> list[str]:
-        """There are none: a message that was sent is there."""
+        """There are none: a sent message is visible."""
         del pipeline
         return []
 
@@ -144,12 +144,12 @@ class Messages(ABC):
 
 
 def sent_by(made: type[Messages]) -> Callable[[SinkKind, SinkPlace], Messages]:
-    """The client of a sink of messages in a case."""
+    """The client of a message sink in a case."""
     return lambda _, at: made(at.server, at.name, at.disk / "ledger.db", at.pipeline_address, dict(at.extra))
 
 
 def sending(made: type[Messages], absent: Mapping[str, str] | None = None, ordered: bool = True) -> SinkKind:
-    """A broker that cannot hold a message back."""
+    """A broker that cannot hold messages back."""
     system = made.system
     no_reader = {"F5": "its readers take messages one by one, so there is no read to interrupt"}
     weaker = (Guarantee.AT_LEAST_ONCE, Guarantee.AT_MOST_ONCE)
@@ -161,13 +161,13 @@ def sending(made: type[Messages], absent: Mapping[str, str] | None = None, order
 
 @dataclass
 class Queue(SourceClient):
-    """A source that is a queue. What the log lacks is seen only by who knows what was sent: the judge never asks the
-    queue what it held.
+    """A queue as source. Only a comparison with what was sent shows what the log lacks: the judge never asks the queue
+    what it held.
 
     Attributes:
         name: of the queue, or topic.
         log: folder of the log that receivers fill.
-        connector: another one of the same queues, in the pipeline file.
+        connector: another connector for the same queues, in the pipeline file.
     """
 
     system = "queue"
@@ -182,7 +182,7 @@ class Queue(SourceClient):
         self.log = Path(self.log)
 
     def place(self) -> dict[str, Any]:
-        """Of the queue in the pipeline file, without the log."""
+        """Queue options in the pipeline file, without the log."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Queue(SourceClient):
         return Log(self.log).offsets(logged)
 
     def arrived(self) -> frozenset[str]:
-        """Read anew only when the log has a new commit."""
+        """Reread only when the log has a new commit."""
         commits = len(list((self.log / "_delta_log").glob("*.json")))
         if commits != self._arrived[0]:
             self._arrived = (commits, frozenset(source_id(r.value) for r in self.read()))

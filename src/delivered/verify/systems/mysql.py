@@ -1,4 +1,4 @@
-"""A table of a MySQL or MariaDB database, read with PyMySQL by statements of the judge's own."""
+"""A table of a MySQL or MariaDB database, read with PyMySQL by the judge's own statements."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class MysqlTable(SqlTable):
         }
 
     def open_transactions(self, pipeline: str) -> list[str]:
-        """Prepared transactions, which hold their locks for ever, and sessions whose transaction does nothing."""
-        del pipeline  # one case at a time uses the server
+        """Prepared transactions, which hold their locks forever, and sessions idle in a transaction."""
+        del pipeline  # only one case at a time uses the server
         with self._cursor() as cursor:
             cursor.execute(
                 "SELECT CONCAT('session ', p.ID) FROM information_schema.INNODB_TRX AS t "
@@ -90,7 +90,7 @@ class MysqlTable(SqlTable):
                     try:
                         cursor.execute(f"XA ROLLBACK {xid}")
                     except pymysql.MySQLError as error:
-                        # The session that prepared it has to be over first; or somebody else was quicker.
+                        # The session that prepared it must end first; or somebody else was quicker.
                         if error.args[0] != _XA_NOT_ENDED or time.monotonic() > deadline:
                             raise
                         if any(x == xid for _, x in _prepared(cursor)):
@@ -136,7 +136,7 @@ class MysqlTable(SqlTable):
 
     def _drop(self, connection: Any) -> None:
         if connection is not None and connection.open:
-            connection._force_close()  # no goodbye to a server that may be gone
+            connection._force_close()  # skip the goodbye: the server may be gone
 
     def _state(self, connection: Any) -> tuple[Any, ...]:
         with connection.cursor() as cursor:
@@ -152,7 +152,7 @@ class MysqlTable(SqlTable):
 
 
 def _prepared(cursor: Any) -> list[tuple[str, str]]:
-    """Every prepared transaction of the server: for people, and as SQL writes its id."""
+    """Every prepared transaction of the server: for display, and its id as SQL."""
     cursor.execute("XA RECOVER")
     found = []
     for form, first, second, data in cursor.fetchall():

@@ -1,4 +1,4 @@
-"""A table of a PostgreSQL database, read with psycopg by statements of the judge's own."""
+"""A table of a PostgreSQL database, read with psycopg by the judge's own statements."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TABLESPACE = "small"
 class PgTable(SqlTable):
     """
     Args:
-        kinds: types of the columns key and value. The table then has a column more, which numbers its rows as they are
-            written; a pipeline that would be blind to a default could not write it. None: the pipeline makes the
-            table, whatever its columns are.
-        disk: a small disk that the table lies on, and nothing else of the server.
+        kinds: types of the columns key and value. The table then has an extra column that numbers its rows as they are
+            written; a pipeline that ignored column defaults could not write to it. None: the pipeline creates the
+            table, with any columns.
+        disk: a small disk that holds the table, and nothing else of the server.
     """
 
     system = "postgres"
@@ -77,7 +77,7 @@ class PgTable(SqlTable):
     def options(self) -> dict[str, Any]:
         return {
             "format": "postgres",
-            # In the clear, so that a proxy can read along.
+            # Unencrypted, so that a proxy can parse it.
             "url": f"postgresql://delivered@{self._address}/{self.database}?sslmode=disable&gssencmode=disable",
             "dbtable": self.name,
             **({"ifNotExists": "true"} if self._kinds is None else {}),
@@ -85,7 +85,7 @@ class PgTable(SqlTable):
         }
 
     def open_transactions(self, pipeline: str) -> list[str]:
-        """Prepared transactions, which hold their locks for ever, and sessions that hold theirs and do nothing."""
+        """Prepared transactions, which hold their locks forever, and sessions idle in a transaction that hold locks."""
         with self._session() as connection:
             prepared = connection.execute(
                 "SELECT gid FROM pg_prepared_xacts WHERE database = current_database() ORDER BY gid"
@@ -95,7 +95,7 @@ class PgTable(SqlTable):
                 "WHERE datname = current_database() AND state LIKE 'idle in transaction%%' AND application_name <> %s",
                 [_JUDGE],
             ).fetchall()
-        del pipeline  # the database is the case's own
+        del pipeline  # the database belongs to the case
         return [str(text) for (text,) in [*prepared, *idle]]
 
     def roll_back_prepared(self) -> list[str]:
@@ -155,7 +155,7 @@ class PgTable(SqlTable):
     def _position(self) -> str:
         if self._kinds is not None:
             return SEEN
-        # Of a table that the pipeline made: where a row lies; the page and the place in it.
+        # For a table created by the pipeline, a row's location: its page, and the place in it.
         return "((ctid::text::point)[0]::bigint * 65536 + (ctid::text::point)[1]::bigint)"
 
 

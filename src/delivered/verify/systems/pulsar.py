@@ -43,7 +43,7 @@ class PulsarTopic(Messages):
         if self._reader is None:
             self._client = _client(self._server.url, 5)
             self._reader = self._client.create_reader(self.name, pulsar.MessageId.earliest)
-            # A reader always begins at the first message: those that are known already are met again.
+            # A reader always begins at the first message: known ones are read again.
             self._skip = 0 if after is None else after + 1
         at = (-1 if after is None else after) + 1
         found: list[Row] = []
@@ -124,7 +124,7 @@ class PulsarSource(SourceClient):
         return found
 
     def offsets(self, logged: Any) -> dict[str, int]:
-        """Positions name the message that was read last: an entry, or a message in it."""
+        """Positions name the last message read: an entry, or a message in it."""
         found = {}
         for partition, text in logged.get(f"persistent://public/default/{self.name}", {}).items():
             read = _POSITION.match(text)
@@ -136,12 +136,12 @@ class PulsarSource(SourceClient):
 
 
 def _order(ledger: int, entry: int, index: int) -> int:
-    """One number that grows as positions do; ledger and entry are -1 before the first message."""
+    """A number that grows with the position; ledger and entry are -1 before the first message."""
     return ((ledger + 1) << 48) + ((entry + 1) << 16) + index
 
 
 def _ask(admin: str, method: str, topic: str, body: Any = None) -> None:
-    """A question to the HTTP service, by the standard library: three requests are worth no client."""
+    """Call the HTTP service with the standard library: three requests do not justify a client."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     address = f"{admin}/admin/v2/persistent/public/default/{topic}"
@@ -175,6 +175,6 @@ def _source(at: SourcePlace) -> PulsarSource:
 SYSTEM = System(
     (sending(PulsarTopic, OWN_ADDRESS),),
     (SourceKind("pulsar", PulsarSource, _source, server="pulsar"),),
-    # What a killed server wrote, the system keeps: no case pulls a plug.
+    # What a killed server wrote stays in the page cache: no case cuts the power.
     properties={"journalSyncData": "false"},
 )

@@ -1,5 +1,5 @@
-"""RabbitMQ: an exchange with a queue as users have it, and a stream behind it that can be read again and again, as the
-sink; streams and a quorum queue as sources, each behind an exchange, so that a message carries its record's key."""
+"""RabbitMQ: as the sink, an exchange with a queue, as users have it, and a stream behind it that can be reread; as
+sources, streams and a quorum queue, each behind an exchange, so that a message carries its record's key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RabbitExchange(Messages):
                 break
             at, properties, _, body = message
             if after is not None and at <= after:
-                continue  # a consumer begins at the chunk that holds the offset
+                continue  # a consumer begins at the chunk that contains the offset
             if properties.message_id == END:
                 self.met.add(body)
                 continue
@@ -74,7 +74,7 @@ class RabbitExchange(Messages):
 
 @dataclass
 class RabbitStreams(SourceClient):
-    """A stream for each partition; they keep what was read.
+    """A stream per partition, which retains what was read.
 
     Attributes:
         url: of the server.
@@ -113,7 +113,7 @@ class RabbitStreams(SourceClient):
         return {stream: int(at) for stream, at in logged.items()}
 
     def _read(self, stream: str) -> list[Row]:
-        """Up to a message of the judge's own behind everything: nothing reads the stream after the judge."""
+        """Up to the judge's own message behind everything: nothing reads the stream after the judge."""
         channel = _open(self.url)
         found: list[Row] = []
         try:
@@ -138,7 +138,7 @@ class RabbitQueue(Queue):
     """A quorum queue.
 
     Attributes:
-        folder: of the server's data; None: the queue is there already.
+        folder: of the server's data; None: the queue exists already.
     """
 
     system = "rabbitmq"
@@ -185,7 +185,7 @@ def _publish_records(url: str, exchange: str, records: Sequence[Record]) -> None
 
 
 def _publish(url: str, exchange: str, messages: Sequence[tuple[str, str, str]]) -> None:
-    """Routing key, id and body of each. The confirm of the last one says that all before it on its channel are in."""
+    """Publish routing key, id and body of each. The confirm of the last one covers all before it on its channel."""
     import pika
 
     if not messages:
@@ -200,7 +200,7 @@ def _publish(url: str, exchange: str, messages: Sequence[tuple[str, str, str]]) 
 
 
 def _messages(channel: Any, stream: str, offset: int | str) -> Iterator[tuple[int, Any, str, str] | None]:
-    """Offset, properties, routing key and body of what a stream holds; None: nothing came within 0.2 s."""
+    """Offset, properties, routing key and body of a stream's messages; None: nothing came within 0.2 s."""
     arguments = {"x-stream-offset": offset}
     for method, properties, body in channel.consume(stream, inactivity_timeout=_WAIT_S, arguments=arguments):
         if method is None:
@@ -211,8 +211,8 @@ def _messages(channel: Any, stream: str, offset: int | str) -> Iterator[tuple[in
 
 
 def _wait_until_written(folder: Path, queue: str) -> None:
-    """RabbitMQ (3.10) writes down a quorum queue's name a moment after it confirmed the declaration. One that is
-    killed before leaves a queue that nobody can write to."""
+    """RabbitMQ (3.10) persists a quorum queue's name shortly after it confirmed the declaration. A kill in between
+    leaves a queue that cannot be written to."""
 
     def written() -> bool:
         return any(queue.encode() in f.read_bytes() for f in folder.rglob("quorum/*/names.dets"))

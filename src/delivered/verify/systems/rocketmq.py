@@ -1,6 +1,6 @@
-"""RocketMQ: a topic with one queue as the sink, read by offset from the broker itself in RocketMQ's own protocol: no
-proxy, and nothing is hidden or acknowledged; and a topic with a group that receives it as the source, filled over a
-session of the client library's."""
+"""RocketMQ: as the sink, a topic with one queue, read by offset from the broker itself in RocketMQ's own protocol,
+without the proxy, so that nothing is hidden or acknowledged; as the source, a topic with a consumer group, filled over
+a session of the client library."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RocketTopic(Messages):
 
     def create(self) -> None:
         rocketmq.make_topic(self._broker, self.name, self.kind, queues=1)
-        rocketmq.make_group(self._broker, _READERS)  # which a reader must name
+        rocketmq.make_group(self._broker, _READERS)  # readers must name one
 
     def place(self) -> dict[str, Any]:
         return {"endpoints": self._address, "topic": self.name}
@@ -50,13 +50,13 @@ class RocketTopic(Messages):
         return found
 
     def all_taken(self) -> bool:
-        """What is stored becomes readable by offset a moment later: the broker says how far behind it is."""
+        """Stored messages become readable by offset a moment later: the broker reports how far behind it is."""
         table = json.loads(rocketmq.ask(self._broker, _RUNTIME, {}))["table"]
         behind = int(table["dispatchBehindBytes"])
         return behind == 0 and self._end() == (self._found[-1].position + 1 if self._found else 0)
 
     def disconnect(self) -> None:
-        """Every request has a connection of its own."""
+        """Every request has its own connection."""
 
     @property
     def _broker(self) -> str:
@@ -73,7 +73,7 @@ class RocketTopic(Messages):
             "queueId": "0",
             "queueOffset": str(offset),
             "maxMsgNums": str(_PULL_MAX),
-            "sysFlag": "4",  # the subscription stands in the request
+            "sysFlag": "4",  # the subscription is part of the request
             "commitOffset": "0",
             "suspendTimeoutMillis": "0",
             "subscription": "*",
@@ -100,7 +100,7 @@ class RocketTopic(Messages):
 
 
 class RocketTransactions(RocketTopic):
-    """Of messages that are stored first and shown later."""
+    """Half messages: stored first, visible later."""
 
     kind = "TRANSACTION"
 
@@ -113,7 +113,7 @@ class RocketTransactions(RocketTopic):
 class RocketSource(Queue):
     """
     Attributes:
-        endpoints: of the proxy, for clients; broker: for who makes topics.
+        endpoints: of the proxy, for clients; broker: for creating topics.
     """
 
     system = "rocketmq"
@@ -130,7 +130,7 @@ class RocketSource(Queue):
         return {**place, "idFrom": "keys", "invisibleSeconds": INVISIBLE_S}
 
     def send(self, records: Sequence[Record]) -> None:
-        """Not by the library's own `send`, which sends again by itself what may have arrived."""
+        """Not by the library's `send`, which resends by itself what may have arrived."""
         with self._producer() as (producer, endpoints):
             for at in range(0, len(records), _SEND_MAX):
                 request = self._request(records[at : at + _SEND_MAX])
@@ -155,7 +155,7 @@ class RocketSource(Queue):
         return request
 
     def left(self) -> None:
-        """The broker tells how far a group has read, not what it took and did not acknowledge."""
+        """The broker knows how far a group has read, not which messages are delivered but unacknowledged."""
 
     @property
     def _group(self) -> str:
@@ -163,7 +163,7 @@ class RocketSource(Queue):
 
     @contextmanager
     def _producer(self) -> Iterator[tuple[Any, Any]]:
-        if _LOG_MODULE not in sys.modules:  # the library's own makes files below the user's home
+        if _LOG_MODULE not in sys.modules:  # the original creates files in the user's home
             import logging
 
             quiet = ModuleType(_LOG_MODULE)
@@ -184,9 +184,9 @@ def _source(at: SourcePlace) -> RocketSource:
     return RocketSource(at.queue, at.log, at.server.url, at.server.listeners["BROKER"], connector=at.connector)
 
 
-# Requests of many messages overtake each other; its messages with an order go one by one.
+# Requests with many messages overtake each other; ordered messages go one by one.
 _MESSAGES = sending(RocketTopic, OWN_ADDRESS, ordered=False)
-# By transaction messages: half messages are promises.
+# Transaction messages: half messages are prepared.
 _TRANSACTIONS = SinkKind(
     "rocketmq-2pc",
     "rocketmq",
@@ -204,9 +204,9 @@ SYSTEM = System(
     # A topic without message groups has no order.
     (SourceKind("rocketmq", RocketSource, _source, server="rocketmq", queue=True, ordered=False),),
     properties={
-        # What a killed receiver held should come again before the ten seconds of the default.
+        # Redeliver a killed receiver's messages earlier than the default of ten seconds.
         "proxy.minInvisibleTimeMillsForRecv": "1000",
-        # Else a broker 5.5.0 turns a core without end after the first transaction; every other case would pay for it.
+        # Else a broker 5.5.0 spins on one core after the first transaction, and slows down every other case.
         "transactionOpBatchInterval": "3600000",
     },
 )

@@ -1,4 +1,4 @@
-"""What tables of database servers have in common for the judge: sessions with patience, snapshots one after another."""
+"""Shared by tables of database servers: patient sessions, and successive snapshots."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SqlTable(ABC):
 
     Args:
         server: that the judge may kill; name: of the case.
-        pipeline_address: the server's as the pipeline knows it: its own, or a proxy's.
+        pipeline_address: the server's address for the pipeline: its own, or a proxy's.
         extra: options of the sink.
 
     Attributes:
-        begin_snapshot: statements that begin a transaction which sees one state; lock, unlock: of a table.
+        begin_snapshot: statements that begin a transaction with a single snapshot; lock, unlock: of a table.
     """
 
     begin_snapshot: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class SqlTable(ABC):
         extra: dict[str, Any] | None = None,
     ) -> None:
         self.name = "effects"
-        # A name of the server's own alphabet, however long the case's is.
+        # A name in the server's alphabet, however long the case's name is.
         self.database = f"case_{digest(name)}"
         self.batch_atomic = not two_phase
         self._server = server
@@ -54,7 +54,7 @@ class SqlTable(ABC):
 
     @property
     def upserted(self) -> bool:
-        """Rows take the place of those with their key: the table must have one of each."""
+        """Rows replace those with their key: the table must have one per key."""
         return self._asked.get("mode") == "upsert"
 
     def read(self) -> list[Row]:
@@ -66,7 +66,7 @@ class SqlTable(ABC):
             return self._new(connection, set())
 
     def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
-        """In snapshots of the server's. While it is down, there is nothing to see."""
+        """Reads snapshots of the server. While it is down, there is nothing to see."""
         known: set[int] = set()
         state: tuple[Any, ...] = ()
         connection: Any = None
@@ -97,7 +97,7 @@ class SqlTable(ABC):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A reader in the middle of a transaction that sees one state of the server."""
+        """A reader in the middle of a transaction with a single snapshot."""
         count = f"SELECT count(*) FROM {self.name}"  # noqa: S608
         with self._session() as other:
             before = self._run(other, *self.begin_snapshot, count)
@@ -108,7 +108,7 @@ class SqlTable(ABC):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """As a migration holds a table: nobody can write to it, nobody can read it."""
+        """Lock a table as a migration does: nobody can write or read it."""
         with self._session() as other:
             self._run(other, *(s.format(table=self.name) for s in self.lock))
             yield
@@ -123,7 +123,7 @@ class SqlTable(ABC):
             connection.close()
 
     def _connect(self, database: str | None = None, patience_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """To the server itself, never through a proxy."""
+        """Connect to the server itself, never through a proxy."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -135,7 +135,7 @@ class SqlTable(ABC):
 
     @abstractmethod
     def _run(self, connection: Any, *statements: str) -> list[tuple[Any, ...]]:
-        """One after the other; returns the rows of the last one."""
+        """Run them in sequence; return the rows of the last one."""
 
     @abstractmethod
     def _lost(self) -> tuple[type[Exception], ...]:
@@ -143,16 +143,16 @@ class SqlTable(ABC):
 
     @abstractmethod
     def _connect_once(self, database: str) -> Any:
-        """A connection that commits each statement."""
+        """An autocommit connection."""
 
     @abstractmethod
     def _drop(self, connection: Any) -> None:
-        """End a connection whose server may be gone; None: there is none."""
+        """Close a connection whose server may be gone; None: there is none."""
 
     @abstractmethod
     def _state(self, connection: Any) -> tuple[Any, ...]:
-        """Changes whenever a transaction that wrote rows, or took some away, gets in."""
+        """Changes whenever a transaction that added or removed rows commits."""
 
     @abstractmethod
     def _new(self, connection: Any, known: set[int]) -> list[Row]:
-        """Rows that are not known, by one statement, and so by one snapshot."""
+        """Unknown rows, by one statement and therefore one snapshot."""

@@ -17,7 +17,7 @@ _BUSY_S = 30.0
 class SqliteTable:
     """
     Args:
-        extra: more options of the sink in the pipeline file; `format` may name another connector of the same tables.
+        extra: more options of the sink in the pipeline file; `format` may name another connector for the same tables.
     """
 
     system = "sqlite"
@@ -45,7 +45,7 @@ class SqliteTable:
         for _ in polling(stop):
             rows, total = self._after(newest)
             if total != count + len(rows):
-                # Rows that were seen are gone: read all of it again, and let the checkers compare.
+                # Rows that were seen are gone: reread everything, and let the checkers compare.
                 rows, total = self._after(-1)
                 count = 0
             if rows:
@@ -53,7 +53,7 @@ class SqliteTable:
                 seen(Poll(rows, snapshot=True))
 
     def open_transactions(self, pipeline: str) -> list[str]:
-        """Whoever still holds the write lock when everything has ended."""
+        """Whoever still holds the write lock after everything has ended."""
         del pipeline
         if not self.path.exists():
             return []
@@ -89,10 +89,10 @@ class SqliteTable:
         return '"' + self.name.replace('"', '""') + '"'
 
     def _after(self, position: int) -> tuple[list[Row], int]:
-        """Rows behind `position` and the number of all rows, in one transaction."""
+        """Rows after `position` and the total row count, in one transaction."""
         if not self.path.exists():
             return [], 0
-        # A reader that may not write could not roll back what a killed writer left half done, and would see nothing.
+        # A read-only reader could not roll back what a killed writer left half done, and would see nothing.
         uri = f"{self.path.absolute().as_uri()}?mode=rw"
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as connection:
             connection.execute("BEGIN")

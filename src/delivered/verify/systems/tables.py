@@ -1,4 +1,4 @@
-"""Tables that are files: rows are in the order in which a reader met their files."""
+"""Tables made of files: rows are in the order in which a reader met their files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from delivered.verify.systems.base import Poll, ReadDisturbed, Row, SinkKind, SinkPlace, as_row, polling
 
 ROWS_MAX = 1 << 24
-"""Rows of one file that keep their place before those of the next."""
+"""Row positions reserved per file, before those of the next."""
 PARTITION = "table"
 
 
@@ -35,19 +35,19 @@ class FileTable(ABC):
 
     @abstractmethod
     def place(self) -> dict[str, Any]:
-        """Of the table in the pipeline file."""
+        """Table options in the pipeline file."""
 
     @abstractmethod
     def commits(self, known: Set[Any]) -> Iterator[tuple[Set[Any], list[str]]]:
-        """Commits that are not known, oldest first: their ids, and the files with new rows."""
+        """Unknown commits, oldest first: their ids, and the files with new rows."""
 
     @abstractmethod
     def scan(self) -> list[Row] | None:
-        """What anybody's reader finds in the table; None: that is what its files hold, or there is no table."""
+        """What any reader finds in the table; None: the same as the files hold, or no table exists."""
 
     @abstractmethod
     def pinned(self) -> Callable[[], Any]:
-        """What reads again, and counts, what a reader sees that begins now."""
+        """A function that rereads, and counts, what a reader that starts now sees."""
 
     def create(self) -> None:  # noqa: B027 - the pipeline makes it
         """Nothing to do."""
@@ -59,14 +59,14 @@ class FileTable(ABC):
         return {"format": self.system, **self.place(), **self._extra}
 
     def open_transactions(self, pipeline: str) -> list[str]:
-        """There is nothing that a reader could wait for."""
+        """There is nothing for a reader to wait for."""
         del pipeline
         return []
 
     def read(self) -> list[Row]:
-        """What a scan finds, each row at the place where its file came in.
+        """The result of a scan, each row at the position where its file was committed.
 
-        A row that the scan finds, and the files that commits added do not hold, has a place behind all others.
+        A row that the scan finds, but the committed files do not hold, is placed after all others.
         """
         scanned = self.scan()
         rows = [row for _, files in self.commits(frozenset()) for name in files for row in self._rows(name)]
@@ -81,7 +81,7 @@ class FileTable(ABC):
         return found + [Row(PARTITION, behind + n, *what) for n, what in enumerate(left.elements())]
 
     def follow(self, seen: Callable[[Poll], None], stop: threading.Event) -> None:
-        """Commit by commit, so that no state that a reader could meet is left out."""
+        """Commit by commit, so that no state visible to a reader is skipped."""
         known: set[Any] = set()
         for _ in polling(stop):
             for ids, files in self.commits(known):
@@ -92,7 +92,7 @@ class FileTable(ABC):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A reader that has looked at what there is, and reads the files a while later."""
+        """A reader that has listed the data, and reads the files later."""
         again = self.pinned()
         before = again()
         yield
@@ -106,7 +106,7 @@ class FileTable(ABC):
     def _rows(self, name: str) -> list[Row]:
         """
         Raises:
-            OSError: the file is not there, or no Parquet.
+            OSError: the file is missing, or not Parquet.
         """
         import pyarrow.parquet as pq
 
@@ -116,7 +116,7 @@ class FileTable(ABC):
         return [as_row(PARTITION, number * ROWS_MAX + n, r) for n, r in enumerate(rows)]
 
     def _number(self, name: str) -> int:
-        """Of a file, as a reader meets it first: one order for all readers of a sink."""
+        """Number of a file, in the order first met: the same for all readers of a sink."""
         with self._lock:
             return self._numbers.setdefault(name, len(self._numbers))
 
