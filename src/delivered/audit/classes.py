@@ -1,4 +1,4 @@
-"""What can happen to a record on its way, what each guarantee allows, and what an audit counts of it."""
+"""What can happen to a record on its way, what each guarantee allows, and what an audit counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Damage(StrEnum):
     ALTERED = "altered"
     """In the sink under its id, but with another value."""
     UNEXPECTED = "unexpected"
-    """In the sink under an id that nobody sent."""
+    """In the sink under an id that was never sent."""
     REORDERED = "reordered"
     """First seen in the sink after a record of the same key that was sent later. No guarantee covers order."""
 
@@ -45,9 +45,9 @@ class Counts:
     """Numbers of records; never of offsets, which leave gaps.
 
     Attributes:
-        sent: what the transform made of the source range, all batches of which are decided.
+        sent: the transform's output for the source range, all batches of which are decided.
         delivered: everything that the sink holds.
-        in_progress: delivered before the decision, by batches that began and are not decided yet.
+        in_progress: delivered before the decision, by batches that have begun and are not decided yet.
         earlier: delivered by batches that ran with another transform and cannot be recomputed, as far as the ledger
             accounts for them.
     """
@@ -198,7 +198,7 @@ class DedupCounts:
         records: of the source, in the range.
         deduplicated: of these, duplicates that must not be in the sink.
         judged: keys that must be in the sink once.
-        unclear: keys for which the source alone does not tell how often they must be there.
+        unclear: keys for which the source alone does not show how often they must be there.
         late: of these, keys that may have been dropped as late.
         unlike: ids whose copies differ in the sink's columns; one of them was checked to be there.
         unlike_unclear: ids whose copies do not even yield the same number of records; they were not judged.

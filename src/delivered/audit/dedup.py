@@ -1,6 +1,6 @@
-"""Dedup in an audit: the source range cut where batches ended, and what the report says of the source's repeats. Pure.
+"""Dedup in an audit: the source range cut where batches ended, and the report on the source's duplicates. Pure.
 
-What is certain of a key, and why, stands in `delivered.spark.audit_dedup`, which asks Spark.
+`delivered.spark.audit_dedup`, which queries Spark, explains what is certain about a key, and why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STRETCHES_MAX = 200
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of the source range: what one batch read, or several of which nothing more is known."""
+    """A part of the source range: what one batch read, or several batches as one."""
 
     start: Positions
     end: Positions
@@ -58,7 +58,7 @@ def cut(sources: SourceSet, parts: Sequence[Stretch]) -> tuple[list[Slice], list
 
 
 def of_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditReport:
-    """The report on a pipeline that drops the source's repeats."""
+    """The report on a pipeline that drops the source's duplicates."""
     notes = [
         *report.notes,
         f"the pipeline drops repeats, {dedup.says}: of {counts.records:,} records in the source "
@@ -89,5 +89,5 @@ def of_dedup(report: AuditReport, dedup: Dedup, counts: DedupCounts) -> AuditRep
         )
     prints = report.fingerprints
     if prints is not None and (counts.unclear or counts.unlike or counts.unlike_unclear):
-        prints = None  # the ledger's and the sink's hold what is not certain, the source's does not
+        prints = None  # ledger and sink include uncertain records, the source does not
     return replace(report, dedup=counts, notes=tuple(notes), unknowns=tuple(unknowns), fingerprints=prints)

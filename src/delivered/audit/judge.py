@@ -1,8 +1,8 @@
 """What the counts of an audit prove, together with the ledger. Pure.
 
-A lost or duplicated record is evidence enough. One that matches nothing that was sent is not: someone else may write to
-the sink, or the source side may be recomputed with another transform than the one that ran. The ledger's record of what
-the tasks handed to the sink tells these apart.
+A lost or duplicated record is sufficient evidence. One that matches nothing that was sent is not: another writer may
+use the sink, or the source side may be recomputed with a transform other than the one that ran. The ledger's record of
+what the tasks handed to the sink tells these apart.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def judged(report: AuditReport, *, versions_known: bool) -> AuditReport:
 def with_earlier(report: AuditReport, earlier: Earlier) -> AuditReport:
     """The report on a sink that also holds records of batches that cannot be recomputed.
 
-    The ledger has their count and fingerprint. That many records that match nothing are theirs; and since all others
-    are known, the sink holds all of theirs if the sums agree.
+    The ledger has their count and fingerprint. That many unmatched records are theirs; and since all others are known,
+    the sink holds all of theirs if the sums agree.
     """
     counts, handed = report.counts, earlier.handed.count
     unexpected = min(counts.unexpected, handed)

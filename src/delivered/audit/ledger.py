@@ -1,4 +1,4 @@
-"""What the ledger and the open transactions of a sink tell an audit, before the sink itself is read."""
+"""What an audit learns from the ledger and a sink's open transactions, before it reads the sink itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from delivered.model.work import Decision
 
 @dataclass
 class LedgerAccount:
-    """What the ledger says before the sink is read.
+    """The ledger before the sink is read.
 
     Attributes:
         visible: the newest decision whose rows a reader sees; None: none.
-        left_out: rows that visible batches did not write because the table does not allow them, by kind.
+        left_out: rows that visible batches did not write because the table rejects them, by kind.
         ends: (batch, offsets) of the decisions that the ledger keeps, oldest first, as far as they are visible.
     """
 
@@ -39,7 +39,7 @@ def read_ledger(
     decided_by: tuple[str, Sink | SinkGroup] | None = None,
     dead_letters: str | None = None,
 ) -> LedgerAccount:
-    """Read the ledger and the state of its newest decision. Takes nothing and fences nobody."""
+    """Read the ledger and the state of its newest decision. Claims nothing and fences nobody."""
     name, ledger_sink = decided_by or (scope.sink, sink)
     ledger = open_ledger(ledger_sink, replace(scope, sink=name))
     ends: list[tuple[int, str]] = []
@@ -82,7 +82,7 @@ def _noting(ends: list[tuple[int, str]], decisions: Iterable[Decision]) -> Itera
 
 
 def _still_open(committer: Committer) -> list[OpenTransaction] | None:
-    """Transactions of this pipeline at this sink that are not over; None: the sink has no such thing."""
+    """This pipeline's open transactions at this sink; None: the sink has no transactions."""
     return list(committer.open_transactions()) if isinstance(committer, HoldsTransactions) else None
 
 
@@ -93,10 +93,10 @@ def _shown(transaction: OpenTransaction) -> str:
 
 
 def _hidden(committer: Committer, decision: Decision, still_open: list[OpenTransaction] | None) -> list[int]:
-    """Shards that are decided and not visible: the pipeline stopped between decide and apply."""
+    """Shards that are decided but not visible: the pipeline stopped between decide and apply."""
     prepared = [p for p in decision.participants if p.handle]
     if still_open:
-        # The evidence among the rows lies behind what is open. What is open itself tells enough.
+        # The evidence among the rows lies behind open transactions; these alone are sufficient.
         return [p.shard for p in prepared if any(t.participant.names(p) for t in still_open)]
     return [
         p.shard

@@ -1,4 +1,4 @@
-"""What an audit says: of the counts that Spark found, or of the ledger alone where nothing could be compared. Pure."""
+"""The outcome of an audit: from Spark's counts, or from the ledger alone if no comparison is possible. Pure."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _unknowns(request: AuditRequest, ledger: LedgerAccount, result: Result) -> l
 
 
 def contradictions(report: AuditReport) -> list[str]:
-    """Where the audit cannot be right, whatever the pipeline did."""
+    """Contradictions that prove the audit itself wrong, whatever the pipeline did."""
     reasons = []
     counts, prints = report.counts, report.fingerprints
     if not counts.adds_up:
@@ -99,7 +99,7 @@ def contradictions(report: AuditReport) -> list[str]:
 
 
 def by_ledger(request: AuditRequest, incarnation: str, ledger: LedgerAccount, why: str) -> AuditReport:
-    """Where source and sink cannot be compared: what the pipeline says of itself, which proves nothing."""
+    """If source and sink cannot be compared: the pipeline's own account, which proves nothing."""
     visible = ledger.visible
     total, given_up = (visible.total.count, visible.given_up.count) if visible is not None else (0, 0)
     said = f"the ledger says that {total:,} rows were delivered and {given_up:,} given up; nobody looked"
@@ -118,7 +118,7 @@ def by_ledger(request: AuditRequest, incarnation: str, ledger: LedgerAccount, wh
 
 
 def offsets_of(ranges: Sequence[VersionRange], start: Positions) -> list[tuple[Positions, Positions]]:
-    """The ranges as offsets; those that follow each other are one."""
+    """The ranges as offsets; adjacent ones are merged."""
     found: list[tuple[Positions, Positions]] = []
     for r in ranges:
         begin, end = parsed(r.start) if r.start else start, parsed(r.end)

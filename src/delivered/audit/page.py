@@ -42,7 +42,7 @@ def page(title: str, intro: str, rows: Sequence[Row], details: Sequence[tuple[st
 
     Args:
         intro: one paragraph, plain text.
-        details: heading and plain text of blocks that open on a click, for example whole audit reports.
+        details: heading and plain text of collapsible blocks, for example whole audit reports.
 
     Raises:
         MissingExtra: the chart needs the extra `report`.

@@ -1,4 +1,4 @@
-"""What a batch over the source range cannot tell of a query that ran in many batches. Pure.
+"""What one batch over the source range cannot show about a query that ran in many batches. Pure.
 
 A query's result may depend on more than its input: on where its batches ended, on the clock, on the order of rows. Each
 such dependency is a doubt, with the damage that it explains as well as a fault would. Damage that a doubt explains is
@@ -40,7 +40,7 @@ class Recompute:
     """
     Attributes:
         output_mode: of the query.
-        keys: columns that identify a row of the result; empty: nobody knows.
+        keys: columns that identify a row of the result; empty: unknown.
         changing: functions in the transform whose value changes between runs.
         deterministic: as declared; None: not declared.
     """
@@ -60,7 +60,7 @@ class Doubt:
 
 
 def doubts(how: Recompute, plan: str, mode: WriteMode) -> list[Doubt]:
-    """What is known before a row is read; how late records were is not.
+    """Doubts known before a row is read; how late records were is not.
 
     Args:
         plan: Spark's analyzed logical plan of the query, as text.
@@ -110,14 +110,14 @@ def _filtered(names: Sequence[str]) -> bool:
 
 
 def _counts(plan: str, column: str) -> bool:
-    """Whether the column is a count(*), which is greater in every row of its key than in the one before."""
+    """Whether the column is a count(*), which grows with every row of its key."""
     return re.search(rf"\bcount\(1\) AS {re.escape(column)}#", plan) is not None
 
 
 def of_recomputed(
     report: AuditReport, found: Iterable[Doubt], columns: Sequence[tuple[str, int]], identified: str
 ) -> AuditReport:
-    """The report, with doubts about damage that there is, and none about the rest.
+    """The report, with only the doubts that explain damage found.
 
     Args:
         columns: how many rows differ in a column.

@@ -19,7 +19,7 @@ class Seen:
     Attributes:
         id: identifies the record; several may share one and then differ in value.
         value: represents the whole record: equal values, equal records.
-        key: records of one key are ordered; None: this record is not.
+        key: records of one key are ordered; None: this record has no order.
         partition: of the source or the sink; records are ordered within it.
         position: in the partition.
         in_progress: sent in a batch that is not decided yet: it may or may not be in the sink.

@@ -1,4 +1,4 @@
-"""What an audit found: as data, as JSON, and as the table that people read."""
+"""What an audit found: as data, as JSON, and as a printed table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AuditReport:
         uncertain: classes whose counts prove nothing; `unknowns` say why.
         earlier: batches that ran with another transform; None: there are none.
         own: SQL that identifies this pipeline's records; empty: not declared.
-        foreign: records for which it is not true; they are in no count.
+        foreign: records for which it is not true; they are not counted.
         undeleted: of the unexpected records, those whose keys this pipeline deleted: they are its own.
         notes: what a reader of the report should know; none of it changes the verdict.
         id_says: what identifies records in this audit.

@@ -1,4 +1,4 @@
-"""What an audit is asked for."""
+"""The parameters of an audit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from delivered.model.guarantee import Guarantee
 SAMPLES_MAX = 20
 
 Transform = Callable[[Mapping[str, Any]], Any]
-"""A DataFrame of Spark's for each source, by its name, to another one."""
+"""From a Spark DataFrame per source, by name, to another DataFrame."""
 
 
 @dataclass(frozen=True)
 class AuditRequest:
     """
     Attributes:
-        checkpoint: as Spark spells it. It names the incarnation, so an audit speaks of one checkpoint's life.
+        checkpoint: as Spark spells it. It names the incarnation, so an audit covers a single checkpoint.
         sources: by name.
         sink_name: None: the connector's default name.
         dedup: which repeats in the source are dropped before the transform; None: none.
@@ -31,9 +31,9 @@ class AuditRequest:
         id: SQL over the sink's columns that identifies a record, for example `get_json_object(value, '$.id')`.
             None: the whole record does, and an altered record shows as one lost and one unexpected.
         key: SQL over the sink's columns; order is judged within a key. None: the column `key`, if there is one.
-        own: SQL over the sink's columns, true for this pipeline's records; the others are foreign. None: nobody said.
+        own: SQL over the sink's columns, true for this pipeline's records; the others are foreign. None: not declared.
         samples_max: damaged records listed, per class.
-        sink_from: read the sink from here on, where it holds records of others or of earlier checkpoints.
+        sink_from: read the sink from here on, if it holds records of others or of earlier checkpoints.
         transform_version: fingerprint of `transform`; batches that ran with another one are not recomputed. Empty: it
             is taken for the one that every batch ran with.
         dead_letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
@@ -65,4 +65,4 @@ class AuditRequest:
 
 
 class BadExpression(UsageError):
-    """The id, the key or the condition `own` is no SQL over the sink's columns."""
+    """The id, the key or the condition `own` is not SQL over the sink's columns."""

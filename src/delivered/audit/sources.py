@@ -1,4 +1,4 @@
-"""A pipeline's sources as one: offsets and slices of each, by name. Asks the sources; knows no Spark."""
+"""A pipeline's sources as one: offsets and slices of each, by name. Queries the sources; does not use Spark."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Positions = dict[str, Offsets]
 
 
 def parsed(text: str) -> Positions:
-    """The offsets of a batch, as the ledger and Spark's offset log hold them."""
+    """The offsets of a batch, as stored in the ledger and Spark's offset log."""
     return {name: json.loads(offsets) for name, offsets in by_source(text).items()}
 
 
 def plain(positions: Positions) -> dict[str, Any]:
-    """For reports: a source without a name shows its offsets alone."""
+    """For reports: offsets of a single unnamed source appear alone."""
     return positions[SOURCE] if list(positions) == [SOURCE] else positions
 
 
@@ -28,7 +28,7 @@ class SourceSet:
     """The drivers of all sources.
 
     Args:
-        first: where each source's first batch began; one that a range's start does not name begins there.
+        first: where each source's first batch began: the default for sources missing from a range's start.
     """
 
     def __init__(self, drivers: Mapping[str, SourceDriver], first: Mapping[str, Offsets | None]) -> None:
@@ -40,7 +40,7 @@ class SourceSet:
         """Slices whose data is (name of the source, its slice).
 
         Raises:
-            DeliveredError: the range is of a source that the pipeline has not.
+            DeliveredError: the range names a source that the pipeline does not have.
         """
         strange = sorted(end.keys() - self._drivers.keys())
         if strange:

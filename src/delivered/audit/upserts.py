@@ -1,4 +1,4 @@
-"""Upserts in an audit: whether the final state follows from the source, and what the report says of it. Pure."""
+"""Upserts in an audit: whether the source determines the final state, and the report on it. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delivered.model.errors import Refused
 def check(mode: WriteMode, *, dedup: bool = False) -> None:
     """
     Raises:
-        Refused: the final state does not follow from the source.
+        Refused: the source does not determine the final state.
     """
     if mode.complete:
         raise Refused(
@@ -59,7 +59,7 @@ def id_sql(mode: WriteMode) -> str:
 
 
 def of_state(report: AuditReport, mode: WriteMode, unclear: int) -> AuditReport:
-    """The report on a sink that keeps one row of each key."""
+    """The report on a sink that keeps one row per key."""
     notes = [
         *report.notes,
         f"the sink keeps one row of each key ({mode.keys_text}): compared is the row with the greatest {mode.version} "
@@ -72,9 +72,9 @@ def of_state(report: AuditReport, mode: WriteMode, unclear: int) -> AuditReport:
 
 
 def of_conditional(report: AuditReport, mode: WriteMode, left_out: Mapping[str, int], handed: int) -> AuditReport:
-    """The report on a table that decided which rows are written: what it did not allow is not lost.
+    """The report on a table that decides which rows are written: rows that it rejected are not lost.
 
-    The counts come from the transactions that wrote the rows. So many differences are theirs, and no more.
+    The counts come from the transactions that wrote the rows. They excuse that many differences, and no more.
 
     Args:
         left_out: by kind, of all visible batches.
@@ -82,7 +82,7 @@ def of_conditional(report: AuditReport, mode: WriteMode, left_out: Mapping[str, 
     """
     counts = report.counts
     conflict, constraint = left_out.get("conflict", 0), left_out.get("constraint", 0)
-    # Of insert: keys of which no row was written. Such a key stood there before, or broke a constraint.
+    # With insert: keys of which no row was written. Such a key existed before, or violated a constraint.
     excused = max(counts.sent - (handed - conflict - constraint), 0) if mode.insert else constraint
     lost = min(counts.lost, constraint, excused)
     altered = min(counts.altered, excused - lost)

@@ -1,4 +1,4 @@
-"""Which batches ran with the current transform and can be recomputed; what the ledger says of the others. Pure."""
+"""Which batches ran with the current transform and can be recomputed; the ledger's account of the others. Pure."""
 
 from __future__ import annotations
 

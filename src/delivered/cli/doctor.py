@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _DISK_FREE_MIN = 1 << 30
 _UNWRAPPED = 1000
-"""Characters: in a file or a pipe a command to copy stays on one line, however long the paths beside it are."""
+"""Characters: in a file or a pipe, a command to copy stays on one line, however long its paths are."""
 _LIBRARIES = tuple(
     (distribution, module, extra)
     for module, (distribution, extra) in EXTRA_OF.items()
@@ -55,7 +55,7 @@ class Check:
 
 
 def examine(pipeline: Pipeline | None) -> list[Check]:
-    """Look at this machine, and at a pipeline's source and sink. Never raises for what it finds."""
+    """Check this machine, and a pipeline's source and sink. Problems are returned, never raised."""
     looks: list[Callable[[], Check]] = [_python, _java, _pyspark, _worker_python, _class_archive]
     looks += [_library(*names) for names in _LIBRARIES]
     looks += [_disk(tempfile.gettempdir()), _disk(str(Path.cwd())), _ports, _host_name]
@@ -73,7 +73,7 @@ def show(checks: list[Check]) -> None:
     table.add_column(overflow="fold")
     for check in checks:
         says = check.says if check.next_step is None else f"{check.says}\nNext: {check.next_step}"
-        table.add_row(marks[check.health], Text(check.name), Text(says))  # brackets are no markup
+        table.add_row(marks[check.health], Text(check.name), Text(says))  # brackets are not markup
     shown = console()
     if not shown.is_terminal:
         shown.width = _UNWRAPPED
@@ -177,7 +177,7 @@ def _ports() -> Check:
 
 
 def _host_name() -> Check:
-    """Spark binds to what the host's name resolves to."""
+    """Spark binds to the address that the host name resolves to."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

@@ -47,11 +47,11 @@ audit:
 
 
 def write_example(folder: Path) -> tuple[Path, int]:
-    """Write file and input into `folder`; return the file and how many records there are.
+    """Write file and input into `folder`; return the file and the number of records.
 
     Raises:
-        UsageError: there is such a file already.
-        MissingExtra: what the pipeline needs to run is not installed; nothing was written.
+        UsageError: the file exists already.
+        MissingExtra: a requirement of the pipeline is not installed; nothing was written.
     """
     import pyarrow as pa
 

@@ -346,7 +346,7 @@ def _offsets(option: str, given: str | None) -> dict[str, Any] | None:
 
 
 def read(file: Path, sets: list[str], **named: Any) -> Pipeline:
-    """A pipeline file with what the command line puts over it. Raises UsageError."""
+    """A pipeline file with overrides from the command line. Raises UsageError."""
     overrides = dict(parse_override(s) for s in sets)
     overrides.update({k: v for k, v in named.items() if v is not None})
     return Pipeline.from_file(file, overrides)

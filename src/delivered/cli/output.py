@@ -40,12 +40,12 @@ _MESSAGE_LENGTH_MAX = 4_000
 
 
 def console() -> Console:
-    """Where results go. Wide when nobody looks, so that lines of a log are not broken."""
+    """For results. Wide when not a terminal, so that log lines are not wrapped."""
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
 
 
 def messages() -> Console:
-    """Where progress and errors go."""
+    """For progress and errors."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -60,12 +60,12 @@ def say_json(data: Any, *, one_line: bool = False) -> None:
 
 
 def note(text: str) -> None:
-    """One line about what is going on; never part of the result."""
+    """One line of progress; never part of the result."""
     messages().print(text, style="dim", markup=False)
 
 
 def log_line(text: str) -> None:
-    """As `note`, with the time where nobody watches: whoever reads it later asks when it was."""
+    """As `note`, with a timestamp unless on a terminal: logs are read later."""
     note(text if messages().is_terminal else f"{stamp()} {text}")
 
 
@@ -75,7 +75,7 @@ class _Lines(logging.Handler):
 
 
 def tell_warnings() -> None:
-    """Print our warnings from here on: nothing else configures logging in this process."""
+    """Print this package's warnings from now on: nothing else configures logging in this process."""
     ours = logging.getLogger("delivered")
     if not any(isinstance(h, _Lines) for h in ours.handlers):
         ours.addHandler(_Lines(logging.WARNING))
@@ -87,7 +87,7 @@ def stamp() -> str:
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show that something takes time: a spinner on a terminal, else one line per change."""
+    """Show that work is in progress: a spinner on a terminal, else one line per change."""
     shown = messages()
     if not shown.is_terminal:
         yield note
@@ -97,7 +97,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def spoken(given: T) -> T:
-    """Texts, and what is made of them, in the words of a pipeline file, which users of the command line write."""
+    """Texts, alone or nested, in the vocabulary of a pipeline file, which command line users write."""
     found: Any = given
     if isinstance(found, str) and not isinstance(found, StrEnum):
         found = in_file_words(found)
@@ -109,7 +109,7 @@ def spoken(given: T) -> T:
 
 
 def redact(text: str) -> str:
-    """Take values out of a text whose name says that they are secret; references stay."""
+    """Remove values whose names mark them as secret; references stay."""
 
     def hide(found: re.Match[str]) -> str:
         return found.group(0) if _REFERENCE.match(found.group(2)) else f"{found.group(1)}*****"
@@ -118,7 +118,7 @@ def redact(text: str) -> str:
 
 
 def command(function: Callable[P, int | None]) -> Callable[P, None]:
-    """Make a function a command: its result is the exit code, its errors are one clear message."""
+    """Turn a function into a command: its result is the exit code, its errors become one clear message."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -129,7 +129,7 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:
-            # Who read our output has enough; anything written from now on, at exit too, goes nowhere.
+            # The reader of our output is gone; send everything from now on, at exit too, to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 141
         except KeyboardInterrupt:
@@ -143,7 +143,7 @@ def command(function: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def fail(error: Exception, as_json: bool) -> int:
-    """Show an error; return the exit code it means."""
+    """Show an error; return its exit code."""
     if os.environ.get("DELIVERED_TRACEBACK"):
         messages().print_exception()
     found = _ours(error)

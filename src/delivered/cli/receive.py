@@ -1,4 +1,4 @@
-"""`delivered receive`: receivers in the foreground, with progress, until told to stop."""
+"""`delivered receive`: receivers in the foreground, with progress, until stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def receive_file(
     """Run the receivers of a pipeline file's source; returns the exit code.
 
     Args:
-        wait: for a server that is away.
+        wait: for an unreachable server.
     """
     from delivered.pipeline.endpoint import Endpoint, as_text
     from delivered.pipeline.receive import queue_among, quiet_client, receive

@@ -1,4 +1,4 @@
-"""`delivered run`: a pipeline in the foreground, with progress, until it ends or is told to stop."""
+"""`delivered run`: a pipeline in the foreground, with progress, until it ends or is stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEDGER_EVERY_S = 1.0
 
 @dataclass
 class Asked:
-    """What signals asked for: the first one a stop between batches, the second one a stop now."""
+    """Stop requests by signal: the first one stops between batches, the second one at once."""
 
     stop: threading.Event
     now: threading.Event
@@ -54,11 +54,11 @@ def run_pipeline(
     *,
     wait: bool = True,
 ) -> int:
-    """Run it; returns the exit code. Raises what made the query fail, as an error of ours.
+    """Run it; returns the exit code. Raises the cause of a failed query as a `DeliveredError`.
 
     Args:
         beside: raises if something that runs next to the query failed, which ends the query.
-        wait: for a server that is away, as long as a restart of it may take.
+        wait: for an unreachable server, as long as its restart may take.
     """
     from delivered.pipeline.progress import watch
     from delivered.planner import Refusal
@@ -97,7 +97,7 @@ def run_pipeline(
             failure = query.exception()
             show.end()
         if failure is not None:
-            raise _said(failure, log)  # in here: what it names is kept
+            raise _said(failure, log)  # inside, so that the log file it names is kept
     _summary(pipeline, progress, time.monotonic() - began, idle, output)
     return 0
 
@@ -116,7 +116,7 @@ def _until_done(
     stop_timeout: float,
     beside: Callable[[], None],
 ) -> bool:
-    """Watch until the query ends, or until it was asked to stop and did. Returns whether a batch was cut off: False."""
+    """Watch until the query has ended or was stopped on request. Returns False if a batch was cut off."""
     while query.isActive:
         if asked.stop.wait(_POLL_S):
             log_line("stopping after the current batch; signal again to stop now")
@@ -143,7 +143,7 @@ class _StopNow(Exception):
 
 
 class _Told:
-    """What workers say for people: their lines in Spark's log, unless that is shown anyway."""
+    """Workers' messages for the user: their lines in Spark's log, unless that is shown anyway."""
 
     def __init__(self, log: Path | None) -> None:
         self._file = log.open("rb") if log is not None else None
@@ -152,7 +152,7 @@ class _Told:
             self._file.seek(0, os.SEEK_END)
 
     def new(self) -> list[str]:
-        """Lines since the last look; several processes that say the same are shown once."""
+        """Lines since the last call; the same line from several processes is shown once."""
         if self._file is None:
             return []
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
@@ -165,7 +165,7 @@ class _Told:
 
 
 class _Shown:
-    """Progress: one line that changes on a terminal, else a line every two seconds; JSON lines for programs."""
+    """Progress: one updating line on a terminal, else a line every two seconds; JSON lines for programs."""
 
     def __init__(self, output: Output, told: _Told) -> None:
         self._output = output
@@ -219,7 +219,7 @@ def _summary(pipeline: Pipeline, progress: Progress, seconds: float, idle: bool,
 
 
 def _said(failure: Any, log: SparkLog) -> Exception:
-    """A failed query's own words, with where Spark says more."""
+    """A failed query's own error, with a pointer to Spark's log."""
 
     found = translated(failure)
     if found is not None:
@@ -244,7 +244,7 @@ class SparkLog:
 
     @classmethod
     def of(cls, pipeline: Pipeline, given: str | None) -> SparkLog:
-        """As the option --spark-log has it: a file; "-": standard error; None: a temporary file."""
+        """From the option --spark-log: a file; "-": standard error; None: a temporary file."""
         if given is None:
             handle, name = tempfile.mkstemp(prefix=f"delivered-{pipeline.name}-", suffix=".log")
             os.close(handle)
@@ -254,12 +254,12 @@ class SparkLog:
 
 @contextlib.contextmanager
 def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
-    """A session whose log goes to a file, and that Ctrl-C on this terminal does not reach."""
+    """A session that logs to a file and is shielded from Ctrl-C on this terminal."""
     from delivered.spark.start import new_session
 
     path = log.path
-    # Processes started from here on inherit the mask: the JVM and its workers finish their batch when a person
-    # presses Ctrl-C, which the terminal sends to all of them.
+    # Processes started from here on inherit the mask: the JVM and its workers finish their batch on Ctrl-C, which the
+    # terminal sends to all of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with _stderr_to(path):
@@ -286,7 +286,7 @@ def quiet_spark(pipeline: Pipeline, log: SparkLog) -> Iterator[SparkSession]:
 
 @contextlib.contextmanager
 def _stderr_to(path: Path | None) -> Iterator[None]:
-    """Send this process's standard error, and that of children started meanwhile, to a file."""
+    """Redirect standard error of this process, and of children started meanwhile, to a file."""
     if path is None:
         yield
         return

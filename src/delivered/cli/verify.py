@@ -64,7 +64,7 @@ def verify(
 
 
 def _asked(file: Path | None, choice: Choice) -> str:
-    """What makes this run another one than the default, as options."""
+    """How this run differs from the default, as options."""
     options = [str(file)] if file is not None else []
     options += [f"--only {pattern}" for pattern in choice.only]
     options += [f"--workload {name}" for name in choice.workloads]
@@ -76,7 +76,7 @@ def _asked(file: Path | None, choice: Choice) -> str:
 
 
 def _write_pages(store: Store, page: Path, log: RunLog) -> Path | None:
-    """The page of the store, the page of this run and the list of runs; returns the last."""
+    """Write the page of the store, the page of this run and the list of runs; returns the last."""
     from delivered.model.errors import MissingExtra
     from delivered.verify.report import write_report
 
@@ -89,7 +89,7 @@ def _write_pages(store: Store, page: Path, log: RunLog) -> Path | None:
 
 
 def _show(results: list[Result]) -> None:
-    """One line per sink and guarantee; every case that did not hold below."""
+    """One line per sink and guarantee, then every case that did not hold."""
     table = Table(title="delivered verify")
     for name in ("sink", "guarantee", "service", "cases", "faults", *Verdict, "lost", "duplicated"):
         table.add_column(str(name), justify="left" if name in ("sink", "guarantee", "service") else "right")

@@ -51,17 +51,17 @@ def adopt(
 ) -> Adoption:
     """Start `pipeline` where another job stopped.
 
-    Writes one file into the pipeline's checkpoint, with which its batch 0 starts. May be called again, also after it
-    was killed: the same start is kept once. Changes nothing in the source, the sink or the old job.
+    Writes one file into the pipeline's checkpoint, from which its batch 0 starts. Idempotent, even after a kill: the
+    same start is written once. Changes nothing in the source, the sink or the old job.
 
     Args:
         checkpoint: of a query with Spark's own Kafka source: its last committed batch.
         group: a consumer group: its committed offsets.
         timestamp_ms: milliseconds since 1970: the first record of each partition at or after it.
-        write: False: only say what would be done.
+        write: False: only report what would be done.
 
     Raises:
-        UsageError: not exactly one origin, or a source that cannot take over.
+        UsageError: not exactly one origin, or a source that does not support takeover.
         Refused: the old job has not ended or finished, the pipeline has already started, or records would be skipped.
     """
     origins = {"checkpoint": checkpoint, "group": group, "timestamp": timestamp_ms}
@@ -118,7 +118,7 @@ def adopt(
 def _not_started(pipeline: Definition) -> None:
     """
     Raises:
-        Refused: the checkpoint has a batch, or the ledger one of this pipeline.
+        Refused: the checkpoint, or the ledger, has a batch of this pipeline.
     """
     _, batch = logged(pipeline.checkpoint)
     if batch is not None:
@@ -146,7 +146,7 @@ def _finished(location: str, pipeline: Definition) -> CheckpointView:
     """The last batch of a query with Spark's own source.
 
     Raises:
-        Refused: it is not committed, the query keeps state, or it is one of ours.
+        Refused: it is not committed, the query keeps state, or it uses a delivered source.
     """
     incarnation, batch = logged(location)
     if incarnation is None or batch is None:

@@ -1,5 +1,5 @@
-"""What a transform calls whose value changes when a batch reruns: seen in its SQL and in its bytecode, without running
-it. What hides behind an installed package, a method of a value or a table that is read is not seen."""
+"""Functions called by a transform whose value changes when a batch reruns: found in its SQL and bytecode, without
+running it. Calls inside installed packages, methods of values, and tables that it reads are not examined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 _SQL = (
     *("rand", "randn", "random", "uuid", "shuffle", "randstr", "monotonically_increasing_id", "spark_partition_id"),
     *("reflect", "java_method"),
-    # of rows that a shuffle may bring in another order
+    # of rows that a shuffle may reorder
     *("first", "first_value", "last", "last_value", "any_value", "collect_list", "collect_set", "array_agg"),
     *("listagg", "string_agg"),
 )
@@ -66,7 +66,7 @@ Names = dict[str, Any]
 
 
 def _codes(what: Any) -> Iterator[tuple[CodeType, Names]]:
-    """The code of a function, of those in it, and of the functions and classes of the user's own that it names."""
+    """The code of a function, of nested functions, and of the user's own functions and classes that it names."""
     pending, seen = [what], set[int]()
     while pending and len(seen) < _CODES_MAX:
         one = pending.pop()
@@ -83,7 +83,7 @@ def _codes(what: Any) -> Iterator[tuple[CodeType, Names]]:
             names = {**one.__globals__, **_closure(one)}
             for code in _nested(one.__code__):
                 yield code, names
-                # Of the user's own: what an installed package calls is its business.
+                # The user's own only: calls inside installed packages are not examined.
                 own = [v for n in (*code.co_names, *code.co_freevars) if _is_own(v := names.get(n), one)]
                 pending += own
             pending += [v for v in (getattr(one, "__wrapped__", None),) if v is not None]
@@ -92,7 +92,7 @@ def _codes(what: Any) -> Iterator[tuple[CodeType, Names]]:
 
 
 def _is_own(what: Any, user: Any) -> bool:
-    """Whether it comes from the top-level package that the transform comes from, or from the main program."""
+    """Whether it comes from the transform's top-level package, or from the main program."""
     module = str(getattr(what, "__module__", "") or getattr(type(what), "__module__", ""))
     mine = str(getattr(user, "__module__", ""))
     return callable(what) and module.partition(".")[0] in ("__main__", mine.partition(".")[0])
@@ -116,7 +116,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _changing(code: CodeType, names: Names) -> Iterator[str]:
-    """Follows names and their attributes; what is made at run time is unknown."""
+    """Follows names and their attributes; values made at run time are unknown."""
     local: Names = {}
     value: Any = None
     path = ""
@@ -133,7 +133,7 @@ def _changing(code: CodeType, names: Names) -> Iterator[str]:
             value = getattr(value, name, None) if isinstance(value, ModuleType | type) else None
             continue
         elif step.opname.startswith("STORE_") and name:
-            (names if step.opname == "STORE_DEREF" else local)[name] = value  # a function within sees it
+            (names if step.opname == "STORE_DEREF" else local)[name] = value  # visible to nested functions
             continue
         else:
             continue
@@ -156,7 +156,7 @@ def _changes(value: Any) -> bool:
     module, name = str(getattr(value, "__module__", "") or ""), str(getattr(value, "__name__", ""))
     if module.startswith("pyspark.sql") and module.endswith("functions.builtin"):
         return name in _SQL
-    if getattr(value, "deterministic", True) is False:  # a UDF that says so
+    if getattr(value, "deterministic", True) is False:  # a UDF declared so
         return True
     listed = [getattr(m, n) for m, names in _FUNCTIONS.items() if isinstance(m, ModuleType) for n in names]
     listed += [v for m in _MODULES for v in vars(m).values()]

@@ -297,7 +297,7 @@ def _sink_spec(endpoint: Endpoint) -> SinkSpec:
 
 
 def _absolute(location: str) -> str:
-    """Spark's driver and our workers may stand in other folders: make a local path absolute."""
+    """Make a local path absolute: Spark's driver and our workers may have other working directories."""
     if not location:
         raise UsageError("CHECKPOINT_MISSING", "checkpoint is empty; it must name a folder or a URL.")
     return location if ":" in location.split("/", 1)[0] else str(Path(location).expanduser().absolute())
@@ -344,7 +344,7 @@ def _on_bad_row(said: str, dead_letter: Endpoint | None) -> OnBadRow:
 
 
 def _beside(folder: Path, location: str) -> str:
-    """A relative path in a file means: relative to the file."""
+    """A relative path in a file is relative to the file."""
     plain = "://" not in location and not location.startswith(("env:", "file:", "~"))
     return str((folder / location).absolute()) if plain else location
 

@@ -15,7 +15,7 @@ from delivered.pipeline.projection import Projection, parse_projection
 from delivered.pipeline.registry import PREFIX, find_sink, find_source
 
 SPARK_OWN = "spark:"
-"""A format with this prefix is one of Spark's own sources, or of a JAR in the session: "spark:kafka"."""
+"""Prefix of a format that is one of Spark's own sources, or of a JAR in the session: "spark:kafka"."""
 
 _ASYNC = "asyncprogress"
 _SHOWN = ("subscribe", "subscribepattern", "assign", "topic", "topics", "queue", "exchange", "routingkey", "path")
@@ -49,14 +49,14 @@ class Endpoint:
 
     @property
     def label(self) -> str:
-        """For people, on one line: "kafka orders"."""
+        """For display, on one line: "kafka orders"."""
         by_name = {k.lower(): v for k, v in self.options.items()}
         shown = [by_name[k].rstrip("/").rsplit("/", 1)[-1] for k in _SHOWN if k in by_name]
         return " ".join([self.system, *shown, *([by_name["table"]] if "table" in by_name else [])])
 
     @property
     def connector_options(self) -> dict[str, str]:
-        """Without those of Spark's asynchronous progress, which stand beside a sink's and are not the connector's."""
+        """Without those of Spark's asynchronous progress, which are set on a sink but are not the connector's."""
         return {k: v for k, v in self.options.items() if not k.lower().startswith(_ASYNC)}
 
     @property

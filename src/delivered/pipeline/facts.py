@@ -1,4 +1,4 @@
-"""What the planner wants to know: of a pipeline as named, its checkpoint, its ledger, the live systems, the session."""
+"""Collects facts for the planner: on a pipeline's definition, checkpoint, ledger, live systems, and session."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ASYNC_CONF = f"spark.sql.streaming.{ASYNC_PROGRESS}"
 _SPARK_SOURCES_REPLAYABLE = frozenset(
     {"kafka", "delta", "iceberg", "parquet", "json", "csv", "text", "orc", "avro", "rate", "rate-micro-batch"}
 )
-"""Sources of Spark and its neighbours whose offsets can be read again."""
+"""Sources of Spark and its ecosystem whose offsets can be reread."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class SessionFacts:
     Attributes:
         async_progress: as the session is configured.
         jvm: of its driver; None: elsewhere (Spark Connect).
-        check_transform: holds the transform against the source's columns, and its columns against the sinks; what
-            makes the session slow.
+        check_transform: checks the transform against the source's columns, and its columns against the sinks; reports
+            what makes the session slow.
     """
 
     master: str
@@ -71,7 +71,7 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
 
     Args:
         session: None: there is none yet.
-        offline: ask no server and no checkpoint; the plan is then of the names alone.
+        offline: contact no server and no checkpoint; the plan then rests on the definition alone.
 
     Raises:
         UsageError: bad options.
@@ -106,7 +106,7 @@ def gather(pipeline: Definition, session: SessionFacts | None, *, offline: bool,
 
 
 def _transform(pipeline: Definition) -> TransformFacts:
-    """The transform with what sinks select of it: both must give the same rows when a batch runs again."""
+    """The transform with the sinks' projections: both must give the same rows when a batch reruns."""
     facts = pipeline.transform.facts()
     texts = " ".join(text for e in pipeline.sinks for text in e.projection.texts)
     if not texts:
@@ -138,7 +138,7 @@ def _sink(endpoint: Endpoint, sink: Sink, guarantee: Guarantee, offline: bool) -
 
 
 def _asked(preflight: Any) -> tuple[Finding, ...]:
-    """A preflight that raises refuses: a server that is down is not a reason to show a traceback."""
+    """A preflight that raises becomes a refusal: a server that is down does not deserve a traceback."""
     try:
         return tuple(preflight())
     except (Refused, MissingExtra) as error:
@@ -167,7 +167,7 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
     spec = pipeline.spec
     sink = spec.open()
     incarnation, newest = logged(pipeline.checkpoint)
-    # Before the ledger, which a pipeline that runs moves on.
+    # Before the ledger, which a running pipeline advances.
     done = newest is not None and is_done(pipeline.checkpoint, newest)
     scope = spec.scope(sink, incarnation)
     ledger = open_ledger(sink, scope)
@@ -175,7 +175,7 @@ def _checkpoint(pipeline: Definition, session: SessionFacts | None, takeover: bo
         state = ledger.look()
     finally:
         ledger.close()
-    # Over Spark Connect the owner's process is the server, which lives on after the query.
+    # Over Spark Connect the owner's process is the server, which outlives the query.
     connect = session is not None and session.jvm is None
     return CheckpointFacts(
         location=pipeline.checkpoint,
@@ -229,21 +229,21 @@ def _earlier(state: LedgerState) -> EarlierFacts | None:
 
 
 def check_start(spec: PipelineSpec, sink: Sink | SinkGroup) -> None:
-    """Whether a query of the Spark idiom can be started: options, guarantee, server, checkpoint, ledger.
+    """Check that a query of the Spark idiom can start: options, guarantee, server, checkpoint, ledger.
 
-    Runs where the batches will be planned, on the driver. Takes nothing and writes no row; what can change until the
-    first batch is judged again there.
+    Runs where the batches will be planned, on the driver. Claims nothing and writes no row; what can change until the
+    first batch is checked again there.
 
     Args:
-        sink: that the spec opens, for the query's columns.
+        sink: opened from the spec, for the query's columns.
 
     Raises:
-        UsageError, Refused: the request cannot be had.
+        UsageError, Refused: the request is invalid or cannot be fulfilled.
         InvariantBroken: ledger and checkpoint do not belong together.
-        Unreachable: a server or the checkpoint gave no answer.
+        Unreachable: a server or the checkpoint did not answer.
     """
     if isinstance(sink, SinkGroup):
-        return  # `Pipeline` plans what has several sinks
+        return  # `Pipeline` plans several sinks
     if spec.checkpoint is None:
         raise UsageError(
             "CHECKPOINT_MISSING",
@@ -255,12 +255,12 @@ def check_start(spec: PipelineSpec, sink: Sink | SinkGroup) -> None:
 
 
 def _refused_by_plan(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
-    """By the planner's rules, as far as a sink alone decides them: it knows neither source nor transform."""
+    """By the planner's rules that need only the sink: source and transform are unknown here."""
     told = spec.sinks[0]
     label = Endpoint(told.system, told.options).label
     facts = SinkFacts(told.name or sink.name, label, sink.capability(), tuple(sink.preflight(spec.guarantee)))
     source = SourceFacts("the query's source", SourceCapability("spark", replayable=True))
-    # A stream appends; what a query's own foreachBatch gets is its user's business.
+    # A stream appends; what a user's own foreachBatch gets is the user's business.
     mode = "complete" if facts.capability.write.complete and spec.batch is not None else "append"
     known = CheckpointFacts(checkpoint)
     request = Request(
@@ -281,7 +281,7 @@ def _refused_by_ledger(spec: PipelineSpec, sink: Sink, checkpoint: str) -> None:
     finally:
         ledger.close()
     if _newest(state) == view.batch and not view.offsets:
-        return  # which offsets Spark will log for it is known in the batch
+        return  # the offsets that Spark will log are known only in the batch
     judge(state, view, scope, spec.guarantee, spec.tolerance, others)
 
 

@@ -1,4 +1,4 @@
-"""What a query's output mode makes of its sinks: upserts by the grouping keys, or all rows in place of the table's."""
+"""What a query's output mode does to its sinks: upserts by the grouping keys, or replacement of all rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def for_output_mode(sink: Endpoint, mode: str, transform: Transform) -> Endpoint
     """The sink as this output mode writes to it.
 
     Raises:
-        UsageError: an upsert without keys, or a mode of the sink that contradicts.
+        UsageError: an upsert without keys, or a contradicting mode of the sink.
         Refused: the sink cannot replace all its rows.
     """
     if mode == "append" or sink.is_spark_own:

@@ -1,4 +1,4 @@
-"""How far a running pipeline is, by its ledger: what is decided, not what was attempted."""
+"""Progress of a running pipeline, from its ledger: what is decided, not what was attempted."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Progress:
     """
     Attributes:
         batch: the newest decided batch; None: none yet.
-        records: decided since `watch` began, at all sinks; given_up: the same, of at_most_once.
+        records: decided since `watch` began, at all sinks; given_up: the same, for at_most_once.
         rate: records per second over the last ten seconds: 0 when nothing arrives.
-        lag: offsets between what the last batch read and the end of its sources; None: one does not count them.
+        lag: offsets between what the last batch read and the end of its sources; None: a source does not count them.
     """
 
     def __init__(self, ledger: Ledger, sources: Callable[[], Sequence[Mapping[str, Any]]] = tuple) -> None:
@@ -43,7 +43,7 @@ class Progress:
         self.rate = 0.0
 
     def refresh(self, every_s: float = 0.0) -> None:
-        """Look at the ledger, if the last look is `every_s` ago. A ledger that does not answer now changes nothing."""
+        """Read the ledger, unless it was read less than `every_s` ago. If it does not answer, nothing changes."""
         now = time.monotonic()
         if self._first is not None and now - self._looked < every_s:
             return
@@ -84,7 +84,7 @@ class Progress:
 
     @property
     def totals(self) -> str:
-        """For people: "4 batches, 10,000 records"."""
+        """For display: "4 batches, 10,000 records"."""
         lost = f", {self.given_up:,} given up" if self.given_up else ""
         return f"{self.batches:,} {_plural(self.batches, 'batch', 'batches')}, {self.records:,} records{lost}"
 

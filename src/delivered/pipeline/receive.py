@@ -1,4 +1,4 @@
-"""Runs receivers until told to stop: one in this process, or several in separate processes.
+"""Runs receivers until stopped: one in this process, or several in separate processes.
 
 delivered.receive(endpoint("rabbitmq", url=..., queue=..., log="/data/orders-log"), stop=...)
 """
@@ -123,7 +123,7 @@ def queue_among(sources: Mapping[str, Endpoint]) -> Endpoint:
 
 
 def _await(source: Endpoint, patience_s: float, stop: Callable[[], bool]) -> bool:
-    """`check`, once the server is reachable; False: told to stop before."""
+    """`check`, once the server is reachable; False: stopped before."""
     try:
         patiently(source.label, lambda: check(source), patience_s=patience_s, stop=stop)
     except StoppedWaiting:
@@ -172,7 +172,7 @@ def receive_one(
 
 @dataclass
 class _Idle:
-    """Tells when nothing arrived for a while."""
+    """Detects that nothing has arrived for a while."""
 
     loop: Any
     after_s: float | None
@@ -192,7 +192,7 @@ class _Several:
     """Receiver processes. One that dies of a signal or a failing server is restarted; a usage error ends all.
 
     Each has its own pipe, for its counts and for the request to stop: nothing is shared, so a killed one holds no lock
-    of the others. A pipe whose other end is closed is a request to stop, too.
+    of the others. A pipe whose other end is closed is also a request to stop.
     """
 
     def __init__(self, source: Endpoint, count: int, idle_s: float | None) -> None:
@@ -308,7 +308,7 @@ def quiet_client(warnings: bool = True) -> None:
     every refused or lost connection.
 
     Args:
-        warnings: false: ours are shown elsewhere.
+        warnings: False: ours are shown elsewhere.
     """
     if warnings:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")

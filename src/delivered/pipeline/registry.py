@@ -28,7 +28,7 @@ def connectors() -> dict[str, Connector]:
 
 
 def alternatives() -> Alternatives:
-    """What a refusal recommends, of all installed connectors."""
+    """Alternatives for a refusal to recommend, from all installed connectors."""
     found = connectors().values()
     able = [(c.name, c.transactions) for c in found if c.transactions is not None]
     return Alternatives(

@@ -28,10 +28,10 @@ from delivered.model.work import Owner, Tolerance
 from delivered.pipeline.registry import PREFIX, find_sink
 
 OPTION = "delivered.spec.secret"
-"""Holds the spec, as JSON. Spark hides the values of options that are named like this: options of sinks are in it."""
+"""Holds the spec, as JSON. The name makes Spark redact its value, which contains the sinks' options."""
 
 VERSION = 2
-"""Of the JSON. One end of a session of Spark Connect may have another release than the other."""
+"""Version of the JSON. Client and server of Spark Connect may run different releases."""
 
 GROUP = "sinks"
 """The internal format of a pipeline with several sinks is `delivered_sinks`."""
@@ -56,10 +56,10 @@ PIPELINE_OPTIONS = OptionTable(
 )
 
 CHECKPOINT = "checkpointLocation"
-"""Spark's. On a source, which Spark does not tell it: where its query keeps what it knows."""
+"""Spark's option. On a source, to which Spark does not pass it: the checkpoint of its query."""
 _SPARKS_OWN = (CHECKPOINT.lower(), "queryname")
 NO_INCARNATION = "new"
-"""Stands for that of a checkpoint without a batch."""
+"""Stands for the incarnation of a checkpoint without a batch."""
 _ASYNC = "asyncprogress"
 _ASYNC_ENABLED = "asyncprogresstrackingenabled"
 
@@ -100,7 +100,7 @@ class SinkSpec:
 
 @dataclass(frozen=True)
 class StartCheck:
-    """A question: could a query start that writes this?
+    """A request to check whether a query with this write could start.
 
     Attributes:
         columns: of its rows, as Spark's JSON of a StructType.
@@ -114,19 +114,19 @@ class StartCheck:
 class PipelineSpec:
     """
     Attributes:
-        sinks: in the user's order; empty where a source is read.
-        dead_letter: the sink of rows that another one refuses for themselves.
+        sinks: in the user's order; empty for a read.
+        dead_letter: the sink of rows that fail the validation of another one.
         checkpoint: as Spark spells it; None for a write that is not a stream.
-        transform: fingerprint of the pipeline's transform; empty: nobody told it.
-        direct: tasks read the source for themselves: an `engine.direct.Direct`, pickled by value.
-        drain: a path; once it exists, the source offers nothing new.
-        run_id: names the rows of a write that is not a stream.
-        start: another value at each start of a query, whose processes outlive it; empty: nobody told it.
-        owner: the driver. Does not travel in the option: the registered class brings it (`spark/session.py`).
-        check: this is no write, but a question.
+        transform: fingerprint of the pipeline's transform; empty: unknown.
+        direct: tasks read the source themselves: an `engine.direct.Direct`, pickled by value.
+        drain: a path; once it exists, the source offers no new records.
+        run_id: identifies the rows of a write that is not a stream.
+        start: differs at each start of a query, whose processes outlive it; empty: unknown.
+        owner: the driver. Not part of the option: the registered class carries it (`spark/session.py`).
+        check: a check of the start, not a write.
         batch: this write is that batch of a query with `foreachBatch`; None: it is a stream, or a run.
-        one_of_each: a key of an upsert without version comes once in a batch.
-        source: the name of the source that is read, where this is a read.
+        one_of_each: a key of an upsert without version occurs once in a batch.
+        source: name of the source, for a read.
     """
 
     pipeline: str
@@ -156,7 +156,7 @@ class PipelineSpec:
         """The sink, or all of them as one.
 
         Raises:
-            UsageError: bad options, or two sinks of one name.
+            UsageError: bad options, or two sinks with the same name.
         """
         if not self.is_group:
             return self.sinks[0].open()
@@ -171,7 +171,7 @@ class PipelineSpec:
         """Where the batches of an incarnation are decided.
 
         Args:
-            sink: what `open` gave.
+            sink: from `open`.
             incarnation: None: there is none yet.
         """
         own = None if self.is_group else self.sinks[0].name
@@ -207,8 +207,8 @@ class PipelineSpec:
             options: as Spark passes them, in any case.
 
         Raises:
-            UsageError: no guarantee, or a value that is not allowed.
-            Refused: asynchronous progress tracking, under which the offsets of a batch run again may differ.
+            UsageError: no guarantee, or an invalid value.
+            Refused: asynchronous progress tracking, under which a rerun batch may have different offsets.
         """
         given = _option_json(options)
         rest = {k: v for k, v in options.items() if k.lower() != OPTION and not k.lower().startswith(_ASYNC)}
@@ -232,7 +232,7 @@ class Reading:
     """How a stream's source is read.
 
     Attributes:
-        checkpoint: of its query, as Spark spells it; None: nobody told.
+        checkpoint: of its query, as Spark spells it; None: unknown.
         drain: as in the spec.
         direct: tasks of the sink read the source themselves; Spark carries slices.
         source: its name in the query.
@@ -249,7 +249,7 @@ class Reading:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> tuple[Reading, dict[str, str]]:
-        """From the options of a read; returns it and the connector's rest."""
+        """Parse the options of a read; returns it and the connector's remaining options."""
         given = _option_json(options)
         named = next((v for k, v in options.items() if k.lower() == CHECKPOINT.lower()), None)
         rest = {k: v for k, v in options.items() if k.lower() not in (OPTION, CHECKPOINT.lower())}
@@ -260,12 +260,12 @@ class Reading:
 
 
 def idiom_option(*, start: str = "", check: StartCheck | None = None) -> str:
-    """For `OPTION`, beside the user's own options."""
+    """For `OPTION`, in addition to the user's own options."""
     return json.dumps({"version": VERSION, "start": start, "check": asdict(check) if check is not None else None})
 
 
 def is_start_check(options: Mapping[str, str]) -> bool:
-    """Whether these are the options of a question and not of a read."""
+    """Whether these options belong to a start check and not to a read."""
     return bool(_option_json(options).get("check"))
 
 

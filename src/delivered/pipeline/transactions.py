@@ -1,4 +1,4 @@
-"""Open transactions of a pipeline, for a person: seen, aborted, applied by hand. Of sinks whose committer is a
+"""Open transactions of a pipeline, for an operator: list, abort or apply them by hand. For sinks whose committer is a
 `HoldsTransactions`."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Open:
 
     @property
     def old(self) -> bool:
-        """Whether it is open for so long that its sink suffers."""
+        """Whether it has been open long enough to harm its sink."""
         return self.age_s is not None and self.age_s > OPEN_TRANSACTION_OLD_S
 
     def to_json(self) -> dict[str, Any]:
@@ -49,10 +49,10 @@ class Open:
 
 
 def open_transactions(pipeline: Definition) -> list[Open]:
-    """What this pipeline has open at its sinks, oldest first per sink. Takes nothing and fences nobody.
+    """This pipeline's open transactions at its sinks, oldest first per sink. Claims nothing and fences nobody.
 
     Raises:
-        UsageError: no sink of it has transactions that stay open.
+        UsageError: none of its sinks has transactions that stay open.
         Unreachable: a server did not answer.
     """
     found: list[Open] = []
@@ -70,16 +70,16 @@ def end_transaction(pipeline: Definition, transaction: str, *, commit: bool, for
     """Commit or abort one by hand.
 
     Raises:
-        Refused: the ledger says otherwise, and `force` was not asked for.
+        Refused: the ledger contradicts, and `force` is not set.
         UsageError: no such transaction.
-        OutcomeUnknown: the server did not say whether it did.
+        OutcomeUnknown: the server did not confirm the outcome.
     """
     for committer, state in _sinks(pipeline):
         try:
             found = next((t for t in committer.open_transactions() if t.transactional_id == transaction), None)
             if found is None:
                 continue
-            # Ids come back batch after batch: only the whole handle tells one transaction from another.
+            # Ids are reused batch after batch: only the whole handle identifies a transaction.
             decided = any(map(found.participant.names, _decided(state)))
             if decided != commit and not force:
                 raise _against_the_ledger(transaction, commit)

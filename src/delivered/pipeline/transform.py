@@ -109,8 +109,8 @@ def reads_all(transform: Transform, sources: Sequence[str]) -> None:
     """Check that a transform can make one stream of these sources.
 
     Raises:
-        UsageError: it reads one source and there are several, its SQL names none of one, or its function has no
-            parameter for one.
+        UsageError: it reads one source and there are several, its SQL does not name one of them, or its function lacks
+            a parameter for one.
     """
     if transform.kind in ("none", "arrow") and len(sources) > 1:
         raise UsageError(
@@ -139,7 +139,7 @@ def reads_all(transform: Transform, sources: Sequence[str]) -> None:
                 next_step=f"write it as def transform({', '.join(sources)}): ...",
             ) from None
         except ValueError:
-            return  # a callable that does not tell its parameters
+            return  # a callable with unknown parameters
 
 
 def load_function(reference: str, folder: Path) -> Callable[[Any], Any]:
@@ -179,11 +179,11 @@ def version_of(
     on_bad_row: OnBadRow,
     sources: Sequence[str] = (SOURCE,),
 ) -> str:
-    """16 hex digits for a pipeline's transform with what its sinks select of it.
+    """16 hex digits for a pipeline's transform, including its sinks' projections.
 
     Args:
-        projections: of every sink, by its name. One that passes all rows unchanged does not count.
-        sources: their names; without one they do not count.
+        projections: of every sink, by its name. One that passes all rows unchanged is ignored.
+        sources: their names; ignored for a single unnamed source.
     """
     parts = [transform.kind, transform.sql.strip(), *transform.select, *_parts_of(transform.function, set())]
     parts += [f"{name}: {p!r}" for name, p in projections if not p.is_all]

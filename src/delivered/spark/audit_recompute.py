@@ -1,8 +1,8 @@
 """Audit by recomputing: the transform over the whole source range, as one batch, against the rows of the sink.
 
 For queries whose rows replace each other: output modes update and complete, and upserts. Rows are joined by key, and
-compared column by column. What one batch cannot tell of many is in `delivered.audit.recompute`; how late a record may
-have been is looked up here, by the batches that the ledger keeps.
+compared column by column. `delivered.audit.recompute` lists what one batch cannot show about many; how late a record
+may have been is determined here, from the batches that the ledger keeps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ID, _COPY, _MUST, _THERE, _STRETCH, _TIME = (
 _WATERMARK = "spark.watermarkDelayMs"
 """Spark's, in the metadata of a column: it is event time, or the window of one."""
 _WINDOW_END = re.compile(r"#\d+-T\d+ms\.end AS ([^#,]+)#")
-"""In Spark's plan: a column that is the end of a window of event time."""
+"""In Spark's plan: a column that is the end of an event-time window."""
 _TRIES = 3
 _UNDECIDED = "the ledger holds no decided batch of this checkpoint: nothing was promised yet"
 _DEDUP = "dedup drops repeats batch by batch, and a recomputation is one batch; audit without --recompute"
@@ -120,7 +120,7 @@ def recomputed(spark: SparkSession, request: AuditRequest, say: Callable[[str], 
 def _still(
     request: AuditRequest, scope: Scope, frame: Callable[[], DataFrame]
 ) -> Iterator[tuple[LedgerAccount, DataFrame, int]]:
-    """The sink's rows, persisted, with the ledger as it was before and after they were read; and their number."""
+    """The sink's persisted rows, with a ledger that did not change while they were read; and their number."""
     for _ in range(_TRIES):
         before = read_ledger(request.sink, scope, request.guarantee, request.decided_by, request.dead_letters)
         found = frame().persist(StorageLevel.DISK_ONLY)
@@ -170,7 +170,7 @@ def _of_ledger(request: AuditRequest, ledger: LedgerAccount, unsure: str, underw
 def _expected(
     frame: DataFrame, how: Recompute, mode: WriteMode, names: Sequence[str], closed: Column | None
 ) -> tuple[DataFrame, list[Doubt]]:
-    """What of the recomputed rows must be in the sink.
+    """The recomputed rows that must be in the sink.
 
     Args:
         names: operators of the query.
@@ -198,7 +198,7 @@ def _expected(
 
 
 def _closed(query: DataFrame, plan: str, checkpoint: str, batch: int) -> Column | None:
-    """Whether the watermark of `batch` has closed a row of an aggregation; None: no column tells."""
+    """Whether the watermark of `batch` has closed a row of an aggregation; None: no column shows it."""
     times = {f.name: f for f in query.schema.fields if _WATERMARK in (f.metadata or {})}
     ends = _WINDOW_END.findall(plan.splitlines()[0])
     header = (read(checkpoint, f"offsets/{batch}") or b"").decode().splitlines()
@@ -216,7 +216,7 @@ Watermarks = list[tuple["DataFrame", str, str]]
 
 @contextmanager
 def _watermarks() -> Iterator[Watermarks]:
-    """Note the calls of withWatermark while the context is open: Spark drops them from the plan of a batch."""
+    """Record the calls of withWatermark while the context is open: Spark drops them from the plan of a batch."""
     found: Watermarks = []
     with ExitStack() as undo:
         for kind in ("classic", "connect"):
@@ -238,7 +238,7 @@ def _watermarks() -> Iterator[Watermarks]:
 def _of_watermark(
     watermarks: Watermarks, numbers: Sequence[int], parts: Sequence[Stretch], how: Recompute
 ) -> list[Doubt]:
-    """Whether a record may have been dropped as late: at most as new as earlier batches' newest one, minus the delay.
+    """Whether a record may have been dropped as late: no newer than the newest one of earlier batches, minus the delay.
 
     Output mode complete drops none.
     """
@@ -267,11 +267,11 @@ def _of_watermark(
 
 
 def _typed(frame: DataFrame, given: StructType, like: StructType | None = None) -> DataFrame:
-    """Rows as they are compared: decimals with all of their digits, the rest as the sink keeps it.
+    """Rows in comparable form: decimals with all their digits, everything else as the sink stores it.
 
     Args:
-        given: columns before the sink took them: a sink may keep decimals as text.
-        like: what the other side's columns were made; None: this is the first side.
+        given: columns before the sink took them: a sink may store decimals as text.
+        like: the other side's resulting columns; None: this is the first side.
     """
     columns = []
     for field in frame.schema.fields:
@@ -288,7 +288,7 @@ def _typed(frame: DataFrame, given: StructType, like: StructType | None = None) 
 
 
 def _identity(request: AuditRequest, how: Recompute, mode: WriteMode, columns: Sequence[str]) -> tuple[str | None, str]:
-    """SQL that identifies a row, and how it is called in a report; None: the whole row does."""
+    """SQL that identifies a row, and its name in a report; None: the whole row does."""
     if mode.upserts:
         return id_sql(mode), f"key ({mode.keys_text})"
     if request.id is not None:

@@ -5,7 +5,7 @@ in the checkpoint, until the watermark has passed the first record's time by `wi
 of the earlier batches, minus `within`.
 
 Table: all records of a key meet in one task, before the transform. It looks up which keys earlier batches delivered,
-notes the new ones, and passes their records on; see `delivered.engine.repeats`.
+records the new ones, and passes their records on; see `delivered.engine.repeats`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def without_seen_repeats(frame: DataFrame, dedup: Dedup, sink: Sink, scope: Scop
 
 
 def _text(given: str, kind: str, column: str) -> str:
-    """A text that is unique per value, whatever the session's time zone; null stays null."""
+    """A text unique per value, whatever the session's time zone; null stays null."""
     if kind in ("string", "binary"):
         return f"hex(`{column}`)"
     if kind in _AS_TEXT or kind.startswith("decimal"):

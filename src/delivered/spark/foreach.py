@@ -1,5 +1,5 @@
-"""Batches of a query that are written by `foreachBatch`: output modes that Spark gives no sink in Python, and queries
-whose `foreachBatch` is the user's own. The engine plans and commits them as it does those of a stream."""
+"""Batches of a query that are written by `foreachBatch`: for output modes that Spark does not offer to Python sinks,
+and for a user's own `foreachBatch`. The engine plans and commits them like those of a stream."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def write_batch(
 ) -> None:
     """Write one batch from your own `foreachBatch`, so that it counts once however often Spark runs it.
 
-    Call it for every batch, also for an empty one, once for each sink. A batch that runs again after its decision
-    writes nothing: its rows are read and compared with the decided ones. Two sinks written so are two decisions; a
-    crash between them leaves one of them behind until the batch has run again.
+    Call it for every batch, even an empty one, once for each sink. A batch that reruns after its decision writes
+    nothing: its rows are read and compared with the decided ones. Two sinks written this way are two decisions; after a
+    crash between them, one is behind until the batch has run again.
 
     Args:
-        df: the batch, or what is made of it. The same rows each time that the batch runs.
-        batch_id: as `foreachBatch` was called with it.
+        df: the batch, or a frame derived from it, with the same rows each time that the batch runs.
+        batch_id: as passed to `foreachBatch`.
         sink: from `delivered.kafka`, `delivered.sqlite`, `delivered.endpoint`. Mode upsert writes an update; mode
             complete replaces the table.
         pipeline: names the ledger, with the sink's name.
         checkpoint: the query's; None: that of the query on this thread, in a classic session.
 
     Raises:
-        UsageError, Refused: the write cannot be had as asked.
+        UsageError, Refused: the write is not possible as requested.
         ReplayDiffers: the batch was decided with other rows, or was written to this sink already.
     """
     if not isinstance(sink, Endpoint) or not sink.projection.is_all:
@@ -83,15 +83,15 @@ def format_of(spec: PipelineSpec) -> str:
 
 
 _checked: set[str] = set()
-"""What was asked for already in this process."""
+"""Checks already done in this process."""
 
 
 def _checkpoint(df: Any) -> str:
-    """Of the query that runs on this thread."""
+    """Checkpoint of the query that runs on this thread."""
     spark = df.sparkSession
     if not is_connect(spark):
         query = spark.sparkContext.getLocalProperty("sql.streaming.queryId")
-        # The session is a clone of the query's, whose own `streams` would not know it.
+        # The session is a clone of the query's; its own `streams` does not know the query.
         queries = spark._jsparkSession.sharedState().activeStreamingQueries()
         running = queries.get(spark._jvm.java.util.UUID.fromString(query)) if query else None
         if running is not None:

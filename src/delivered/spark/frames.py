@@ -1,4 +1,4 @@
-"""A range of one of our sources as a DataFrame: one Spark partition per slice, in the order of the slices.
+"""A range of a delivered source as a DataFrame: one Spark partition per slice, in the order of the slices.
 
 Bypasses the registered formats, so that any two offsets can be read and partition i of the frame is slice i: the audit
 reports where records came from even if the transform dropped these columns.
@@ -56,7 +56,7 @@ _ROW_BY_ROW = frozenset(
         "WithCTE",
     }
 )
-"""Logical operators that make of each row what it alone says."""
+"""Logical operators whose output for a row depends on that row only."""
 
 _SUBQUERY = re.compile(r"\b(list|exists|scalar-subquery)#")
 _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
@@ -166,7 +166,7 @@ def keeps_partitions(frame: DataFrame) -> bool:
 
 
 def beyond_rows(frame: DataFrame) -> list[str]:
-    """What a query does with its rows that is not row by row, and not their union: ["Join"]. Runs nothing."""
+    """Operations of a query beyond row-by-row steps and unions of their results: ["Join"]. Runs nothing."""
     text = logical_plan(frame)
     found = {m.group(1) for line in text.splitlines() if (m := _OPERATOR.match(line))} - _ROW_BY_ROW
     return sorted(found | set(_SUBQUERY.findall(text)))
@@ -182,7 +182,7 @@ def logical_plan(frame: Any) -> str:
     if hasattr(type(frame), "_explain_string"):
         text = str(frame._explain_string(mode="extended"))
         tree = text.partition("== Analyzed Logical Plan ==")[2].partition("== Optimized")[0]
-        return tree.strip().partition("\n")[2]  # after its columns
+        return tree.strip().partition("\n")[2]  # skip its columns
     return str(frame._jdf.queryExecution().analyzed().toString())
 
 

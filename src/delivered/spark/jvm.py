@@ -57,7 +57,7 @@ def make_active(spark: SparkSession) -> None:
 
 
 def named_sources(frame: Any) -> set[str] | None:
-    """The named sources that a streaming frame reads; None: a session of Spark Connect does not tell."""
+    """The named sources that a streaming frame reads; None: Spark Connect does not expose them."""
     if not hasattr(frame, "_jdf"):
         return None
     leaves = frame._jdf.queryExecution().analyzed().collectLeaves()

@@ -32,7 +32,7 @@ class Pipeline(Definition):
         Does not start Spark. Changes nothing in source, sink and checkpoint; a connector may create its ledger.
 
         Args:
-            offline: ask neither servers nor checkpoint.
+            offline: contact neither servers nor the checkpoint.
             takeover: plan to fence another live driver.
 
         Raises:
@@ -54,16 +54,16 @@ class Pipeline(Definition):
         timestamp_ms: int | None = None,
         write: bool = True,
     ) -> Adoption:
-        """Make the first start begin where another job stopped: see `delivered.pipeline.adopt`. Does not start Spark.
+        """Start the first run where another job stopped: see `delivered.pipeline.adopt`. Does not start Spark.
 
         Args:
             checkpoint: of a query with Spark's own Kafka source: its last committed batch.
             group: a consumer group: its committed offsets.
             timestamp_ms: milliseconds since 1970: the first record of each partition at or after it.
-            write: False: only say what would be done.
+            write: False: only report what would be done.
 
         Raises:
-            UsageError: not exactly one origin, or a source that cannot take over.
+            UsageError: not exactly one origin, or a source that does not support takeover.
             Refused: the old job has not ended or finished, the pipeline has already started, or records would be
                 skipped.
             Unreachable: a server or a checkpoint did not answer.

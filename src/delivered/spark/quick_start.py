@@ -39,7 +39,7 @@ OVER_TCP = (
     f"Spark talks to its Python workers over TCP: each Python task waits about 40 ms. Set {_LOCAL_SOCKETS}=true before "
     "the session starts."
 )
-"""Measured in decision 043: 200 tasks take 4.3 s in place of 6.7 s."""
+"""Measured in decision 043: 200 tasks take 4.3 s instead of 6.7 s."""
 
 _TEMPORARY_LENGTH_MAX = 40
 """A socket's path is limited to about 104 bytes, of which our folder's name takes 19 and Spark's 43."""
@@ -97,8 +97,8 @@ def worker_python() -> str:
 
 @cache
 def local_sockets() -> dict[str, str]:
-    """Between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
-    acknowledgement. In one folder of this process's own, as Spark leaves the names behind."""
+    """Local sockets between JVM and workers on this machine: over TCP every Python task waits about 40 ms for a delayed
+    acknowledgement. They go to a folder of this process, because Spark does not delete them."""
     if os.name != "posix" or len(tempfile.gettempdir()) > _TEMPORARY_LENGTH_MAX:
         return {}
     folder = tempfile.mkdtemp(prefix="delivered-")
@@ -107,5 +107,5 @@ def local_sockets() -> dict[str, str]:
 
 
 def is_over_tcp(spark: SparkSession) -> bool:
-    """Whether a session could talk to its workers over local sockets, and does not."""
+    """Whether a session talks to its workers over TCP although local sockets are possible."""
     return os.name == "posix" and str(spark.conf.get(_LOCAL_SOCKETS, "false")).lower() != "true"

@@ -1,4 +1,4 @@
-"""Any source of ours as a Spark reader, streamed or not."""
+"""Any delivered source as a Spark reader, for streams and batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_slice(source: Source, partition: InputPartition) -> Iterator[pa.RecordB
     arm()
     in_query()
     if not isinstance(partition, SlicePartition):
-        return  # PySpark runs one task without a partition of ours for an empty batch read
+        return  # PySpark runs one task without a partition for an empty batch read
     reach(StepId.SOURCE_READ, Moment.BEFORE)
     yield from source.read(partition.piece)
     reach(StepId.SOURCE_READ, Moment.AFTER)

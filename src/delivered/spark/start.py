@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.05
 _BY_NAME = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
-"""Every source has a name, by which Spark's offset log tells it from others, in format 2 of the log."""
+"""Gives every source a name that identifies it in Spark's offset log, in format 2 of the log."""
 _LOG_FORMAT = "spark.sql.streaming.offsetLog.formatVersion"
 _TWICE = re.compile(r"DUPLICATE_SOURCE_NAMES.*?'(\w+)'")
 _IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
@@ -61,7 +61,7 @@ _IDLE = ("Waiting for data to arrive", "Waiting for next trigger")
 
 
 _one_start = threading.RLock()
-"""Held while a session is configured for the query that starts: another start may want it otherwise."""
+"""Held while a session is configured for a starting query: another start may need other settings."""
 _drains: dict[str, Path] = {}
 """By run id of the queries started here."""
 
@@ -239,7 +239,7 @@ def _check_read(frame: DataFrame, sources: Mapping[str, Source | None]) -> None:
 
 
 def _once(spark: SparkSession, frame: DataFrame, dedup: Dedup, spec: PipelineSpec) -> DataFrame:
-    """The deduplicated stream, by Spark's state or a table as the pipeline says."""
+    """The deduplicated stream, by Spark's state or a table, as the pipeline declares."""
     if not dedup.in_table:
         return without_repeats(frame, dedup)
     sinks = spec.open()

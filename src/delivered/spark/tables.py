@@ -1,4 +1,4 @@
-"""SQL tables over our formats: `CREATE TABLE t USING delivered_kafka OPTIONS (...)`.
+"""SQL tables over the delivered formats: `CREATE TABLE t USING delivered_kafka OPTIONS (...)`.
 
 Spark passes the options of `CREATE TABLE` to a Python source only once, when it asks for the columns, and never to
 later statements on the table (measured with PySpark 4.3). But it keeps the schema. So the options are stored in the

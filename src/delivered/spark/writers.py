@@ -1,4 +1,4 @@
-"""Our sinks as Spark writers, for streams and df.write. Recovery of their batch: recovery.py."""
+"""Delivered sinks as Spark writers, for streams and df.write. Recovery of their batch: recovery.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BatchOfQuery(Recovering):
         return recovery.plan_next(self._spec, self._sink, self._schema)
 
     def _check_running(self, *, outside: bool) -> None:
-        """Args: outside: the task may run on a thread of the user's, which Spark tells of no query."""
+        """Args: outside: the task may run on a user's thread, for which Spark knows no query."""
         plan, running = self._planned(), running_batch(running_task())
         planned = (plan.scope.incarnation, str(plan.batch))
         if running != planned and not (outside and running == (None, None)):
@@ -88,7 +88,7 @@ class StreamWriter(BatchOfQuery, DataSourceStreamArrowWriter):
 
 
 class ForeachWriter(BatchOfQuery, DataSourceArrowWriter):
-    """One batch of a query, written by its `foreachBatch`: the same as that of a stream, at a `df.write`."""
+    """One batch of a query, written by its `foreachBatch`: like that of a stream, but through `df.write`."""
 
     def _recover(self) -> BatchPlan:
         plan = super()._recover()

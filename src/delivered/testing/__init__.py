@@ -1,1 +1,1 @@
-"""Shipped to users: stop a pipeline at a named point of its plan, and start it again."""
+"""Shipped to users: crash a pipeline at a named point of its plan, and restart it."""

@@ -5,14 +5,14 @@
     commit.apply:after#2@batch=3      the second time in one process that the step was done for a shard of batch 3
     write.prepare:after@shard=1!kill  the process that prepared shard 1 kills itself
 
-`#n` counts in each process what the conditions after `@` let through. What follows `!` is done on the hit:
+`#n` counts per process the hits that satisfy the conditions after `@`. What follows `!` happens on the hit:
 
-    halt   (default) write the hit, then block forever: a supervisor outside kills the whole process tree
+    halt   (default) write the hit, then block forever: an outside supervisor kills the whole process tree
     kill   write the hit, then SIGKILL this process
-    raise  write the hit, then raise `Crashed`: Spark runs the task again
-    wait   write the hit, then block until `release(hit's path)`: whoever stands outside does harm meanwhile
+    raise  write the hit, then raise `Crashed`: Spark retries the task
+    wait   write the hit, then block until `release(hit's path)`: an outside script injects a fault meanwhile
 
-A point is hit once per folder over all processes and restarts, so that a pipeline started again goes on.
+A point is hit once per folder across all processes and restarts, so that a restarted pipeline goes on.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class CrashAction(StrEnum):
 class CrashPoint:
     """
     Attributes:
-        nth: 1-based, counted in one process.
-        where: facts of the point, as text, that must be equal.
+        nth: 1-based, counted per process.
+        where: facts of the point, as text, that must match.
     """
 
     step: StepId
@@ -87,7 +87,7 @@ class Hit:
     """A crash point that was reached.
 
     Attributes:
-        point: as it stood in `DELIVERED_CRASH`.
+        point: as written in `DELIVERED_CRASH`.
         pid: of the process that reached it.
         facts: of the point: batch, shard, attempt, rows.
         at_ms: Unix time.
@@ -105,7 +105,7 @@ class Hit:
 
 
 def parse(text: str) -> tuple[CrashPoint, ...]:
-    """Read what `DELIVERED_CRASH` holds.
+    """Parse `DELIVERED_CRASH`.
 
     Raises:
         UsageError: a part is malformed, or names a step, moment or action that does not exist.
@@ -145,7 +145,7 @@ def _parse_one(text: str) -> CrashPoint:
 
 
 class Handler:
-    """What `delivered.model.step.reach` calls. Thread-safe."""
+    """Called by `delivered.model.step.reach`. Thread-safe."""
 
     def __init__(self, points: tuple[CrashPoint, ...], folder: Path) -> None:
         self._points = points
@@ -165,7 +165,7 @@ class Handler:
                 _act(spec, path)
 
     def _claim(self, path: Path, spec: CrashPoint, facts: Mapping[str, Any]) -> bool:
-        """Write the hit; False if any process did so before. The file appears whole or not at all."""
+        """Write the hit; False if another process already has. The file appears atomically."""
         hit = {"point": str(spec), "pid": os.getpid(), "facts": facts, "at_ms": time.time_ns() // 1_000_000}
         draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         draft.write_text(json.dumps(hit, default=str), encoding="utf-8")
@@ -198,7 +198,7 @@ def _halt() -> NoReturn:
 
 
 def release(hit: Path) -> None:
-    """Let the process go on that waits at a point with `!wait`."""
+    """Release the process that waits at a point with `!wait`."""
     hit.with_suffix(_RELEASED_SUFFIX).touch()
 
 

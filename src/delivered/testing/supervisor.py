@@ -1,4 +1,4 @@
-"""Run a command, kill its whole process tree each time a crash point is hit, and start it again until it ends."""
+"""Run a command, kill its whole process tree at each crash point that is hit, and restart it until it ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kill:
 class Outcome:
     """
     Attributes:
-        kills: in their order. Points with `!kill` and `!raise` are not among them: nobody outside acts on them.
+        kills: in order. Points with `!kill` and `!raise` are not included: they need no supervisor.
         exit_code: of the last run.
         runs: how often the command was started.
     """
@@ -61,10 +61,10 @@ def run(
 
     Args:
         crash: as in `DELIVERED_CRASH`.
-        folder: where hits are kept; made if it is missing. Points that it holds already are not hit again.
+        folder: where hits are stored; created if missing. Points already hit there are not hit again.
         timeout_s: for all runs together.
         env: added to this process's environment.
-        output: where the command's output goes; None: to this process's.
+        output: receives the command's output; None: this process's output.
 
     Raises:
         UsageError: `crash` is malformed.
@@ -99,7 +99,7 @@ def run(
 def _wait(
     process: subprocess.Popen[bytes], folder: Path, seen: set[Path], halting: set[str], deadline: float
 ) -> Hit | None:
-    """Until a new hit that halts; None: the command ended."""
+    """Wait for a new hit that halts; None: the command ended."""
     while True:
         ended = process.poll() is not None
         for path, hit in hits(folder):
@@ -120,10 +120,10 @@ def _wait(
 
 
 def kill_tree(pid: int) -> int:
-    """SIGKILL a process and all that it started, whatever group or session they moved to; return how many.
+    """SIGKILL a process and all its descendants, whatever group or session they moved to; return how many.
 
-    The tree is stopped before it is killed, from the top: nothing can start a child, and no parent can see its child
-    die and do something about it.
+    The tree is stopped from the top before it is killed, so that nothing can start a child, and no parent can react to
+    the death of a child.
     """
     stopped: dict[int, psutil.Process] = {}
     while True:
@@ -132,7 +132,7 @@ def kill_tree(pid: int) -> int:
             found = [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
             found = []
-        # Workers of a daemon that is gone keep the session of the command.
+        # Workers of a daemon that is gone still have the command's session.
         found += [p for p in psutil.process_iter() if _session(p) == pid]
         new = [p for p in found if p.pid not in stopped]
         if not new:
