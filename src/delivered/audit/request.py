@@ -34,8 +34,8 @@ class AuditRequest:
         own: SQL over the sink's columns, true for this pipeline's records; the others are foreign. None: not declared.
         samples_max: damaged records listed, per class.
         sink_from: read the sink from here on, if it holds records of others or of earlier checkpoints.
-        transform_version: fingerprint of `transform`; batches that ran with another one are not recomputed. Empty: it
-            is taken for the one that every batch ran with.
+        transform_version: fingerprint of `transform`; batches that ran with another one are not recomputed. Empty:
+            every batch is assumed to have run with it.
         dead_letters: name of the sink that gets dead letters; rows that this sink refuses are not expected here then.
         recompute: compare with the transform over the whole range as one batch; None: account for every record.
         decided_by: the name under which, and the sinks among which, its batches are decided. None: it decides itself.

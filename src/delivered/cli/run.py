@@ -86,7 +86,7 @@ def run_pipeline(
     with contextlib.ExitStack() as stack:
         with working("starting Spark"):
             spark = stack.enter_context(quiet_spark(pipeline, log))
-        _listen(asked)  # again: a new SparkContext takes SIGINT, to cancel the running jobs
+        _listen(asked)  # again: a new SparkContext takes over SIGINT to cancel running jobs
         if asked.stop.is_set():
             return 0
         query = pipeline.start(spark, takeover=takeover)

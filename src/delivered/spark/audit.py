@@ -289,7 +289,7 @@ def _uncounted(
 
 
 def _together(sent: DataFrame) -> str | None:
-    """Why sources that a transform brings together cannot be compared with the sink; None: it treats row by row."""
+    """Why sources that a transform brings together cannot be compared with the sink; None: it works row by row."""
     beyond = beyond_rows(sent)
     if not beyond:
         return None

@@ -80,7 +80,7 @@ def _results(pipeline: Definition, spark: SparkSession, sources: Mapping[str, pa
 
 @contextlib.contextmanager
 def _own_view(spark: SparkSession, name: str) -> Iterator[None]:
-    """A view of this name may be made; restores the user's afterwards."""
+    """Allow a view of this name; restores the user's own afterwards."""
     before = None
     if spark.catalog.tableExists(name) and spark.catalog.getTable(name).isTemporary:
         before = spark.table(name)

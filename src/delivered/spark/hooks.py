@@ -10,7 +10,7 @@ wraps, once per process:
     load() over Connect    analyses the frame eagerly, as a classic session does
     load, save, start      find our formats in any session and on any thread of the application
     newSession             registers our formats in the new session
-    explain()              notes that PySpark asks a batch source for its offsets only once
+    explain()              adds that PySpark asks a batch source for its offsets only once
     StreamingQueryProgress lag and description of a source, as Spark's Kafka source reports them (source/lag.py)
 
 Calls that do not involve our formats are passed through unchanged.

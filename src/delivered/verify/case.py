@@ -224,7 +224,7 @@ def _setting(
         stack.callback(proxy.close)
 
     def address(of: str | None) -> str | None:
-        """Address on the network of that server; the network is the one that the whole sink is named after."""
+        """The proxy's address if it serves this server: the one of the whole sink, even in a group."""
         return proxy.bootstrap if proxy is not None and of == kind.server else None
 
     def client(name: str) -> SinkClient:

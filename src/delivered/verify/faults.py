@@ -198,8 +198,8 @@ def _soak(guarantee: Guarantee, sink: str) -> Iterator[Fault]:
 def source_catalogue(guarantee: Guarantee, sink: str, source: str) -> list[Fault]:
     """Every fault of a guarantee, a sink and a source; the undisturbed run first.
 
-    The sink's own catalogue runs with one source. What depends on the source: what is read again after a kill, a kill
-    of the server that holds it, and kills of a queue's receivers.
+    The sink's own catalogue runs with one source. Only these depend on the source: what is reread after a kill, a kill
+    of its server, and kills of a queue's receivers.
     """
     if guarantee not in SINK_KINDS[sink].guarantees:
         return []

@@ -351,7 +351,7 @@ def zombie(step: str, locked: str | None) -> Script:
 
     A paused driver that locks the whole sink cannot be taken over: the second one must report so, and the first must
     succeed. A two-phase upsert locks its keys: the second driver may be rejected because of them, and a start after the
-    first one has ended goes on. A driver that had already decided can no longer be stopped: it may end either way.
+    first one has ended continues. A driver that had already decided can no longer be stopped: it may end either way.
     """
 
     def script(fixture: Fixture) -> None:

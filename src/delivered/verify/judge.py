@@ -2,7 +2,7 @@
 None knows the product.
 
 A checker that raises gives unknown, never a pass. A checker without evidence gives unknown as well; the table knows
-which of them may.
+for which of them that is acceptable.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def differences(evidence: Evidence) -> dict[str, list[str]]:
 
 
 def by_key(evidence: Evidence) -> Finding:
-    """The newest row of a key differs from the one recomputed from the source, is missing, or has an unknown key."""
+    """The newest row of a key differs from the one recomputed from the source, is missing, or should not exist."""
     found = differences(evidence)
     if not found:
         return Finding("by_key", Verdict.HELD, note="this workload has no keys that tell rows apart")

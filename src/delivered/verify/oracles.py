@@ -93,7 +93,6 @@ def chained(values: Sequence[str]) -> dict[str, str]:
 
 def sessions(values: Sequence[str]) -> dict[str, str]:
     """Records of a key with gaps up to the session gap, by the first one's time."""
-    """A copy soon after the first is dropped; one after the first has expired is delivered again."""
     by_key: dict[str, list[Event]] = defaultdict(list)
     for e in _events(values):
         if not e.late:
@@ -115,7 +114,7 @@ def distinct(values: Sequence[str]) -> dict[str, str]:
 
 
 def distinct_within(values: Sequence[str]) -> dict[str, str]:
-    """A copy soon after the first is dropped; one so late that the first is forgotten comes out again."""
+    """A copy soon after the first is dropped; one after the first has expired is delivered again."""
     found: dict[str, str] = {}
     kept: dict[str, int] = {}
     for e in sorted(_events(values), key=lambda e: e.at):

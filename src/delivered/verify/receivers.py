@@ -23,8 +23,8 @@ POINTS = tuple(
 
 
 def killed(*points: str) -> tuple[Script, tuple[str, ...]]:
-    """At each point, or at all of them, the receiver is killed and another one continues. The pipeline reads half way
-    through, so that redelivered messages are already in the sink."""
+    """At each point, or at all of them, the receiver is killed and another one continues. The pipeline reads half
+    way through, so that redelivered messages are already in the sink."""
     points = points or POINTS
 
     def script(fixture: Fixture) -> None:

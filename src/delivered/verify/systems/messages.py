@@ -161,8 +161,8 @@ def sending(made: type[Messages], absent: Mapping[str, str] | None = None, order
 
 @dataclass
 class Queue(SourceClient):
-    """A queue as source. Only a comparison with what was sent shows what the log lacks: the judge never asks the queue
-    what it held.
+    """A queue as source. Only a comparison with what was sent shows what the log lacks: the judge never reads
+    the queue itself.
 
     Attributes:
         name: of the queue, or topic.

@@ -17,7 +17,7 @@ _KINDS = {"bytea": "longblob", "text": "longtext"}
 
 
 class MysqlTable(SqlTable):
-    """It has the server to itself.
+    """Has the server to itself.
 
     Args:
         kinds: types of the columns key and value, as PostgreSQL names them.

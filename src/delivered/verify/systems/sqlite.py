@@ -53,7 +53,7 @@ class SqliteTable:
                 seen(Poll(rows, snapshot=True))
 
     def open_transactions(self, pipeline: str) -> list[str]:
-        """Whoever still holds the write lock after everything has ended."""
+        """The write lock, if it is still held after everything has ended."""
         del pipeline
         if not self.path.exists():
             return []

@@ -1,4 +1,4 @@
-"""Tables made of files: rows are in the order in which a reader met their files."""
+"""Tables made of files: rows are in the order in which a reader found their files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class FileTable(ABC):
         return [as_row(PARTITION, number * ROWS_MAX + n, r) for n, r in enumerate(rows)]
 
     def _number(self, name: str) -> int:
-        """Number of a file, in the order first met: the same for all readers of a sink."""
+        """Number of a file, in the order first found: the same for all readers of a sink."""
         with self._lock:
             return self._numbers.setdefault(name, len(self._numbers))
 
