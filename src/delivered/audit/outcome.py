@@ -87,7 +87,7 @@ def _unknowns(request: AuditRequest, ledger: LedgerAccount, result: Result) -> l
 
 
 def contradictions(report: AuditReport) -> list[str]:
-    """Contradictions that prove the audit itself wrong, whatever the pipeline did."""
+    """Why the audit itself must be wrong, whatever the pipeline did."""
     reasons = []
     counts, prints = report.counts, report.fingerprints
     if not counts.adds_up:

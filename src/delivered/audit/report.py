@@ -78,7 +78,7 @@ class AuditReport:
 
     @property
     def handed_all(self) -> bool:
-        """Whether the sink holds exactly what, by the ledger, decided batches handed to it."""
+        """Whether the sink holds exactly what the decided batches in the ledger handed to it."""
         prints = self.fingerprints
         return prints is not None and prints.ledger is not None and prints.delivered == prints.ledger
 

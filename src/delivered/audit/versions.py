@@ -54,7 +54,7 @@ class Earlier:
         handed: what they handed to the sink, according to the ledger.
         given_up: what they gave up (at_most_once).
         missing: how many of their records are not in the sink.
-        differs: the sink holds as many records as the ledger says, but other ones.
+        differs: the sink holds as many records as the ledger says, but different ones.
     """
 
     batches: str

@@ -28,7 +28,7 @@ def connectors() -> dict[str, Connector]:
 
 
 def alternatives() -> Alternatives:
-    """Alternatives for a refusal to recommend, from all installed connectors."""
+    """What a refusal can recommend, from all installed connectors."""
     found = connectors().values()
     able = [(c.name, c.transactions) for c in found if c.transactions is not None]
     return Alternatives(

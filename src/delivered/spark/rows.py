@@ -36,7 +36,7 @@ def apply_transform(
     """The transform as a function of a DataFrame for each source, by its name.
 
     Args:
-        sources: None: one of Spark's own.
+        sources: by name; None: one of Spark's own.
     """
     _travel_by_value(transform)
     match transform.kind:

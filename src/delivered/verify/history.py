@@ -1,4 +1,4 @@
-"""What happened in a run, in order: one line of JSON for the begin and end of each operation, and for each fault.
+"""What happened in a run, in order: a JSON line for the start and end of each operation, and for each fault.
 
 An operation ends ok, failed or unknown. Unknown: it may have taken effect, may still do so, or never will.
 """

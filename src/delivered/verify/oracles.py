@@ -62,7 +62,7 @@ def _row(*parts: object) -> str:
 
 
 def totals(values: Sequence[str]) -> dict[str, str]:
-    """Count and sum by key; records without a key count for `NOBODY`."""
+    """Count and sum by key; null keys count as `NOBODY`."""
     counts, sums = Counter[str](), Counter[str]()
     for e in _events(values, tail=True):
         counts[e.k or NOBODY] += 1

@@ -50,7 +50,7 @@ class ArtemisQueue(Messages):
                     self._frames.put((kind, frame))
                     break
                 raise ConnectionError(kind)
-            number = frame.headers["message-id"].rpartition(",")[2]  # follows the consumer's
+            number = frame.headers["message-id"].rpartition(",")[2]  # follows the consumer's id
             if number not in self._known:
                 self._known.add(number)
                 if frame.headers.get("judge") == END:

@@ -196,7 +196,7 @@ class Topic:
     def _admin(self) -> Any:
         from confluent_kafka.admin import AdminClient
 
-        if self._client is None:  # kept: its requests end with it
+        if self._client is None:  # kept alive: its requests end with it
             self._client = AdminClient({"bootstrap.servers": self.bootstrap, **_QUIET})
         return self._client
 

@@ -163,7 +163,7 @@ class RocketSource(Queue):
 
     @contextmanager
     def _producer(self) -> Iterator[tuple[Any, Any]]:
-        if _LOG_MODULE not in sys.modules:  # the original creates files in the user's home
+        if _LOG_MODULE not in sys.modules:  # the library's own creates files in the user's home
             import logging
 
             quiet = ModuleType(_LOG_MODULE)
