@@ -131,10 +131,10 @@ def parse_mode(owner: str, values: Mapping[str, str], modes: Sequence[str]) -> W
 
 
 def _condition(owner: str, mode: str, values: Mapping[str, str], on_constraint: OnConflict) -> OnConflict:
-    """What a conflict does, after a check of what suits each other.
+    """The handling of conflicts, after checking that the options are compatible.
 
     Raises:
-        UsageError: options of another mode, or ones that exclude each other.
+        UsageError: options of another mode, or mutually exclusive ones.
     """
 
     def unfit(why: str, next_step: str) -> UsageError:

@@ -25,7 +25,7 @@ class Parts:
     needs it.
 
     Args:
-        needs: raises MissingExtra if writer and store cannot be imported.
+        needs: raises MissingExtra if writer or store cannot be imported.
     """
 
     def __init__(self, folder: str, needs: Callable[[], None] = lambda: None, **names: str) -> None:

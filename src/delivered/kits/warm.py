@@ -1,4 +1,4 @@
-"""Clients that a reused Python worker keeps connected between shards, each lent to one user at a time."""
+"""Connected clients that a reused Python worker keeps between shards, each lent to one user at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class WarmClients(Generic[T]):
-    """Idle clients by the settings they were made with, at most `limit`. A forked process never uses its parent's."""
+    """Idle clients by their settings, at most `limit`. A forked process never uses its parent's."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -27,7 +27,7 @@ class WarmClients(Generic[T]):
             return None if at is None else self._idle.pop(at)[1]
 
     def give(self, key: Hashable, client: T) -> None:
-        """Keep a client on which nothing is under way for the next shard. Beyond the limit the oldest is closed."""
+        """Keep a client with nothing in flight for the next shard. Beyond the limit, the oldest is closed."""
         with self._lock:
             self._idle.append(((os.getpid(), key), client))
             oldest, self._idle = self._idle[: -self._limit], self._idle[-self._limit :]

@@ -14,7 +14,7 @@ TEXT_OR_BYTES = (pa.types.is_binary, pa.types.is_large_binary, *TEXT)
 
 _TYPES = {"value": TEXT_OR_BYTES, "key": TEXT_OR_BYTES, "message_id": TEXT}
 COLUMNS = tuple(_TYPES)
-"""In a reader's order. message_id: set by the user instead of ours."""
+"""In a reader's order. message_id: set by the user, replacing the generated one."""
 
 
 def check_types(schema: pa.Schema) -> None:
@@ -39,7 +39,7 @@ def check_names(
 
 
 def as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The columns of `COLUMNS` that the batch has, as bytes, as a reader sees them."""
+    """The batch's columns that are in `COLUMNS`, as bytes, as a reader sees them."""
     names = [n for n in COLUMNS if n in batch.schema.names]
     return pa.RecordBatch.from_arrays([batch.column(n).cast(pa.binary()) for n in names], names=names)
 
@@ -50,7 +50,7 @@ def body(value: str | bytes | None) -> bytes:
 
 
 def column(rows: pa.RecordBatch, name: str, *casts: pa.DataType) -> list[Any]:
-    """A column's values after these casts in sequence; nulls if there is no such column."""
+    """A column's values after these casts, in sequence; nulls if the column is missing."""
     if name not in rows.schema.names:
         return [None] * rows.num_rows
     values = rows.column(name)

@@ -43,7 +43,7 @@ class SendingSink(ABC):
 
     @abstractmethod
     def _look(self, guarantee: Guarantee) -> Iterable[Finding]:
-        """Findings about the live system; raises if it cannot be asked."""
+        """Findings about the live system; raises if it is unreachable."""
 
     def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return as_bytes(batch)
@@ -72,7 +72,7 @@ def sends(system: str, *, mechanism: str, send: str, assumes: Sequence[str], lim
     """Capability of a sink that only sends, without two-phase commit.
 
     Args:
-        mechanism: how it learns that a message has arrived.
+        mechanism: how delivery is confirmed.
         send: how it sends, and where to.
     """
     return SinkCapability(

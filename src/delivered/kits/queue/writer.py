@@ -1,5 +1,5 @@
-"""Executor side: staged messages are visible at once. Their ids do not change between reruns of a batch, so consumers
-can detect duplicates."""
+"""Executor side: staged messages are visible at once. Their ids are stable across reruns of a batch, so consumers can
+detect duplicates."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ M = TypeVar("M", contravariant=True)
 
 
 class Publisher(Protocol[M]):
-    """One connection that sends, many messages in flight."""
+    """One sending connection with many messages in flight."""
 
     @property
     def unconfirmed(self) -> int:
-        """Number of messages sent but not confirmed."""
+        """Number of messages in flight."""
 
     def send(self, messages: Sequence[M]) -> None:
         """Send; blocks while too many messages are in flight. Raises if one was rejected."""

@@ -104,5 +104,5 @@ def _fits(types: ServerTypes, kind: pa.DataType, column: Column) -> bool:
         return False
     if column.precision is None or column.scale is None or not pa.types.is_decimal(kind):
         return True
-    # Another scale would change the digits, and perhaps round.
+    # Another scale would change the digits, or round.
     return bool(kind.scale == column.scale and kind.precision <= column.precision)

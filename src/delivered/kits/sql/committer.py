@@ -30,7 +30,7 @@ _BATCHES = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation
 class ServerCommitter(ABC, Generic[C]):
     """See `delivered.contract.sink.Committer`. Also serves `delivered transactions`.
 
-    A participant's handle tells its mechanism: a pipeline may change it between two starts.
+    The mechanism is read from the participant's handle: a pipeline may change it between starts.
     """
 
     def __init__(self, server: Server[C], dialect: Dialect, names: Names, staging: stage.Staging) -> None:

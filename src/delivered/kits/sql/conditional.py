@@ -1,15 +1,15 @@
-"""Rows that the table decides on: the first of a key, an expected version, constraints.
+"""Conditional writes: insert if absent, expected version, constraints.
 
-Runs inside the transaction that writes the rows: the decision's (one_transaction), or the task's (two_phase). Staged
-rows are judged in rounds, one row of each key at a time, in the order of their arrival, so that a row meets what the
-one before it left.
+Runs in the transaction that writes the rows: the decision's (one_transaction), or the task's (two_phase). Staged rows
+are applied in rounds, one row per key at a time, in order of arrival, so that each row sees the effect of the previous
+one.
 
-    conflict     mode insert: the key is in the table. expectedVersion: another version stands there than expected
+    conflict     mode insert: the key exists. expectedVersion: the stored version is not the expected one
     constraint   a unique, check, foreign key or not-null constraint of the table rejects the row
 
-What is left out is counted in the same transaction, and kept as a dead letter if asked for. Rows that are there are
-locked before they are compared, so that no other writer can change them until the batch is visible. A row that another
-writer inserts in the meantime shows as a broken key: such a row is judged again.
+Skipped rows are counted in the same transaction, and optionally kept as dead letters. Existing rows are locked before
+they are compared, so that no other writer can change them until the batch is visible. If another writer inserts a key
+in the meantime, the insert violates the key, and the row is retried.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CONFLICT, CONSTRAINT = "conflict", "constraint"
 LEFT_OUT_VERSION = 4
 """Version of the ledger's tables that introduced the counts."""
 _CHUNK_ROWS = 1_000
-"""Dead letters as Python objects at a time."""
+"""Maximum number of dead letters as Python objects at a time."""
 _INSERT_ROWS = 100
 _FOLDED = -1
-"""Batch under which the counts of earlier batches are kept as one."""
+"""Batch number under which the counts of earlier batches are summed up."""
 _FOLD_ROWS = 64
 _SCOPE = "pipeline = :pipeline AND sink = :sink AND incarnation = :incarnation"
 
@@ -48,8 +48,8 @@ class Conditional(Generic[C]):
     """Writes one staging table. Used once, inside an open transaction; raises the client's errors.
 
     Attributes:
-        staged: the table, in full; with the columns `ORDER` and `ROUND`.
-        shard: SQL, of the shard of a staged row.
+        staged: the table's qualified name; it has the columns `ORDER` and `ROUND`.
+        shard: SQL expression for a staged row's shard.
         table: the target, for messages.
     """
 
@@ -74,13 +74,13 @@ class Conditional(Generic[C]):
         while (bounds := self._round_after(number)) is not None:
             number, low, high = bounds
             if mode.insert or mode.expected is not None:
-                # Of insert, also later rows of a key: what is there now stays.
+                # Under insert, later rows of the key conflict too: the stored row stays.
                 self._resolve(f"s.{quoted(ROUND)} {'>=' if mode.insert else '='} {number}")
             self._write(f"s.{quoted(ROUND)} = {number}", low, high)
         note(self.connection, self.dialect, self.work, self.left_out)
 
     def _round_after(self, number: int) -> tuple[int, int, int] | None:
-        """The next round that has rows, and the bounds of their order."""
+        """The next round with rows, and the bounds of their `ORDER`."""
         this, order = quoted(ROUND), quoted(ORDER)
         row = self.connection.execute(
             f"SELECT {this}, min({order}), max({order}) FROM {self.staged} WHERE {this} > {number} "
@@ -89,7 +89,7 @@ class Conditional(Generic[C]):
         return None if row is None else (int(row[0]), int(row[1]), int(row[2]))
 
     def _resolve(self, only: str) -> int:
-        """Take conflicts out of the staging table; return their number."""
+        """Remove conflicts from the staging table; return their number."""
         mode = self.merge.mode
         if mode.expected is not None and self.dialect.hold:
             found = f"SELECT 1 {self.merge.found(self.staged)} AND {only}{self.dialect.hold}"
@@ -105,7 +105,7 @@ class Conditional(Generic[C]):
         return gone
 
     def _write(self, only: str, low: int, high: int) -> None:
-        """Write a range of staged rows; halve it until each row that breaks a constraint is found."""
+        """Write a range of staged rows; bisect it to find each row that violates a constraint."""
         order = f"s.{quoted(ORDER)}"
         own = f"{only} AND {order} BETWEEN {low} AND {high}"
         try:
@@ -123,7 +123,7 @@ class Conditional(Generic[C]):
             self._write(only, middle + 1, high)
 
     def _refuse(self, own: str, error: Exception) -> None:
-        """One row that breaks a constraint."""
+        """Reject one row that violates a constraint."""
         mode = self.merge.mode
         if (mode.insert or mode.expected is not None) and self._resolve(own):
             return  # another writer inserted its key meanwhile
@@ -159,7 +159,7 @@ class Conditional(Generic[C]):
 
         Args:
             origin: FROM and WHERE of the rows `s`.
-            more: SQL of what `reason` is called with, after the row.
+            more: SQL of further arguments of `reason`, after the row.
         """
         mode, order = self.merge.mode, f"s.{quoted(ORDER)}"
         names = [*self.merge.columns, *([mode.expected] if mode.expected is not None else [])]
@@ -195,7 +195,7 @@ class Conditional(Generic[C]):
             )
 
     def _delete(self, orders: str) -> int:
-        """Take rows out of the staging table. MySQL accepts the table in a nested query only."""
+        """Remove rows from the staging table. MySQL accepts the table only in a nested query."""
         order = quoted(ORDER)
         statement = f"DELETE FROM {self.staged} WHERE {order} IN (SELECT o FROM ({orders}) AS found)"
         return int(self.connection.execute(statement).rowcount)
@@ -213,7 +213,7 @@ class Conditional(Generic[C]):
 
 
 def note(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping[str, int]) -> None:
-    """Write what was left out of a batch, in the transaction of its rows."""
+    """Record a batch's skipped rows, in the transaction of its rows."""
     for kind, rows in left_out.items():
         if rows:
             log.info("batch %d: %d rows were not written to sink %s: %s", work.batch, rows, work.scope.sink, kind)
@@ -221,7 +221,7 @@ def note(connection: Connection, dialect: Dialect, work: Work, left_out: Mapping
 
 
 def fold(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> None:
-    """Keep the counts of batches before this one, all of which are visible, as one. Inside an open transaction."""
+    """Sum up the counts of earlier batches, all of which are visible. Inside an open transaction."""
     values = {**_scope(scope), "batch": batch}
     where = f"{_SCOPE} AND batch < :batch"
     rows = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {where}"), values).fetchall()
@@ -233,7 +233,7 @@ def fold(connection: Connection, dialect: Dialect, scope: Scope, batch: int) -> 
 
 
 def counted(connection: Connection, dialect: Dialect, scope: Scope) -> dict[str, int]:
-    """Rows of this incarnation that were left out, by kind."""
+    """Skipped rows of this incarnation, by kind."""
     found = connection.execute(dialect(f"SELECT kind, total FROM {{left_out}} WHERE {_SCOPE}"), _scope(scope))
     return dict(_summed(found.fetchall()))
 

@@ -28,7 +28,7 @@ def batches(
     from pyarrow import csv
 
     text = _Text(more)
-    if text.empty:  # an error to Arrow
+    if text.empty:  # Arrow raises on empty input
         return
     read_options = csv.ReadOptions(column_names=schema.names, block_size=BLOCK_BYTES, use_threads=False)
     convert_options = csv.ConvertOptions(

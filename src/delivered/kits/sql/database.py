@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Connection(Protocol):
-    """The part of a client's connection that we use."""
+    """The subset of a client's connection used here."""
 
     def execute(self, statement: str, values: Any = ..., /) -> Any: ...
 
@@ -45,19 +45,19 @@ class Database(ABC, Generic[C]):
 
     @abstractmethod
     def explained(self, error: Exception) -> DeliveredError:
-        """The client's error as ours, with the next step."""
+        """Translate the client's error, with the next step."""
 
     @abstractmethod
     def is_constraint(self, error: Exception) -> bool:
-        """Whether the table rejected a row by a constraint: the statement did nothing, its transaction goes on."""
+        """Whether a row violated a constraint: the statement had no effect, its transaction goes on."""
 
     def at_once(self, connection: C) -> None:
-        """Have the open transaction check each constraint with its statement, also those that the table defers."""
+        """Make the open transaction check deferred constraints immediately."""
         del connection
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Raise the client's errors as ours."""
+        """Translate the client's errors."""
         try:
             yield
         except self.errors() as error:
@@ -104,11 +104,11 @@ class Server(Database[C]):
 
     @abstractmethod
     def is_locked(self, error: BaseException) -> bool:
-        """Whether waiting for a lock timed out: nothing was done, and the statement may be retried."""
+        """Whether a lock wait timed out: the statement had no effect and may be retried."""
 
     @abstractmethod
     def idle(self, connection: C) -> bool:
-        """Whether the connection is open and outside any transaction, according to the client. Asks no server."""
+        """Whether the connection is open and outside any transaction, by the client's state; no round trip."""
 
     @abstractmethod
     def version(self, connection: C) -> int:

@@ -1,6 +1,6 @@
 """Differences between databases in SQL and client API.
 
-Statements are written once, with `:name` for values and `{table}` for our tables; a `Dialect` translates them for the
+Statements are written once, with `:name` for values and `{table}` for the ledger's tables; a `Dialect` translates them for the
 client.
 """
 
@@ -17,9 +17,9 @@ from delivered.kits.sql.database import Connection
 class Dialect:
     """
     Attributes:
-        tables: our table names -> the database's, quoted for SQL.
+        tables: the ledger's table names -> the database's, quoted for SQL.
         value: ":name" in the client's notation.
-        written: table -> column that grows with the time at which a row was written.
+        written: table -> column that increases with a row's write time.
         hold: suffix of a SELECT that locks the row until the transaction ends.
         pack, unpack: convert a list of names to and from the client's form.
         hash: bytes as an SQL literal.
@@ -37,15 +37,15 @@ class Dialect:
         return self.value(statement).format(**self.tables)
 
     def known(self, keys: str, column: str | None) -> str:
-        """Suffix of an INSERT that updates `column` of rows whose keys exist; None: leaves them unchanged."""
+        """Suffix of an INSERT that updates `column` of existing rows; None: leaves them unchanged."""
         return f"ON CONFLICT ({keys}) DO " + (f"UPDATE SET {column} = excluded.{column}" if column else "NOTHING")
 
     def delete(self, connection: Connection, table: str, where: str, values: Mapping[str, Any]) -> None:
-        """Delete rows that are committed, or that this connection wrote. Inside an open transaction, or as one."""
+        """Delete rows that are committed, or that this connection wrote. Inside an open transaction, or as its own."""
         connection.execute(self(f"DELETE FROM {{{table}}} WHERE {where}"), values)
 
     def forget(self, connection: Connection, table: str, index: str, where: str) -> None:
-        """Delete many rows that no other connection uses, by an index, inside an open transaction.
+        """Bulk-delete rows that no other connection uses, by an index, inside an open transaction.
 
         Args:
             index: on the columns of `where`.

@@ -1,14 +1,14 @@
-"""Keys that a pipeline's dedup keeps, in tables next to the ledger.
+"""The keys of a pipeline's dedup, in tables next to the ledger.
 
-    memory   one row per checkpoint of a pipeline and sink: its last batch, and the newest time before it
-    noted    keys that tasks admitted; not in effect yet, and valid only under the claim that they were noted under
+    memory   one row per checkpoint of a pipeline and sink: its last batch, and the newest time before that
+    noted    keys that tasks admitted; not active yet, and valid only under the claim they were noted under
     seen     keys of decided batches
 
-The transaction of a decision moves the batch's keys from `noted` to `seen`, and deletes those that expired by the
-newest time of the batches *before* it. So a batch that runs again after its decision (a prepared transaction was lost)
-gets the same answers as the first time.
+A decision's transaction moves the batch's keys from `noted` to `seen`, and deletes keys that expired by the
+newest time of the batches *before* it. So a batch rerun after its decision (a prepared transaction was lost) gets the
+same answers.
 
-All values are numbers and hexadecimal digits of ours, so they are inlined in the SQL: clients limit parameters.
+Values are inlined in the SQL, because clients limit parameters; all are generated numbers and hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def number_of(scope: Scope) -> int:
 
 
 def open_memory(sql: Dialect, connection: Connection, scope: Scope, *, fresh: bool) -> None:
-    """In the transaction of a claim: void the notes of earlier claims, and delete the memories of old checkpoints.
+    """In a claim's transaction: void the notes of earlier claims, and delete the memories of old checkpoints.
 
     Args:
         fresh: this checkpoint has no decided batch, so no memory can be missing.
@@ -72,9 +72,9 @@ _NEVER = -(1 << 62)
 
 
 def keep(sql: Dialect, connection: Connection, decision: Decision, epoch: int) -> None:
-    """In the transaction of a decision, before its COMMIT: put the keys of its batch into effect.
+    """In a decision's transaction, before its COMMIT: activate the keys of its batch.
 
-    Does nothing without a dedup, and for a later revision of a batch, whose keys are in effect already.
+    Does nothing without a dedup, or for a later revision of a batch, whose keys are active already.
     """
     number = number_of(decision.scope)
     row = connection.execute(sql(f"SELECT batch, newest_us FROM {{memory}} WHERE number = {number}"), {}).fetchone()
@@ -114,8 +114,8 @@ class KeyTable(Generic[C]):
     """See `delivered.contract.powers.KeyMemory`.
 
     Args:
-        borrowed: a connection outside any transaction, for one query; raises errors as ours.
-        writing: the same, for one statement that is committed at its end.
+        borrowed: a connection outside any transaction, for one query; translates errors.
+        writing: the same, for one statement, committed at its end.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class KeyTable(Generic[C]):
         return found
 
     def note(self, batch: int, keys: Sequence[bytes], times: Sequence[int], untils: Sequence[int]) -> None:
-        """Each statement is its own transaction: a hanging task holds no lock that a claim or a decision needs."""
+        """One transaction per statement: a hanging task holds no lock that a claim or decision needs."""
         for part in _parts(list(zip(keys, times, untils, strict=True))):
             rows = ", ".join(
                 f"({self._number}, {self._epoch}, {batch}, {self._sql.hash(k)}, {int(t)}, {int(u)})" for k, t, u in part

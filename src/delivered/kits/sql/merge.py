@@ -1,16 +1,16 @@
-"""Upserts: which of several rows of a key wins, and the SQL that merges staged rows into the table.
+"""Upserts: which row of a key wins, and the SQL that merges staged rows into the table.
 
-Rows are staged in a table of ours, with `ORDER`, their order of arrival. Of the rows of one key
+Rows are staged in a staging table, with `ORDER`, their order of arrival. Of the rows of one key
 
-    with a version    the greatest version wins; of equal versions the first one, as if it had been written before: the
-                      batch boundaries of a stream make no difference
-    without           the last one wins. Shards of a batch have no order among each other, so a key in two of them is
+    with a version    the greatest version wins; of equal versions the first one: batch boundaries make no
+                      difference
+    without           the last one wins. The shards of a batch are unordered, so a key in two of them is
                       refused
 
-With mode insert, and with an expected version, the table decides, row by row: see `delivered.kits.sql.conditional`.
+Mode insert and expected versions are conditional writes: see `delivered.kits.sql.conditional`.
 
-A delete competes like any other row. If it wins, it removes the stored row without a trace: a row of a later batch with
-a lower version is inserted again.
+A delete competes like any other row. If it wins, it leaves no tombstone: a later batch can insert a row with a lower
+version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from delivered.model.errors import BadRecord, UsageError
 ORDER = "__delivered_order"
 SHARD = "__delivered_shard"
 ROUND = "__delivered_round"
-"""The how manyth row of its key in its shard this is; the rows of a key are judged one after the other."""
+"""The row's ordinal within its key and shard; the rows of a key are applied in this order."""
 
 
 def stored(mode: WriteMode, schema: pa.Schema) -> pa.Schema:
@@ -123,7 +123,7 @@ class Merge:
     columns: tuple[str, ...]
 
     def reduce(self, staged: str) -> str:
-        """Keep the winning row of each key. All rows of a shard, or, with a version, of a batch, are staged."""
+        """Keep the winning row of each key. The table holds all rows of a shard, or, with a version, of a batch."""
         by = f"{quoted(ORDER)} DESC"
         if self.mode.version is not None:
             by = f"{quoted(self.mode.version)} DESC, {quoted(ORDER)}"
@@ -134,13 +134,13 @@ class Merge:
         return f"DELETE FROM {staged} WHERE {quoted(ORDER)} IN ({losers})"
 
     def number(self, staged: str) -> str:
-        """Number the rows of each key in a shard, in the order of their arrival: `ROUND`, 1 by default."""
+        """Number the rows of each key in a shard in order of arrival: `ROUND`, 1 by default."""
         return (
             f"UPDATE {staged} SET {quoted(ROUND)} = r.n FROM ({self._later(staged)}) AS r WHERE r.o = {quoted(ORDER)}"
         )
 
     def conflicts(self, staged: str) -> str:
-        """FROM and WHERE: staged rows `s`, of one key once, that the table's rows `t` do not allow."""
+        """FROM and WHERE: staged rows `s`, one per key, that conflict with the table's rows `t`."""
         if self.mode.insert:
             return self.found(staged)
         expected, version = f"s.{quoted(str(self.mode.expected))}", f"t.{quoted(str(self.mode.version))}"
@@ -155,7 +155,7 @@ class Merge:
         return f"FROM {self._found(staged)} WHERE TRUE"
 
     def write(self, staged: str, only: str) -> Sequence[str]:
-        """Write staged rows, all of which the table allows, and at most one of a key.
+        """Write staged rows without conflicts, at most one per key.
 
         Args:
             only: condition of a staged row.
@@ -208,7 +208,7 @@ class Merge:
 
     def key_in_two(self, staged: Sequence[str]) -> str:
         """A key that is in more than one of these tables."""
-        once = "DISTINCT " if self.mode.conditional else ""  # otherwise they are reduced
+        once = "DISTINCT " if self.mode.conditional else ""  # otherwise reduced already
         rows = " UNION ALL ".join(f"SELECT {once}{self._keys()} FROM {name}" for name in staged)
         return f"SELECT {self._keys()} FROM ({rows}) AS u GROUP BY {self._keys()} HAVING count(*) > 1 LIMIT 1"
 
@@ -224,7 +224,7 @@ class Merge:
         return " AND ".join(f"t.{quoted(k)} = s.{quoted(k)}" for k in self.mode.keys)
 
     def _later(self, staged: str) -> str:
-        """Of a shard, the rows of a key after its first one: order `o`, number `n`."""
+        """A shard's rows after the first of their key: order `o`, number `n`."""
         order = quoted(ORDER)
         counted = f"row_number() OVER (PARTITION BY {self._keys()} ORDER BY {order}) AS n"
         return f"SELECT o, n FROM (SELECT {order} AS o, {counted} FROM {staged}) AS ranked WHERE n > 1"

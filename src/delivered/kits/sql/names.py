@@ -1,4 +1,4 @@
-"""Names of what a pipeline creates at a server, which identify their owner."""
+"""Names of the objects that a pipeline creates at a server; they identify their owner."""
 
 from __future__ import annotations
 

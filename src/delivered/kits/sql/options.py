@@ -21,7 +21,7 @@ class Mechanism(StrEnum):
     """How a database server's sink provides exactly_once."""
 
     ONE_TRANSACTION = "one_transaction"
-    """Tasks commit their shards to staging tables; one transaction of the driver moves them and writes the decision."""
+    """Tasks commit shards to staging tables; one driver transaction moves the rows and writes the decision."""
     TWO_PHASE = "two_phase"
     """Tasks leave prepared transactions; the driver decides, then commits each."""
 

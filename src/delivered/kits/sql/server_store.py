@@ -1,4 +1,4 @@
-"""The ledger in a database server, which can end other sessions and stores markers next to the decisions."""
+"""The ledger in a database server, which can terminate sessions; markers are stored next to the decisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from delivered.model.work import Owner
 
 T = TypeVar("T")
 CLAIM_WAIT_S = 1
-"""How long a claim waits for a decision in flight before it ends the session."""
+"""How long a claim waits for a decision in flight before it terminates the session."""
 
 
 class ServerStore(SqlStore[C]):
@@ -41,7 +41,7 @@ class ServerStore(SqlStore[C]):
 
     @abstractmethod
     def _claiming(self, connection: C) -> AbstractContextManager[None]:
-        """One transaction with a lock time-out of `CLAIM_WAIT_S`; committed at its end, or rolled back."""
+        """One transaction with a lock timeout of `CLAIM_WAIT_S`; committed at its end, or rolled back."""
 
     @abstractmethod
     def _begin_view(self, connection: C) -> None:
@@ -49,17 +49,17 @@ class ServerStore(SqlStore[C]):
 
     @abstractmethod
     def _end_holders(self) -> None:
-        """Have the server end idle sessions of this ledger that hold the owner's row: drivers paused mid-decision.
+        """Terminate idle sessions of this ledger that hold the owner's row: drivers paused mid-decision.
         Their transactions are rolled back, so they are fenced. Never raises."""
 
     @property
     @abstractmethod
     def _see_holders(self) -> str:
-        """SQL that shows who holds a lock, so that a user can end them."""
+        """SQL that shows the holders of a lock, so that a user can terminate them."""
 
     def take(self, successor: Callable[[Head], Owner]) -> Outcome[int]:
-        """Locks the owner's row, which a decision holds from its start to its COMMIT: when this returns, a decision in
-        flight has completed or was ended by the server, and any later one finds another epoch."""
+        """Locks the owner's row, which a decision holds from start to COMMIT: when this returns, a decision in
+        flight has completed or was terminated, and any later one finds another epoch."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             try:
@@ -83,7 +83,7 @@ class ServerStore(SqlStore[C]):
         self._server.discard(connection)
 
     def _record(self, connection: C, batch: int, decision: str) -> None:
-        """Also delete markers of earlier batches, which are all visible."""
+        """Also delete the markers of earlier batches, all of which are visible."""
         super()._record(connection, batch, decision)
         self._sql.delete(
             connection,

@@ -81,7 +81,7 @@ class DatabaseSink(TableSink):
 
     @property
     def _bounds(self) -> tuple[str, ...]:
-        """Limits of an upsert, and of rows that the table decides on."""
+        """Limits of upserts and conditional writes."""
         write = self.options.write
         if write.conditional:
             return (
@@ -101,13 +101,13 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Words:
-    """A server's terms for the steps of a plan.
+    """How a server carries out the steps of a plan.
 
     Attributes:
         load: how rows are written.
         transaction: kind of transaction that holds a shard's rows until the decision.
         prepare, commit: statements of such a transaction.
-        moved: what remains to do after rows and decision were committed in one transaction.
+        moved: what remains to be done once rows and decision are committed in one transaction.
         holds: what prepared rows block.
     """
 
@@ -176,7 +176,7 @@ class ServerSink(DatabaseSink):
         )
 
     def preflight(self, guarantee: Guarantee) -> Sequence[Finding]:
-        """Check the server. Refusing findings come last: what follows them could not be checked."""
+        """Check the server. Refusing findings come last: nothing after them can be checked."""
         found: list[Finding] = []
         server: Server[Any] = self.parts["database"](self.options)
         try:

@@ -39,7 +39,7 @@ class Staging:
         connection.execute(f"DROP TABLE IF EXISTS {self.full(table)}")
 
     def reduce(self, connection: Connection, table: str, merge: Merge, rows: int) -> int:
-        """Keep the winning staged row of each key; return their number. If each row counts, number them instead.
+        """Keep the winning staged row of each key; return their number. If every row counts, number them instead.
 
         Args:
             rows: number of staged rows.
@@ -71,8 +71,8 @@ class Staging:
         """Move a shard's rows into the target.
 
         Raises:
-            InvariantBroken: the rows are not those that were prepared.
-            The client's error: the server rejected it, perhaps because the staged rows are gone.
+            InvariantBroken: the rows differ from those prepared.
+            The client's error: the server rejected it, for instance because the staged rows are gone.
         """
         handle = PreparedRows.of(prepared)
         table, target, columns = handle.staged, handle.target, handle.columns
@@ -106,7 +106,7 @@ class Staging:
                 raise key_in_two_shards(write, found, self.options.table_text)
 
     def delete(self, connection: Connection, staged: Sequence[Prepared]) -> None:
-        """Apply the deletes of all shards. After the last `move`: with a version, a delete must find older rows of any
+        """Apply the deletes of all shards, after the last `move`: with a version, a delete must find older rows of any
         shard."""
         if self.options.write.delete is not None:
             for prepared in staged:

@@ -75,14 +75,14 @@ class SqlStore(ABC, Generic[C]):
 
     @abstractmethod
     def _move(self, connection: C, change: Change) -> None:
-        """Move the staged rows of `change.move` to the table, inside the decision's transaction.
+        """Move the staged rows of `change.move` to the table, in the decision's transaction.
 
         Reaches the crash points of `commit.apply` once per participant.
         """
 
     @abstractmethod
     def _after_failed_commit(self, error: Exception, there: Callable[[C], bool]) -> Outcome[None]:
-        """Determine the outcome of a COMMIT that raised an error. `there` looks for what it wrote."""
+        """Resolve the outcome of a COMMIT that raised. `there` checks whether its write exists."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -96,9 +96,9 @@ class SqlStore(ABC, Generic[C]):
     def write(self, rule: Callable[[Head], Change | None]) -> Outcome[None]:
         """One transaction, never run twice (P19).
 
-        1  lock the owner's row, so that a claim waits or this write finds another epoch; ask the rule
+        1  lock the owner's row, so that a claim waits or this write finds another epoch; call the rule
         2  move the staged rows of this sink's participants                     <- crash points of commit.apply
-        3  dedup.keep: put the keys that the batch admitted into effect
+        3  dedup.keep: activate the keys that the batch admitted
         4  write the decision, delete old ones
         5  COMMIT                                                               <- from here on the batch counts
         """
@@ -202,7 +202,7 @@ class SqlStore(ABC, Generic[C]):
 
     def _put(self, connection: C, change: Change, epoch: int) -> None:
         if change.begun is not None:
-            # Not an update: the column that identifies the newest row is set on insert.
+            # No UPDATE: the column that identifies the newest row is set on insert.
             self._sql.delete(connection, "begun", _SCOPE, self._key)
             connection.execute(
                 self._sql(
@@ -224,7 +224,7 @@ class SqlStore(ABC, Generic[C]):
             self.close()
 
     def _head(self, connection: C) -> Head:
-        """Lock the owner's row until the transaction ends, then read what it guards."""
+        """Lock the owner's row until the transaction ends, then read the head."""
         owner, epoch = self._owner(connection, hold=True) or (None, 0)
         (batch,) = self._one(connection, f"SELECT max(batch) FROM {{decision}} WHERE {_SCOPE}")
         return Head(
@@ -294,7 +294,7 @@ class SqlStore(ABC, Generic[C]):
         newest = f"SELECT incarnation AS i, max(batch) AS b FROM {{decision}} WHERE {_OTHER} GROUP BY incarnation"
         where = f"{_OTHER} AND (incarnation, batch) NOT IN (SELECT i, b FROM ({newest}) AS newest)"
         self._sql.delete(connection, "decision", where, self._key)
-        # Of other incarnations, nobody asks for the counts.
+        # The counts of other incarnations are never read.
         self._sql.delete(connection, "left_out", _OTHER, self._key)
         values = {**self._key, "kept": LEDGER_INCARNATIONS}
         for table, written in self._sql.written.items():
@@ -317,7 +317,7 @@ class SqlStore(ABC, Generic[C]):
         connection.execute(self._sql(statement), {**self._key, "incarnation": incarnation, "entry": entry.encode()})
 
     def _archived(self, connection: C) -> Archived | None:
-        if self._version(connection) < _ARCHIVE_VERSION:  # read by a process that may not migrate it
+        if self._version(connection) < _ARCHIVE_VERSION:  # read-only processes do not migrate the ledger
             return None
         row = self._one(connection, f"SELECT entry FROM {{archive}} WHERE {_SCOPE}")
         return None if row is None else Archived.decode(bytes(row[0]))

@@ -36,7 +36,7 @@ def steps(first: int, stop: int, at_least: int, whole: int | None = None) -> lis
     """Split a range into at most `SLICES_MAX` pieces, the last one shorter.
 
     Args:
-        whole: length of all ranges together; None: this is the only one.
+        whole: total length of all ranges; None: this is the only one.
     """
     step = max(at_least, -(-(stop - first if whole is None else whole) // SLICES_MAX))
     return [(at, min(at + step, stop)) for at in range(first, stop, step)]

@@ -18,12 +18,12 @@ _MARK = re.compile(r"delivered ([0-9a-f]{32})")
 
 
 def new_mark() -> str:
-    """A table comment that identifies a table we create, for databases that give tables no id."""
+    """A comment that identifies a table created here, for databases without table ids."""
     return f"delivered {uuid.uuid4().hex}"
 
 
 def marked(text: str | None) -> str | None:
-    """The id in a table's comment; None: we did not create it."""
+    """The id in a table's comment; None: it was not created here."""
     found = _MARK.search(text or "")
     return None if found is None else found[1]
 

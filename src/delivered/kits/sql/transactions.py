@@ -17,12 +17,12 @@ from delivered.model.prepared import Handle
 
 @dataclass(frozen=True)
 class PreparedRows(Handle):
-    """A shard at a server.
+    """A prepared shard at a server.
 
     Attributes:
         gid: of the prepared transaction that holds the rows; empty: they are in a staging table.
-        staged: that table, in the ledger's schema. target: where its rows go; columns: of these, for SQL.
-        kept: mode upsert: of the staged rows, those that count; stored: their columns; index: MySQL, of the keys.
+        staged: that table, in the ledger's schema. target: the table its rows move to; columns: theirs, for SQL.
+        kept: mode upsert: number of winning rows; stored: names of the stored columns; index: on the keys (MySQL).
     """
 
     gid: str = ""
@@ -62,7 +62,7 @@ class OpenTransaction:
 
 
 def check_deletions(options: ServerOptions) -> Iterator[Finding]:
-    """Under two_phase."""
+    """Refuse deletes under two_phase."""
     if options.write.delete is not None:
         yield Finding(
             "DELETE_TWO_PHASE",
@@ -74,7 +74,7 @@ def check_deletions(options: ServerOptions) -> Iterator[Finding]:
 
 
 def mark(connection: Connection, dialect: Dialect, work: Work, gid: str, fingerprint: Fingerprint) -> None:
-    """Write the marker in the transaction of the rows, as evidence that it was committed."""
+    """Write the marker in the rows' transaction, as evidence of its commit."""
     connection.execute(
         dialect(
             "INSERT INTO {marker} (pipeline, sink, incarnation, batch, shard, gid, fingerprint) "

@@ -123,7 +123,7 @@ def shown(schema: pa.Schema) -> str:
 
 
 def because(reasons: pa.Array | None, mask: pa.Array, text: str) -> pa.Array | None:
-    """Add the reason `text` to the rows where `mask` is true and that have none yet. No Python object per row."""
+    """Set the reason `text` where `mask` is true and no reason is set. No Python object per row."""
     mask = pc.fill_null(mask, False)
     if not pc.any(mask).as_py():
         return reasons

@@ -1,7 +1,7 @@
-"""The archive of a ledger as any number of immutable files, each with some of the entries.
+"""The archive of a ledger as immutable files, each with some of the entries.
 
-A file is never changed, and deleted only by a process that wrote its entries to another file before. So a driver that
-is fenced midway, or late, removes nothing from the archive: at worst an entry is stored twice.
+A file is never changed, and is deleted only by a process that has already copied its entries to another file. So a
+driver fenced midway removes nothing from the archive: at worst an entry is stored twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ArchiveFiles:
             found = [self._store.get(name) for name in self._names()]
             if all(data is not None for data in found):
                 return Archive(b"".join(data for data in found if data is not None), repr(self._folder))
-            # Compacted since it was listed: another file has its entries.
+            # Compacted since the listing: another file has its entries.
 
     def add(self, entries: Iterable[Archived]) -> None:
         """Durable when this returns. May be called again with the same entries."""
@@ -56,7 +56,7 @@ class ArchiveFiles:
         self._store.remove(name for name in found if name != whole)
 
     def _put(self, data: bytes) -> str:
-        """Write a file named by its content hash: the same entries give the same file."""
+        """Write a file named by its content hash, so that equal entries give the same file."""
         name = f"{self._folder}/{hashlib.blake2b(data, digest_size=16).hexdigest()}.bin"
         self._store.put(name, data)
         return name

@@ -71,7 +71,7 @@ def _draft(path: Path) -> Path:
 
 
 def sync_versions(table: Path, first: int, last: int) -> None:
-    """fsync those of the commits first..last that exist, and their folder."""
+    """fsync the existing commits among first..last, and their folder."""
     folder = table / "_delta_log"
     there = [folder / f"{version:020d}.json" for version in range(max(first, 0), last + 1)]
     sync([*(p for p in there if p.exists()), folder])

@@ -1,9 +1,9 @@
-"""The effect of a batch on a table of files: files added and removed by the one commit of its decision.
+"""The effect of a batch on a table of files: what the decision's one commit adds and removes.
 
 append     adds the staged files
 overwrite  adds them, and removes the table's files in the same partitions
-upsert     reduces the staged rows to one per key; rewrites files that contain one of these keys, with the new rows;
-           adds rows of new keys
+upsert     reduces the staged rows to one per key; rewrites the files that contain any of these keys; adds rows of
+           new keys
 
 An upsert runs on the driver, with the batch's rows (one per key) and the keys of one file in memory. Rows of a batch
 have `SHARD` and `ORDER`, their order of arrival. Which row wins: `delivered.kits.sql.merge`.
@@ -53,7 +53,7 @@ class TableFile(Protocol):
         """Minimum and maximum of a column; None: unknown."""
 
     def rows(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """All rows in order, with these columns, some of which the file may lack."""
+        """All rows in order, with these columns; the file may lack some of them."""
 
 
 F = TypeVar("F", bound=TableFile)
@@ -66,7 +66,7 @@ def upsert(mode: WriteMode, rows: pa.Table, columns: pa.Schema, there: Iterable[
         rows: from `one_of_each`.
         columns: of the table.
         there: the table's files.
-        files: gets the new rows. Discarded if this raises.
+        files: receives the new rows. Discarded if this raises.
     """
     removes: list[F] = []
     met = np.zeros(rows.num_rows, dtype=bool)
@@ -186,7 +186,7 @@ def _matches(mode: WriteMode, there: pa.Table, rows: pa.Table) -> _Matches:
 def _rewritten(
     mode: WriteMode, batches: Iterable[pa.RecordBatch], columns: pa.Schema, rows: pa.Table, found: _Matches
 ) -> Iterator[pa.RecordBatch]:
-    """A file's rows, with the batch's values in replaced ones; columns that the batch lacks keep their values."""
+    """A file's rows with the batch's values in replaced rows; columns missing from the batch keep their values."""
     given = set(stored(mode, rows.schema).names)
     at = 0
     for batch in batches:
@@ -209,10 +209,10 @@ def _rewritten(
 
 
 def _new_rows(mode: WriteMode, rows: pa.Table, met: Any, columns: pa.Schema) -> pa.Table:
-    """Rows of keys that are new to the table; columns that they lack are null.
+    """Rows of keys that are new to the table; missing columns are null.
 
     Args:
-        met: for each row whether its key was found.
+        met: for each row, whether its key was found.
     """
     new = rows.filter(pa.array(~met))
     if mode.delete is not None:

@@ -20,7 +20,7 @@ GROUP_ROWS = 1 << 20
 GROUP_BYTES = 32 << 20
 """Size of a row group; also bounds the buffered rows of all open files together."""
 OPEN_FILES_MAX = 100
-"""Open files of a shard; a shard with more parts writes some of them to several files."""
+"""Maximum open files of a shard; with more parts, some are written to several files."""
 
 _SAMPLE_ROWS = 8_192
 
@@ -186,7 +186,7 @@ def split(keys: pa.RecordBatch, rows: pa.RecordBatch) -> list[tuple[tuple[Any, .
 
 
 def _repeating(rows: pa.Table) -> list[str]:
-    """Columns whose first values repeat: only for these is dictionary encoding worth its high cost."""
+    """Columns whose first values repeat: dictionary encoding only pays off for these."""
     sample = rows.slice(0, _SAMPLE_ROWS)
     return [
         f.name

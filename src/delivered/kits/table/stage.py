@@ -1,10 +1,10 @@
-"""Staged files: tasks write them to a table's folder before they are committed. Aborts those of undecided batches.
+"""Staged files: tasks write them to the table's folder before they are committed. Aborts those of undecided batches.
 
     delivered/p-<pipeline>/s-<sink>/i-<incarnation>/<batch / 100>/[<folder>/]
         <batch>-<shard>-<attempt>-<nonce>-<n>.parquet
 
-A file's name identifies its writer, so that only its own pipeline ever deletes it. Files of direct writers
-(at_least_once, at_most_once) are in `direct/` and are never deleted: only the table knows whether they are committed.
+A file's name identifies its writer, so that only its own pipeline deletes it. Files of direct writers (at_least_once,
+at_most_once) are in `direct/` and never deleted: only the table knows whether they are committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from delivered.model.step import Moment, StepId, reach
 from delivered.model.work import Decision
 
 BLOCK_BATCHES = 100
-"""Batches per folder: recovery only lists the folders of the newest batches."""
+"""Batches per folder: recovery lists only the folders of the newest batches."""
 _ROOT = "delivered"
 
 
@@ -56,7 +56,7 @@ def incarnation_folder(scope: Scope, incarnation: str) -> str:
 
 
 def incarnation_of(scope: Scope, name: str) -> str | None:
-    """Incarnation of a staged file of this pipeline and sink; None: it is not one."""
+    """Incarnation of a staged file of this pipeline and sink; None: not such a file."""
     head, _, tail = name.partition(f"{sink_folder(scope)}/i-")
     return None if head or not tail else tail.partition("/")[0]
 
@@ -72,7 +72,7 @@ def new_place(work: Work, direct: bool) -> Place:
 
 
 def batch_of(name: str) -> int | None:
-    """Batch of a staged file, by its name; None: not our name."""
+    """Batch of a staged file, by its name; None: not a staged file's name."""
     digits = name.rpartition("/")[2].partition("-")[0]
     return int(digits) if digits.isdigit() else None
 
@@ -134,7 +134,7 @@ _claims: dict[Hashable, int] = {}
 
 
 def note_claim(ledger: Hashable, claim: int) -> None:
-    """Record this process's claim of a ledger: it may delete orphans while that claim is the newest."""
+    """Record this process's claim of a ledger: while it is the newest, this process may delete orphans."""
     _claims[ledger] = claim
 
 
@@ -144,7 +144,7 @@ class Undecided:
 
     Attributes:
         ledger: as passed to `note_claim`.
-        decided: incarnation -> its newest decided batch (None: none) and the writers whose files that batch names.
+        decided: incarnation -> its newest decided batch (None: none) and the writers of that batch's files.
         claim: reads the newest claim of the ledger.
     """
 
@@ -172,7 +172,7 @@ class Undecided:
         return len({writer_of(name) for name in gone})
 
     def check_claim(self) -> None:
-        """Called after listing files and before deleting them, so that the list has no file of a later owner.
+        """Call between listing and deleting files, so that the list has no file of a later owner.
 
         Raises:
             Fenced: another process has claimed the ledger since.
@@ -200,8 +200,8 @@ class Undecided:
     def _open(self, incarnation: str) -> list[str]:
         """Files of an incarnation that no decision names, in the folders that may have some.
 
-        Decisions are read again after listing the files, which may take long: files that appeared meanwhile may have
-        been decided meanwhile.
+        Decisions are read again after listing the files, which may take long: files that appeared meanwhile may have been
+        decided by then.
         """
         found = newest_files(self.store, self.scope, incarnation, self.decided(incarnation)[0])
         newest, named = self.decided(incarnation)

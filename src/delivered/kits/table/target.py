@@ -56,7 +56,7 @@ def compare(
         there: the table's columns, with their nullability.
         schema: of the rows, canonical.
         partitions: the table's partition columns.
-        adds: whether columns can be added now, if the options ask for it.
+        adds: whether columns can be added now, if the options request it.
 
     Raises:
         UsageError: names or types do not match, or a column is missing on one side.
@@ -101,7 +101,7 @@ def compare(
 def check_asked(options: FileTableOptions, asked: Sequence[str]) -> None:
     """
     Args:
-        asked: features that the table requires of writers and this one does not support.
+        asked: writer features that the table requires and this sink does not support.
 
     Raises:
         Refused: there are such features.
